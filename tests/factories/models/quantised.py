@@ -323,6 +323,50 @@ def torchao_int8() -> tuple[dict[str, Any], Quantise]:
     return {"quant_method": "torchao", "quant_type": {"default": kind}}, quantise
 
 
+PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+
+# Format -> (its packing, the form that its matrices run in).
+CASES: dict[str, tuple[tuple[dict[str, Any], Quantise], str]] = {
+    "gptq": (gptq(4, 32), "int4"),
+    "gptq-row": (gptq(4, -1), "int4"),
+    "gptq-v2": (gptq(4, 32, v2=True), "int4"),
+    "gptq-ordered": (gptq(4, 32, ordered=True), "float32"),
+    "gptq-asymmetric": (gptq(4, 32, symmetric=False), "float32"),
+    "gptq-asymmetric-v2": (gptq(4, 32, symmetric=False, v2=True), "float32"),
+    "gptq-narrow": (gptq(4, 16), "float32"),
+    "gptq-2": (gptq(2, 32, symmetric=False), "int4"),
+    "gptq-3": (gptq(3, 32, symmetric=False), "int4"),
+    "gptq-8": (gptq(8, 32), "float32"),
+    "gptq-8-row": (gptq(8, -1), "int8"),
+    "awq": (awq(32), "float32"),
+    "w8a8": (compressed("int-quantized", EIGHT_BITS, PER_TOKEN), "int8"),
+    "w8a8-static": (compressed("int-quantized", EIGHT_BITS, {"num_bits": 8}), "int8"),
+    "w4a16": (compressed("pack-quantized", FOUR_BITS), "int4"),
+    "w4a16-asymmetric": (compressed("pack-quantized", {**FOUR_BITS, "symmetric": False}), "float32"),
+    "w4a16-ordered": (compressed("pack-quantized", {**FOUR_BITS, "actorder": "group"}), "float32"),
+    "w8a16-packed": (compressed("pack-quantized", EIGHT_BITS), "int8"),
+    "w8-asymmetric": (compressed("int-quantized", {**EIGHT_BITS, "symmetric": False}), "float32"),
+    "fp8-row": (
+        compressed("float-quantized", FLOAT8, {"num_bits": 8, "type": "float", "dynamic": True}),
+        "float32",
+    ),
+    "fp8-one": (compressed("float-quantized", {**FLOAT8, "strategy": "tensor"}), "float32"),
+    "fp8-tiles": (
+        compressed("float-quantized", {**FLOAT8, "strategy": "block", "block_structure": [32, 48]}),
+        "float32",
+    ),
+    "fp8-blocks": (fp8((32, 48)), "float32"),
+    "fp8": (fp8(None), "float32"),
+    "bitsandbytes-int8": (bitsandbytes_int8(), "int8"),
+    "nf4": (bitsandbytes_nf4(nested=False), "float32"),
+    "nf4-nested": (bitsandbytes_nf4(nested=True), "float32"),
+    "torchao-int8": (torchao_int8(), "int8"),
+}
+
+
 def write_gguf(path: Path, facts: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]]) -> None:
     """Write a GGUF file of version 3; `tensors`: number of the type, shape with the rows first, bytes."""
 
