@@ -260,6 +260,13 @@ def fp8(block: tuple[int, int] | None) -> tuple[dict[str, Any], Quantise]:
     return config, quantise
 
 
+def fbgemm_fp8() -> tuple[dict[str, Any], Quantise]:
+    """Return quantization_config of FBGEMM's fp8, and its packing."""
+    return {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, lambda module, weight: _float8(
+        weight, {"strategy": "channel"}
+    )
+
+
 def bitsandbytes_int8() -> tuple[dict[str, Any], Quantise]:
     """Return quantization_config of bitsandbytes int8, and its packing."""
 
@@ -360,6 +367,7 @@ CASES: dict[str, tuple[tuple[dict[str, Any], Quantise], str]] = {
     ),
     "fp8-blocks": (fp8((32, 48)), "float32"),
     "fp8": (fp8(None), "float32"),
+    "fp8-fbgemm": (fbgemm_fp8(), "float32"),
     "bitsandbytes-int8": (bitsandbytes_int8(), "int8"),
     "nf4": (bitsandbytes_nf4(nested=False), "float32"),
     "nf4-nested": (bitsandbytes_nf4(nested=True), "float32"),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.common.errors import StartupError
-from penstock.common.gguf_folder import GGUF_FILE
 from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
 from penstock.generation.models.llama import LLAMA
@@ -17,13 +16,10 @@ from penstock.generation.models.loader import Weights, build_model
 from penstock.generation.models.mistral import MISTRAL
 from penstock.generation.models.qwen2 import QWEN2
 from penstock.generation.models.qwen3 import QWEN3
-from penstock.generation.weights.checkpoint import Checkpoint
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import is_packed
 from penstock.generation.weights.packed_weights import PackedWeights
-from penstock.generation.weights.quantised.checkpoint import QuantisedCheckpoint
-from penstock.generation.weights.quantised.gguf import GgufCheckpoint
-from penstock.generation.weights.quantised.table import read_format
+from penstock.generation.weights.quantised.table import open_checkpoint, read_format
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
 
 if TYPE_CHECKING:
@@ -113,17 +109,6 @@ def checkpoint_weights(
         is_tied=config.tie_word_embeddings,
         map_embeddings=map_embeddings,
     )
-
-
-def open_checkpoint(
-    folder: Path, progress: CountBytes | None = None
-) -> Checkpoint | QuantisedCheckpoint | GgufCheckpoint:
-    """Open the tensors of a folder: safetensors, quantised or not, or a GGUF file's. Raises StartupError."""
-    if (folder / GGUF_FILE).exists():
-        return GgufCheckpoint(folder, progress)
-    format = read_format(ConfigReader(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
-    files = Checkpoint(folder, progress)
-    return files if format is None else QuantisedCheckpoint(files, format)
 
 
 def supported_model_types() -> tuple[str, ...]:

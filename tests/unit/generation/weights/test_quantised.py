@@ -19,11 +19,11 @@ from penstock.generation.layers.linear.base import WholeRows, WholeWeight
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
 from penstock.generation.layers.linear.int8 import Int8LinearMethod
 from penstock.generation.layers.linear.native import Format, NativeLinearMethod
-from penstock.generation.models.registry import checkpoint_weights, load_model, open_checkpoint, read_model_config
+from penstock.generation.models.registry import checkpoint_weights, load_model, read_model_config
 from penstock.generation.startup.memory_check import check_weights
 from penstock.generation.weights.files import least_weight_bytes
 from penstock.generation.weights.quantised.base import unpacked
-from penstock.generation.weights.quantised.table import FORMATS, read_format
+from penstock.generation.weights.quantised.table import FORMATS, open_checkpoint, read_format
 from safetensors.torch import load_file, save_file
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -306,7 +306,9 @@ def test_estimates_of_memory_know_the_form(tmp_path: Path) -> None:
 
 
 def test_all_formats_are_told_apart_by_their_method() -> None:
-    assert sorted(FORMATS) == ["awq", "bitsandbytes", "compressed-tensors", "fp8", "gguf", "gptq", "torchao"]
+    assert sorted(FORMATS) == [
+        *("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "torchao")
+    ]
     assert read_format(ConfigReader({}, "config.json")) is None
 
 

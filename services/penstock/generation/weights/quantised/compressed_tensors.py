@@ -39,7 +39,7 @@ _FLOAT8 = ("F8_E4M3",)
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """How the modules of a group are stored."""
+    """Form that the modules of a group are stored in."""
 
     targets: tuple[str, ...]
     is_packed: bool

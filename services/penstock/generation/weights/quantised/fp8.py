@@ -1,6 +1,7 @@
-"""fp8 by blocks, as DeepSeek and Qwen publish it. The activations stay as they are.
+"""fp8 by blocks, as DeepSeek and Qwen publish it, and by rows, as FBGEMM does. The activations stay as they are.
 
-weight is float8 (outputs, inputs); weight_scale_inv has a factor for each block (128 times 128), or one for all.
+weight is float8 (outputs, inputs). Blocks: weight_scale_inv has a factor for each (of 128 times 128), or one for all.
+Rows: weight_scale has a factor for each.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Fp8(QuantFormat):
 
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
         """See QuantFormat."""
-        weight, scale = f"{module}.weight", f"{module}.weight_scale_inv"
-        if weight in files and files.stored_as(weight) in FLOATS and scale not in files:
+        scale = f"{module}.weight_scale_inv"
+        if _is_plain(module, "weight_scale_inv", files):
             return None
         scales: tuple[int, ...] = (1,)
         if self.block is not None:
@@ -66,3 +67,32 @@ class Fp8(QuantFormat):
         scale = torch.exp2(scale.float() - 127.0) if scale.dtype is torch.uint8 else scale.float()
         blocks = (1, 1) if self.block is None else tuple(scale.shape)
         return ScaledMatrix(tensors["weight"], scale.reshape(blocks), self.block or shape)
+
+
+class FbgemmFp8(QuantFormat):
+    """See the module: by rows."""
+
+    method = "fbgemm_fp8"
+
+    def __init__(self, config: ConfigReader) -> None:
+        """See QuantFormat. `activation_scale_ub` bounds activations that are quantised, which here they are not."""
+        self.description = "fbgemm fp8, a scale a row"
+
+    def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
+        """See QuantFormat."""
+        if _is_plain(module, "weight_scale", files):
+            return None
+        parts = {"weight": Part(shape, _FLOAT8), "weight_scale": Part((shape[0], 1))}
+        if f"{module}.input_scale_ub" in files:
+            parts["input_scale_ub"] = Part(files.shape(f"{module}.input_scale_ub"), is_required=False)
+        return parts
+
+    def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> ScaledMatrix:
+        """See QuantFormat."""
+        return ScaledMatrix(tensors["weight"], tensors["weight_scale"].float(), (1, shape[1]))
+
+
+def _is_plain(module: str, scale: str, files: StoredFiles) -> bool:
+    """True when the weight is stored as it is."""
+    weight = f"{module}.weight"
+    return weight in files and files.stored_as(weight) in FLOATS and f"{module}.{scale}" not in files

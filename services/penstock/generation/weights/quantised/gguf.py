@@ -15,18 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.common.errors import StartupError
 from penstock.common.gguf_file import GgufFile, GgufTensor
 from penstock.common.gguf_folder import GGUF_FILE, ROPE_FACTORS
 from penstock.common.progress import CountBytes
-from penstock.generation.core.model_config import ConfigReader
 from penstock.generation.host.mapped import MappedFile
 from penstock.generation.layers.linear.base import WholeRows
 from penstock.generation.weights.checkpoint import PIECE_BYTES
-from penstock.generation.weights.quantised.base import Part, QuantFormat, StoredFiles, StoredMatrix
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_WHOLE = {"Q4_0": "int4"}
+# ggml's types that are dtypes, and those with a form of whole numbers.
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+WHOLE_TYPES = {"Q4_0": "int4"}
 # llama.cpp's names -> Hugging Face's, without `.weight` and `.bias`.
 _ENDS = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 _LAYER = {
@@ -45,29 +43,6 @@ _LAYER = {
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.\w+")
 _SHOWN = 5
-
-
-class Gguf(QuantFormat):
-    """The format as config.json names it, which `common.gguf_folder` wrote; GgufCheckpoint reads the file."""
-
-    method = "gguf"
-
-    def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat."""
-        types = config.mapping("types")
-        names = [] if types is None else list(types.values)
-        self.description = f"gguf of {', '.join(names)}"
-        if types is not None:
-            most = max(types.values, key=lambda name: types.values[name] if name not in _DTYPES else 0, default="")
-            self.form = _WHOLE.get(most, "")
-
-    def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
-        """See QuantFormat: no safetensors have this format."""
-        raise StartupError(f"quantization_config.quant_method gguf needs {GGUF_FILE}", flag="MODEL")
-
-    def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
-        """See QuantFormat."""
-        raise StartupError(f"quantization_config.quant_method gguf needs {GGUF_FILE}", flag="MODEL")
 
 
 class GgufCheckpoint:
@@ -115,7 +90,7 @@ class GgufCheckpoint:
 
     def dtype(self, tensor: str) -> torch.dtype | None:
         """See TensorSource."""
-        return _DTYPES.get(self._names[tensor].type.name)
+        return FLOAT_TYPES.get(self._names[tensor].type.name)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """See TensorSource."""
@@ -144,7 +119,7 @@ class GgufCheckpoint:
 
     def form(self, tensor: str) -> str:
         """See TensorSource."""
-        return _WHOLE.get(self._names[tensor].type.name, "")
+        return WHOLE_TYPES.get(self._names[tensor].type.name, "")
 
     def pieces(self, tensor: str) -> Iterator[Tensor]:
         """See TensorSource."""
@@ -152,7 +127,7 @@ class GgufCheckpoint:
         numbers = _NUMBERS.get(stored.type.name)
         for rows in self._stored(tensor):
             if numbers is None:
-                piece = rows.view(_DTYPES[stored.type.name])
+                piece = rows.view(FLOAT_TYPES[stored.type.name])
             else:
                 blocks = rows.view(-1, stored.type.num_bytes)
                 piece = numbers(blocks).view(len(rows), stored.shape[-1])

@@ -23,6 +23,8 @@ from penstock.generation.weights.quantised.base import (
     unpacked,
 )
 
+_CONVERT = f"convert it with GPTQModel, or {UNQUANTISED}"
+
 
 class Gptq(QuantFormat):
     """See the module."""
@@ -35,11 +37,12 @@ class Gptq(QuantFormat):
         self.group = config.integer("group_size", 128, minimum=-1)
         if self.group == 0:
             raise config.error("group_size", "must be -1 or at least 1")
-        one_of(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq", f"convert it with GPTQModel, or {UNQUANTISED}")
+        # Newer releases of GPTQModel say it in another field.
+        name = "format" if "checkpoint_format" not in config.values and config.has("format") else "checkpoint_format"
+        self._is_v1 = one_of(config, name, ("gptq", "gptq_v2"), "gptq", _CONVERT) == "gptq"
         one_of(config, "pack_dtype", ("int32",), "int32")
         if config.values.get("dynamic"):
             raise config.error("dynamic", f"(bits by module) is not supported: {UNQUANTISED}")
-        self._is_v1 = config.values.get("checkpoint_format", "gptq") == "gptq"
         symmetric, ordered = config.boolean("sym", True), config.boolean("desc_act", False)
         words = [
             f"gptq of {self.bits} bits",

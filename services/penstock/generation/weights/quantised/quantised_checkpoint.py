@@ -84,7 +84,7 @@ class QuantisedCheckpoint:
         return tensor in self._matrices
 
     def pieces(self, tensor: str) -> Iterator[Tensor]:
-        """Yield the rows in order, some at a time: as they are stored, or those of a quantised matrix as float32."""
+        """Yield the rows in order, some at a time: as they are stored; those of a quantised matrix as float32."""
         if tensor not in self._matrices:
             yield from self._files.pieces(tensor)
             return
