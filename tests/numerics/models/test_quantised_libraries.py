@@ -6,17 +6,23 @@ last real run is in dev/log/quantised.md.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib.util
 import json
+import math
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from factories.models.checkpoints import reference_model, tiny_checkpoint
 from factories.models.paged import PagedDriver, PagedSequence
+from factories.models.quantised import grouped, words
 from penstock.common.checkpoint import resolve_model
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
@@ -218,6 +224,61 @@ def test_bitsandbytes(tmp_path: Path, kind: str) -> None:
 
 def _shape(source: Path, name: str) -> torch.Size:
     return load_file(source / "model.safetensors")[name].shape
+
+
+def gptqmodel_pack() -> Any:
+    """Return GPTQModel's own function that packs a layer. The package itself has extensions to compile: its source is
+    enough, unpacked, with its folder on PYTHONPATH."""
+    spec = importlib.util.find_spec("gptqmodel")
+    if spec is None or spec.origin is None:
+        pytest.skip("the source of gptqmodel is not there")
+    path = Path(spec.origin).parent / "nn_modules" / "qlinear" / "__init__.py"
+    tree = ast.parse(path.read_text())
+    function = next(one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "pack_original")
+    limits = types.SimpleNamespace(threadpool_limits=contextlib.nullcontext)
+    names = {"t": torch, "np": np, "nn": torch.nn, "math": math, "transformers": transformers, "THREADPOOLCTL": limits}
+    names |= {"_ConvNd": torch.nn.Conv2d}
+    exec(compile(ast.Module([function], []), str(path), "exec"), names)
+    return names["pack_original"]
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True), (3, False), (2, False)])
+def test_gptq(tmp_path: Path, bits: int, symmetric: bool, version: str) -> None:
+    pack = gptqmodel_pack()
+    source = base(tmp_path)
+    stored: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for tensor, value in load_file(source / "model.safetensors").items():
+        if "proj.weight" not in tensor:
+            stored[tensor] = value
+            continue
+        found = grouped(value, bits, 32, symmetric=symmetric)
+        linear = torch.nn.Linear(value.shape[1], value.shape[0], bias=False)
+        linear.weight.data = found.dense
+        made = torch.nn.Module()
+        made.bits, made.maxq, made.planar = bits, 2**bits - 1, False
+        made.pack_dtype_bits, made.pack_factor = 32, 32 // bits
+        made.pack_np_math_dtype, made.pack_np_dtype = np.uint32, np.int32
+        pack(made, linear, found.scale.float(), found.zero.float(), found.group_of_input.int())
+        if version == "gptq":
+            # As the library does on its way to the first version: in whole words, but for 3 bits.
+            ones = sum(1 << shift for shift in range(0, 32, bits))
+            made.qzeros = made.qzeros - ones if bits != 3 else words(found.zero.T - 1, 3)
+        module = tensor.removesuffix(".weight")
+        names = ("qweight", "qzeros", "scales", "g_idx")
+        stored |= {f"{module}.{name}": getattr(made, name).contiguous() for name in names}
+        weights[tensor] = found.dense
+    folder = tmp_path / "quantised"
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "gptq", "bits": bits, "group_size": 32, "sym": symmetric, "checkpoint_format": version,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = bits < 4 or (bits == 4 and symmetric)
+    check(folder, dense_reference(tmp_path / "dense", source, weights), "int4" if kept else "float32")
 
 
 def test_awq(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
