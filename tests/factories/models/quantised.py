@@ -390,6 +390,8 @@ def write_gguf(path: Path, facts: dict[str, Any], tensors: dict[str, tuple[int, 
             return struct.pack("<If", 6, value)
         if isinstance(value, str):
             return struct.pack("<I", 8) + text(value)
+        if isinstance(value[0], int):
+            return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
         return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
 
     start = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(facts))

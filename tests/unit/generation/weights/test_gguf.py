@@ -245,6 +245,8 @@ def test_model_may_be_a_file(
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     merges = [one if isinstance(one, str) else " ".join(one) for one in ours["model"]["merges"]]
     facts = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens}
+    special = {one["content"] for one in ours["added_tokens"]}
+    facts |= {"tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens]}
     facts |= {"tokenizer.ggml.merges": merges, "tokenizer.chat_template": "{{ messages[0].content }}"}
     home = tmp_path / "model"
     home.mkdir()
@@ -259,7 +261,7 @@ def test_model_may_be_a_file(
     assert [resolve_model(str(one), allow_hub=False) for one in (path, home)] == [folder, folder]
     assert read_model_config(folder).architecture == "LlamaForCausalLM"
     found, expected = (Tokenizer.from_file(str(one / "tokenizer.json")) for one in (folder, demo_folder()))
-    text = "Penstock serves 12 models, doesn't it?"
+    text = "<|im_start|>Penstock serves 12 models, doesn't it?<|im_end|>"
     assert found.encode(text, add_special_tokens=False).ids == expected.encode(text, add_special_tokens=False).ids
     # A file that was replaced is another one.
     write_gguf(path, {**FACTS, "llama.context_length": 256}, model[0])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.layers.linear.base import Linear, LinearMethod, NotFinite, Rows, Weight, WholeWeight
+from penstock.generation.layers.linear.base import Linear, LinearMethod, NotFinite, Rows, Weight, WholeRows, WholeWeight
 
 if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
@@ -262,42 +262,57 @@ def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gat
     sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None)
     parts = {name: torch.zeros(count, dtype=kind) for name, (kind, count) in sizes.items() if name in ("scale", "sum")}
     memory = slabs.take(sizes["weight"][1]).zero_()
-    words = memory.view(torch.int32).view(_num_panels(outputs, gated=gated), -1, PANEL)
+    panels, width = _num_panels(outputs, gated=gated), PANEL // 2 if gated else PANEL
+    # A gated panel has rows of the first half of the outputs, and then those of the other half.
+    words = memory.view(torch.int32).view(panels, -1, PANEL // width, width)
+    places = {name: part.view(panels, -1, PANEL // width, width) for name, part in parts.items()}
+    last = outputs // 2 if gated else outputs
     first = 0
     for piece in weight.whole_pieces():
         if len(bad := (~piece.scale.isfinite()).view(len(piece.scale), -1).any(1).nonzero()):
             raise NotFinite(first + int(bad[0]))
-        panels, columns = _places(first, len(piece.values), outputs, gated=gated)
-        first += len(piece.values)
+        found = {"words": _int8_words(piece) if format is Format.INT8 else _int4_words(piece)}
+        found["scale"] = piece.scale.view(len(piece.scale), -1)
         if format is Format.INT8:
-            packed = F.pad(piece.values, (0, -inputs % 4)).contiguous().view(torch.int32)
-            parts["scale"].view(-1, PANEL)[panels, columns] = piece.scale
-            parts["sum"].view(-1, PANEL)[panels, columns] = piece.values.sum(1, dtype=torch.int32)
-        else:
-            # Two numbers a byte: of each 8 the first four are the low halves.
-            values = F.pad(piece.values, (0, -inputs % GROUP), value=8)
-            values = values.view(len(values), -1, 2, 4)
-            packed = (values[:, :, 0] | values[:, :, 1] << 4).flatten(1).contiguous().view(torch.int32)
-            scales = parts["scale"].view(len(words), -1, PANEL)
-            scales[panels, :, columns] = piece.scale
-        words[panels, :, columns] = packed
+            found["sum"] = piece.values.sum(1, dtype=torch.int32)[:, None]
+        middle = min(max(last - first, 0), len(piece.values)) if gated else len(piece.values)
+        for name, rows in found.items():
+            target = words if name == "words" else places[name]
+            _put(target[:, :, 0], first, rows[:middle])
+            if middle < len(rows):
+                _put(target[:, :, 1], first + middle - last, rows[middle:])
+        first += len(piece.values)
     bias = None if bias_O is None else _in_panels(bias_O.float(), gated=gated)
     return PackedWeight((outputs, inputs), weight.dtype, format, gated, memory, bias, parts["scale"], parts.get("sum"))
 
 
+def _int8_words(piece: WholeRows) -> Tensor:
+    """Return rows of granules (rows, granules) in int32."""
+    return F.pad(piece.values, (0, -piece.values.shape[1] % 4)).contiguous().view(torch.int32)
+
+
+def _int4_words(piece: WholeRows) -> Tensor:
+    """Return rows of granules (rows, granules) in int32: of each 8 numbers the first four are the low halves."""
+    values = F.pad(piece.values, (0, -piece.values.shape[1] % GROUP), value=8)
+    # Four numbers in each of them, none of which is more than 15.
+    fours = values.contiguous().view(torch.int32)
+    return fours[:, ::2] | fours[:, 1::2] << 4
+
+
+def _put(target: Tensor, first: int, rows: Tensor) -> None:
+    """Copy (rows, X) to (panels, X, width), from row `first` on: whole panels at once where they begin with one."""
+    width, count = target.shape[2], len(rows)
+    whole = 0 if first % width else count // width * width
+    panel = first // width
+    if whole:
+        target[panel : panel + whole // width] = rows[:whole].view(-1, width, rows.shape[1]).transpose(1, 2)
+    if whole < count:
+        left = torch.arange(first + whole, first + count)
+        target[left // width, :, left % width] = rows[whole:]
+
+
 def _num_panels(outputs: int, *, gated: bool) -> int:
     return -(-outputs // 2 // (PANEL // 2)) if gated else -(-outputs // PANEL)
-
-
-def _places(first: int, count: int, outputs: int, *, gated: bool) -> tuple[Tensor, Tensor]:
-    """Return panel and column of `count` rows from `first` on."""
-    rows = torch.arange(first, first + count)
-    if not gated:
-        return rows // PANEL, rows % PANEL
-    half = outputs // 2
-    is_value = rows >= half
-    rows = torch.where(is_value, rows - half, rows)
-    return rows // (PANEL // 2), rows % (PANEL // 2) + is_value * (PANEL // 2)
 
 
 def _in_panels(bias_O: Tensor, *, gated: bool) -> Tensor:

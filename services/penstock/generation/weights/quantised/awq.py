@@ -70,7 +70,7 @@ class Awq(QuantFormat):
         def unpack(first: int, last: int) -> Tensor:
             low = first // _A_WORD
             outputs = _in_order(packed[:, low : -(-last // _A_WORD)])
-            return outputs[:, first - low * _A_WORD : last - low * _A_WORD].T.to(torch.int32)
+            return outputs[:, first - low * _A_WORD : last - low * _A_WORD].T.contiguous()
 
         return GroupedMatrix(
             shape=shape,

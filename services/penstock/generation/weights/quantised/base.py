@@ -6,7 +6,7 @@ A matrix gives its rows as numbers, and as whole numbers with scales where a pro
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -97,7 +97,7 @@ class GroupedMatrix(StoredMatrix):
     """Whole numbers, less a zero, times a scale; both of a group of inputs of each output."""
 
     shape: tuple[int, int]
-    # (first, last) -> (rows, inputs) whole numbers of `levels`, counted from `lowest`.
+    # (first, last) -> (rows, inputs) whole numbers of `levels`, counted from `lowest`, as uint8 or int8.
     unpack: Callable[[int, int], Tensor]
     lowest: int
     levels: int
@@ -112,37 +112,55 @@ class GroupedMatrix(StoredMatrix):
     form: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "form", self._form())
+        least, most = (self.zero, self.zero) if isinstance(self.zero, int) else map(int, self.zero.aminmax())
+        if least == most:
+            object.__setattr__(self, "zero", least)
+        object.__setattr__(self, "form", self._form(least, most))
 
     def rows(self, first: int, last: int) -> Tensor:
         """See StoredMatrix."""
-        scale = self._of_inputs(self.scale[first:last])
-        zero = self.zero if isinstance(self.zero, int) else self._of_inputs(self.zero[first:last])
-        return (self.unpack(first, last) - zero).float().mul_(scale)
+        numbers = self.unpack(first, last).float()
+        zero = self.zero if isinstance(self.zero, int) else self.zero[first:last].float()
+        scale = self.scale[first:last]
+        if self.group_of_input is not None:
+            numbers.sub_(zero if isinstance(zero, int) else zero[:, self.group_of_input])
+            return numbers.mul_(scale[:, self.group_of_input])
+        for part, groups in self._parts(numbers):
+            part.sub_(zero if isinstance(zero, int) else zero[:, groups, None])
+            part.mul_(scale[:, groups, None])
+        return numbers
 
     def whole_rows(self, first: int, last: int) -> WholeRows:
         """See StoredMatrix."""
-        zero = self.zero if isinstance(self.zero, int) else self._of_inputs(self.zero[first:last])
-        values = self.unpack(first, last) - zero
+        values = self.unpack(first, last)
+        scale = self.scale[first:last]
+        # What int8 and int4 count from.
+        base = 0 if self.form == "int8" else _INT4[0]
+        if not isinstance(self.zero, int):
+            values = values.to(torch.int16)
+            for part, groups in self._parts(values):
+                part.sub_(self.zero[first:last, groups, None].to(torch.int16))
+            values = values.sub_(base)
+        elif self.zero != -base:
+            values = values.to(torch.int16).sub_(self.zero + base)
         if self.form == "int8":
-            return WholeRows(values.to(torch.int8), self.scale[first:last, 0].contiguous())
-        groups = -(-self.shape[1] // GROUP)
-        scale = self.scale[first:last].repeat_interleave(-(-self.group // GROUP), dim=1)[:, :groups]
-        return WholeRows((values - _INT4[0]).to(torch.uint8), scale.contiguous())
+            return WholeRows(values.to(torch.int8), scale[:, 0].contiguous())
+        scale = scale.repeat_interleave(-(-self.group // GROUP), dim=1)[:, : -(-self.shape[1] // GROUP)]
+        return WholeRows(values.to(torch.uint8), scale.contiguous())
 
-    def _of_inputs(self, of_groups: Tensor) -> Tensor:
-        """Return a group's number for every input; for a single group it stays one."""
-        if self.group_of_input is not None:
-            return of_groups[:, self.group_of_input]
-        if of_groups.shape[1] == 1:
-            return of_groups
-        return of_groups.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
+    def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Yield views (rows, groups, inputs of one) of contiguous rows, each with its groups: whole ones, and a short
+        one at the end."""
+        whole = self.shape[1] // self.group
+        if whole:
+            yield rows[:, : whole * self.group].view(len(rows), whole, self.group), slice(0, whole)
+        if self.shape[1] % self.group:
+            yield rows[:, None, whole * self.group :], slice(whole, whole + 1)
 
-    def _form(self) -> str:
+    def _form(self, least: int, most: int) -> str:
+        """Return the form of numbers with zeros from `least` to `most`."""
         if self.group_of_input is not None:
             return ""
-        zeros = (self.zero, self.zero) if isinstance(self.zero, int) else map(int, self.zero.aminmax())
-        least, most = zeros
         low, high = self.lowest - most, self.lowest + self.levels - 1 - least
         is_single = self.scale.shape[1] == 1
         if low >= _INT4[0] and high <= _INT4[1] and (is_single or self.group % GROUP == 0):
@@ -183,9 +201,8 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
         each = each.view(*each.shape[:-1], -1, bits)
         return sum((each[..., bit] << bit for bit in range(bits)), start=torch.zeros_like(each[..., 0]))
     octets = words.contiguous().view(torch.uint8)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    numbers: Tensor = (octets[..., None] >> shifts) & (2**bits - 1)
-    return numbers.flatten(-2)
+    numbers = [octets >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    return torch.stack(numbers, dim=-1).flatten(-2)
 
 
 def one_of(

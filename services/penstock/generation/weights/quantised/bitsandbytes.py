@@ -95,7 +95,7 @@ class BitsAndBytes(QuantFormat):
             raise lying(module, "weight_format", f"is {int(layout)}: only rows (0) are supported; {UNQUANTISED}")
         return GroupedMatrix(
             shape=shape,
-            unpack=lambda first, last: weight[first:last].to(torch.int32),
+            unpack=lambda first, last: weight[first:last],
             lowest=-128,
             levels=256,
             scale=(tensors["SCB"] / _MOST)[:, None],

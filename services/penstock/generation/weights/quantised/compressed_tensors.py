@@ -51,6 +51,11 @@ class _Scheme:
     block: tuple[int, int]
     description: str
 
+    @property
+    def lowest(self) -> int:
+        """Lowest whole number."""
+        return -(2 ** (self.bits - 1))
+
     def scales(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the shape of the scales of such a matrix."""
         outputs, inputs = shape
@@ -146,7 +151,7 @@ class CompressedTensors(QuantFormat):
         return GroupedMatrix(
             shape=shape,
             unpack=_packed_rows(module, shape, tensors, scheme) if scheme.is_packed else _int8_rows(tensors["weight"]),
-            lowest=-(2 ** (scheme.bits - 1)),
+            lowest=0 if scheme.is_packed else scheme.lowest,
             levels=2**scheme.bits,
             scale=scale,
             zero=_zeros(shape, tensors, scheme),
@@ -256,20 +261,19 @@ def _packed_rows(
     if said is not None and tuple(said.tolist()) != shape:
         raise lying(module, "weight_shape", f"says {said.tolist()}, config.json asks for {list(shape)}")
     packed, bits = tensors["weight_packed"], scheme.bits
-    lowest = -(2 ** (bits - 1))
-    return lambda first, last: unpacked(packed[first:last], bits)[:, : shape[1]].to(torch.int32) + lowest
+    return lambda first, last: unpacked(packed[first:last], bits)[:, : shape[1]].contiguous()
 
 
 def _int8_rows(weight: Tensor) -> Callable[[int, int], Tensor]:
-    return lambda first, last: weight[first:last].to(torch.int32)
+    return lambda first, last: weight[first:last].clone()
 
 
 def _zeros(shape: tuple[int, int], tensors: Mapping[str, Tensor], scheme: _Scheme) -> Tensor | int:
+    """Return the zeros, counted like the numbers: packed ones from 0, others from the lowest."""
     zero = tensors.get("weight_zero_point")
     if zero is None or scheme.symmetric:
-        return 0
+        return -scheme.lowest if scheme.is_packed else 0
     rows, groups = scheme.scales(shape)
-    if scheme.is_packed and zero.dtype is torch.int32:
-        lowest = -(2 ** (scheme.bits - 1))
-        zero = unpacked(zero.T, scheme.bits)[:, :rows].T.to(torch.int32) + lowest
+    if scheme.is_packed:
+        zero = unpacked(zero.T, scheme.bits)[:, :rows].T
     return zero.to(torch.int32).reshape(rows, groups).expand(shape[0], -1).contiguous()

@@ -86,7 +86,7 @@ class Gptq(QuantFormat):
         packed, bits = tensors["qweight"], self.bits
 
         def unpack(first: int, last: int) -> Tensor:
-            return unpacked(packed[:, first:last].T, bits).to(torch.int32)
+            return unpacked(packed[:, first:last].T, bits)
 
         return GroupedMatrix(
             shape=shape,

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.common.errors import StartupError
 from penstock.generation.host.mapped import MappedFile
 from penstock.generation.layers.linear.base import WholeRows
+from penstock.generation.layers.linear.native import PANEL
 from penstock.generation.weights.checkpoint import PIECE_BYTES, Checkpoint
 from penstock.generation.weights.quantised.base import FIELD, Part, QuantFormat, StoredMatrix
 
@@ -130,8 +131,9 @@ class QuantisedCheckpoint:
 
     def _spans(self, tensor: str) -> Iterator[tuple[int, int]]:
         outputs, inputs = self._matrices[tensor][0]
-        # Of float32.
+        # Of float32; whole panels of the kernels, where there is room for one.
         some = max(1, PIECE_BYTES // (4 * max(inputs, 1)))
+        some = some // PANEL * PANEL or some
         for first in range(0, outputs, some):
             yield first, min(first + some, outputs)
 

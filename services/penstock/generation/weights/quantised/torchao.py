@@ -94,7 +94,7 @@ class TorchAo(QuantFormat):
         zero = tensors.get("_weight_zero_point")
         return GroupedMatrix(
             shape=shape,
-            unpack=lambda first, last: numbers[first:last].to(torch.int32),
+            unpack=lambda first, last: numbers[first:last],
             lowest=-(2 ** (bits - 1)),
             levels=2**bits,
             scale=scale.repeat_interleave(block[0], dim=0),
