@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from factories.models.checkpoints import tiny_checkpoint
+from factories.models.native import use_native
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.quantised import write_gguf
 from penstock.common.checkpoint import check_model, demo_folder, model_name, resolve_model
@@ -161,6 +162,29 @@ def test_a_model_is_the_numbers_of_its_blocks(tmp_path: Path, model: tuple[dict[
     assert kept.config.checkpoint_format == "gguf of F16, F32, Q4_0, Q8_0"
     assert float((logits(folder) - exact).abs().mean() / exact.std()) < 0.04
     assert stored_weight_bytes(folder) == (tmp_path / "tiny.gguf").stat().st_size
+
+
+@pytest.mark.kernels
+def test_a_tied_head_in_q4_0_runs_in_the_one_call_of_the_kernels(
+    tmp_path: Path, model: tuple[dict[str, Entry], Path]
+) -> None:
+    use_native()
+    found, dense = dict(model[0]), load_file(model[1] / "model.safetensors")
+    data, table = q4_0(dense["model.embed_tokens.weight"])
+    del found["output.weight"]
+    found["token_embd.weight"] = NUMBERS["Q4_0"], tuple(table.shape), data
+    write_gguf(tmp_path / "tiny.gguf", FACTS, found)
+    folder = folder_of(tmp_path / "tiny.gguf")
+    device = CPUDevice()
+    device.instruction_set = torch.ops.penstock.instruction_set("")
+    kept = load_model(folder, dtype="float32", device=device)
+    assert kept.config.weight_forms == (("int4", 15),)
+    assert kept.can_draw
+    assert torch.equal(kept.embed(torch.arange(320)), table)
+    exact = logits(folder, quantization="none")
+    sequence = PagedSequence(list(range(5, 35)))
+    PagedDriver(kept, num_blocks=8, block_size=8).step([(sequence, 30)])
+    assert float((torch.stack(sequence.logits) - exact).abs().mean() / exact.std()) < 0.05
 
 
 def test_config_is_made_of_the_facts(tmp_path: Path, model: tuple[dict[str, Entry], Path]) -> None:

@@ -54,7 +54,7 @@ class _Scheme:
     @property
     def lowest(self) -> int:
         """Lowest whole number."""
-        return -(2 ** (self.bits - 1))
+        return -(1 << (self.bits - 1))
 
     def scales(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the shape of the scales of such a matrix."""
