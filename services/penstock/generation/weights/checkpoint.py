@@ -125,12 +125,22 @@ class Checkpoint:
         self._read(tensor)
         return value
 
-    def pieces(self, tensor: str) -> Iterator[Tensor]:
+    def row(self, tensor: str, number: int) -> Tensor:
+        """Return one row of a tensor of two or more dimensions, as `take`. The last row ends the tensor."""
+        value = self._view(tensor, number, number + 1)[0]
+        rows, size = self.shape(tensor)[0], self._size(tensor)
+        if number + 1 == rows:
+            self._read(tensor)
+        elif tensor in self._left[self._tensors[tensor][0]]:
+            self._report(self._taken_bytes + size * (number + 1) // rows)
+        return value
+
+    def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
         """Yield the tensor's rows in order, some at a time, in their stored dtype, as views of the file. Drop a piece
-        before asking for the next."""
+        before asking for the next. The number of a piece's rows is a multiple of `multiple`, but for the last one's."""
         rows = self.shape(tensor)[0]
         size = self._size(tensor)
-        some = max(1, PIECE_BYTES * rows // max(size, 1))
+        some = max(1, PIECE_BYTES * rows // max(size, 1) // multiple) * multiple
         is_new = tensor in self._left[self._tensors[tensor][0]]
         for first in range(0, rows, some):
             last = min(first + some, rows)
@@ -171,7 +181,7 @@ class Checkpoint:
         """See TensorSource."""
         return ""
 
-    def whole_pieces(self, tensor: str) -> Iterator[WholeRows]:
+    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
         """See TensorSource."""
         raise TypeError(f"{tensor} is not quantised")
 

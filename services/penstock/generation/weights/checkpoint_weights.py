@@ -44,8 +44,12 @@ class TensorSource(Protocol):
     def take(self, tensor: str) -> Tensor:
         """Return a small tensor as a whole, to be converted or copied."""
 
-    def pieces(self, tensor: str) -> Iterator[Tensor]:
-        """Yield the rows in order, some at a time; a piece is valid until the next one."""
+    def row(self, tensor: str, number: int) -> Tensor:
+        """Return one row of a tensor that is no quantised matrix, as `take`."""
+
+    def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
+        """Yield the rows in order, some at a time; a piece is valid until the next one. The number of a piece's rows is
+        a multiple of `multiple`, but for the last one's."""
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
         """Return the mapped file that holds a tensor with a dtype, and the offset of its bytes there."""
@@ -59,8 +63,8 @@ class TensorSource(Protocol):
     def form(self, tensor: str) -> str:
         """Return the form of whole numbers that a quantised matrix has, int8 or int4; empty: none."""
 
-    def whole_pieces(self, tensor: str) -> Iterator[WholeRows]:
-        """Yield the rows of a matrix that has a form, some at a time."""
+    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
+        """Yield the rows of a matrix that has a form, as `pieces`."""
 
 
 class CheckpointWeights:

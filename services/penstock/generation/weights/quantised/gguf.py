@@ -121,11 +121,15 @@ class GgufCheckpoint:
         """See TensorSource."""
         return WHOLE_TYPES.get(self._names[tensor].type.name, "")
 
-    def pieces(self, tensor: str) -> Iterator[Tensor]:
+    def row(self, tensor: str, number: int) -> Tensor:
+        """See TensorSource."""
+        return self.take(tensor)[number]
+
+    def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
         """See TensorSource."""
         stored = self._names[tensor]
         numbers = _NUMBERS.get(stored.type.name)
-        for rows in self._stored(tensor):
+        for rows in self._stored(tensor, multiple):
             if numbers is None:
                 piece = rows.view(FLOAT_TYPES[stored.type.name])
             else:
@@ -133,15 +137,15 @@ class GgufCheckpoint:
                 piece = numbers(blocks).view(len(rows), stored.shape[-1])
             yield piece if len(stored.shape) > 1 else piece.flatten()
 
-    def whole_pieces(self, tensor: str) -> Iterator[WholeRows]:
+    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
         """See TensorSource."""
         size = self._names[tensor].type.num_bytes
-        for rows in self._stored(tensor):
+        for rows in self._stored(tensor, multiple):
             blocks = rows.view(len(rows), -1, size)
             values = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], dim=2).flatten(1)
             yield WholeRows(values, _half(blocks, 0).squeeze(2))
 
-    def _stored(self, tensor: str) -> Iterator[Tensor]:
+    def _stored(self, tensor: str, multiple: int = 1) -> Iterator[Tensor]:
         """Yield the rows' bytes (rows, bytes) as uint8, some at a time, in the model's order. A vector is a row, or
         rows of one number each where they have another order in the file."""
         stored = self._names[tensor]
@@ -154,7 +158,7 @@ class GgufCheckpoint:
             warnings.simplefilter("ignore", UserWarning)
             memory = self._memory().memory
             data = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=stored.begin).view(count, -1)
-        some = max(1, PIECE_BYTES // (4 * max(1, math.prod(stored.shape) // count)))
+        some = max(1, PIECE_BYTES // (4 * max(1, math.prod(stored.shape) // count)) // multiple) * multiple
         for first in range(0, count, some):
             last = min(first + some, count)
             yield data[first:last].clone() if order is None else data[order[first:last]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -84,20 +85,24 @@ class QuantisedCheckpoint:
         """True for a quantised matrix."""
         return tensor in self._matrices
 
-    def pieces(self, tensor: str) -> Iterator[Tensor]:
-        """Yield the rows in order, some at a time: as they are stored; those of a quantised matrix as float32."""
+    def row(self, tensor: str, number: int) -> Tensor:
+        """See Checkpoint. Not for a quantised matrix."""
+        return self._files.row(tensor, number)
+
+    def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
+        """See TensorSource: as they are stored; those of a quantised matrix as float32."""
         if tensor not in self._matrices:
-            yield from self._files.pieces(tensor)
+            yield from self._files.pieces(tensor, multiple=multiple)
             return
         matrix = self._matrix(tensor)
-        for first, last in self._spans(tensor):
+        for first, last in self._spans(tensor, multiple):
             yield matrix.rows(first, last)
         self._close()
 
-    def whole_pieces(self, tensor: str) -> Iterator[WholeRows]:
-        """Yield the rows of a matrix that has a form, some at a time."""
+    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
+        """See TensorSource."""
         matrix = self._matrix(tensor)
-        for first, last in self._spans(tensor):
+        for first, last in self._spans(tensor, multiple):
             yield matrix.whole_rows(first, last)
         self._close()
 
@@ -129,11 +134,12 @@ class QuantisedCheckpoint:
         """Let the tensors go."""
         self._open = None
 
-    def _spans(self, tensor: str) -> Iterator[tuple[int, int]]:
+    def _spans(self, tensor: str, multiple: int) -> Iterator[tuple[int, int]]:
         outputs, inputs = self._matrices[tensor][0]
         # Of float32; whole panels of the kernels, where there is room for one.
-        some = max(1, PIECE_BYTES // (4 * max(inputs, 1)))
-        some = some // PANEL * PANEL or some
+        unit = math.lcm(PANEL, multiple)
+        some = PIECE_BYTES // (4 * max(inputs, 1))
+        some = some // unit * unit or max(1, some // multiple) * multiple
         for first in range(0, outputs, some):
             yield first, min(first + some, outputs)
 
