@@ -126,7 +126,7 @@ class Grouped:
 def grouped(weight: Tensor, bits: int, group: int, *, symmetric: bool, ordered: bool = False, seed: int = 0) -> Grouped:
     """Round a weight to whole numbers by groups of inputs, in random groups where `ordered`."""
     outputs, inputs = weight.shape
-    group = inputs if group == -1 else group
+    group = inputs if group == -1 else min(group, inputs)
     index = torch.arange(inputs) // group
     if ordered:
         index = index[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))]
@@ -339,6 +339,7 @@ FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channe
 CASES: dict[str, tuple[tuple[dict[str, Any], Quantise], str]] = {
     "gptq": (gptq(4, 32), "int4"),
     "gptq-row": (gptq(4, -1), "int4"),
+    "gptq-wide": (gptq(4, 2**30), "int4"),
     "gptq-v2": (gptq(4, 32, v2=True), "int4"),
     "gptq-ordered": (gptq(4, 32, ordered=True), "float32"),
     "gptq-asymmetric": (gptq(4, 32, symmetric=False), "float32"),

@@ -269,6 +269,17 @@ def test_a_file_cut_short_and_a_tensor_too_many_are_named(tmp_path: Path) -> Non
     assert "is no complete safetensors file" in refusal(folder)
 
 
+def test_numbers_of_more_bits_than_the_scheme_has_are_named() -> None:
+    config, quantise = made.compressed("int-quantized", {**FOUR_BITS, "strategy": "channel", "group_size": -1})
+    format, found = read_format(reader(config)), quantise(MODULE, torch.randn(SHAPE))
+    assert format is not None
+    assert found is not None
+    assert format.open(MODULE, SHAPE, found.tensors).form == "int4"
+    found.tensors["weight"][3, 4] = 9
+    with pytest.raises(StartupError, match=r"q_proj.weight has numbers from -8 to 9, which are not of 4 bits"):
+        format.open(MODULE, SHAPE, found.tensors)
+
+
 def test_groups_of_modules_may_have_schemes_of_their_own() -> None:
     config, _ = made.compressed("mixed-precision", FOUR_BITS)
     config["config_groups"] = {

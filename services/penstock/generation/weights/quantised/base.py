@@ -115,6 +115,8 @@ class GroupedMatrix(StoredMatrix):
         least, most = (self.zero, self.zero) if isinstance(self.zero, int) else map(int, self.zero.aminmax())
         if least == most:
             object.__setattr__(self, "zero", least)
+        # A configuration may say any number.
+        object.__setattr__(self, "group", min(self.group, self.shape[1]))
         object.__setattr__(self, "form", self._form(least, most))
 
     def rows(self, first: int, last: int) -> Tensor:
@@ -227,3 +229,11 @@ def refuse(config: ConfigReader, name: str, meaning: str, advice: str = UNQUANTI
 def lying(module: str, tensor: str, problem: str) -> StartupError:
     """Return an error that names a tensor."""
     return StartupError(f"tensor {module}.{tensor} {problem}", flag="MODEL")
+
+
+def check_bits(module: str, tensor: str, numbers: Tensor, bits: int) -> None:
+    """Raise StartupError naming a tensor of int8 whose whole numbers take more than `bits` bits."""
+    if bits < 8 and numbers.numel():
+        least, most = map(int, numbers.aminmax())
+        if least < -(1 << (bits - 1)) or most >= 1 << (bits - 1):
+            raise lying(module, tensor, f"has numbers from {least} to {most}, which are not of {bits} bits")

@@ -145,6 +145,6 @@ def _table(module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -
         if nested_block < 1 or len(outer) != -(-len(scale) // nested_block):
             raise lying(module, "weight.nested_absmax", f"has {len(outer)} numbers for blocks of {nested_block}")
         inner = tensors["weight.nested_quant_map"][scale.int()]
-        scale = inner * outer.repeat_interleave(nested_block)[: len(scale)] + offset
+        scale = inner * outer[torch.arange(len(scale)) // nested_block] + offset
     packed = tensors["weight"].contiguous().view(torch.uint8).flatten()
     return _TableMatrix(shape, packed, tensors["weight.quant_map"].clone(), scale.clone(), block)

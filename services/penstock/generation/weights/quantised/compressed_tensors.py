@@ -26,6 +26,7 @@ from penstock.generation.weights.quantised.base import (
     ScaledMatrix,
     StoredFiles,
     StoredMatrix,
+    check_bits,
     lying,
     one_of,
     refuse,
@@ -138,6 +139,8 @@ class CompressedTensors(QuantFormat):
         if scheme.is_float:
             block = (1, shape[1]) if scheme.strategy == "channel" else scheme.block
             return ScaledMatrix(tensors["weight"], scale, block)
+        if not scheme.is_packed:
+            check_bits(module, "weight", tensors["weight"], scheme.bits)
         order = tensors.get("weight_g_idx")
         if order is not None:
             if int(order.max()) >= scale.shape[1]:

@@ -26,6 +26,7 @@ from penstock.generation.weights.quantised.base import (
     ScaledMatrix,
     StoredFiles,
     StoredMatrix,
+    check_bits,
     lying,
 )
 
@@ -91,6 +92,7 @@ class TorchAo(QuantFormat):
         if facts["_type"] == _FLOAT:
             return ScaledMatrix(numbers, scale, (block[0], block[1]))
         bits = _bits(facts) or 8
+        check_bits(module, "_weight_qdata", numbers, bits)
         zero = tensors.get("_weight_zero_point")
         return GroupedMatrix(
             shape=shape,
