@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -46,6 +47,9 @@ _FIELDS = {
     "rope.freq_base": "rope_theta",
 }
 _REQUIRED = ("context_length", "embedding_length", "feed_forward_length", "block_count", "attention.head_count")
+# Of others, those that are whole numbers, and numbers.
+_WHOLE = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count")
+_NUMBERS = ("rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.factor")
 # Facts of a model that only another implementation of its architecture can serve.
 _FOREIGN = ("expert_count", "attention.sliding_window", "attn_logit_softcapping", "logit_scale")
 _EMBEDDING, _HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -104,6 +108,14 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for fact in _REQUIRED:
         if f"{name}.{fact}" not in facts:
             raise file.error(f"has no {name}.{fact}")
+    for fact in (*_REQUIRED, *_WHOLE):
+        value = facts.get(f"{name}.{fact}", 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise file.error(f"has {name}.{fact} {value!r}, which is no whole number of at least 1")
+    for fact in _NUMBERS:
+        value = facts.get(f"{name}.{fact}", 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise file.error(f"has {name}.{fact} {value!r}, which is no number above 0")
     for fact in _FOREIGN:
         if facts.get(f"{name}.{fact}"):
             raise file.error(f"has {name}.{fact}, which is not read from GGUF: give the model's safetensors")
@@ -167,7 +179,7 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     factors = memoryview(data).cast("f").tolist()
     factor = max(factors)
     for index, found in enumerate(factors):
-        turns = _ORIGINAL * theta ** (-2 * index / head_dim) / 6.283185307179586
+        turns = _ORIGINAL * theta ** (-2 * index / head_dim) / math.tau
         smooth = min(max((turns - _LOW) / (_HIGH - _LOW), 0.0), 1.0)
         if abs(found * ((1 - smooth) / factor + smooth) - 1) > 1e-3:
             raise file.error(f"has {ROPE_FACTORS} of a scaling that is not known: give the model's safetensors")
