@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.common.environment import hub_cache_folder, is_hub_off
 from penstock.common.errors import StartupError
+from penstock.common.gguf_folder import SUFFIX, gguf_folder, made_folder
 from penstock.common.progress import ShowProgress, show_nothing
 
 DEMO_MODEL_NAME = "penstock-demo"
@@ -31,6 +32,8 @@ def model_name(model: str | Path | None) -> str:
     if model is None or Path(model) == demo_folder():
         return DEMO_MODEL_NAME
     path = _path(model)
+    if path.is_file() and path.suffix == SUFFIX:
+        return path.stem
     if path.is_dir() or _looks_like_path(str(model)):
         return path.resolve().name
     return str(model).partition("@")[0]
@@ -69,13 +72,20 @@ def resolve_model(
 ) -> Path:
     """Find the folder of `model`: None is the embedded one; then an existing folder; then a hub id.
 
-    A hub id is `owner/name@revision`. Only safetensors, JSON, Jinja and vocabulary files are downloaded, which `show`
-    gets the progress of; it may raise to give up. `offline`: the hub's cache alone is asked. `files`: patterns of fewer
-    files. Raises StartupError naming MODEL.
+    A GGUF file, or a folder that has one and no config.json, is made a folder in the cache first (`gguf_folder`), which
+    takes seconds; not where `allow_hub` is false. A hub id is `owner/name@revision`. Only safetensors, JSON, Jinja and
+    vocabulary files are downloaded, which `show` gets the progress of; it may raise to give up. `offline`: the hub's
+    cache alone is asked. `files`: patterns of fewer files. Raises StartupError naming MODEL.
     """
     found = _locate(model)
     if isinstance(found, Path):
-        return found
+        if found.suffix != SUFFIX or found.is_dir():
+            return found
+        if not allow_hub and (made := made_folder(found)) is not None:
+            return made
+        if allow_hub:
+            return gguf_folder(found)
+        raise StartupError(f"MODEL {model}: its folder is not made yet", flag="MODEL")
     if not allow_hub:
         raise StartupError(f"MODEL {model}: {_missing(Path(str(model)))}, and the hub is off", flag="MODEL")
     asks_cache_only = offline or is_hub_off()
@@ -83,18 +93,32 @@ def resolve_model(
 
 
 def _locate(model: str | None) -> Path | re.Match[str]:
-    """Return the folder, or the parts of a hub id. Raises StartupError naming MODEL."""
+    """Return the folder, a GGUF file, or the parts of a hub id. Raises StartupError naming MODEL."""
     if model is None:
         return _checked(demo_folder(), "the embedded model")
     path = _path(model)
     if path.is_dir():
-        return _checked(path, f"the folder {path}")
+        return _gguf_in(path) or _checked(path, f"the folder {path}")
+    if path.is_file() and path.suffix == SUFFIX:
+        return path
     if path.exists():
-        raise StartupError(f"MODEL {model} is a file; expected a folder with config.json", flag="MODEL")
+        raise StartupError(
+            f"MODEL {model} is a file; expected a folder with config.json, or a file of the kind *{SUFFIX}",
+            flag="MODEL",
+        )
     match = _HUB_ID.fullmatch(model)
     if _looks_like_path(model) or match is None:
         raise StartupError(f"MODEL {model}: {_missing(path)}", flag="MODEL")
     return match
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    """Return the only GGUF file of a folder without config.json; None: there is none. Raises StartupError."""
+    found = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{SUFFIX}"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:3])
+        raise StartupError(f"MODEL {folder} has several GGUF files ({names}): give one of them as MODEL", flag="MODEL")
+    return found[0] if found else None
 
 
 def _path(model: str | Path) -> Path:

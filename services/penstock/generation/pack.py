@@ -80,6 +80,12 @@ def pack(
         # There is no --kernels to change here.
         raise StartupError(error.message, flag=None if error.flag == "--kernels" else error.flag) from error
     config = read_model_config(folder, ModelRoute("native"))
+    if quantization == "auto" and config.checkpoint_format:
+        raise StartupError(
+            f"{folder} is quantised already ({config.checkpoint_format}), and packed weights have one form throughout: "
+            "choose it by --quantization int4, int8 or none",
+            flag="--quantization",
+        )
     weights = checkpoint_weights(folder, config, device, dtype, quantization, map_embeddings=False)
     name = str(weights.dtype).removeprefix("torch.")
     if name not in DTYPES:

@@ -166,7 +166,14 @@ def run_info(given: Overrides) -> None:
 
 def _pool(info: Any) -> str:
     tokens = info.kv.num_blocks * info.kv.block_size
-    return f"context {info.limits.max_context_tokens}, KV pool of {tokens} tokens, on {', '.join(info.devices)}"
+    devices = ", ".join(info.devices)
+    return f"context {info.limits.max_context_tokens}, KV pool of {tokens} tokens, on {devices}{_weights(info)}"
+
+
+def _weights(info: Any) -> str:
+    """Return the form that a quantised checkpoint runs in; empty for another."""
+    forms = ", ".join(f"{count} as {form}" for form, count in sorted(info.weight_forms.items()))
+    return f", {info.checkpoint_format}: {forms}" if forms else ""
 
 
 def _value(bound: BoundOption, given: object) -> object:

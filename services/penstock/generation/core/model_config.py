@@ -184,13 +184,19 @@ class ModelConfig:
     # None: every layer has a plain MLP.
     experts: Experts | None = None
 
-    def has_experts(self, layer: int) -> bool:
-        """True when the layer has a mixture of experts."""
-        return self.experts is not None and self.experts.layers[layer]
-
     # "native" or "fallback": the code that runs it. In the fallback, layers and heads are the KV pool's, set by the
     # loader, and fields of native layers mean nothing.
     route: str = "native"
+    # A quantised checkpoint's format in words; empty: it is not quantised.
+    checkpoint_format: str = ""
+    # Form that most of its matrices keep, int8 or int4; empty: none.
+    kept_form: str = ""
+    # Number of its quantised matrices by the form that they run in; set by the loader.
+    weight_forms: tuple[tuple[str, int], ...] = ()
+
+    def has_experts(self, layer: int) -> bool:
+        """True when the layer has a mixture of experts."""
+        return self.experts is not None and self.experts.layers[layer]
 
 
 class ConfigReader:

@@ -154,10 +154,6 @@ class Family:
             raise config.error(
                 self.activation_field, f"{name!r} is not supported; supported is {self.default_activation}"
             )
-        if config.has("quantization_config"):
-            raise config.error(
-                "quantization_config", "is not supported: give a checkpoint in float32, bfloat16 or float16"
-            )
         return expected
 
 

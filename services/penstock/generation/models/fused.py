@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.layers.decoder_layer import AroundLayer, LayerNorm, NoNorm, SwiGLU
 from penstock.generation.layers.kernels import NativeKernels
-from penstock.generation.layers.linear.native import NativeLinear
+from penstock.generation.layers.linear.native import Format, NativeLinear
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import AttentionMetadata
@@ -137,9 +137,15 @@ def can_fuse(
         return False
     if not all(isinstance(layer.mlp, SwiGLU) for layer in layers):
         return False
-    native = all(isinstance(linear, NativeLinear) for layer in layers for linear in layer.quantisable)
+    linears = [linear for layer in layers for linear in layer.quantisable]
+    native = all(isinstance(linear, NativeLinear) for linear in linears)
+    if not native or len({cast(NativeLinear, linear).format for linear in linears}) > 1:
+        # Of a quantised checkpoint with a list of layers that are not.
+        return False
+    if head.format is Format.INT4 and cast(NativeLinear, linears[0]).format is not Format.INT4:
+        return False
     widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    return native and isinstance(norm.kernels, NativeKernels) and all(width % 2 == 0 for width in widths)
+    return isinstance(norm.kernels, NativeKernels) and all(width % 2 == 0 for width in widths)
 
 
 def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -53,6 +53,11 @@ class Weights(Protocol):
     def mapped_bytes(self) -> int:
         """Part of `num_bytes` that is used where the page cache has it."""
 
+    @property
+    def forms(self) -> Mapping[str, int]:
+        """Number of quantised matrices of the checkpoint so far, by the form that they run in: int8, int4 or a dtype's
+        name."""
+
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
         """Return the last layer, and the embedding (vocabulary, hidden); None where it is the head's rows."""
 
@@ -77,6 +82,7 @@ def build_model(config: ModelConfig, weights: Weights, device: Device) -> Causal
         config,
         dtype=str(weights.dtype).removeprefix("torch."),
         num_parameters=sum(math.prod(shape) for shape in tensor_shapes(config).values()),
+        weight_forms=tuple(sorted(weights.forms.items())),
     )
     return CausalLM(
         config,

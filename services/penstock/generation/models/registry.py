@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,10 @@ from penstock.generation.models.mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWE
 from penstock.generation.models.qwen2 import QWEN2
 from penstock.generation.models.qwen3 import QWEN3
 from penstock.generation.models.transformers_loading import load_transformers_model, read_transformers_config
-from penstock.generation.weights.checkpoint import Checkpoint
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import is_packed
 from penstock.generation.weights.packed_weights import PackedWeights
+from penstock.generation.weights.quantised.table import open_checkpoint, read_format
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
     path = folder / "generation_config.json"
     generation = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
     if model_type in FAMILIES and route.route != "fallback":
-        return FAMILIES[model_type].model_config(config, generation)
+        found = FAMILIES[model_type].model_config(config, generation)
+        form = read_format(config)
+        return found if form is None else replace(found, checkpoint_format=form.description, kept_form=form.form)
     if route.route == "native":
         raise config.error(
             "model_type",
@@ -106,7 +109,7 @@ def checkpoint_weights(
 ) -> CheckpointWeights:
     """Return the weights of a Hugging Face folder after checking their names and shapes; arguments as of
     `load_model`."""
-    checkpoint = Checkpoint(folder, progress)
+    checkpoint = open_checkpoint(folder, progress)
     expected = tensor_shapes(config)
     optional: dict[str, tuple[int, ...]] = {}
     if config.tie_word_embeddings:
@@ -116,12 +119,15 @@ def checkpoint_weights(
     checkpoint.check(expected, optional)
     stored = _CHECKPOINT_DTYPES.get(config.checkpoint_dtype or "")
     if stored is None:
-        stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD)
+        stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD) or torch.bfloat16
+    if dtype == "auto" and quantization != "none" and stored is torch.float16 and config.kept_form:
+        # Of scales: the products of whole numbers work in bfloat16 or float32.
+        stored = torch.bfloat16
     return CheckpointWeights(
         checkpoint,
         device,
         device.compute_dtype(dtype, stored),
-        "none" if quantization == "auto" else quantization,
+        quantization,
         is_tied=config.tie_word_embeddings,
         map_embeddings=map_embeddings,
     )

@@ -147,6 +147,8 @@ class ModelServicer(GraphCalls):
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_heads,
             num_parameters=config.num_parameters,
+            checkpoint_format=config.checkpoint_format,
+            weight_forms=dict(config.weight_forms),
             tokenizer_fingerprint=loaded.served.tokenizer_fingerprint,
             assistant_model=loaded.served.assistant_model,
             adapters=loaded.adapters.names(),

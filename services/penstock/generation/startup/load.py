@@ -53,7 +53,7 @@ from penstock.text.token_bytes import TokenBytes, TokenPrefixes, UnsupportedToke
 
 _log = get_logger("penstock.generation")
 # Fields of ModelConfig that loading sets, and those that it sets in the fallback.
-_LOADED = ("dtype", "num_parameters")
+_LOADED = ("dtype", "num_parameters", "weight_forms")
 _RECORDED = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -96,7 +96,7 @@ class LoadedModel:
         tokens = kv.num_blocks * kv.block_size
         return [
             f"model     {self.served.name} ({model.config.architecture}{_by(model)}, {millions:.1f} M parameters, "
-            f"{model.config.dtype}, {format_weights(model.num_bytes, model.mapped_bytes)}) "
+            f"{_number_formats(model.config)}, {format_weights(model.num_bytes, model.mapped_bytes)}) "
             f"on {self.device.describe()}",
             # Before the rest: `penstock serve` has room for three lines.
             *([] if (advice := self.device.advice()) is None else [f"advice    {advice}"]),
@@ -231,6 +231,7 @@ def _load(
         weights_bytes=model.num_bytes,
         mapped_bytes=model.mapped_bytes,
         kv_bytes=kv.num_bytes,
+        **_quantised(model.config),
     )
     found = None if prefixes is None else prefixes.result()
     return LoadedModel(
@@ -251,6 +252,21 @@ def _load(
         plugins,
         host_kv,
     )
+
+
+def _number_formats(model: ModelConfig) -> str:
+    """Return the dtype, and for a quantised checkpoint its format and the number of matrices in each form."""
+    if not model.checkpoint_format:
+        return model.dtype
+    forms = ", ".join(f"{count} as {form}" for form, count in model.weight_forms)
+    return f"{model.dtype}, {model.checkpoint_format}: {forms or 'packed'}"
+
+
+def _quantised(model: ModelConfig) -> dict[str, object]:
+    """Facts of a quantised checkpoint, for the log."""
+    if not model.checkpoint_format:
+        return {}
+    return {"checkpoint_format": model.checkpoint_format, "weight_forms": dict(model.weight_forms)}
 
 
 def opens_graphs(config: GenerationServiceConfig, model: LanguageModel) -> bool:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from penstock.common.errors import DoesNotFit
+from penstock.common.gguf_folder import GGUF_FILE
 from penstock.common.units import format_size
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.weights.files import PACKED_FILE, is_packed
@@ -18,7 +19,9 @@ _QUANTISED_BYTES = {"int8": 1.0, "int4": 0.625}
 def stored_weight_bytes(folder: Path) -> int:
     """Return the bytes of the folder's weights on disk."""
     # A link whose file is gone, as a cleaned-up hub cache leaves it, is reported by the loader.
-    files = folder.glob(PACKED_FILE if is_packed(folder) else "*.safetensors")
+    files = [folder / GGUF_FILE] if (folder / GGUF_FILE).exists() else folder.glob("*.safetensors")
+    if is_packed(folder):
+        files = [folder / PACKED_FILE]
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
@@ -51,10 +54,17 @@ def check_kv_memory(least: int, kv_memory: int, available: int) -> None:
 
 def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
     """Estimate the bytes that `stored` bytes of weights take once they are quantised."""
-    if quantization not in _QUANTISED_BYTES:
+    if quantization not in _QUANTISED_BYTES and not model.checkpoint_format:
         return stored
     sizes = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
     table, total = sizes[EMBEDDING], sum(sizes.values())
     layers = total - table - sizes.get(LM_HEAD, 0)
+    if quantization not in _QUANTISED_BYTES:
+        # A quantised checkpoint: its matrices keep their form, or become numbers of the dtype. Embedding and head do.
+        item = 4.0 if model.checkpoint_dtype == "float32" else 2.0
+        kept = model.kept_form if quantization == "auto" else ""
+        return int((total - layers) * item + layers * _QUANTISED_BYTES.get(kept, item))
+    if model.checkpoint_format:
+        stored = total * 2
     # The embedding's table stays as it is. The head is int8 with either quantization, also where the two are tied.
     return int(stored * table / total + table * _QUANTISED_BYTES["int8"] + layers * _QUANTISED_BYTES[quantization])

@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.common.errors import StartupError
 from penstock.common.progress import CountBytes
 from penstock.generation.host.mapped import MappedFile
+from penstock.generation.layers.linear.base import WholeRows
 from penstock.generation.weights.files import (
     IGNORED_SUFFIX,
     INDEX_FILE,
@@ -31,6 +32,8 @@ from penstock.generation.weights.files import (
 )
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Bytes of a number of the other dtypes, which quantised matrices are stored as.
+_OTHER_BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 # Pages that were read stay resident until their mapping goes.
 RELEASE_BYTES = 2**25
 # Most bytes of a piece, unless a single row is larger.
@@ -48,6 +51,8 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         # tensor -> (file, shape, safetensors dtype)
         self._tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        # Texts in the files' headers.
+        self.metadata: dict[str, str] = {}
         self._progress = progress
         self._taken_bytes = 0
         self._resident_bytes = 0
@@ -71,11 +76,26 @@ class Checkpoint:
         """Return the dtype that the tensor is stored in."""
         return _DTYPES[self._tensors[tensor][2]]
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise StartupError naming missing, unexpected and wrongly shaped tensors, and ones in an unusable dtype."""
+    def stored_as(self, tensor: str) -> str:
+        """Return safetensors' name of the dtype that the tensor is stored in."""
+        return self._tensors[tensor][2]
+
+    def check(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        optional: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, tuple[str, ...]] | None = None,
+        *,
+        asks: str = "config.json",
+    ) -> None:
+        """Raise StartupError naming missing, unexpected and wrongly shaped tensors, and ones in an unusable dtype.
+
+        `dtypes`: safetensors' names of the dtypes of tensors that may have others than most. `asks`: the origin of the
+        expectations.
+        """
         missing = [name for name in expected if name not in self._tensors]
         if missing:
-            raise StartupError(f"{self.folder} lacks {_some(missing)} that config.json asks for", flag="MODEL")
+            raise StartupError(f"{self.folder} lacks {_some(missing)} that {asks} asks for", flag="MODEL")
         shapes = {**expected, **optional}
         unexpected = [name for name in self._tensors if name not in shapes]
         if unexpected:
@@ -84,13 +104,14 @@ class Checkpoint:
         for name, (file, found, dtype) in self._tensors.items():
             if found != shapes[name]:
                 raise StartupError(
-                    f"{self.folder / file}: tensor {name} has shape {list(found)}, config.json asks for "
+                    f"{self.folder / file}: tensor {name} has shape {list(found)}, {asks} asks for "
                     f"{list(shapes[name])}",
                     flag="MODEL",
                 )
-            if dtype not in _DTYPES:
+            allowed = (dtypes or {}).get(name, tuple(_DTYPES))
+            if dtype not in allowed:
                 raise StartupError(
-                    f"{self.folder / file}: tensor {name} is stored as {dtype}; supported are {', '.join(_DTYPES)}",
+                    f"{self.folder / file}: tensor {name} is stored as {dtype}; supported are {', '.join(allowed)}",
                     flag="MODEL",
                 )
 
@@ -100,7 +121,7 @@ class Checkpoint:
 
     def take(self, tensor: str) -> Tensor:
         """Return a small tensor as a whole, in its stored dtype, as a view of the file: convert or copy it."""
-        value = self._view(tensor, 0, self.shape(tensor)[0])
+        value = self._view(tensor, 0, (self.shape(tensor) or (1,))[0])
         self._read(tensor)
         return value
 
@@ -152,6 +173,18 @@ class Checkpoint:
         pairs = zip(self.pieces(one), self.pieces(other), strict=True)
         return all(torch.equal(*pair) for pair in pairs)
 
+    def is_quantised(self, tensor: str) -> bool:
+        """See TensorSource: here no tensor is."""
+        return False
+
+    def form(self, tensor: str) -> str:
+        """See TensorSource."""
+        return ""
+
+    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
+        """See TensorSource."""
+        raise TypeError(f"{tensor} is not quantised")
+
     def _view(self, tensor: str, first: int, last: int) -> Tensor:
         file, shape, _ = self._tensors[tensor]
         try:
@@ -159,10 +192,11 @@ class Checkpoint:
                 self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
                 self._resident_bytes = 0
             self._ahead.advise(file, tensor, first, last)
-            value: Tensor = self._files[file].get_slice(tensor)[first:last]
+            part = self._files[file].get_slice(tensor)
+            value: Tensor = part[first:last] if shape else part[...]
         except (SafetensorError, OSError, RuntimeError) as error:
             raise _broken(self.folder / file, error) from error
-        if tuple(value.shape) != (last - first, *shape[1:]):
+        if tuple(value.shape) != ((last - first, *shape[1:]) if shape else ()):
             raise self._changed(file)
         self._resident_bytes += value.nbytes
         return value
@@ -190,6 +224,7 @@ class Checkpoint:
             raise StartupError(f"{path} does not exist, but {INDEX_FILE} names it", flag="MODEL")
         try:
             file: Any = safe_open(path, framework="pt", device="cpu")
+            self.metadata |= file.metadata() or {}
             names: list[str] = file.keys()
             for tensor in names:
                 if tensor.endswith(IGNORED_SUFFIX):
@@ -202,7 +237,7 @@ class Checkpoint:
 
     def _size(self, tensor: str) -> int:
         _, shape, dtype = self._tensors[tensor]
-        return math.prod(shape) * _DTYPES.get(dtype, torch.float32).itemsize
+        return math.prod(shape) * (_DTYPES[dtype].itemsize if dtype in _DTYPES else _OTHER_BYTES.get(dtype, 4))
 
 
 def _some(names: list[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,15 +15,57 @@ from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.core.model_config import Activation
 from penstock.generation.host.memory import trim_heap
-from penstock.generation.layers.linear.base import NotFinite
+from penstock.generation.layers.linear.base import NotFinite, WholeRows
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, HeadOrder, LayerLinear
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
-    from penstock.generation.layers.linear.base import Linear, Weight
-    from penstock.generation.weights.checkpoint import Checkpoint
+    from penstock.generation.host.mapped import MappedFile
+    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight
 
 _log = get_logger("penstock.generation")
+# Forms of whole numbers that a quantised matrix may keep, by --quantization.
+_KEPT = {"auto": ("int8", "int4"), "none": (), "int8": ("int8",), "int4": ("int4",)}
+
+
+class TensorSource(Protocol):
+    """The tensors of a folder by Hugging Face's names, whatever they are stored as. Names were checked before."""
+
+    folder: Path
+
+    def __contains__(self, tensor: str) -> bool: ...
+
+    def dtype(self, tensor: str) -> torch.dtype | None:
+        """Return the dtype that the tensor is stored in; None: it is a quantised matrix."""
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Return the tensor's shape."""
+
+    def take(self, tensor: str) -> Tensor:
+        """Return a small tensor as a whole, to be converted or copied."""
+
+    def row(self, tensor: str, number: int) -> Tensor:
+        """Return one row of a tensor that is no quantised matrix, as `take`."""
+
+    def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
+        """Yield the rows in order, some at a time; a piece is valid until the next one. The number of a piece's rows is
+        a multiple of `multiple`, but for the last one's."""
+
+    def mapped(self, tensor: str) -> tuple[MappedFile, int]:
+        """Return the mapped file that holds a tensor with a dtype, and the offset of its bytes there."""
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """True when two tensors of one shape hold the same numbers, as stored."""
+
+    def is_quantised(self, tensor: str) -> bool:
+        """True for a quantised matrix."""
+
+    def form(self, tensor: str) -> str:
+        """Return the form of whole numbers that a quantised matrix has, int8 or int4; empty: none."""
+
+    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
+        """Yield the rows of a matrix that has a form, as `pieces`."""
 
 
 class CheckpointWeights:
@@ -29,7 +73,7 @@ class CheckpointWeights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: TensorSource,
         device: Device,
         dtype: torch.dtype,
         quantization: str,
@@ -39,8 +83,9 @@ class CheckpointWeights:
     ) -> None:
         """Take an open checkpoint.
 
-        `is_tied`: config.json says that embedding and head are one. `map_embeddings`: the embedding is used where the
-        page cache has it, if the device can do that and the tensor is stored as `dtype`.
+        `quantization` is the flag's value; "auto" keeps the whole numbers of a quantised checkpoint where a product has
+        their form. `is_tied`: config.json says that embedding and head are one. `map_embeddings`: the embedding is used
+        where the page cache has it, if the device can do that and the tensor is stored as `dtype`.
         """
         self.dtype = dtype
         self.num_bytes = 0
@@ -49,15 +94,27 @@ class CheckpointWeights:
         self._device = device
         self._is_tied = is_tied
         self._map_embeddings = map_embeddings
-        self._linear_method = device.linear_method(dtype, quantization)
-        self._exact_method = device.linear_method(dtype) if quantization != "none" else self._linear_method
+        self._linear_method = device.linear_method(dtype, "none" if quantization == "auto" else quantization)
+        self._exact_method = self._linear_method if quantization in ("auto", "none") else device.linear_method(dtype)
+        has_products = dtype in (torch.bfloat16, torch.float32)
+        self._kept = _KEPT.get(quantization, ()) if has_products else ()
+        # With either --quantization the head is int8.
+        self._kept_head = ("int8",) if has_products and quantization == "int4" else self._kept
+        self._whole_methods: dict[str, LinearMethod | None] = {}
+        self._forms: Counter[str] = Counter()
         self._kernels = device.layer_kernels(dtype)
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
         """See Weights. Tied as transformers 5.x ties: a tensor that is there alone serves both; two that differ stay
         two."""
         there = [name for name in (EMBEDDING, LM_HEAD) if name in self._checkpoint]
-        head = self._made(there[-1:], self._linear_method.head)
+        stored = self._weight(there[-1:])
+        head = self._made(
+            stored,
+            lambda: (
+                self._whole(stored, self._kept_head, None, None, Activation.SILU) or self._linear_method.head(stored)
+            ),
+        )
         is_one = len(there) == 1 or self._checkpoint.are_equal(*there)
         if self._is_tied and not is_one:
             _log.warning("config.json ties the embeddings, but the checkpoint's two tensors differ: not tied")
@@ -66,6 +123,8 @@ class CheckpointWeights:
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
         """See Weights. Raises StartupError naming the tensor that the format cannot hold."""
         method = self._exact_method if linear.is_exact else self._linear_method
+        kept = () if linear.is_exact else self._kept
+        kernels = self._kernels if linear.gated else None
 
         def made(weight: Weight, bias: Tensor | None) -> Linear:
             if linear.gated:
@@ -75,12 +134,12 @@ class CheckpointWeights:
         names = [f"{prefix}{part}" for part in linear.parts]
         if linear.expert is not None:
             stacked = StackedExpert(self._checkpoint, names[0], linear, self.dtype, self._device.torch_device)
-            return self._made_of(stacked, lambda weight: made(weight, stacked.bias()))
+            return self._made(stacked, lambda: made(stacked, stacked.bias()))
         bias = self._joined([f"{name}.bias" for name in names]) if linear.has_bias else None
         if bias is not None and linear.order is not None:
             bias = linear.order.applied(bias)
         stored = self._weight([f"{name}.weight" for name in names], linear.order)
-        return self._made_of(stored, lambda weight: made(weight, bias))
+        return self._made(stored, lambda: self._whole(stored, kept, bias, kernels, activation) or made(stored, bias))
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
         """See Weights."""
@@ -111,14 +170,16 @@ class CheckpointWeights:
         file, begin = self._checkpoint.mapped(name)
         return self._device.mapped_tensor(file, begin, self._checkpoint.shape(name), self.dtype)
 
-    def _made(self, names: list[str], make: Callable[[Weight], Linear]) -> Linear:
-        """Return the Linear of these tensors' rows. Raises StartupError naming the tensor that its format cannot
-        hold."""
-        return self._made_of(self._weight(names), make)
+    @property
+    def forms(self) -> Mapping[str, int]:
+        """See Weights."""
+        return self._forms
 
-    def _made_of(self, weight: StoredWeight | StackedExpert, make: Callable[[Weight], Linear]) -> Linear:
+    def _made(self, weight: StoredWeight | StackedExpert, make: Callable[[], Linear]) -> Linear:
+        """Return the Linear that `make` makes of these rows. Raises StartupError naming the tensor that its format
+        cannot hold."""
         try:
-            linear = make(weight)
+            linear = make()
         except NotFinite as error:
             raise StartupError(
                 f"{self._checkpoint.folder}: tensor {weight.tensor_of(error.row)} has a NaN or an infinite number, "
@@ -126,7 +187,36 @@ class CheckpointWeights:
                 flag="MODEL",
             ) from error
         self.num_bytes += linear.num_bytes
+        quantised = sum(map(self._checkpoint.is_quantised, weight.names))
+        if quantised:
+            self._forms[linear.quantised_as or str(self.dtype).removeprefix("torch.")] += quantised
         return linear
+
+    def _whole(
+        self,
+        weight: StoredWeight,
+        kept: tuple[str, ...],
+        bias: Tensor | None,
+        kernels: LayerKernels | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> Linear | None:
+        """Return the Linear of whole numbers; None where the tensors have no common form that is to be kept."""
+        forms = {self._checkpoint.form(name) for name in weight.names} if kept else {""}
+        weight.form = forms.pop()
+        if forms or weight.form not in kept:
+            return None
+        method = self._whole_method(weight.form)
+        return None if method is None else method.whole(weight, bias, kernels, activation)
+
+    def _whole_method(self, form: str) -> LinearMethod | None:
+        """Return the method of a form; None where this device has no such product, which nobody asked for by name."""
+        if form not in self._whole_methods:
+            try:
+                self._whole_methods[form] = self._device.linear_method(self.dtype, form)
+            except StartupError as error:
+                _log.warning("matrices of whole numbers become numbers of the dtype", form=form, cause=error.message)
+                self._whole_methods[form] = None
+        return self._whole_methods[form]
 
     def _weight(self, names: list[str], order: HeadOrder | None = None) -> StoredWeight:
         return StoredWeight(self._checkpoint, names, self.dtype, self._device.torch_device, order)
@@ -149,12 +239,12 @@ class CheckpointWeights:
 
 
 class StoredWeight:
-    """The rows of `names`, in order, as `dtype`: a layers.linear.base.Weight. Each use reads them anew. `order`: of the
-    heads that the rows are."""
+    """The rows of `names`, in order, as `dtype`: a layers.linear.base.Weight, or a WholeWeight where they have a form.
+    Each use reads them anew. `order`: of the heads that the rows are."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: TensorSource,
         names: Sequence[str],
         dtype: torch.dtype,
         device: torch.device,
@@ -163,8 +253,9 @@ class StoredWeight:
         shapes = [checkpoint.shape(name) for name in names]
         self.shape = (sum(shape[0] for shape in shapes), shapes[0][1])
         self.dtype = dtype
+        self.form = ""
         self._checkpoint = checkpoint
-        self._names = names
+        self.names = names
         self._ends = list(accumulate(shape[0] for shape in shapes))
         self._device = device
         self._order = order
@@ -174,16 +265,27 @@ class StoredWeight:
         if self._order is not None:
             yield from self._ordered_pieces(self._order)
             return
-        for name in self._names:
+        for name in self.names:
             for piece in self._checkpoint.pieces(name):
                 yield piece.to(device=self._device, dtype=self.dtype)
 
     def _ordered_pieces(self, order: HeadOrder) -> Iterator[Tensor]:
         first = 0
-        for name in self._names:
+        for name in self.names:
             for piece in self._checkpoint.pieces(name, multiple=len(order.dims)):
                 yield order.applied(piece.to(device=self._device, dtype=self.dtype), first)
                 first += piece.shape[0]
+
+    def whole_pieces(self) -> Iterator[WholeRows]:
+        """See WholeWeight."""
+        first, order = 0, self._order
+        for name in self.names:
+            for piece in self._checkpoint.whole_pieces(name, multiple=1 if order is None else len(order.dims)):
+                if order is None:
+                    yield piece
+                else:
+                    yield WholeRows(order.applied(piece.values, first), order.applied(piece.scale, first))
+                first += piece.values.shape[0]
 
     def joined(self) -> Tensor:
         """See Weight."""
@@ -199,7 +301,7 @@ class StoredWeight:
 
     def tensor_of(self, row: int) -> str:
         """Return the name of the tensor that row `row` belongs to."""
-        return next(name for name, end in zip(self._names, self._ends, strict=True) if row < end)
+        return next(name for name, end in zip(self.names, self._ends, strict=True) if row < end)
 
 
 class StackedExpert:
@@ -207,13 +309,13 @@ class StackedExpert:
     anew."""
 
     def __init__(
-        self, checkpoint: Checkpoint, name: str, linear: LayerLinear, dtype: torch.dtype, device: torch.device
+        self, checkpoint: TensorSource, name: str, linear: LayerLinear, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Take the expert `linear.expert` of the tensor `name`, (experts, inputs, outputs), and its bias."""
         self.shape = linear.shape
         self.dtype = dtype
+        self.names = (name,)
         self._checkpoint = checkpoint
-        self._name = name
         self._linear = linear
         self._device = device
 
@@ -223,15 +325,15 @@ class StackedExpert:
 
     def joined(self) -> Tensor:
         """See Weight."""
-        return self._apart(self._stored(self._name).t())
+        return self._apart(self._stored(self.names[0]).t())
 
     def bias(self) -> Tensor:
         """Return the bias (outputs)."""
-        return self._apart(self._stored(f"{self._name}_bias"))
+        return self._apart(self._stored(f"{self.names[0]}_bias"))
 
     def tensor_of(self, row: int) -> str:
         """Return the name of the tensor that row `row` belongs to."""
-        return self._name
+        return self.names[0]
 
     def _stored(self, name: str) -> Tensor:
         assert self._linear.expert is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common.errors import StartupError
+from penstock.common.gguf_folder import GGUF_FILE
 from penstock.generation.core.model_config import CONFIG_FILE, read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -93,6 +94,8 @@ def indexed_files(folder: Path) -> dict[str, str]:
 
 def file_names(folder: Path) -> list[str]:
     """Return the names of all files, each once. Raises like `indexed_files`."""
+    if (folder / GGUF_FILE).exists():
+        return [GGUF_FILE]
     listed = indexed_files(folder)
     return list(dict.fromkeys(listed.values())) if listed else [SINGLE_FILE]
 
@@ -107,11 +110,13 @@ def least_weight_bytes(folder: Path, dtype: str, quantization: str, *, map_embed
     """Lower bound on the bytes that loading `folder` as `--dtype` and `--quantization` needs for its matrices.
 
     The embedding does not count where `map_embeddings` lets it be used in the page cache. 0 where the kernels have no
-    such format, or anything is wrong with the folder: the loader names it.
+    such format, the checkpoint is quantised, or anything is wrong with the folder: the loader names it.
     """
     try:
         tensors = {name: one for file in file_names(folder) for name, one in read_header(folder / file).items()}
         config = read_json(folder / CONFIG_FILE)
+        if config.get("quantization_config") or config.get("compression_config"):
+            return 0
         matrices = {name: one for name, one in tensors.items() if len(one.shape) == 2}
         item = _item_bytes(matrices, config.get("dtype", config.get("torch_dtype")), dtype)
         total = _layers(matrices, item, quantization) + _head(matrices, item, quantization)

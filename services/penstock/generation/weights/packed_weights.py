@@ -86,6 +86,7 @@ class PackedWeights:
         data = device.mapped_weights(file.mapped, str(folder))
         self.dtype = file.dtype
         self.num_bytes = 0
+        self.forms: dict[str, int] = {}
         self._config = config
         self._layers, self._head = formats(file.dtype, file.facts.quantization)
         self._exact = formats(file.dtype, "none")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -45,6 +46,34 @@ class Weight(Protocol):
 
     def joined(self) -> Tensor:
         """Return all of the weight, in memory that nothing else uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRows:
+    """Rows of a weight as whole numbers and scales, in the form int8 or int4."""
+
+    # (rows, inputs); int8: from -128 to 127, as int8; int4: from 0 to 15, as uint8, which mean value - 8.
+    values: Tensor
+    # float32; int8: (rows); int4: (rows, groups), of 32 inputs each.
+    scale: Tensor
+
+
+class WholeWeight(Protocol):
+    """A weight (out, in) that is kept as whole numbers, for x in `dtype`; read only when it is used."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    # int8 or int4.
+    form: str
+
+    def whole_pieces(self) -> Iterator[WholeRows]:
+        """Yield the rows in order."""
+
+
+def all_rows(weight: WholeWeight) -> WholeRows:
+    """Return all rows in one."""
+    pieces = list(weight.whole_pieces())
+    return WholeRows(torch.cat([one.values for one in pieces]), torch.cat([one.scale for one in pieces]))
 
 
 def dense(weight_OI: Tensor | Weight) -> Tensor:
@@ -113,18 +142,31 @@ class LinearMethod(ABC):
     ) -> Linear:
         """Return activation(first half of the outputs) * second half as one Linear with half of `weight_OI`'s
         outputs."""
-        return _Gated(self.linear(weight_OI, bias_O), kernels.gate(activation))
+        return Gated(self.linear(weight_OI, bias_O), kernels.gate(activation))
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
         """Return the last layer, which gives the logits; rounding hurts most there."""
         return self.linear(weight_VI, None)
+
+    def whole(
+        self,
+        weight: WholeWeight,
+        bias_O: Tensor | None,
+        kernels: LayerKernels | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> Linear:
+        """Return a linear layer of these very whole numbers and scales, in their own form; `kernels`: gated, with half
+        of the outputs, as the method of that name."""
+        raise TypeError(f"{self.name} keeps no whole numbers")
 
     @abstractmethod
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         """Return `linear` of a weight that is a whole tensor."""
 
 
-class _Gated(Linear):
+class Gated(Linear):
+    """activation(first half of a linear layer's outputs) * second half."""
+
     def __init__(self, linear: Linear, gate: Callable[[Tensor], Tensor]) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features // 2
         self._linear = linear

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, check_finite, dense
+from penstock.generation.core.model_config import Activation
+from penstock.generation.layers.linear.base import (
+    Gated,
+    Linear,
+    LinearMethod,
+    Weight,
+    WholeRows,
+    WholeWeight,
+    all_rows,
+    check_finite,
+    dense,
+)
 from penstock.generation.layers.linear.int8 import Int8Linear, check_int8_product
+
+if TYPE_CHECKING:
+    from penstock.generation.layers.kernels import LayerKernels
 
 GROUP = 32
 # torch packs the outputs in blocks of this many.
@@ -32,9 +48,16 @@ def quantize_groups(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 class Int4Linear(Linear):
     """A linear layer with weights of half a byte each, and 1/16 byte for the scales."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self.out_features, self.in_features = weight_OI.shape
-        values, scale = quantize_groups(F.pad(weight_OI, (0, 0, 0, -self.out_features % _BLOCK)))
+    def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
+        """Take a weight to quantise, or one that is whole numbers; their scales are rounded to bfloat16."""
+        if isinstance(weight_OI, Tensor):
+            self.out_features, self.in_features = weight_OI.shape
+            values, scale = quantize_groups(F.pad(weight_OI, (0, 0, 0, -self.out_features % _BLOCK)))
+        else:
+            self.out_features, self.in_features = weight_OI.values.shape
+            rows = -self.out_features % _BLOCK
+            values = F.pad(weight_OI.values, (0, -self.in_features % GROUP, 0, rows), value=8).int()
+            scale = F.pad(weight_OI.scale, (0, 0, 0, rows)).bfloat16()
         check_finite(scale)
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, _INNER_TILES)
         # torch adds its zero: (value - 8) * scale + zero.
@@ -83,6 +106,17 @@ class Int4LinearMethod(LinearMethod):
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return Int4Linear(weight_OI, bias_O)
+
+    def whole(
+        self,
+        weight: WholeWeight,
+        bias_O: Tensor | None,
+        kernels: LayerKernels | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> Linear:
+        """See LinearMethod."""
+        linear = Int4Linear(all_rows(weight), bias_O)
+        return linear if kernels is None else Gated(linear, kernels.gate(activation))
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
         """See LinearMethod."""

@@ -8,12 +8,26 @@ once.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from penstock.common.errors import StartupError
+from penstock.generation.core.model_config import Activation
 from penstock.generation.host.cpu_features import Int8Product, int8_product
-from penstock.generation.layers.linear.base import Linear, LinearMethod, check_finite
+from penstock.generation.layers.linear.base import (
+    Gated,
+    Linear,
+    LinearMethod,
+    WholeRows,
+    WholeWeight,
+    all_rows,
+    check_finite,
+)
+
+if TYPE_CHECKING:
+    from penstock.generation.layers.kernels import LayerKernels
 
 _MOST = 127.0
 
@@ -41,9 +55,13 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 class Int8Linear(Linear):
     """A linear layer with weights of one byte each."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self.out_features, self.in_features = weight_OI.shape
-        values, scale = quantize_rows(weight_OI)
+    def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
+        """Take a weight to quantise, or one that is whole numbers."""
+        if isinstance(weight_OI, Tensor):
+            values, scale = quantize_rows(weight_OI)
+        else:
+            values, scale = weight_OI.values, weight_OI.scale[:, None]
+        self.out_features, self.in_features = values.shape
         check_finite(scale)
         self._packed = torch.ops.onednn.qlinear_prepack(values.to(torch.int8), None)
         self._scale = scale.flatten().contiguous()
@@ -105,3 +123,14 @@ class Int8LinearMethod(LinearMethod):
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return Int8Linear(weight_OI, bias_O)
+
+    def whole(
+        self,
+        weight: WholeWeight,
+        bias_O: Tensor | None,
+        kernels: LayerKernels | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> Linear:
+        """See LinearMethod."""
+        linear = Int8Linear(all_rows(weight), bias_O)
+        return linear if kernels is None else Gated(linear, kernels.gate(activation))

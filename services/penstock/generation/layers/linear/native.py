@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.core.model_config import Activation
-from penstock.generation.layers.linear.base import Linear, LinearMethod, NotFinite, Rows, Weight
+from penstock.generation.layers.linear.base import Linear, LinearMethod, NotFinite, Rows, Weight, WholeRows, WholeWeight
 
 if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
@@ -101,7 +101,7 @@ def part_sizes(
 ) -> dict[str, tuple[torch.dtype, int]]:
     """Return dtype and number of elements of each tensor of a packed (outputs, inputs) weight."""
     outputs, inputs = shape
-    panels = -(-outputs // PANEL) if not gated else -(-outputs // 2 // (PANEL // 2))
+    panels = _num_panels(outputs, gated=gated)
     sizes = {"weight": (torch.uint8, int(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated)))}
     if has_bias:
         sizes["bias"] = (torch.float32, panels * PANEL)
@@ -232,6 +232,17 @@ class NativeLinearMethod(LinearMethod):
         """See LinearMethod."""
         return NativeLinear(_pack(weight_VI, None, self._head, self._slabs, gated=False))
 
+    def whole(
+        self,
+        weight: WholeWeight,
+        bias_O: Tensor | None,
+        kernels: LayerKernels | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> Linear:
+        """See LinearMethod: the kernels' scales are float32, so nothing is rounded."""
+        packed = _pack_whole(weight, bias_O, self._slabs, gated=kernels is not None)
+        return NativeLinear(packed, activation)
+
 
 def _pack(
     weight_OI: Tensor | Weight, bias_O: Tensor | None, format: Format, slabs: Slabs, *, gated: bool
@@ -259,6 +270,66 @@ def _pack(
         scale if "scale" in sizes else None,
         sums if "sum" in sizes else None,
     )
+
+
+def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gated: bool) -> PackedWeight:
+    """Write whole numbers where `pack_rows` of the kernels writes those that it rounds to."""
+    outputs, inputs = weight.shape
+    format = Format[weight.form.upper()]
+    sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None)
+    parts = {name: torch.zeros(count, dtype=kind) for name, (kind, count) in sizes.items() if name in ("scale", "sum")}
+    memory = slabs.take(sizes["weight"][1]).zero_()
+    panels, width = _num_panels(outputs, gated=gated), PANEL // 2 if gated else PANEL
+    # A gated panel has rows of the first half of the outputs, and then those of the other half.
+    words = memory.view(torch.int32).view(panels, -1, PANEL // width, width)
+    places = {name: part.view(panels, -1, PANEL // width, width) for name, part in parts.items()}
+    last = outputs // 2 if gated else outputs
+    first = 0
+    for piece in weight.whole_pieces():
+        if len(bad := (~piece.scale.isfinite()).view(len(piece.scale), -1).any(1).nonzero()):
+            raise NotFinite(first + int(bad[0]))
+        found = {"words": _int8_words(piece) if format is Format.INT8 else _int4_words(piece)}
+        found["scale"] = piece.scale.view(len(piece.scale), -1)
+        if format is Format.INT8:
+            found["sum"] = piece.values.sum(1, dtype=torch.int32)[:, None]
+        middle = min(max(last - first, 0), len(piece.values)) if gated else len(piece.values)
+        for name, rows in found.items():
+            target = words if name == "words" else places[name]
+            _put(target[:, :, 0], first, rows[:middle])
+            if middle < len(rows):
+                _put(target[:, :, 1], first + middle - last, rows[middle:])
+        first += len(piece.values)
+    bias = None if bias_O is None else _in_panels(bias_O.float(), gated=gated)
+    return PackedWeight((outputs, inputs), weight.dtype, format, gated, memory, bias, parts["scale"], parts.get("sum"))
+
+
+def _int8_words(piece: WholeRows) -> Tensor:
+    """Return rows of granules (rows, granules) in int32."""
+    return F.pad(piece.values, (0, -piece.values.shape[1] % 4)).contiguous().view(torch.int32)
+
+
+def _int4_words(piece: WholeRows) -> Tensor:
+    """Return rows of granules (rows, granules) in int32: of each 8 numbers the first four are the low halves."""
+    values = F.pad(piece.values, (0, -piece.values.shape[1] % GROUP), value=8)
+    # Four numbers in each of them, none of which is more than 15.
+    fours = values.contiguous().view(torch.int32)
+    return fours[:, ::2] | fours[:, 1::2] << 4
+
+
+def _put(target: Tensor, first: int, rows: Tensor) -> None:
+    """Copy (rows, X) to (panels, X, width), from row `first` on: whole panels at once where they begin with one."""
+    width, count = target.shape[2], len(rows)
+    whole = 0 if first % width else count // width * width
+    panel = first // width
+    if whole:
+        target[panel : panel + whole // width] = rows[:whole].view(-1, width, rows.shape[1]).transpose(1, 2)
+    if whole < count:
+        left = torch.arange(first + whole, first + count)
+        target[left // width, :, left % width] = rows[whole:]
+
+
+def _num_panels(outputs: int, *, gated: bool) -> int:
+    return -(-outputs // 2 // (PANEL // 2)) if gated else -(-outputs // PANEL)
 
 
 def _in_panels(bias_O: Tensor, *, gated: bool) -> Tensor:

@@ -1,0 +1,1 @@
+"""Quantised checkpoints as they are found on hubs: a file a format, and the table of formats."""

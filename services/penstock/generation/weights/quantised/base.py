@@ -1,0 +1,239 @@
+"""Interfaces of quantised checkpoints: a format checks `quantization_config` and opens matrices.
+
+A matrix gives its rows as numbers, and as whole numbers with scales where a product of ours has that very form.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.generation.core.model_config import ConfigReader
+from penstock.generation.layers.linear.base import WholeRows
+from penstock.generation.layers.linear.native import GROUP
+
+FIELD = "quantization_config"
+FLOATS = ("F16", "BF16", "F32")
+# Ending of the advice that comes with a refusal.
+UNQUANTISED = "give the model's unquantised checkpoint, which --quantization int8 and int4 quantise as they load"
+_INT4 = (-8, 7)
+_INT8 = (-128, 127)
+
+
+class StoredFiles(Protocol):
+    """The tensors of a folder, as far as a format looks at them before it reads any."""
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Texts in the files' headers."""
+
+    def __contains__(self, tensor: str) -> bool: ...
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Return the shape that the tensor is stored in."""
+
+    def stored_as(self, tensor: str) -> str:
+        """Return safetensors' name of the dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stored tensor of a quantised matrix: the shape that it must have, and safetensors' names of the dtypes that it
+    may have."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS
+    # False: it may be missing.
+    is_required: bool = True
+
+
+class StoredMatrix(ABC):
+    """A quantised matrix (outputs, inputs)."""
+
+    # Form of `whole_rows`, int8 or int4; empty: there is none.
+    form: str = ""
+
+    @abstractmethod
+    def rows(self, first: int, last: int) -> Tensor:
+        """Return rows from `first` to `last` as float32."""
+
+    def whole_rows(self, first: int, last: int) -> WholeRows:
+        """Return the same rows exactly, as whole numbers and scales. Call it only where there is a `form`."""
+        raise TypeError("the matrix has no form of whole numbers")
+
+
+class QuantFormat(ABC):
+    """A way to keep matrices, with the variant that `quantization_config` says. Its constructor takes that and raises
+    StartupError naming the field that is not supported."""
+
+    # Value of quantization_config.quant_method.
+    method: str
+    # In words, with the variant.
+    description: str
+    # Form that its matrices usually have: int8, int4 or empty. An estimate of memory goes by it.
+    form: str = ""
+
+    @abstractmethod
+    def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
+        """Return the tensors of the matrix of `module` with this shape, by their names behind `module`.
+
+        None: it is not quantised, and stored as `module`.weight. Raises StartupError for what is not supported.
+        """
+
+    @abstractmethod
+    def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
+        """Return the matrix of the tensors that `parts` named, as far as they are there. Raises StartupError naming a
+        tensor whose numbers contradict the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMatrix(StoredMatrix):
+    """Whole numbers, less a zero, times a scale; both of a group of inputs of each output."""
+
+    shape: tuple[int, int]
+    # (first, last) -> (rows, inputs) whole numbers of `levels`, counted from `lowest`, as uint8 or int8.
+    unpack: Callable[[int, int], Tensor]
+    lowest: int
+    levels: int
+    # (outputs, groups) in float32.
+    scale: Tensor
+    # (outputs, groups) in int32, or one number for all.
+    zero: Tensor | int
+    # Inputs of a group; those of the last one may be fewer.
+    group: int
+    # (inputs) groups of the inputs where they are in no order; None: `group` tells.
+    group_of_input: Tensor | None = None
+    form: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        least, most = (self.zero, self.zero) if isinstance(self.zero, int) else map(int, self.zero.aminmax())
+        if least == most:
+            object.__setattr__(self, "zero", least)
+        # A configuration may say any number.
+        object.__setattr__(self, "group", min(self.group, self.shape[1]))
+        object.__setattr__(self, "form", self._form(least, most))
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """See StoredMatrix."""
+        numbers = self.unpack(first, last).float()
+        zero = self.zero if isinstance(self.zero, int) else self.zero[first:last].float()
+        scale = self.scale[first:last]
+        if self.group_of_input is not None:
+            numbers.sub_(zero if isinstance(zero, int) else zero[:, self.group_of_input])
+            return numbers.mul_(scale[:, self.group_of_input])
+        for part, groups in self._parts(numbers):
+            part.sub_(zero if isinstance(zero, int) else zero[:, groups, None])
+            part.mul_(scale[:, groups, None])
+        return numbers
+
+    def whole_rows(self, first: int, last: int) -> WholeRows:
+        """See StoredMatrix."""
+        values = self.unpack(first, last)
+        scale = self.scale[first:last]
+        # What int8 and int4 count from.
+        base = 0 if self.form == "int8" else _INT4[0]
+        if not isinstance(self.zero, int):
+            values = values.to(torch.int16)
+            for part, groups in self._parts(values):
+                part.sub_(self.zero[first:last, groups, None].to(torch.int16))
+            values = values.sub_(base)
+        elif self.zero != -base:
+            values = values.to(torch.int16).sub_(self.zero + base)
+        if self.form == "int8":
+            return WholeRows(values.to(torch.int8), scale[:, 0].contiguous())
+        scale = scale.repeat_interleave(-(-self.group // GROUP), dim=1)[:, : -(-self.shape[1] // GROUP)]
+        return WholeRows(values.to(torch.uint8), scale.contiguous())
+
+    def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Yield views (rows, groups, inputs of one) of contiguous rows, each with its groups: whole ones, and a short
+        one at the end."""
+        whole = self.shape[1] // self.group
+        if whole:
+            yield rows[:, : whole * self.group].view(len(rows), whole, self.group), slice(0, whole)
+        if self.shape[1] % self.group:
+            yield rows[:, None, whole * self.group :], slice(whole, whole + 1)
+
+    def _form(self, least: int, most: int) -> str:
+        """Return the form of numbers with zeros from `least` to `most`."""
+        if self.group_of_input is not None:
+            return ""
+        low, high = self.lowest - most, self.lowest + self.levels - 1 - least
+        is_single = self.scale.shape[1] == 1
+        if low >= _INT4[0] and high <= _INT4[1] and (is_single or self.group % GROUP == 0):
+            return "int4"
+        return "int8" if is_single and low >= _INT8[0] and high <= _INT8[1] else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMatrix(StoredMatrix):
+    """Numbers of a short floating-point dtype, times a scale of each block of them."""
+
+    # (outputs, inputs)
+    weight: Tensor
+    # (blocks of outputs, blocks of inputs) in float32; a dimension of 1 is one block.
+    scale: Tensor
+    # Outputs and inputs of a block.
+    block: tuple[int, int]
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """See StoredMatrix."""
+        scale = self.scale
+        if scale.shape[0] > 1:
+            scale = scale[torch.arange(first, last) // self.block[0]]
+        if scale.shape[1] > 1:
+            scale = scale.repeat_interleave(self.block[1], dim=1)[:, : self.weight.shape[1]]
+        return self.weight[first:last].float().mul_(scale)
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """Return the whole numbers of `bits` bits in the last dimension of int32 words, the lowest first, as uint8.
+
+    3 bits go on from a word to the next, 32 numbers in three; other numbers must divide a word.
+    """
+    if bits == 8:
+        return words.contiguous().view(torch.uint8)
+    if 32 % bits:
+        each = unpacked(words, 1)
+        each = each.view(*each.shape[:-1], -1, bits)
+        return sum((each[..., bit] << bit for bit in range(bits)), start=torch.zeros_like(each[..., 0]))
+    octets = words.contiguous().view(torch.uint8)
+    numbers = [octets >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    return torch.stack(numbers, dim=-1).flatten(-2)
+
+
+def one_of(
+    config: ConfigReader, name: str, allowed: tuple[object, ...], default: object, advice: str = UNQUANTISED
+) -> object:
+    """Return the field's value. Raises StartupError naming it when it is none of `allowed`."""
+    value = config.values.get(name, default)
+    if value is None:
+        raise config.error(name, "is missing")
+    if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
+        shown = ", ".join(map(repr, allowed))
+        raise config.error(name, f"{value!r} is not supported; supported are {shown}: {advice}")
+    return value
+
+
+def refuse(config: ConfigReader, name: str, meaning: str, advice: str = UNQUANTISED) -> None:
+    """Raise StartupError where the field asks for something: its value is there and not false or empty."""
+    if config.values.get(name):
+        raise config.error(name, f"is not supported ({meaning}): {advice}")
+
+
+def lying(module: str, tensor: str, problem: str) -> StartupError:
+    """Return an error that names a tensor."""
+    return StartupError(f"tensor {module}.{tensor} {problem}", flag="MODEL")
+
+
+def check_bits(module: str, tensor: str, numbers: Tensor, bits: int) -> None:
+    """Raise StartupError naming a tensor of int8 whose whole numbers take more than `bits` bits."""
+    if bits < 8 and numbers.numel():
+        least, most = map(int, numbers.aminmax())
+        if least < -(1 << (bits - 1)) or most >= 1 << (bits - 1):
+            raise lying(module, tensor, f"has numbers from {least} to {most}, which are not of {bits} bits")

@@ -1,0 +1,149 @@
+"""A folder with quantised matrices as if it were one without: `X.weight` is there, whatever it is stored as."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.generation.host.mapped import MappedFile
+from penstock.generation.layers.linear.base import WholeRows
+from penstock.generation.layers.linear.native import PANEL
+from penstock.generation.weights.checkpoint import PIECE_BYTES, Checkpoint
+from penstock.generation.weights.quantised.base import FIELD, Part, QuantFormat, StoredMatrix
+
+_WEIGHT = ".weight"
+
+
+class QuantisedCheckpoint:
+    """A checkpoint_weights.TensorSource over the files of one. Matrices are opened when they are asked for, and given
+    in pieces."""
+
+    def __init__(self, files: Checkpoint, format: QuantFormat) -> None:
+        self.folder: Path = files.folder
+        self._files = files
+        self._format = format
+        # Names of quantised matrices, with their shape and parts.
+        self._matrices: dict[str, tuple[tuple[int, int], dict[str, Part]]] = {}
+        # The one that was opened last: its form is asked for, then its rows.
+        self._open: tuple[str, StoredMatrix] | None = None
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._matrices or tensor in self._files
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
+        """Find the quantised matrices; raise StartupError as Checkpoint.check, for their tensors too."""
+        needed, allowed = dict(expected), dict(optional)
+        dtypes: dict[str, tuple[str, ...]] = {}
+        for name, shape in {**expected, **optional}.items():
+            if len(shape) != 2 or not name.endswith(_WEIGHT):
+                continue
+            module = name.removesuffix(_WEIGHT)
+            is_needed = name in expected
+            if not is_needed and not self._is_there(module):
+                continue
+            parts = self._parts(module, (shape[0], shape[1]))
+            if parts is None:
+                continue
+            self._matrices[name] = (shape[0], shape[1]), parts
+            needed.pop(name, None)
+            allowed.pop(name, None)
+            for suffix, part in parts.items():
+                (needed if part.is_required else allowed)[f"{module}.{suffix}"] = part.shape
+                dtypes[f"{module}.{suffix}"] = part.dtypes
+        self._files.check(needed, allowed, dtypes, asks=f"config.json with its {FIELD}")
+
+    def dtype(self, tensor: str) -> torch.dtype | None:
+        """Return the dtype that the tensor is stored in; None: it is a quantised matrix."""
+        return None if tensor in self._matrices else self._files.dtype(tensor)
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Return the tensor's shape."""
+        return self._matrices[tensor][0] if tensor in self._matrices else self._files.shape(tensor)
+
+    def take(self, tensor: str) -> Tensor:
+        """See Checkpoint."""
+        return self._files.take(tensor)
+
+    def mapped(self, tensor: str) -> tuple[MappedFile, int]:
+        """See Checkpoint. Only for a tensor that has a `dtype`."""
+        return self._files.mapped(tensor)
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """See Checkpoint. A quantised matrix equals no other one."""
+        return not {one, other} & self._matrices.keys() and self._files.are_equal(one, other)
+
+    def form(self, tensor: str) -> str:
+        """Return the form of whole numbers that a matrix has, int8 or int4; empty: none."""
+        return self._matrix(tensor).form if tensor in self._matrices else ""
+
+    def is_quantised(self, tensor: str) -> bool:
+        """True for a quantised matrix."""
+        return tensor in self._matrices
+
+    def row(self, tensor: str, number: int) -> Tensor:
+        """See Checkpoint. Not for a quantised matrix."""
+        return self._files.row(tensor, number)
+
+    def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
+        """See TensorSource: as they are stored; those of a quantised matrix as float32."""
+        if tensor not in self._matrices:
+            yield from self._files.pieces(tensor, multiple=multiple)
+            return
+        matrix = self._matrix(tensor)
+        for first, last in self._spans(tensor, multiple):
+            yield matrix.rows(first, last)
+        self._close()
+
+    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
+        """See TensorSource."""
+        matrix = self._matrix(tensor)
+        for first, last in self._spans(tensor, multiple):
+            yield matrix.whole_rows(first, last)
+        self._close()
+
+    def _parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part] | None:
+        try:
+            return self._format.parts(module, shape, self._files)
+        except StartupError as error:
+            raise self._named(error) from error
+
+    def _is_there(self, module: str) -> bool:
+        """True when the folder has anything of an optional matrix: any format has one of these."""
+        return any(
+            f"{module}.{name}" in self._files for name in ("weight", "qweight", "weight_packed", "_weight_qdata")
+        )
+
+    def _matrix(self, tensor: str) -> StoredMatrix:
+        if self._open is None or self._open[0] != tensor:
+            shape, parts = self._matrices[tensor]
+            module = tensor.removesuffix(_WEIGHT)
+            there = [suffix for suffix in parts if f"{module}.{suffix}" in self._files]
+            try:
+                tensors = {suffix: self._files.take(f"{module}.{suffix}") for suffix in there}
+                self._open = tensor, self._format.open(module, shape, tensors)
+            except StartupError as error:
+                raise self._named(error) from error
+        return self._open[1]
+
+    def _close(self) -> None:
+        """Let the tensors go."""
+        self._open = None
+
+    def _spans(self, tensor: str, multiple: int) -> Iterator[tuple[int, int]]:
+        outputs, inputs = self._matrices[tensor][0]
+        # Of float32; whole panels of the kernels, where there is room for one.
+        unit = math.lcm(PANEL, multiple)
+        some = PIECE_BYTES // (4 * max(inputs, 1))
+        some = some // unit * unit or max(1, some // multiple) * multiple
+        for first in range(0, outputs, some):
+            yield first, min(first + some, outputs)
+
+    def _named(self, error: StartupError) -> StartupError:
+        folder = str(self.folder)
+        text = error.message if error.message.startswith(folder) else f"{folder}: {error.message}"
+        return StartupError(text, flag="MODEL")

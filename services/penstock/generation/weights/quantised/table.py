@@ -1,0 +1,88 @@
+"""The formats that are read, by `quantization_config.quant_method`, and the way from a folder to its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.common.gguf_folder import GGUF_FILE
+from penstock.common.progress import CountBytes
+from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, read_json
+from penstock.generation.weights.checkpoint import Checkpoint
+from penstock.generation.weights.quantised.awq import Awq
+from penstock.generation.weights.quantised.base import FIELD, UNQUANTISED, Part, QuantFormat, StoredFiles, StoredMatrix
+from penstock.generation.weights.quantised.bitsandbytes import BitsAndBytes
+from penstock.generation.weights.quantised.compressed_tensors import CompressedTensors
+from penstock.generation.weights.quantised.fp8 import FbgemmFp8, Fp8
+from penstock.generation.weights.quantised.gguf import FLOAT_TYPES, WHOLE_TYPES, GgufCheckpoint
+from penstock.generation.weights.quantised.gptq import Gptq
+from penstock.generation.weights.quantised.quantised_checkpoint import QuantisedCheckpoint
+from penstock.generation.weights.quantised.torchao import TorchAo
+
+
+class Gguf(QuantFormat):
+    """The format as config.json names it, which `common.gguf_folder` wrote; GgufCheckpoint reads the file."""
+
+    method = "gguf"
+
+    def __init__(self, config: ConfigReader) -> None:
+        """See QuantFormat."""
+        types = config.mapping("types")
+        names = [] if types is None else list(types.values)
+        self.description = f"gguf of {', '.join(names)}"
+        if types is not None:
+            most = max(types.values, key=lambda name: types.values[name] if name not in FLOAT_TYPES else 0, default="")
+            self.form = WHOLE_TYPES.get(most, "")
+
+    def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
+        """See QuantFormat: no safetensors have this format."""
+        raise StartupError(f"quantization_config.quant_method gguf needs {GGUF_FILE}", flag="MODEL")
+
+    def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
+        """See QuantFormat."""
+        raise StartupError(f"quantization_config.quant_method gguf needs {GGUF_FILE}", flag="MODEL")
+
+
+_CLASSES = (Gptq, Awq, CompressedTensors, BitsAndBytes, TorchAo, Fp8, FbgemmFp8, Gguf)
+FORMATS: dict[str, Callable[[ConfigReader], QuantFormat]] = {one.method: one for one in _CLASSES}
+# Help for methods that are not read, where there is any but the unquantised checkpoint.
+_ADVICE = {
+    "auto-round": f"AutoRound exports to the format auto_gptq or llm_compressor, too; or {UNQUANTISED}",
+    "modelopt": f"a checkpoint of llm-compressor has the same fp8; or {UNQUANTISED}",
+    "quark": f"a checkpoint of llm-compressor has the same int8 and fp8; or {UNQUANTISED}",
+    "mxfp4": f"a GGUF file or {UNQUANTISED}",
+}
+
+
+def read_format(config: ConfigReader) -> QuantFormat | None:
+    """Return the format that config.json names; None: the checkpoint is not quantised.
+
+    Raises StartupError naming the field of quantization_config that is not supported.
+    """
+    # compressed-tensors had a field of its own once.
+    name = FIELD if config.has(FIELD) or not config.has("compression_config") else "compression_config"
+    fields = config.mapping(name)
+    if fields is None:
+        return None
+    method = fields.values.get("quant_method")
+    if method is None and any(fields.values.get(one) for one in ("load_in_8bit", "load_in_4bit")):
+        # Of checkpoints from before the field.
+        method = BitsAndBytes.method
+    if not isinstance(method, str) or method not in FORMATS:
+        advice = _ADVICE.get(str(method), UNQUANTISED)
+        raise fields.error("quant_method", f"{method!r} is not supported; supported are {', '.join(FORMATS)}: {advice}")
+    return FORMATS[method](fields)
+
+
+def open_checkpoint(
+    folder: Path, progress: CountBytes | None = None
+) -> Checkpoint | QuantisedCheckpoint | GgufCheckpoint:
+    """Open the tensors of a folder: safetensors, quantised or not, or a GGUF file's. Raises StartupError."""
+    if (folder / GGUF_FILE).exists():
+        return GgufCheckpoint(folder, progress)
+    format = read_format(ConfigReader(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
+    files = Checkpoint(folder, progress)
+    return files if format is None else QuantisedCheckpoint(files, format)

@@ -1,0 +1,120 @@
+"""Quantised checkpoints mean the numbers that their format documents, and run in the form that is promised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories.models import quantised as made
+from factories.models.native import use_native
+from factories.models.packed import use_packing
+from factories.models.paged import PagedDriver, PagedSequence
+from factories.models.quantised import CASES, FOUR_BITS
+from penstock.common.errors import StartupError
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.registry import load_model
+from penstock.generation.pack import pack
+
+PROMPT = list(range(5, 45))
+# Mean error of a logit in standard deviations of the logits. Of activations in int8: a scale a row, or a group of 32.
+WORST = {"int8": 0.06, "int4": 0.03, "float32": 1e-5}
+# Without the kernels int4 has scales in bfloat16, and x too.
+WORST_TORCH = {**WORST, "int4": 0.04}
+
+
+class _NativeCPU(CPUDevice):
+    """The CPU with the kernels that the test loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        use_native()
+        self.instruction_set = torch.ops.penstock.instruction_set("")
+
+
+def logits(model: CausalLM) -> torch.Tensor:
+    sequence = PagedSequence(list(PROMPT))
+    PagedDriver(model, num_blocks=16, block_size=8).step([(sequence, len(PROMPT))])
+    return torch.stack(sequence.logits)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found - exact).abs().mean() / exact.std())
+
+
+def load(folder: Path, device: type[CPUDevice] = CPUDevice, **options: Any) -> CausalLM:
+    return load_model(folder, device=device(), **{"dtype": "float32", **options})
+
+
+@pytest.mark.parametrize("case", ["gptq", "gptq-asymmetric", "awq", "w8a8", "fp8-blocks", "nf4-nested", "torchao-int8"])
+def test_logits_are_those_of_the_numbers_that_it_means(tmp_path: Path, case: str) -> None:
+    (config, quantise), form = CASES[case]
+    pair = made.quantised_pair(tmp_path, config, quantise, layers=1)
+    exact = logits(load(pair.dense))
+    plain = load(pair.folder, quantization="none")
+    assert error(logits(plain), exact) <= WORST["float32"]
+    assert plain.config.weight_forms == (("float32", 7),)
+    kept = load(pair.folder)
+    assert kept.config.weight_forms == ((form, 7),)
+    assert error(logits(kept), exact) <= WORST_TORCH[form]
+    assert str(config["quant_method"]) in kept.config.checkpoint_format
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("case", "dtype"), [("gptq", "float32"), ("w8a8", "bfloat16"), ("gptq-3", "bfloat16")])
+def test_the_kernels_have_the_same_whole_numbers(tmp_path: Path, case: str, dtype: str) -> None:
+    (config, quantise), form = CASES[case]
+    pair = made.quantised_pair(tmp_path, config, quantise)
+    exact = logits(load(pair.dense))
+    model = load(pair.folder, _NativeCPU, dtype=dtype)
+    assert model.config.weight_forms == ((form, 14),)
+    # All layers in one call.
+    assert model.can_draw
+    assert error(logits(model), exact) <= WORST[form] + (0 if dtype == "float32" else 0.03)
+
+
+def test_float16_checkpoints_run_in_bfloat16_where_whole_numbers_are_kept(tmp_path: Path) -> None:
+    pair = made.quantised_pair(tmp_path, *made.gptq(4, 32))
+    assert load(pair.folder, dtype="auto").dtype is torch.bfloat16
+    half = load(pair.folder, dtype="float16")
+    assert half.config.weight_forms == (("float16", 14),)
+
+
+def test_shards_may_part_a_matrix(tmp_path: Path) -> None:
+    pair = made.quantised_pair(tmp_path, *made.gptq(4, 32, symmetric=False), shards=True)
+    assert error(logits(load(pair.folder)), logits(load(pair.dense))) <= WORST["float32"]
+
+
+@pytest.mark.kernels
+def test_modules_that_are_not_converted_stay_as_they_are(tmp_path: Path) -> None:
+    ignored = ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.k_proj")
+    pair = made.quantised_pair(tmp_path, *made.compressed("pack-quantized", FOUR_BITS, ignore=ignored))
+    exact = logits(load(pair.dense))
+    for device in (CPUDevice, _NativeCPU):
+        model = load(pair.folder, device)
+        # One of three that are a single product is not quantised, so all three become numbers.
+        assert model.config.weight_forms == (("float32", 2), ("int4", 10))
+        assert not model.can_draw
+        assert error(logits(model), exact) <= WORST_TORCH["int4"]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantization_asked_for_holds_for_all(tmp_path: Path, quantization: str) -> None:
+    pair = made.quantised_pair(tmp_path, *made.awq(32), layers=1)
+    model = load(pair.folder, quantization=quantization)
+    assert model.config.weight_forms == ((quantization, 7),)
+    assert torch.equal(logits(model), logits(load(pair.dense, quantization=quantization)))
+
+
+@pytest.mark.kernels
+def test_pack_takes_a_form_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = made.quantised_pair(tmp_path, *made.gptq(4, 32))
+    use_packing(monkeypatch)
+    with pytest.raises(StartupError, match=r"gptq of 4 bits.*--quantization int4, int8 or none") as caught:
+        pack(pair.folder, tmp_path / "packed")
+    assert caught.value.flag == "--quantization"
+    pack(pair.folder, tmp_path / "packed", dtype="float32", quantization="int4")
+    packed, kept = load(tmp_path / "packed", _NativeCPU), load(pair.folder, _NativeCPU, quantization="int4")
+    assert torch.equal(logits(packed), logits(kept))

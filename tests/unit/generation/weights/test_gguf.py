@@ -1,0 +1,299 @@
+"""GGUF files: blocks mean what transformers' reader makes of them, and a file is a model folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories.models.checkpoints import tiny_checkpoint
+from factories.models.native import use_native
+from factories.models.paged import PagedDriver, PagedSequence
+from factories.models.quantised import write_gguf
+from penstock.common.checkpoint import check_model, demo_folder, model_name, resolve_model
+from penstock.common.errors import StartupError
+from penstock.common.gguf_file import TYPES, GgufFile
+from penstock.common.gguf_folder import GGUF_FILE, config_of
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.startup.memory_check import stored_weight_bytes
+from penstock.generation.weights.quantised import gguf
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers.integrations.gguf.dequant import dequantize
+
+NUMBERS = {kind.name: number for number, kind in TYPES.items()}
+HEADS, KV_HEADS = 4, 2
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+ENDS = {"model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm"}
+FACTS = {
+    "general.architecture": "llama",
+    "llama.context_length": 512,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 128,
+    "llama.block_count": 2,
+    "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": KV_HEADS,
+    "llama.attention.layer_norm_rms_epsilon": 1e-6,
+    "llama.rope.freq_base": 10000.0,
+    "llama.rope.dimension_count": 16,
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.eot_token_id": 2,
+}
+Entry = tuple[int, tuple[int, ...], bytes]
+
+
+# transformers has no Q5_0 and Q5_1: the library's own reader judges them (test_quantised_libraries.py).
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_blocks_mean_what_transformers_makes_of_them(kind: str) -> None:
+    stored = TYPES[NUMBERS[kind]]
+    blocks = torch.randint(
+        0, 256, (50, stored.num_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    found = gguf._NUMBERS[kind](blocks).reshape(50, stored.numbers)
+    expected = dequantize(blocks.flatten(), NUMBERS[kind], torch.float32).reshape(50, stored.numbers)
+    # A sum of products may be rounded in another order.
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert expected.isfinite().float().mean() > 0.8
+
+
+def q4_0(value: Tensor) -> tuple[bytes, Tensor]:
+    """A matrix as Q4_0, and its numbers."""
+    groups = value.reshape(-1, 32)
+    largest = groups.gather(1, groups.abs().argmax(1, keepdim=True))
+    scale = (largest / -8).half()
+    codes = (groups / scale.float()).round().add(8).clamp(0, 15).to(torch.uint8)
+    octets = codes[:, :16] | codes[:, 16:] << 4
+    data = torch.cat([scale.view(torch.uint8), octets], dim=1)
+    return data.numpy().tobytes(), ((codes.float() - 8) * scale.float()).view_as(value)
+
+
+def q8_0(value: Tensor) -> tuple[bytes, Tensor]:
+    """A matrix as Q8_0, and its numbers."""
+    groups = value.reshape(-1, 32)
+    scale = (groups.abs().amax(1, keepdim=True) / 127).half()
+    codes = (groups / scale.float()).round().to(torch.int8)
+    data = torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], dim=1)
+    return data.numpy().tobytes(), (codes.float() * scale.float()).view_as(value)
+
+
+def turned(value: Tensor, heads: int) -> Tensor:
+    """Rows in the order in which llama.cpp writes the query's and the key's."""
+    return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+
+
+def entries(tensors: dict[str, Tensor], *, is_turned: bool = True) -> tuple[dict[str, Entry], dict[str, Tensor]]:
+    """A model's tensors as a file has them, and the numbers that these mean: matrices of a layer in Q4_0, the head in
+    Q8_0, the table in float16."""
+    found: dict[str, Entry] = {}
+    meant: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        module, _, kind = name.rpartition(".")
+        parts = module.split(".", 3)
+        ours = ENDS.get(module) or f"blk.{parts[2]}.{NAMES[parts[3]]}"
+        pack = q8_0 if module == "lm_head" else q4_0
+        if value.dim() == 1 or module == "model.embed_tokens":
+            stored = value.float() if value.dim() == 1 else value.half()
+            number, data, numbers = (
+                NUMBERS["F32" if value.dim() == 1 else "F16"],
+                stored.numpy().tobytes(),
+                stored.float(),
+            )
+        else:
+            number = NUMBERS["Q8_0" if module == "lm_head" else "Q4_0"]
+            data, numbers = pack(value)
+            if is_turned and parts[-1] in ("self_attn.q_proj", "self_attn.k_proj"):
+                data, _ = pack(turned(value, HEADS if "q_proj" in module else KV_HEADS))
+        found[f"{ours}.{kind}"] = number, tuple(value.shape), data
+        meant[name] = numbers
+    return found, meant
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Entry], Path]:
+    """A llama's tensors as a GGUF file has them, and a plain checkpoint with the numbers that these mean."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("dense"), "llama", hidden_size=64, intermediate_size=128)
+    found, meant = entries(load_file(folder / "model.safetensors"))
+    save_file(meant, folder / "model.safetensors", metadata={"format": "pt"})
+    return found, folder
+
+
+def folder_of(path: Path) -> Path:
+    """The folder that resolve_model makes, without a tokenizer."""
+    folder = path.with_suffix("")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_of(GgufFile(path))))
+    (folder / GGUF_FILE).symlink_to(path)
+    return folder
+
+
+def logits(folder: Path, **options: Any) -> Tensor:
+    loaded = load_model(folder, device=CPUDevice(), **{"dtype": "float32", **options})
+    sequence = PagedSequence(list(range(5, 35)))
+    PagedDriver(loaded, num_blocks=8, block_size=8).step([(sequence, 30)])
+    return torch.stack(sequence.logits)
+
+
+def test_a_model_is_the_numbers_of_its_blocks(tmp_path: Path, model: tuple[dict[str, Entry], Path]) -> None:
+    found, dense = model
+    write_gguf(tmp_path / "tiny.gguf", FACTS, found)
+    folder = folder_of(tmp_path / "tiny.gguf")
+    exact = logits(dense)
+    assert float((logits(folder, quantization="none") - exact).abs().max()) < 1e-4
+    kept = load_model(folder, dtype="float32", device=CPUDevice())
+    # The head in Q8_0 has no form of ours.
+    assert kept.config.weight_forms == (("float32", 1), ("int4", 14))
+    assert kept.config.checkpoint_format == "gguf of F16, F32, Q4_0, Q8_0"
+    assert float((logits(folder) - exact).abs().mean() / exact.std()) < 0.04
+    assert stored_weight_bytes(folder) == (tmp_path / "tiny.gguf").stat().st_size
+
+
+@pytest.mark.kernels
+def test_a_tied_head_in_q4_0_runs_in_the_one_call_of_the_kernels(
+    tmp_path: Path, model: tuple[dict[str, Entry], Path]
+) -> None:
+    use_native()
+    found, dense = dict(model[0]), load_file(model[1] / "model.safetensors")
+    data, table = q4_0(dense["model.embed_tokens.weight"])
+    del found["output.weight"]
+    found["token_embd.weight"] = NUMBERS["Q4_0"], tuple(table.shape), data
+    write_gguf(tmp_path / "tiny.gguf", FACTS, found)
+    folder = folder_of(tmp_path / "tiny.gguf")
+    device = CPUDevice()
+    device.instruction_set = torch.ops.penstock.instruction_set("")
+    kept = load_model(folder, dtype="float32", device=device)
+    assert kept.config.weight_forms == (("int4", 15),)
+    assert kept.can_draw
+    assert torch.equal(kept.embed(torch.arange(320)), table)
+    exact = logits(folder, quantization="none")
+    sequence = PagedSequence(list(range(5, 35)))
+    PagedDriver(kept, num_blocks=8, block_size=8).step([(sequence, 30)])
+    assert float((torch.stack(sequence.logits) - exact).abs().mean() / exact.std()) < 0.05
+
+
+def test_config_is_made_of_the_facts(tmp_path: Path, model: tuple[dict[str, Entry], Path]) -> None:
+    found = dict(model[0])
+    turns = [8192 * 10000.0 ** (-2 * i / 16) / 6.283185307179586 for i in range(8)]
+    smooth = [min(max((turn - 1) / 3, 0.0), 1.0) for turn in turns]
+    factors = [1 / ((1 - one) / 8 + one) for one in smooth]
+    found["rope_freqs.weight"] = NUMBERS["F32"], (8,), struct.pack("<8f", *factors)
+    del found["output.weight"]
+    write_gguf(tmp_path / "tiny.gguf", FACTS, found)
+    config = read_model_config(folder_of(tmp_path / "tiny.gguf"))
+    assert config.rope.rope_type == "llama3"
+    assert config.rope.factor == pytest.approx(8, abs=1e-3)
+    assert config.tie_word_embeddings
+    assert config.eos_token_ids == (1, 2)
+    assert (config.head_dim, config.num_kv_heads, config.vocab_size) == (16, KV_HEADS, 320)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            {"general.architecture": "mamba"},
+            "general.architecture 'mamba', which is not read from GGUF; supported are llama",
+        ),
+        ({"llama.block_count": None}, "has no llama.block_count"),
+        ({"llama.attention.head_count": "four"}, "has llama.attention.head_count 'four', which is no whole number"),
+        ({"llama.attention.head_count_kv": 0}, "has llama.attention.head_count_kv 0, which is no whole number"),
+        ({"llama.rope.freq_base": float("nan")}, "has llama.rope.freq_base nan, which is no number above 0"),
+        ({"llama.expert_count": 8}, "has llama.expert_count"),
+        ({"llama.rope.dimension_count": 8}, "has llama.rope.dimension_count 8"),
+        ({"llama.rope.scaling.type": "longrope"}, "has llama.rope.scaling.type 'longrope'"),
+        ({"split.count": 3}, "is a part of a split file"),
+        ({"llama.feed_forward_length": 96}, "tensor model.layers.0.mlp.down_proj.weight has shape [64, 128]"),
+        ({"llama.block_count": 3}, "lacks tensors model.layers.2."),
+    ],
+)
+def test_facts_that_do_not_fit_are_named(
+    tmp_path: Path, model: tuple[dict[str, Entry], Path], change: dict[str, Any], named: str
+) -> None:
+    facts = {name: value for name, value in {**FACTS, **change}.items() if value is not None}
+    write_gguf(tmp_path / "tiny.gguf", facts, model[0])
+    with pytest.raises(StartupError) as caught:
+        load_model(folder_of(tmp_path / "tiny.gguf"), device=CPUDevice())
+    assert named in caught.value.message
+    assert caught.value.flag == "MODEL"
+
+
+def test_broken_files_are_named(tmp_path: Path, model: tuple[dict[str, Entry], Path]) -> None:
+    path = tmp_path / "tiny.gguf"
+    found = dict(model[0])
+    write_gguf(path, FACTS, found)
+    content = path.read_bytes()
+    for size, named in (
+        (0, "no complete GGUF"),
+        (3, "no complete GGUF"),
+        (100, "no complete GGUF"),
+        (-999, "is cut short"),
+    ):
+        path.write_bytes(content[:size])
+        with pytest.raises(StartupError, match=named):
+            GgufFile(path)
+    path.write_bytes(b"GGUF\1" + content[5:])
+    with pytest.raises(StartupError, match=r"version 1; supported are 2, 3"):
+        GgufFile(path)
+    number, shape, data = found["blk.0.ffn_up.weight"]
+    write_gguf(path, FACTS, {**found, "blk.0.ffn_up.weight": (23, shape, data)})
+    with pytest.raises(StartupError, match=r"type IQ4_XS; supported are F32"):
+        GgufFile(path)
+    write_gguf(path, FACTS, {**found, "blk.0.ffn_up.weight": (number, (64, 65), data)})
+    with pytest.raises(StartupError, match=r"ffn_up.weight has shape \[64, 65\], whose rows are no whole blocks"):
+        GgufFile(path)
+    write_gguf(path, FACTS, {**found, "blk.0.ffn_extra.weight": (number, shape, data)})
+    with pytest.raises(StartupError, match=r"has unexpected tensors blk.0.ffn_extra.weight"):
+        load_model(folder_of(path), device=CPUDevice())
+
+
+def test_model_may_be_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[dict[str, Entry], Path]
+) -> None:
+    """With its tokenizer, which transformers converts in a process of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ours = json.loads((demo_folder() / "tokenizer.json").read_text())
+    vocabulary = {**ours["model"]["vocab"], **{one["content"]: one["id"] for one in ours["added_tokens"]}}
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    merges = [one if isinstance(one, str) else " ".join(one) for one in ours["model"]["merges"]]
+    facts = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens}
+    special = {one["content"] for one in ours["added_tokens"]}
+    facts |= {"tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens]}
+    facts |= {"tokenizer.ggml.merges": merges, "tokenizer.chat_template": "{{ messages[0].content }}"}
+    home = tmp_path / "model"
+    home.mkdir()
+    path = home / "tiny.gguf"
+    write_gguf(path, {**FACTS, **facts}, model[0])
+    with pytest.raises(StartupError, match="not made yet"):
+        resolve_model(str(path), allow_hub=False)
+    check_model(str(path))
+    folder = resolve_model(str(path))
+    assert model_name(path) == "tiny"
+    # Found again, also by the folder that has nothing else, and before anything is imported.
+    assert [resolve_model(str(one), allow_hub=False) for one in (path, home)] == [folder, folder]
+    assert read_model_config(folder).architecture == "LlamaForCausalLM"
+    found, expected = (Tokenizer.from_file(str(one / "tokenizer.json")) for one in (folder, demo_folder()))
+    text = "<|im_start|>Penstock serves 12 models, doesn't it?<|im_end|>"
+    assert found.encode(text, add_special_tokens=False).ids == expected.encode(text, add_special_tokens=False).ids
+    # A file that was replaced is another one.
+    write_gguf(path, {**FACTS, "llama.context_length": 256}, model[0])
+    os.utime(path, ns=(1, 1))
+    assert resolve_model(str(path)) != folder
+    (home / "other.gguf").symlink_to(path)
+    with pytest.raises(StartupError, match=r"several GGUF files \(other.gguf, tiny.gguf\)"):
+        resolve_model(str(home))
