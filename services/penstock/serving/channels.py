@@ -122,7 +122,11 @@ class GrpcStreamCall(Generic[ResponseT]):
 
     async def done_writing(self) -> None:
         """Tell that no message follows."""
-        await self._call.done_writing()
+        try:
+            await self._call.done_writing()
+        except grpc.aio.InternalError:
+            # The call has ended meanwhile.
+            raise asyncio.InvalidStateError("the call is over") from None
 
     def cancel(self) -> object:
         """Cancel the call."""

@@ -635,11 +635,12 @@ async def test_a_path_needs_a_root(folder: Path) -> None:
         assert refused.value.reason == "MODEL_ROOT_OFF"
 
 
-async def test_loading_has_tokens_of_its_own(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["asyncio", "grpc"])
+async def test_loading_has_tokens_of_its_own(transport: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("for-text\n")
     (tmp_path / "model").write_text("for-the-model\n")
     tokens = {"auth_token_file": str(tmp_path / "text"), "model_access_token_file": str(tmp_path / "model")}
-    async with generation_service(None, **EMPTY, **tokens) as client:
+    async with generation_service(None, transport=transport, **EMPTY, **tokens) as client:
         text, model = ((("authorization", f"Bearer {one}"),) for one in ("for-text", "for-the-model"))
 
         def by_text() -> None:

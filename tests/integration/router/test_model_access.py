@@ -134,14 +134,20 @@ async def test_facts_go_to_those_who_may_open_the_model(tmp_path: Path) -> None:
                     assert (await failure(call)).reason == "UNAUTHENTICATED"
 
 
-async def test_a_backend_that_is_away_is_told_whatever_the_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["asyncio", "grpc"])
+async def test_a_backend_that_is_away_is_told_whatever_the_call(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_TEST_TRANSPORT", transport)
     async with backend() as one, running_router(one) as router, model_stub(router.server.address) as stub:
         await one.stop()
         await router.until("backend_up", 0.0, backend=one.address)
         for call in (
             stub.UnloadModel(model_pb2.UnloadModelRequest()),
             stub.FreeTensors(graphs_pb2.FreeTensorsRequest()),
+            # Its caller has said all that it has to say.
             stub.LoadModel(iter(())).read(),
+            stub.Forward(iter(())).read(),
         ):
             error = await failure(call)
             assert error.code is grpc.StatusCode.UNAVAILABLE, error

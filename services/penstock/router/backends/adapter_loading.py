@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import grpc
 
-from penstock.common.errors import NotFound, PenstockError, ResourceExhausted, Unavailable
+from penstock.common.errors import DeadlineExceeded, NotFound, PenstockError, ResourceExhausted, Unavailable
 from penstock.common.logging import get_logger
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
@@ -57,7 +57,7 @@ class AdapterLoading:
         """Return once a ready backend has the adapter. `left`: seconds to the deadline; None: there is none.
 
         Raises NotFound when no backend has it and none could load it, ResourceExhausted when there is no room for it or
-        too many are being loaded, Unavailable when no answer came in time.
+        too many are being loaded, Unavailable when no answer came in time, DeadlineExceeded.
         """
         error = await self.bring(model, adapter, left)
         if error is not None:
@@ -77,9 +77,9 @@ class AdapterLoading:
             load.add_done_callback(lambda _: self._loads.pop((model, adapter), None))
         # Others may wait for it, too: a request that leaves does not end it.
         done, _ = await asyncio.wait({load}, timeout=None if left is None else max(left, 0.0))
-        if not done or load.cancelled():
-            return self._not_loaded()
-        return load.result()
+        if not done:
+            return DeadlineExceeded("the deadline passed while the adapter was loaded", reason="DEADLINE_EXCEEDED")
+        return self._not_loaded() if load.cancelled() else load.result()
 
     async def _load(self, model: str, adapter: str) -> PenstockError | None:
         """Ask one backend after the other, the idlest first. Return an error as clients may see it."""
