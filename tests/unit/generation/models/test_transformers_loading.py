@@ -99,7 +99,7 @@ def test_the_context_ends_where_a_rotary_embedding_would_change(tmp_path: Path) 
 def test_geometry_is_recorded(tmp_path: Path) -> None:
     found = {}
     for kind in ("gemma2", "llama4_text", "deepseek_v3", "gpt_oss", "qwen2_moe"):
-        model = load(tiny_model_type(tmp_path / kind, kind), ModelRoute(self_check=False))
+        model = load(tiny_model_type(tmp_path / kind, kind), ModelRoute("fallback", self_check=False))
         found[kind] = model
         assert len(model.calls) == model.config.num_layers == 4
     assert {call.window for call in found["gemma2"].calls} == {WINDOW, None}
