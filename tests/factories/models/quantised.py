@@ -52,28 +52,35 @@ class Pair:
 
 
 @cache
-def _base(layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _base(family: str, layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json's values and the tensors of a random model."""
     with tempfile.TemporaryDirectory() as folder:
-        tiny_checkpoint(Path(folder), "qwen2", num_hidden_layers=layers, **SHAPE)
+        tiny_checkpoint(Path(folder), family, num_hidden_layers=layers, **SHAPE)
         values = json.loads((Path(folder) / "config.json").read_text())
         return values, {name: value.clone() for name, value in load_file(Path(folder) / WEIGHTS).items()}
 
 
 def quantised_pair(
-    where: Path, config: dict[str, Any], quantise: Quantise, *, shards: bool = False, layers: int = 2
+    where: Path,
+    config: dict[str, Any],
+    quantise: Quantise,
+    *,
+    family: str = "qwen2",
+    shards: bool = False,
+    layers: int = 2,
 ) -> Pair:
-    """Write a random model both ways; each matrix of its layers goes through `quantise`."""
+    """Write a random model both ways; each matrix of its layers, but a router of experts, goes through `quantise`."""
     dense, folder = where / "dense", where / "quantised"
     dense.mkdir()
     folder.mkdir()
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     metadata = {"format": "pt"}
-    values, tensors = _base(layers)
+    values, tensors = _base(family, layers)
     for name, value in tensors.items():
         module = name.removesuffix(".weight")
-        found = quantise(module, value) if name.startswith("model.layers") and value.dim() == 2 else None
+        is_matrix = name.startswith("model.layers") and value.dim() == 2 and not module.endswith(".gate")
+        found = quantise(module, value) if is_matrix else None
         if found is None:
             stored[name], meant[name] = value.half(), value.half().float()
             continue

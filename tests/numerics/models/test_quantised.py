@@ -63,6 +63,25 @@ def test_logits_are_those_of_the_numbers_that_it_means(tmp_path: Path, case: str
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("family", ["phi3", "glm4", "gemma2", "qwen3_moe", "olmo2"])
+@pytest.mark.parametrize("case", ["gptq", "w8a8"])
+def test_every_order_and_gate_of_a_family_holds_for_whole_numbers(tmp_path: Path, family: str, case: str) -> None:
+    """Rows of q and k in another order, other gates, experts: as whole numbers and as the numbers that they mean."""
+    (config, quantise), form = CASES[case]
+    pair = made.quantised_pair(tmp_path, config, quantise, family=family, layers=2)
+    exact = logits(load(pair.dense))
+    assert error(logits(load(pair.folder, quantization="none")), exact) <= WORST["float32"]
+    kept = load(pair.folder)
+    assert {name for name, _ in kept.config.weight_forms} == {form}
+    # A little noise sends a row to other experts. Rows in a wrong order are off by more than a deviation.
+    worst = WORST_TORCH[form] * (2 if family == "qwen3_moe" else 1)
+    assert error(logits(kept), exact) <= worst
+    native = load(pair.folder, _NativeCPU)
+    assert native.config.weight_forms == kept.config.weight_forms
+    assert error(logits(native), exact) <= worst
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize(("case", "dtype"), [("gptq", "float32"), ("w8a8", "bfloat16"), ("gptq-3", "bfloat16")])
 def test_the_kernels_have_the_same_whole_numbers(tmp_path: Path, case: str, dtype: str) -> None:
     (config, quantise), form = CASES[case]
