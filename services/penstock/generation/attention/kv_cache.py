@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.common.errors import StartupError
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.state_pool import StatePool
 
 # Scales of an int8 pool: one for each token and key/value head, for keys and for values.
 SCALE_DTYPE = torch.float32
@@ -78,6 +82,8 @@ class KVCachePool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
+        # States of recurrent layers; None: the model has none.
+        self.states: StatePool | None = None
         self.bytes_per_block = kv_bytes_per_block(num_layers, block_size, num_kv_heads, head_dim, dtype)
         all_blocks = num_blocks + num_further_blocks
         shape = (num_layers, 2, all_blocks, block_size, num_kv_heads)

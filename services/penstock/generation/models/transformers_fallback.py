@@ -22,6 +22,7 @@ from penstock.generation.attention.transformers_interface import (
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
     from penstock.generation.models.capture import Capture
@@ -78,6 +79,11 @@ class TransformersModel:
     def unsupported(self) -> Mapping[str, str]:
         """See LanguageModel."""
         return self._unsupported
+
+    @property
+    def state_layout(self) -> Sequence[StateTensor]:
+        """See LanguageModel."""
+        return ()
 
     def with_calls(self, calls: Sequence[AttentionCall]) -> TransformersModel:
         """Return a model on these very weights that attends otherwise."""
