@@ -37,7 +37,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks._arguments import at_least, parts
 from benchmarks._report import environment
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512}
 PROMPT = 24
 
 
@@ -68,7 +67,8 @@ def measure(model_type: str, device: CPUDevice, options: argparse.Namespace) -> 
         except Exception as error:  # of either side
             return Row(model_type, model.config.route, "differ", remark=f"{type(error).__name__}: {error}"[:160])
         try:
-            wide = tiny_model_type(Path(place) / "wide", model_type, **WIDE)
+            sizes = {"hidden_size": options.hidden, "intermediate_size": 2 * options.hidden}
+            wide = tiny_model_type(Path(place) / "wide", model_type, **sizes)
             speed = relative_speed(wide, load_model(wide, dtype="float32", device=device), device, options)
         except Exception as error:  # the sizes do not fit every type
             return Row(model_type, model.config.route, "equal", remark=f"not timed ({type(error).__name__})")
@@ -118,9 +118,8 @@ def page(rows: list[Row], options: argparse.Namespace) -> str:
         f"{len(served)} of the {len(rows)} types that transformers {transformers.__version__} knows as causal "
         f"language models start and give its greedy ids, {native} of them natively: small random",
         "models over 64 tokens, alone and in a full engine (`benchmarks/model_types.py`, which wrote this page). "
-        f"`speed` is generate()'s time over Penstock's for {options.batch} sequences of",
-        f"{options.tokens} tokens in float32, processor time of one thread, hidden size {WIDE['hidden_size']}: there most "
-        f"of the time is Python's on both sides, and larger models are nearer to, or above, 1"
+        f"`speed` is generate()'s time over Penstock's for {options.batch} sequences",
+        f"of {options.tokens} tokens in float32, processor time of one thread, hidden size {options.hidden}"
         + (f" (median {timed[len(timed) // 2]:.2f})." if timed else "."),
         "What the routes are, and what becomes of the others: [models](../guide/models.md).",
         "",
@@ -143,6 +142,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kernels", default="auto", help="auto, native or torch")
     parser.add_argument("--batch", type=at_least(1), default=8)
     parser.add_argument("--tokens", type=at_least(1), default=32)
+    parser.add_argument("--hidden", type=at_least(64), default=512, help="hidden size of the models that are timed")
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--out", type=Path, default=None, help="the page; standard output by default")
     return parser.parse_args(arguments)

@@ -114,7 +114,7 @@ def _with_embeds(causal: Any, decoder: Any, ids: Tensor, arguments: dict[str, An
     """Return the hidden states for the ids' embeddings; None where the model does not take them."""
     try:
         found: Tensor = decoder(inputs_embeds=causal.get_input_embeddings()(ids), **arguments).last_hidden_state
-    except (TypeError, ValueError, RuntimeError, AttributeError):
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
         return None
     return found
 

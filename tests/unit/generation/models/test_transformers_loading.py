@@ -165,3 +165,10 @@ def test_linear_layers_are_those_of_the_device(tmp_path: Path) -> None:
     # Of four layers with seven each, and the head.
     assert kinds.count("LinearModule") == 4 * 7 + 1
     assert "Linear" not in kinds
+
+
+@pytest.mark.parametrize(("kind", "count"), [("llama", 4 * 2 + 1), ("gemma2", 4 * 4 + 1), ("cohere", 0)])
+def test_norms_that_give_the_same_are_those_of_the_device(tmp_path: Path, kind: str, count: int) -> None:
+    model = load(tiny_model_type(tmp_path, kind))
+    kinds = [type(module).__name__ for module in model.causal.modules()]
+    assert kinds.count("NormModule") == count
