@@ -20,7 +20,7 @@ from penstock.common.errors import StartupError
 from penstock.generation.attention.kv_cache import fresh_zeros
 
 if TYPE_CHECKING:
-    from penstock.generation.core.step import Fork, ScheduledSequence
+    from penstock.generation.core.step import Fork
 
 # Length of a slot that holds no state.
 _EMPTY = 0
@@ -94,12 +94,12 @@ class StatePool:
         """Number of sequences that have a slot."""
         return len(self._slots)
 
-    def place(self, scheduled: Iterable[ScheduledSequence]) -> tuple[int, ...]:
-        """Return the slots of a step's entries; a sequence that begins gets one.
+    def place(self, starts: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        """Return the slots of a step's sequences, each with its first token; a sequence that begins gets one.
 
-        Raises RuntimeError when a state is not the one before its entry's first token: the scheduler must not ask.
+        Raises RuntimeError when a state is not the one before the first token: the scheduler must not ask.
         """
-        return tuple(self._place(entry.sequence.seq_id, entry.start) for entry in scheduled)
+        return tuple(self._place(seq_id, start) for seq_id, start in starts)
 
     def fork(self, forks: Sequence[Fork], released: Sequence[int]) -> None:
         """Give each child its parent's state. The last child of a parent that is `released` takes its slot over, so
@@ -191,6 +191,11 @@ class StatePool:
         chosen = None if all_places else torch.tensor(list(places), device=self._device)
         for tensor, own in zip(self._tensors, states.tensors, strict=True):
             tensor.index_copy_(0, index, own if chosen is None else own.index_select(0, chosen))
+
+
+def new_states(layout: Sequence[StateTensor], num_slots: int, device: torch.device) -> StatePool | None:
+    """Return a pool for a model's `state_layout`; None: its layers keep no state."""
+    return StatePool(layout, num_slots, device) if layout else None
 
 
 def state_bytes(layout: Iterable[StateTensor]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.state_pool import new_states
 from penstock.generation.attention.transformers_interface import UnsupportedAttention
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.transformers_fallback import TransformersModel, attending_by
@@ -124,8 +125,9 @@ def _paged(model: TransformersModel, sequences: list[Tensor], num_steps: int, *,
     """Run the sequences in chunks of different sizes, then token by token."""
     config, counts = model.config, [-(-len(ids) // _BLOCK_SIZE) for ids in sequences]
     kv = KVCachePool(
-        len(model.calls), sum(counts), _BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.dtype, model.device
+        config.num_layers, sum(counts), _BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.dtype, model.device
     )
+    kv.states = new_states(model.state_layout, len(sequences), model.device)
     # No block beside the one before it.
     free = list(range(0, sum(counts), 2)) + list(range(1, sum(counts), 2))
     tables = torch.zeros((len(sequences), max(counts)), dtype=torch.int32)
@@ -144,6 +146,9 @@ def _paged(model: TransformersModel, sequences: list[Tensor], num_steps: int, *,
         metadata, positions = AttentionMetadata.build(
             [count for _, count in work], lengths, tables[[row for row, _ in work]], _BLOCK_SIZE, model.device
         )
+        if kv.states is not None:
+            slots = kv.states.place((row, done[row]) for row, _ in work)
+            metadata = replace(metadata, state_slots=slots)
         capture = _EveryState() if tracks_layers else None
         hidden = model.forward(ids, positions, metadata, kv, capture=capture)
         states = [*(capture.states if capture is not None else ()), model.compute_logits(hidden)]

@@ -49,6 +49,7 @@ class TransformersModel:
         device: torch.device,
         num_bytes: int,
         unsupported: Mapping[str, str],
+        states: Sequence[StateTensor] = (),
     ) -> None:
         """Take a `PreTrainedModel` with a head, in evaluation mode, and the module in it that gives the hidden states;
         `calls` are those of its attention in one pass."""
@@ -61,6 +62,7 @@ class TransformersModel:
         self.causal = causal
         self.calls = tuple(calls)
         self._unsupported = dict(unsupported)
+        self._states = tuple(states)
         self._decoder = decoder
         self._embedding: Any = self.causal.get_input_embeddings()
         self._head = Head(causal, decoder)
@@ -83,7 +85,7 @@ class TransformersModel:
     @property
     def state_layout(self) -> Sequence[StateTensor]:
         """See LanguageModel."""
-        return ()
+        return self._states
 
     def with_calls(self, calls: Sequence[AttentionCall]) -> TransformersModel:
         """Return a model on these very weights that attends otherwise."""

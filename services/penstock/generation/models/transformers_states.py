@@ -47,13 +47,6 @@ _NAMES = ("conv_states", "recurrent_states")
 class StatefulModel(TransformersModel):
     """See TransformersModel. The pool that it is given has `states`, and each step's metadata the slots in them."""
 
-    states: tuple[StateTensor, ...] = ()
-
-    @property
-    def state_layout(self) -> tuple[StateTensor, ...]:
-        """See LanguageModel."""
-        return self.states
-
     @torch.inference_mode()
     def forward(
         self,
@@ -104,7 +97,7 @@ class StatefulModel(TransformersModel):
         if carrier is None:
             carrier = empty_cache(self.causal)
             if not is_new:
-                _fill(carrier, self.states, states.tensors)
+                _fill(carrier, self._states, states.tensors)
         inputs: dict[str, Any] = {
             "position_ids": positions_T.view(count, -1),
             "past_key_values": carrier,
@@ -120,7 +113,7 @@ class StatefulModel(TransformersModel):
             hidden: Tensor = self._decoder(**inputs).last_hidden_state
         if step.num_calls != len(self.calls):
             raise UnsupportedAttention(f"it attends {step.num_calls} times instead of {len(self.calls)}")
-        tensors = [getattr(carrier.layers[one.layer], one.name)[one.number] for one in self.states]
+        tensors = [getattr(carrier.layers[one.layer], one.name)[one.number] for one in self._states]
         decodes = not is_new and metadata.num_rows == count
         # A module may have put a new tensor in its place.
         pool.write(HeldStates(slots, tensors, carrier), metadata.kv_lens, holds=decodes)
