@@ -7,8 +7,8 @@ D head dim, N sequences of one group, C keys (context positions).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,6 +76,22 @@ class AttentionMetadata:
             state_slots=None if self.state_slots is None else tuple(self.state_slots[index] for index in members),
         )
         return part, rows_T
+
+    def tokens(self) -> Iterator[AttentionMetadata]:
+        """Yield the same of each row alone, in order. There must be one sequence."""
+        count, length = self.query_lens[0], self.kv_lens[0]
+        for row in range(count):
+            context = length - count + row + 1
+            yield replace(
+                self,
+                query_start=self.query_start.new_tensor([0, 1]),
+                context_lens=self.context_lens.new_tensor([context]),
+                slot_mapping=self.slot_mapping[row : row + 1],
+                query_lens=[1],
+                kv_lens=[context],
+                max_context_len=context,
+                plans={},
+            )
 
     @classmethod
     def build(

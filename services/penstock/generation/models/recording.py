@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.generation.attention.transformers_interface import AttentionCall, UnsupportedAttention, check_biases
 from penstock.generation.attention.state_pool import StateTensor
 from penstock.generation.models.transformers_fallback import attending_by
-from penstock.generation.models.transformers_states import empty_cache, has_states, read_layout
+from penstock.generation.models.transformers_states import cache_argument, empty_cache, has_states, read_layout
 
 NUM_TOKENS = 6
 _NAME = "penstock_recording"
@@ -65,14 +65,16 @@ def record(causal: Any, num_layers: int, longest: int) -> Recording:
     }
     keeps_states = has_states(causal.config)
     if keeps_states:
-        arguments |= {"use_cache": True, "past_key_values": empty_cache(causal)}
+        name = cache_argument(causal)
+        arguments |= {"use_cache": True, name: empty_cache(causal)}
     recorder = _Recorder(longest)
     with torch.inference_mode(), _registered(recorder), attending_by(causal, _NAME), _watched(causal) as read:
         decoder, output = _called(causal, input_ids=ids, **arguments)
         calls = tuple(recorder.calls)
-        states = read_layout(arguments["past_key_values"]) if keeps_states else ()
+        states = ()
         if keeps_states:
-            arguments["past_key_values"] = empty_cache(causal)
+            states = read_layout(arguments[name])
+            arguments[name] = empty_cache(causal)
         began = time.perf_counter()
         embeds = _with_embeds(causal, decoder, ids, arguments)
         seconds = time.perf_counter() - began

@@ -178,7 +178,7 @@ class Head:
 
     def __init__(self, causal: nn.Module, decoder: nn.Module) -> None:
         """Take the model, which stays as it is; its decoder is left out in a copy that shares every weight."""
-        self._ready = _Ready()
+        self._ready = _Ready(decoder)
         # The modules on the way to the decoder are copied, so that it can be replaced in the copies.
         self._model: Any = _with(causal, decoder, self._ready)
 
@@ -210,9 +210,15 @@ class _Output:
 class _Ready(nn.Module):
     """Stands in a decoder's place with an output that is there already."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self.output: _Output | None = None
+        # Not a child: its weights are in its own place.
+        object.__setattr__(self, "_decoder", decoder)
+
+    def __getattr__(self, name: str) -> Any:
+        # Some heads read numbers of the decoder, such as a multiplier.
+        return getattr(self.__dict__["_decoder"], name)
 
     def forward(self, *arguments: object, **named: object) -> _Output | None:
         return self.output

@@ -154,7 +154,7 @@ def load_transformers_model(
         num_parameters=parameters,
     )
     kind = StatefulModel if recording.states else TransformersModel
-    model = kind(
+    model: TransformersModel = kind(
         causal,
         recording.decoder,
         config,
@@ -168,7 +168,7 @@ def load_transformers_model(
     )
     _log_geometry(config, recording)
     if route.self_check:
-        check_paged(model, recording, is_quantised=quantization != "none")
+        model = check_paged(model, recording, is_quantised=quantization != "none")
     else:
         _log.warning("--no-self-check: nothing tells whether this model's answers are transformers'")
     if progress is not None:

@@ -7,8 +7,10 @@ class, which holds the states of its sequences and no keys: these are in the pag
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +48,16 @@ _NAMES = ("conv_states", "recurrent_states")
 
 class StatefulModel(TransformersModel):
     """See TransformersModel. The pool that it is given has `states`, and each step's metadata the slots in them."""
+
+    # False: its modules go on from a state by one token only, as some of Mamba's first kind do. What follows the first
+    # part of a prompt is then computed token by token.
+    continues = True
+
+    def by_token(self) -> StatefulModel:
+        """Return a model on these very weights that goes on by one token at a time."""
+        twin = copy.copy(self)
+        twin.continues = False
+        return twin
 
     @torch.inference_mode()
     def forward(
@@ -89,6 +101,25 @@ class StatefulModel(TransformersModel):
         attention: Attention,
     ) -> Tensor:
         """Return hidden states (T, hidden) of one part."""
+        if self.continues or metadata.num_rows == metadata.num_seqs or metadata.num_rows == metadata.kv_lens[0]:
+            return self._run_at_once(input_ids_T, positions_T, embeds_TI, metadata, kv, attention)
+        found = []
+        for row, token in enumerate(metadata.tokens()):
+            own = slice(row, row + 1)
+            embeds = None if embeds_TI is None else embeds_TI[own]
+            found.append(self._run_at_once(input_ids_T[own], positions_T[own], embeds, token, kv, attention))
+        return torch.cat(found)
+
+    def _run_at_once(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        embeds_TI: Tensor | None,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        attention: Attention,
+    ) -> Tensor:
+        """Return hidden states (T, hidden) of one part, or of one token."""
         slots, pool, count = metadata.state_slots, kv.states, metadata.num_seqs
         assert slots is not None and pool is not None, "checked before"
         is_new = metadata.kv_lens[0] == metadata.query_lens[0]
@@ -100,7 +131,7 @@ class StatefulModel(TransformersModel):
                 _fill(carrier, self._states, states.tensors)
         inputs: dict[str, Any] = {
             "position_ids": positions_T.view(count, -1),
-            "past_key_values": carrier,
+            cache_argument(self.causal): carrier,
             "use_cache": True,
             "return_dict": True,
         }
@@ -123,6 +154,11 @@ class StatefulModel(TransformersModel):
 def empty_cache(causal: Any) -> Any:
     """Return a cache of transformers for the model's layers, without keys."""
     return _cache_class()(config=causal.config)
+
+
+def cache_argument(causal: Any) -> str:
+    """Name of the model's argument, and of its output, that is the cache."""
+    return "cache_params" if "cache_params" in signature(causal.forward).parameters else "past_key_values"
 
 
 def has_states(config: Any) -> bool:
