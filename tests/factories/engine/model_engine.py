@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from factories.engine.fake_engine import Answer, collect, engine_config, run
-from factories.engine.pools import unwritten_host_pool, unwritten_pool
+from factories.engine.pools import add_states, unwritten_host_pool, unwritten_pool
 from factories.models.run_kernels import cpu_device, new_runner
-from penstock.generation.attention.state_pool import new_states
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
@@ -39,9 +37,7 @@ def model_engine(
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
     kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype)
-    kv.states = new_states(model.state_layout, config.max_running_sequences, kv.device)
-    if kv.states is not None:
-        config = replace(config, keeps_states=True, prefix_cache=False)
+    config = add_states(model, kv, config)
     return Engine(config, new_runner(model, kv, host=unwritten_host_pool(kv, config)), None, modes=modes)
 
 

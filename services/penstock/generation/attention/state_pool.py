@@ -133,11 +133,6 @@ class StatePool:
                 if self._held is not None and slot in self._held.slots:
                     self._put_back()
 
-    def clear(self) -> None:
-        """Free every slot."""
-        self._held = None
-        self.release(tuple(self._slots))
-
     def read(self, slots: tuple[int, ...]) -> HeldStates:
         """Return the states of the slots. They are the reader's until `write`, which must follow."""
         held = self._held

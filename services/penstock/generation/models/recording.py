@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.generation.attention.transformers_interface import AttentionCall, UnsupportedAttention, check_biases
 from penstock.generation.attention.state_pool import StateTensor
+from penstock.generation.attention.transformers_interface import AttentionCall, UnsupportedAttention, check_biases
 from penstock.generation.models.transformers_fallback import attending_by
 from penstock.generation.models.transformers_states import cache_argument, empty_cache, has_states, read_layout
 
@@ -82,7 +82,8 @@ def record(causal: Any, num_layers: int, longest: int) -> Recording:
         raise UnsupportedAttention("its attention does not go through transformers' AttentionInterface")
     if len(calls) < num_layers and not keeps_states:
         raise UnsupportedAttention(
-            f"{num_layers - len(calls)} of its {num_layers} layers have no attention, and no state in transformers' cache"
+            f"{num_layers - len(calls)} of its {num_layers} layers have no attention, and no state in transformers' "
+            "cache"
         )
     hidden_states = None if keeps_states else output.hidden_states
     hidden: Tensor = output.last_hidden_state

@@ -121,7 +121,8 @@ class StatefulModel(TransformersModel):
     ) -> Tensor:
         """Return hidden states (T, hidden) of one part, or of one token."""
         slots, pool, count = metadata.state_slots, kv.states, metadata.num_seqs
-        assert slots is not None and pool is not None, "checked before"
+        assert slots is not None, "checked before"
+        assert pool is not None, "checked before"
         is_new = metadata.kv_lens[0] == metadata.query_lens[0]
         states = HeldStates(slots, []) if is_new else pool.read(slots)
         carrier: Any = states.carrier

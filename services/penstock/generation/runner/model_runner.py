@@ -98,8 +98,6 @@ class ModelRunner:
 
     def over(self, model: LanguageModel) -> ModelRunner:
         """Return a runner of another model of the same shape over the same pool. It knows nothing of any sequence."""
-        if self._states is not None:
-            self._states.clear()
         return self._again(model)
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
