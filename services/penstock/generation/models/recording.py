@@ -71,7 +71,7 @@ def record(causal: Any, num_layers: int, longest: int) -> Recording:
     with torch.inference_mode(), _registered(recorder), attending_by(causal, _NAME), _watched(causal) as read:
         decoder, output = _called(causal, input_ids=ids, **arguments)
         calls = tuple(recorder.calls)
-        states = ()
+        states: tuple[StateTensor, ...] = ()
         if keeps_states:
             states = read_layout(arguments[name])
             arguments[name] = empty_cache(causal)
