@@ -138,16 +138,17 @@ FURTHER_STATEFUL = (
 )  # fmt: skip
 # The others that the fallback runs.
 FURTHER = (
-    "afmoe", "apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
-    "ctrl", "cwm", "deepseek_v2", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-    "flex_olmo", "flint", "fuyu", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4",
-    "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe",
-    "granitemoe_swa", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-    "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "lfm2", "llama", "llama4",
-    "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
-    "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
-    "persimmon", "phi", "phimoe", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
-    "starcoder2", "vaultgemma", "youtu",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere", "cohere2",
+    "cohere2_moe", "ctrl", "cwm", "deepseek_v2", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "flex_olmo", "flint", "fuyu", "gemma", "gemma3", "gemma3_text", "gemma3n_text", "gemma4",
+    "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt_bigcode",
+    "gpt_neox", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hrm_text",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe",
+    "kolibri1", "laguna", "lfm2", "llama", "llama4", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3",
+    "minimax_m2",
+    "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phimoe", "qwen2", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ PROMPT = [9, 44, 71, 5, 5, 102, 33, 80, 9, 44, 71, 5, 17, 64, 128, 6, 90]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_type(tmp_path_factory.mktemp("model"), "cohere2")
+    return tiny_model_type(tmp_path_factory.mktemp("model"), "starcoder2")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ async def test_it_streams_what_transformers_generates(client: Client, folder: Pa
     outcome = await client.generate(message)
     assert outcome.ids() == expected
     info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
-    assert (info.model_route, info.model_type, info.architecture) == ("fallback", "cohere2", "Cohere2ForCausalLM")
+    assert (info.model_route, info.model_type, info.architecture) == ("fallback", "starcoder2", "Starcoder2ForCausalLM")
     assert info.kv.num_layers == 4
     assert info.kv.num_states == 0
     assert info.kv.prefix_cache
@@ -58,7 +58,7 @@ async def test_what_it_cannot_do_is_refused_by_name(client: Client, tmp_path: Pa
 
 
 async def test_a_route_that_does_not_exist_is_refused(folder: Path) -> None:
-    for route, named in (("other", "--model-route must be one of"), ("native", "'cohere2' is not native")):
+    for route, named in (("other", "--model-route must be one of"), ("native", "'starcoder2' is not native")):
         with pytest.raises(StartupError, match=named):
             async with generation_service(folder, model_route=route):
                 pass

@@ -85,10 +85,32 @@ def test_quantised_layers_are_ours(tmp_path: Path, quantization: str) -> None:
     assert ids[0] == ids[1]
 
 
+def test_a_draft_model_may_run_by_transformers_too(tmp_path: Path) -> None:
+    folder, draft = (tiny_checkpoint(tmp_path / kind, kind, seed=4) for kind in ("qwen2", "llama"))
+    loaded = load_service(folder, model_route="fallback", assistant_model=str(draft), assistant_kv_memory="1MiB")
+    assert loaded.draft is not None
+    assert loaded.draft.model.config.route == "fallback"
+    plain = generate(loaded, PROMPT, {"max_new_tokens": 12})
+    assisted = generate(loaded, PROMPT, {"max_new_tokens": 12, "assistant_model": loaded.draft.name})
+    assert assisted.ids == plain.ids
+
+
+def test_an_int8_pool_holds_keys_and_values(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "plain", "qwen2", seed=4)
+    native, fallback = (
+        load_service(folder, model_route=route, kv_cache_dtype="int8") for route in ("native", "fallback")
+    )
+    assert fallback.kv.dtype is torch.int8
+    ids = [generate(one, PROMPT, {"max_new_tokens": 12}).ids for one in (native, fallback)]
+    assert ids[0] == ids[1]
+    # Soft caps take the other way to the pool.
+    loaded = load_service(tiny_model_type(tmp_path / "capped", "gemma2"), model_route="fallback", kv_cache_dtype="int8")
+    assert len(generate(loaded, PROMPT, {"max_new_tokens": 12, "ignore_eos": True}).ids[0]) == 12
+
+
 def test_beams_of_another_type_are_those_of_transformers(tmp_path: Path) -> None:
     folder = tiny_model_type(tmp_path, "gemma2")
-    loaded = load_service(folder)
-    assert loaded.model.config.route == "fallback"
+    loaded = load_service(folder, model_route="fallback")
     arguments = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 16, "eos_token_id": 2}
     prompt = [token % VOCAB_SIZE for token in PROMPT]
     expected, scores = reference_answer(reference_of(folder), prompt, arguments)

@@ -195,13 +195,14 @@ def _attend(
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         # (N, K, heads of a key/value head, num_rows, C).
-        scores = scores.unflatten(2, (-1, group.num_rows)).masked_fill_(group.unseen, -torch.inf)
+        split = (group.num_seqs, kv_heads, heads // kv_heads, group.num_rows, -1)
+        scores = scores.view(split).masked_fill_(group.unseen, -torch.inf)
         if sinks_H is None:
             weights = scores.softmax(-1)
         else:
             sinks = sinks_H.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
             weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-        out = (weights.flatten(2, 3).to(v.dtype) @ v).unflatten(2, (-1, group.num_rows))
+        out = (weights.flatten(2, 3).to(v.dtype) @ v).view(split)
         out_THD[group.rows] = out.permute(0, 3, 1, 2, 4).reshape(-1, heads, call.value_width)
     return out_THD
 

@@ -169,6 +169,10 @@ def _load(
     plugins = load_plugins(config.logits_processor, config.stopping_criteria)
     folder = resolve_model(config.model, show=show)
     model_config = read_model_config(folder, config.route)
+    if arena is not None and model_config.route == "fallback":
+        # transformers reads all weights into memory of its own first.
+        arena.close()
+        arena = None
     context = _context(config.max_context, model_config)
     tokenizer_folder = _tokenizer_folder(config, folder, show)
     token_bytes = None if tokenizer_folder is None else _token_bytes(tokenizer_folder, model_config)

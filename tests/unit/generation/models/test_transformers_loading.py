@@ -85,8 +85,9 @@ def test_the_context_ends_where_a_rotary_embedding_would_change(tmp_path: Path) 
     factors = [1.0] * 8
     rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "rope_theta": 10000.0}
     fields = {**NUMBERS, "max_position_embeddings": 4096, "original_max_position_embeddings": 512, "pad_token_id": 0}
-    assert read(tmp_path, model_type="phi3", **fields).max_position_embeddings == 4096
-    assert read(tmp_path, model_type="phi3", rope_parameters=rope, **fields).max_position_embeddings == 512
+    for changes, longest in (({}, 4096), ({"rope_parameters": rope}, 512)):
+        config = read_model_config(written(tmp_path, model_type="phi3", **fields, **changes), FALLBACK)
+        assert config.max_position_embeddings == longest
 
 
 def test_geometry_is_recorded(tmp_path: Path) -> None:
