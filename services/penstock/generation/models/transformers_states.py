@@ -164,7 +164,12 @@ def cache_argument(causal: Any) -> str:
 
 def has_states(config: Any) -> bool:
     """True when transformers' cache for a model of this configuration has layers with a state of their own."""
-    return any(_holds_states(layer) for layer in _cache_class()(config=config).layers)
+    try:
+        layers = _cache_class()(config=config).layers
+    except (AttributeError, KeyError):
+        # A model that transformers' cache cannot be made for has none there.
+        return False
+    return any(_holds_states(layer) for layer in layers)
 
 
 def read_layout(cache: Any) -> tuple[StateTensor, ...]:
