@@ -37,6 +37,13 @@ class EngineFigures(NamedTuple):
     step: StepView = StepView()
 
 
+class StateFigures(NamedTuple):
+    """States of recurrent layers, read at each scrape; all 0 where layers keep none."""
+
+    slots: int = 0
+    used: int = 0
+
+
 class _ModelRegistry(CollectorRegistry):
     """Registry of one model's collectors, which are the process's as long as that model is served."""
 
@@ -143,10 +150,17 @@ class GenerationMetrics:
             for succeeded in (True, False)
         }
 
-    def read_engine(self, read: Callable[[], EngineFigures], block_bytes: int = 0) -> None:
-        """Take the engine's own figures from `read`, callable from any thread; `block_bytes` of one block."""
+    def read_engine(
+        self,
+        read: Callable[[], EngineFigures],
+        block_bytes: int = 0,
+        read_states: Callable[[], StateFigures] = StateFigures,
+    ) -> None:
+        """Take the engine's own figures from `read`, callable from any thread, as `read_states` is; `block_bytes` of
+        one block."""
         self._engine.read = read
         self._engine.block_bytes = block_bytes
+        self._engine.read_states = read_states
 
     def read_adapters(
         self, read: Callable[[], AdapterFigures], read_infos: Callable[[], Sequence[AdapterInfo]]
@@ -218,6 +232,7 @@ class EngineCollector(Collector):
         self.read_adapter_infos: Callable[[], Sequence[AdapterInfo]] = tuple
         # Bytes of one KV block.
         self.block_bytes = 0
+        self.read_states: Callable[[], StateFigures] = StateFigures
         self._labels = labels
         registry.register(self)
 
@@ -230,6 +245,9 @@ class EngineCollector(Collector):
         yield self._gauge("num_sequences_running", "Sequences being computed.", load.running_sequences)
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 means all.", usage)
         yield self._gauge("kv_cache_blocks", "KV blocks of the pool.", load.kv_blocks_total)
+        states = self.read_states()
+        yield self._gauge("state_slots", "States of recurrent layers that there is room for.", states.slots)
+        yield self._gauge("state_slots_used", "States that sequences hold.", states.used)
         yield self._counter("engine_steps", "Engine steps.", stats.steps)
         yield self._gauge(
             "engine_step_seconds", "Time that the engine step in progress has run; 0: none.", step.seconds

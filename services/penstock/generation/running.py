@@ -12,6 +12,7 @@ from penstock.common.logging import get_logger
 from penstock.common.progress import StartCancelled
 from penstock.generation.adapters.access import AdapterAccess
 from penstock.generation.adapters.figures import AdapterFigures
+from penstock.generation.attention.state_pool import StatePool
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.request import RequestOutput
 from penstock.generation.core.step import Runner
@@ -27,7 +28,7 @@ from penstock.generation.graphs.access import ModelAccess
 from penstock.generation.graphs.limits import GraphLimits
 from penstock.generation.host.mapped import MappedFile, weights_written
 from penstock.generation.host.memory import trim_heap
-from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures
+from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures, StateFigures
 from penstock.generation.service import GenerationCore, WatermarkCalls
 from penstock.generation.startup.load import LoadedModel, adapter_opener, load_again, opens_graphs
 from penstock.generation.wire.embeds_intake import EmbedsIntake
@@ -79,7 +80,11 @@ class RunningEngine:
         hub = OutputHub(loop, metrics, lambda: stats.steps, loaded.adapters)
         metrics.read_adapters(loaded.adapters.figures, loaded.adapters.infos)
         block_bytes = loaded.kv.bytes_per_block
-        metrics.read_engine(lambda: EngineFigures(loop.load, stats, loop.step_in_progress), block_bytes)
+        metrics.read_engine(
+            lambda: EngineFigures(loop.load, stats, loop.step_in_progress),
+            block_bytes,
+            partial(_states, loaded.kv.states),
+        )
         loop.start()
         self._loop = loop
         watchdog = Watchdog(loop, hub, loaded.engine_config.heartbeat_seconds, set_hung)
@@ -217,6 +222,10 @@ class RunningEngine:
     def _engine_failed(self, error: BaseException) -> None:
         _log.error("the engine has failed", exc_info=error)
         self._on_failure(error)
+
+
+def _states(states: StatePool | None) -> StateFigures:
+    return StateFigures() if states is None else StateFigures(states.num_slots, states.num_used)
 
 
 async def _beside(call: Callable[[], T]) -> T:

@@ -54,6 +54,9 @@ class KvGeometry(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_STATES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_STATE_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
     """Tokens per block."""
@@ -63,6 +66,11 @@ class KvGeometry(_message.Message):
     dtype: _common_pb2.DType.ValueType
     bytes_per_block: _builtins.int
     total_bytes: _builtins.int
+    num_states: _builtins.int
+    """States of recurrent layers, one for each running sequence, beside the blocks; 0: the model's layers keep none."""
+    bytes_per_state: _builtins.int
+    prefix_cache: _builtins.bool
+    """Blocks of equal beginnings are computed once. Never with states."""
     def __init__(
         self,
         *,
@@ -74,10 +82,13 @@ class KvGeometry(_message.Message):
         dtype: _common_pb2.DType.ValueType = ...,
         bytes_per_block: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
+        num_states: _builtins.int = ...,
+        bytes_per_state: _builtins.int = ...,
+        prefix_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "head_dim", b"head_dim", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "bytes_per_state", b"bytes_per_state", "dtype", b"dtype", "head_dim", b"head_dim", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_states", b"num_states", "prefix_cache", b"prefix_cache", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

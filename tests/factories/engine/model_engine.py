@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from factories.engine.fake_engine import Answer, collect, engine_config, run
-from factories.engine.pools import unwritten_host_pool, unwritten_pool
+from factories.engine.pools import add_states, unwritten_host_pool, unwritten_pool
 from factories.models.run_kernels import cpu_device, new_runner
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
@@ -37,6 +37,7 @@ def model_engine(
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
     kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype)
+    config = add_states(model, kv, config)
     return Engine(config, new_runner(model, kv, host=unwritten_host_pool(kv, config)), None, modes=modes)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from factories.engine.fake_engine import Answer, engine_config, run
 from factories.engine.grammars import compiled
-from factories.engine.pools import unwritten_host_pool, unwritten_pool
+from factories.engine.pools import add_states, unwritten_host_pool, unwritten_pool
 from factories.models.run_kernels import KERNELS, cpu_device, new_runner
 from penstock.common.progress import show_nothing
 from penstock.generation.config import GenerationServiceConfig
@@ -187,6 +187,7 @@ def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampl
     model = loaded.model
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
     kv = unwritten_pool(*geometry, model.config.num_kv_heads, model.config.head_dim, loaded.kv.dtype)
+    config = add_states(model, kv, config)
     host = unwritten_host_pool(kv, config)
     runner = new_runner(model, kv, masks=_mask_workers(model.config.vocab_size), host=host)
     if sampler is not None:

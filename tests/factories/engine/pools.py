@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from penstock.generation.attention.host_kv import HostKVPool
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.state_pool import new_states
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.models.language_model import LanguageModel
 
 
 def unwritten_pool(
@@ -15,6 +19,12 @@ def unwritten_pool(
     kv = KVCachePool(layers, blocks, block_size, kv_heads, head_dim, dtype, torch.device("cpu"))
     spoil(kv)
     return kv
+
+
+def add_states(model: LanguageModel, kv: KVCachePool, config: EngineConfig) -> EngineConfig:
+    """Give the pool the states that the model's layers keep, if they do. Return the configuration that goes with it."""
+    kv.states = new_states(model.state_layout, config.max_running_sequences, kv.device)
+    return config if kv.states is None else replace(config, keeps_states=True, prefix_cache=False)
 
 
 def unwritten_host_pool(kv: KVCachePool, config: EngineConfig) -> HostKVPool | None:

@@ -96,16 +96,46 @@ _VISION: Mapping[str, Any] = {
 }
 # Fields of single types that no rule gives.
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _SLIDING,
     "qwen2_moe": _SLIDING,
     "qwen3": _SLIDING,
+    # Layers with a state beside layers that attend.
+    "bamba": {"attn_layer_indices": [1, 3], **_MAMBA},
+    "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * (LAYERS // 2), **_MAMBA},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16},
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA,
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2),
+        "mamba_d_state": 16,
+        "mamba_headdim": 16,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
 }
 
 
 # One of each kind: learned positions; soft caps and windows; sinks; widths that differ; chunks; a window that no
 # argument tells; the fused projections of Phi; a head with a scale of its own.
 USUAL = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen2_moe", "phi3", "granite")
+# Layers that keep a state: Mamba-2 and a gated delta net beside attention; then the others.
+STATEFUL = ("granitemoehybrid", "qwen3_next")
+FURTHER_STATEFUL = (
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "jamba", "lfm3", "mamba", "mamba2", "nemotron_h",
+    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2",
+)  # fmt: skip
 # The others that the fallback runs.
 FURTHER = (
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere", "cohere2",
@@ -231,7 +261,8 @@ def check_ids(folder: Path, model: LanguageModel, new_tokens: int = 64) -> None:
         ids = [found[str(place)].ids[0] for place in range(len(prompts))]
         assert ids == wanted, f"together {ids}, by generate() {wanted}"
     assert engine.stats.preemptions > 0
-    assert engine.stats.prefix_hit_tokens > 0
+    # States are in no block.
+    assert (engine.stats.prefix_hit_tokens > 0) == (not model.state_layout)
 
 
 def greedy_ids(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

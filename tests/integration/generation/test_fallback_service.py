@@ -37,6 +37,8 @@ async def test_it_streams_what_transformers_generates(client: Client, folder: Pa
     info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
     assert (info.model_route, info.model_type, info.architecture) == ("fallback", "starcoder2", "Starcoder2ForCausalLM")
     assert info.kv.num_layers == 4
+    assert info.kv.num_states == 0
+    assert info.kv.prefix_cache
     assert not info.forward_graphs
     reloaded = await client.admin.Reload(admin_pb2.ReloadRequest())
     assert reloaded.weights_bytes > 0
@@ -74,3 +76,14 @@ def test_a_process_leaves_nothing_out_that_transformers_needs(folder: Path) -> N
     finally:
         process.kill()
     assert "self-check passed" in process.output()
+
+
+async def test_a_model_with_states_says_so(tmp_path: Path) -> None:
+    folder = tiny_model_type(tmp_path, "granitemoehybrid")
+    async with generation_service(folder, dtype="float32") as client:
+        outcome = await client.generate(request(PROMPT, config={"max_new_tokens": 12}))
+        assert outcome.ids() == greedy_ids(reference_of(folder), PROMPT, 12)
+        info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
+        assert info.kv.num_states == info.limits.max_running_sequences
+        assert info.kv.bytes_per_state > 0
+        assert not info.kv.prefix_cache

@@ -7,7 +7,7 @@ D head dim, N sequences of one group, C keys (context positions).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,8 @@ class AttentionMetadata:
     # Values that implementations derive once a step and use in every layer (masks, gather indices), under their own
     # keys.
     plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
+    # Slot of each sequence in the pool of states; None: the model has none.
+    state_slots: tuple[int, ...] | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -52,6 +54,44 @@ class AttentionMetadata:
     def num_rows(self) -> int:
         """Number of rows, T."""
         return int(self.slot_mapping.shape[0])
+
+    def select(self, members: list[int]) -> tuple[AttentionMetadata, Tensor]:
+        """Return the same of some sequences only, in order, and their rows (T')."""
+        starts = np.concatenate(([0], np.cumsum(self.query_lens)))
+        rows = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in members])
+        query_lens = [self.query_lens[index] for index in members]
+        kv_lens = [self.kv_lens[index] for index in members]
+        device = self.slot_mapping.device
+        rows_T = torch.from_numpy(rows).to(device)
+        members_S = torch.tensor(members, device=device)
+        query_start = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+        part = AttentionMetadata(
+            query_start=torch.from_numpy(query_start).to(device),
+            context_lens=self.context_lens[members_S],
+            block_tables=self.block_tables[members_S],
+            slot_mapping=self.slot_mapping[rows_T],
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            max_context_len=max(kv_lens),
+            state_slots=None if self.state_slots is None else tuple(self.state_slots[index] for index in members),
+        )
+        return part, rows_T
+
+    def tokens(self) -> Iterator[AttentionMetadata]:
+        """Yield the same of each row alone, in order. There must be one sequence."""
+        count, length = self.query_lens[0], self.kv_lens[0]
+        for row in range(count):
+            context = length - count + row + 1
+            yield replace(
+                self,
+                query_start=self.query_start.new_tensor([0, 1]),
+                context_lens=self.context_lens.new_tensor([context]),
+                slot_mapping=self.slot_mapping[row : row + 1],
+                query_lens=[1],
+                kv_lens=[context],
+                max_context_len=context,
+                plans={},
+            )
 
     @classmethod
     def build(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.errors import StartupError
-from penstock.generation.attention.kv_cache import fresh_zeros
+from penstock.generation.attention.fresh_memory import fresh_zeros
 from penstock.generation.core.step import BlockCopy, CopyKind
 
 if TYPE_CHECKING:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.common.errors import StartupError
+from penstock.generation.attention.fresh_memory import fresh_zeros
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.state_pool import StatePool
 
 # Scales of an int8 pool: one for each token and key/value head, for keys and for values.
 SCALE_DTYPE = torch.float32
 _LARGEST = 127.0
-# A cache line, as torch's own tensors are.
-_ALIGNMENT = 64
 # Below this a head is all zeros: its inverse scale would overflow.
 _NEGLIGIBLE = 1e-30
 
@@ -78,6 +79,8 @@ class KVCachePool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
+        # States of recurrent layers; None: the model has none.
+        self.states: StatePool | None = None
         self.bytes_per_block = kv_bytes_per_block(num_layers, block_size, num_kv_heads, head_dim, dtype)
         all_blocks = num_blocks + num_further_blocks
         shape = (num_layers, 2, all_blocks, block_size, num_kv_heads)
@@ -179,17 +182,6 @@ class KVCachePool:
     def _rows(self, blocks: Tensor) -> Tensor:
         """Return a view (slots, all numbers of a slot)."""
         return blocks.view((self.num_blocks + self.num_further_blocks) * self.block_size, -1)
-
-
-def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return zeros on fresh pages, which are zero until they are written: torch.zeros would write gigabytes at every
-    start. `device` None: in the host's memory."""
-    if device is not None and device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    buffer = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
-    first = -buffer.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(buffer[first : first + num_bytes]).view(dtype).view(shape)
 
 
 def _dequantised(whole_TKD: Tensor, scale_TK: Tensor, dtype: torch.dtype) -> Tensor:

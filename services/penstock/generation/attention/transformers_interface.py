@@ -76,6 +76,10 @@ class PagedStep:
     ) -> Tensor:
         """Write key and value (1, kv_heads, T, width) and attend with query (1, heads, T, key width); return
         (1, T, heads, value width)."""
+        if query.shape[0] > 1 and query.shape[2] == 1:
+            # Decoding sequences as a batch, where there are states (models/transformers_states.py).
+            query, key, value = (x.transpose(0, 2) for x in (query, key, value))
+            return self.attend(query, key, value, scale, softcap, sinks_H).transpose(0, 1)
         layer = self.num_calls
         if layer >= len(self._calls) or key.shape[0] != 1 or key.shape[2] != self._metadata.num_rows:
             raise UnsupportedAttention("it attends more often than in the first pass, or to other rows")

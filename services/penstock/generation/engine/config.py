@@ -52,6 +52,9 @@ class EngineConfig:
     # Largest priority, and smallest when negated: without a bound one request could outrun years of waiting.
     max_priority: int = 100
     prefix_cache: bool = True
+    # Layers keep a state after a sequence's last computed token: it cannot go back to an earlier one, and no block has
+    # it. So there is neither a prefix cache nor a host pool.
+    keeps_states: bool = False
     # Blocks of the host pool; 0: there is none.
     num_host_blocks: int = 0
     # Bytes of one block; 0: not known.
@@ -102,6 +105,8 @@ class EngineConfig:
             raise ValueError(f"preemption must be one of {', '.join(PREEMPTIONS)}")
         if self.preemption == SWAP and not self.num_host_blocks:
             raise ValueError("preemption swap needs num_host_blocks")
+        if self.keeps_states and (self.prefix_cache or self.num_host_blocks):
+            raise ValueError("keeps_states allows neither prefix_cache nor num_host_blocks")
         if self.deadline_headroom <= 0.0:
             raise ValueError("deadline_headroom must be above 0")
         if not 0.0 < self.tenant_share <= 1.0:

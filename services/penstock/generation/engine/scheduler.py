@@ -258,6 +258,9 @@ class Scheduler:
             self.host.check_integrity(self.waiting)
 
     def _fork(self, parent: Sequence, child: Sequence, computed: int) -> None:
+        if self._config.keeps_states and computed != parent.num_computed_tokens:
+            # The parent's state is past it.
+            computed = 0
         self.tables.fork(parent, child, computed)
         # A child that shares nothing has no blocks either, and would never be released.
         if computed:

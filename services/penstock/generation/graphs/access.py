@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
-from penstock.generation.attention.kv_cache import fresh_zeros
+from penstock.generation.attention.fresh_memory import fresh_zeros
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.graphs.commands import ForwardResult, OutputTarget

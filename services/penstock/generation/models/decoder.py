@@ -30,6 +30,7 @@ from penstock.generation.weights.tensor_names import site_linears
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.layers.linear.base import Linear, Rows
     from penstock.generation.layers.rope import RotaryEmbedding
@@ -93,6 +94,11 @@ class CausalLM:
     def unsupported(self) -> Mapping[str, str]:
         """Fields of a request that it cannot do: none."""
         return {}
+
+    @property
+    def state_layout(self) -> Sequence[StateTensor]:
+        """Tensors of a state of each sequence: none."""
+        return ()
 
     def shallow(self, num_layers: int) -> CausalLM:
         """Return a model of the first `num_layers` layers on these very weights, to measure a step; its logits mean

@@ -11,6 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
     from penstock.generation.models.capture import Capture
@@ -38,6 +39,10 @@ class LanguageModel(Protocol):
     @property
     def unsupported(self) -> Mapping[str, str]:
         """Fields of a request that this model cannot do, and for each the reason."""
+
+    @property
+    def state_layout(self) -> Sequence[StateTensor]:
+        """Tensors of the state that layers keep of each sequence. Empty: there are keys and values only."""
 
     def shallow(self, num_layers: int) -> LanguageModel:
         """See CausalLM. A model that cannot be cut returns itself, for which pools need all layers."""

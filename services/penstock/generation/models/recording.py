@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.generation.attention.state_pool import StateTensor
 from penstock.generation.attention.transformers_interface import AttentionCall, UnsupportedAttention, check_biases
 from penstock.generation.models.transformers_fallback import attending_by
+from penstock.generation.models.transformers_states import cache_argument, empty_cache, has_states, read_layout
 
 NUM_TOKENS = 6
 _NAME = "penstock_recording"
@@ -44,6 +46,8 @@ class Recording:
     takes_embeds: bool
     # Of a pass of NUM_TOKENS tokens.
     seconds: float
+    # Tensors of a sequence's state, where layers keep one.
+    states: tuple[StateTensor, ...] = ()
 
 
 def record(causal: Any, num_layers: int, longest: int) -> Recording:
@@ -53,35 +57,44 @@ def record(causal: Any, num_layers: int, longest: int) -> Recording:
     """
     device = causal.get_input_embeddings().weight.device
     ids = torch.arange(1, NUM_TOKENS + 1, device=device).unsqueeze(0)
-    arguments = {
+    arguments: dict[str, Any] = {
         "position_ids": torch.arange(NUM_TOKENS, device=device).unsqueeze(0),
         "use_cache": False,
         "return_dict": True,
         "output_hidden_states": True,
     }
+    keeps_states = has_states(causal.config)
+    if keeps_states:
+        name = cache_argument(causal)
+        arguments |= {"use_cache": True, name: empty_cache(causal)}
     recorder = _Recorder(longest)
     with torch.inference_mode(), _registered(recorder), attending_by(causal, _NAME), _watched(causal) as read:
         decoder, output = _called(causal, input_ids=ids, **arguments)
         calls = tuple(recorder.calls)
+        states: tuple[StateTensor, ...] = ()
+        if keeps_states:
+            states = read_layout(arguments[name])
+            arguments[name] = empty_cache(causal)
         began = time.perf_counter()
         embeds = _with_embeds(causal, decoder, ids, arguments)
         seconds = time.perf_counter() - began
-    if not calls:
+    if not calls and not keeps_states:
         raise UnsupportedAttention("its attention does not go through transformers' AttentionInterface")
-    if len(calls) < num_layers:
+    if len(calls) < num_layers and not keeps_states:
         raise UnsupportedAttention(
-            f"{num_layers - len(calls)} of its {num_layers} layers have no attention: layers with a state of their own "
-            "are not served yet"
+            f"{num_layers - len(calls)} of its {num_layers} layers have no attention, and no state in transformers' "
+            "cache"
         )
-    states = output.hidden_states
+    hidden_states = None if keeps_states else output.hidden_states
     hidden: Tensor = output.last_hidden_state
     return Recording(
         decoder,
         calls,
         frozenset(read),
-        _are_states(states, num_layers, hidden) and num_layers == len(calls),
+        _are_states(hidden_states, num_layers, hidden) and num_layers == len(calls),
         embeds is not None and bool(torch.allclose(embeds, hidden, rtol=1e-3, atol=1e-3)),
         seconds,
+        states,
     )
 
 

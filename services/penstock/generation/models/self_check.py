@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.state_pool import new_states
 from penstock.generation.attention.transformers_interface import UnsupportedAttention
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.transformers_fallback import TransformersModel, attending_by
+from penstock.generation.models.transformers_states import StatefulModel, cache_argument
 
 _log = get_logger("penstock.generation")
 _BLOCK_SIZE = 4
@@ -39,8 +41,11 @@ _REDUCED_TOLERANCE = 0.15
 _SIZES = ("sliding_window", "attention_chunk_size")
 
 
-def check_paged(model: TransformersModel, recording: Recording, *, is_quantised: bool) -> None:
-    """Compare the two ways. Raises StartupError naming MODEL and the first layer that differs."""
+def check_paged(model: TransformersModel, recording: Recording, *, is_quantised: bool) -> TransformersModel:
+    """Compare the two ways. Return the model, or the same model by token (see StatefulModel) where only that agrees.
+
+    Raises StartupError naming MODEL and the first layer that differs.
+    """
     began = time.perf_counter()
     length, steps = _SHORT if recording.seconds > _SLOW_SECONDS else _USUAL
     length = min(length, model.config.max_position_embeddings - 1)
@@ -54,10 +59,19 @@ def check_paged(model: TransformersModel, recording: Recording, *, is_quantised:
             calls = record(model.causal, model.config.num_layers, model.config.max_position_embeddings).calls
             wanted = [_eager(model, ids, steps, recording) for ids in sequences]
             found = _paged(model.with_calls(calls), sequences, steps, tracks_layers=wanted[0].tracks_layers)
+            worst = _worst(found, wanted, steps, tolerance)
+            if worst is not None and isinstance(model, StatefulModel):
+                again = model.by_token()
+                found = _paged(again.with_calls(calls), sequences, steps, tracks_layers=wanted[0].tracks_layers)
+                if _worst(found, wanted, steps, tolerance) is None:
+                    model, worst = again, None
+                    _log.warning(
+                        "modules of this model go on from a state by one token only: what follows a prompt's first "
+                        "chunk (--max-batch-tokens) is computed token by token",
+                        model_type=model.config.model_type,
+                    )
     except (UnsupportedAttention, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise _refused(model, f"transformers' modules cannot run it on the paged pool ({error})") from error
-    found_errors = [_first_difference(*pair, steps, tolerance) for pair in zip(found, wanted, strict=True)]
-    worst = min((one for one in found_errors if one is not None), default=None)
     if worst is not None:
         place, distance = worst
         name = _name(place, model.config.num_layers) if wanted[0].tracks_layers else "its output"
@@ -69,6 +83,13 @@ def check_paged(model: TransformersModel, recording: Recording, *, is_quantised:
         windows_up_to=max((call.window or call.chunk or 0 for call in calls), default=0),
         seconds=round(time.perf_counter() - began, 3),
     )
+    return model
+
+
+def _worst(found: list[_Run], wanted: list[_Run], num_steps: int, tolerance: float) -> tuple[int, float] | None:
+    """Return the first layer that differs in any sequence: see `_first_difference`."""
+    errors = [_first_difference(*pair, num_steps, tolerance) for pair in zip(found, wanted, strict=True)]
+    return min((one for one in errors if one is not None), default=None)
 
 
 @dataclass
@@ -93,17 +114,18 @@ def _eager(model: TransformersModel, ids: Tensor, num_steps: int, recording: Rec
     ids = ids.to(model.device).unsqueeze(0)
     positions = torch.arange(ids.shape[1], device=model.device).unsqueeze(0)
     begin, cache, run = 0, None, _Run()
+    argument = cache_argument(model.causal)
     with attending_by(model.causal, "eager"):
         for end in range(ids.shape[1] - num_steps, ids.shape[1] + 1):
             output = model.causal(
                 input_ids=ids[:, begin:end],
                 position_ids=positions[:, begin:end],
-                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
                 output_hidden_states=True,
+                **{argument: cache},
             )
-            begin, cache = end, output.past_key_values
+            begin, cache = end, getattr(output, argument)
             given = output.hidden_states if recording.has_hidden_states else None
             run.tracks_layers = given is not None
             run.add([*(() if given is None else (state[0] for state in given)), output.logits[0].float()])
@@ -124,8 +146,9 @@ def _paged(model: TransformersModel, sequences: list[Tensor], num_steps: int, *,
     """Run the sequences in chunks of different sizes, then token by token."""
     config, counts = model.config, [-(-len(ids) // _BLOCK_SIZE) for ids in sequences]
     kv = KVCachePool(
-        len(model.calls), sum(counts), _BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.dtype, model.device
+        config.num_layers, sum(counts), _BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.dtype, model.device
     )
+    kv.states = new_states(model.state_layout, len(sequences), model.device)
     # No block beside the one before it.
     free = list(range(0, sum(counts), 2)) + list(range(1, sum(counts), 2))
     tables = torch.zeros((len(sequences), max(counts)), dtype=torch.int32)
@@ -144,6 +167,9 @@ def _paged(model: TransformersModel, sequences: list[Tensor], num_steps: int, *,
         metadata, positions = AttentionMetadata.build(
             [count for _, count in work], lengths, tables[[row for row, _ in work]], _BLOCK_SIZE, model.device
         )
+        if kv.states is not None:
+            slots = kv.states.place((row, done[row]) for row, _ in work)
+            metadata = replace(metadata, state_slots=slots)
         capture = _EveryState() if tracks_layers else None
         hidden = model.forward(ids, positions, metadata, kv, capture=capture)
         states = [*(capture.states if capture is not None else ()), model.compute_logits(hidden)]

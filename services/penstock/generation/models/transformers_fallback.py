@@ -22,6 +22,7 @@ from penstock.generation.attention.transformers_interface import (
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
     from penstock.generation.models.capture import Capture
@@ -48,6 +49,7 @@ class TransformersModel:
         device: torch.device,
         num_bytes: int,
         unsupported: Mapping[str, str],
+        states: Sequence[StateTensor] = (),
     ) -> None:
         """Take a `PreTrainedModel` with a head, in evaluation mode, and the module in it that gives the hidden states;
         `calls` are those of its attention in one pass."""
@@ -60,6 +62,7 @@ class TransformersModel:
         self.causal = causal
         self.calls = tuple(calls)
         self._unsupported = dict(unsupported)
+        self._states = tuple(states)
         self._decoder = decoder
         self._embedding: Any = self.causal.get_input_embeddings()
         self._head = Head(causal, decoder)
@@ -78,6 +81,11 @@ class TransformersModel:
     def unsupported(self) -> Mapping[str, str]:
         """See LanguageModel."""
         return self._unsupported
+
+    @property
+    def state_layout(self) -> Sequence[StateTensor]:
+        """See LanguageModel."""
+        return self._states
 
     def with_calls(self, calls: Sequence[AttentionCall]) -> TransformersModel:
         """Return a model on these very weights that attends otherwise."""
@@ -174,7 +182,7 @@ class Head:
 
     def __init__(self, causal: nn.Module, decoder: nn.Module) -> None:
         """Take the model, which stays as it is; its decoder is left out in a copy that shares every weight."""
-        self._ready = _Ready()
+        self._ready = _Ready(decoder)
         # The modules on the way to the decoder are copied, so that it can be replaced in the copies.
         self._model: Any = _with(causal, decoder, self._ready)
 
@@ -206,9 +214,15 @@ class _Output:
 class _Ready(nn.Module):
     """Stands in a decoder's place with an output that is there already."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self.output: _Output | None = None
+        # Not a child: its weights are in its own place.
+        object.__setattr__(self, "_decoder", decoder)
+
+    def __getattr__(self, name: str) -> Any:
+        # Some heads read numbers of the decoder, such as a multiplier.
+        return getattr(self.__dict__["_decoder"], name)
 
     def forward(self, *arguments: object, **named: object) -> _Output | None:
         return self.output

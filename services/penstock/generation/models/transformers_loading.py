@@ -13,6 +13,7 @@ import torch
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.progress import CountBytes
+from penstock.generation.attention.state_pool import state_bytes
 from penstock.generation.attention.transformers_interface import UnsupportedAttention
 from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig, ModelRoute, RopeConfig
 from penstock.generation.models.module_swaps import ModuleSwaps
@@ -24,6 +25,7 @@ from penstock.generation.models.transformers_fallback import (
     NO_HIDDEN_STATES,
     TransformersModel,
 )
+from penstock.generation.models.transformers_states import UNSUPPORTED, StatefulModel, has_states
 from penstock.generation.weights.files import file_names, read_header
 
 if TYPE_CHECKING:
@@ -34,9 +36,6 @@ _log = get_logger("penstock.generation")
 _UNBOUNDED_CONTEXT = 32_768
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Layers of a text model that attend to all that they may see, whatever that is.
-_ATTENTION = "attention"
-_STATE_LAYERS = frozenset({"linear_attention"})
 
 
 def read_transformers_config(
@@ -57,13 +56,14 @@ def read_transformers_config(
         text: Any = whole.get_text_config(decoder=True)
     if getattr(whole, "is_encoder_decoder", False):
         raise _no_decoder(model_type)
-    _refuse_state(model_type, whole, text)
+    _refuse_state(model_type, whole)
     if config.has("quantization_config"):
         raise config.error(
             "quantization_config", "is not supported by the fallback: give a checkpoint in float32, bfloat16 or float16"
         )
     number = _Numbers(config, text)
-    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    # Some without attention name no heads.
+    heads, hidden = number("num_attention_heads", 1), number("hidden_size")
     names = (getattr(one, "dtype", None) for one in (whole, text))
     dtype = next((str(name).removeprefix("torch.") for name in names if name is not None), None)
     return ModelConfig(
@@ -140,19 +140,21 @@ def load_transformers_model(
             quantised_parameters=swaps.num_swapped,
             other_parameters=sum(parameter.numel() for parameter in causal.parameters()),
         )
-    kv_heads = max(call.num_kv_heads for call in recording.calls)
-    width = max(max(call.key_width, call.value_width) for call in recording.calls)
+    # Without any attention, one small layer stands for the pool that blocks are counted in.
+    kv_heads = max((call.num_kv_heads for call in recording.calls), default=1)
+    width = max((max(call.key_width, call.value_width) for call in recording.calls), default=2)
     config = replace(
         config,
-        num_layers=len(recording.calls),
-        num_heads=max(call.num_heads for call in recording.calls),
+        num_layers=max(1, len(recording.calls)),
+        num_heads=max((call.num_heads for call in recording.calls), default=1),
         num_kv_heads=kv_heads,
         # Kernels take pairs.
         head_dim=width + width % 2,
         dtype=str(compute).removeprefix("torch."),
         num_parameters=parameters,
     )
-    model = TransformersModel(
+    kind = StatefulModel if recording.states else TransformersModel
+    model: TransformersModel = kind(
         causal,
         recording.decoder,
         config,
@@ -162,10 +164,11 @@ def load_transformers_model(
         device=device.torch_device,
         num_bytes=swaps.num_bytes + _dense_bytes(causal),
         unsupported=_unsupported(recording, kv_heads),
+        states=recording.states,
     )
     _log_geometry(config, recording)
     if route.self_check:
-        check_paged(model, recording, is_quantised=quantization != "none")
+        model = check_paged(model, recording, is_quantised=quantization != "none")
     else:
         _log.warning("--no-self-check: nothing tells whether this model's answers are transformers'")
     if progress is not None:
@@ -238,20 +241,23 @@ def _no_decoder(model_type: str) -> StartupError:
     )
 
 
-def _refuse_state(model_type: str, whole: Any, text: Any) -> None:
-    """Refuse models whose layers keep a state of their own, which no block of the pool holds. Raises StartupError."""
+def _refuse_state(model_type: str, whole: Any) -> None:
+    """Refuse models that keep a state of their own elsewhere than in transformers' cache. Raises StartupError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = next(
-        (MODEL_FOR_CAUSAL_LM_MAPPING[type(one)] for one in (whole, text) if type(one) in MODEL_FOR_CAUSAL_LM_MAPPING),
+        (
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(one)]
+            for one in (whole, whole.get_text_config(decoder=True))
+            if type(one) in MODEL_FOR_CAUSAL_LM_MAPPING
+        ),
         None,
     )
-    layers = getattr(text, "layer_types", None) or ()
-    other = sorted({str(one) for one in layers if _ATTENTION not in str(one) or one in _STATE_LAYERS})
-    if getattr(kind, "_is_stateful", False) or other:
+    # The class registers its layers' kinds with transformers' cache.
+    if getattr(kind, "_is_stateful", False) and not has_states(whole):
         raise StartupError(
-            f"MODEL: layers of model_type {model_type!r} keep a state of their own"
-            f"{f' ({chr(44).join(other)})' if other else ''}, as recurrent layers do: such models are not served yet",
+            f"MODEL: layers of model_type {model_type!r} keep a state of their own in another form than that of "
+            "transformers' cache: such models are not served",
             flag="MODEL",
         )
 
@@ -356,7 +362,7 @@ def _dense_bytes(causal: Any) -> int:
 
 
 def _unsupported(recording: Recording, kv_heads: int) -> dict[str, str]:
-    found = {}
+    found = dict(UNSUPPORTED) if recording.states else {}
     if not all(call.is_plain(kv_heads) for call in recording.calls):
         found["output.output_attentions"] = NO_ATTENTIONS
     if not recording.has_hidden_states:
@@ -368,7 +374,7 @@ def _unsupported(recording: Recording, kv_heads: int) -> dict[str, str]:
 
 def _log_geometry(config: ModelConfig, recording: Recording) -> None:
     used = sum(call.num_kv_heads * (call.key_width + call.value_width) for call in recording.calls)
-    taken = len(recording.calls) * 2 * config.num_kv_heads * config.head_dim
+    taken = config.num_layers * 2 * config.num_kv_heads * config.head_dim
     _log.info(
         "the model runs by transformers' modules",
         model_type=config.model_type,
@@ -380,6 +386,7 @@ def _log_geometry(config: ModelConfig, recording: Recording) -> None:
         head_dim=config.head_dim,
         # All layers have the pool's widest geometry.
         used_of_pool=round(used / taken, 2),
+        state_bytes_of_a_sequence=state_bytes(recording.states),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -11,7 +12,7 @@ from penstock.generation.options.kinds import Bounds, check_vocabulary
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.modes import check_assistant
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
-from penstock.generation.options.table import OutputOptions, StopOptions
+from penstock.generation.options.table import OutputOptions, RequestOptions, StopOptions
 
 TIMEOUT = Bounds(0.0, above=True)
 
@@ -105,17 +106,30 @@ def _check_output(output: OutputOptions, prompt_tokens: int, limits: RequestLimi
             )
 
 
+def unsupported_option(options: RequestOptions, unsupported: Mapping[str, str]) -> str | None:
+    """Return the first field of `unsupported` that the options ask for; None: they ask for none."""
+    asked = {
+        "config.dola_layers": options.dola_layers is not None,
+        "config.num_beam_groups": (options.num_beam_groups or 1) > 1,
+        "config.assistant_model": bool(options.assistant_model),
+        "config.prompt_lookup_num_tokens": bool(options.prompt_lookup_num_tokens),
+        "config.ngram_memory_num_tokens": bool(options.ngram_memory_num_tokens),
+        "config.lookahead_window": bool(options.lookahead_window),
+    }
+    return next((name for name in unsupported if asked.get(name)), None)
+
+
 def _check_supported(request: GenerateOptions, model: ModelFacts) -> None:
     """Refuse what the model cannot do. Raises InvalidArgument naming the field."""
     asked = {
         "inputs_embeds": request.inputs_embeds is not None,
-        "config.dola_layers": request.options.dola_layers is not None,
         "output.output_hidden_states": bool(request.output.output_hidden_states),
         "output.output_attentions": bool(request.output.output_attentions),
     }
-    for name, reason in model.unsupported.items():
-        if asked[name]:
-            raise InvalidArgument(name, reason)
+    name = unsupported_option(request.options, model.unsupported)
+    name = name or next((name for name in model.unsupported if asked.get(name)), None)
+    if name is not None:
+        raise InvalidArgument(name, model.unsupported[name])
 
 
 def _check_tokens(request: GenerateOptions, model: ModelFacts) -> None:

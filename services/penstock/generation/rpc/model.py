@@ -227,6 +227,9 @@ def _geometry(core: GenerationCore) -> model_pb2.KvGeometry:
         dtype=convert.from_dtype(str(kv.dtype)),
         bytes_per_block=kv.bytes_per_block,
         total_bytes=kv.num_bytes,
+        num_states=0 if kv.states is None else kv.states.num_slots,
+        bytes_per_state=0 if kv.states is None else kv.states.bytes_per_slot,
+        prefix_cache=core.loaded.engine_config.prefix_cache,
     )
 
 

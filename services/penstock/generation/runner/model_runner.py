@@ -83,6 +83,8 @@ class ModelRunner:
         self._model = model
         self._kv = kv
         self._host = host
+        # States of the model's layers; None: they keep none.
+        self._states = kv.states
         self._prompt_scorer = PromptScorer(model, prompt_logprob_rows, kernels)
         self._pooling = MeanPooling()
         self._histories = HiddenHistories()
@@ -120,12 +122,17 @@ class ModelRunner:
     def _execute(self, output: SchedulerOutput) -> RunnerOutput:
         self._sampler.fork(output.forks)
         self._histories.fork(output.forks)
+        if self._states is not None:
+            self._states.fork(output.forks, output.released)
         self.release(output.released)
         if output.parked:
             self._inputs.release(output.parked)
         if not output.scheduled:
             return RunnerOutput({}, {})
         inputs = self._inputs.build(output.scheduled)
+        if self._states is not None:
+            slots = self._states.place((entry.sequence.seq_id, entry.start) for entry in output.scheduled)
+            inputs = replace(inputs, metadata=replace(inputs.metadata, state_slots=slots))
         draws = DrawRows.of(output.scheduled, inputs.row_starts)
         exits = EarlyExits(draws, self._model.device) if draws.dola else None
         tensors = self._start_tensors(draws, inputs.row_starts) if draws.tensors else None
@@ -178,6 +185,8 @@ class ModelRunner:
             self._adapters,
         ):
             keeper.release(seq_ids)
+        if self._states is not None:
+            self._states.release(seq_ids)
 
     @property
     def longest_prompt(self) -> int:

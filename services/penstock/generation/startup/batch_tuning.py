@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.state_pool import new_states
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.runner.model_runner import ModelRunner
 
@@ -109,6 +110,8 @@ class PromptTimer:
         layers = all_layers if self._is_whole else min(_LAYERS, all_layers)
         blocks = min(kv.num_blocks, most_tokens // kv.block_size + 1)
         small = KVCachePool(layers, blocks, kv.block_size, kv.num_kv_heads, kv.head_dim, kv.dtype, kv.device)
+        # Each runner times one sequence after another.
+        small.states = new_states(model.state_layout, 1, kv.device)
         self._device = device
         # Number of layers, without the last, per such layer that is timed.
         self._share = (all_layers - 1) / max(1, layers - 1)

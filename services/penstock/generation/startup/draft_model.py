@@ -87,6 +87,11 @@ def load_draft_weights(
                 map_embeddings=config.map_embeddings,
                 route=config.route,
             )
+        if weights.state_layout:
+            raise StartupError(
+                f"{MODEL_FLAG} has layers that keep a state: it cannot go back to the last accepted draft",
+                flag=MODEL_FLAG,
+            )
         if served == drafting:
             return weights
         if not isinstance(weights, CausalLM):

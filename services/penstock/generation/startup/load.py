@@ -22,6 +22,7 @@ from penstock.generation.adapters.peft_folder import PeftFolder
 from penstock.generation.adapters.store import AdapterStore, OpenAdapter
 from penstock.generation.attention.host_kv import HostKVPool
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
+from penstock.generation.attention.state_pool import StatePool, new_states, state_bytes
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.devices.base import Device
@@ -37,6 +38,7 @@ from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
+from penstock.generation.options.validate import unsupported_option
 from penstock.generation.runner.model_runner import ModelRunner, WarmUpWork
 from penstock.generation.startup.batch_tuning import (
     LARGEST_SIZE,
@@ -102,6 +104,7 @@ class LoadedModel:
             *([] if (advice := self.device.advice()) is None else [f"advice    {advice}"]),
             f"kv pool   {format_size(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens"
             f"{' in int8' if kv.dtype is torch.int8 else ''}, context {self.served.max_context_tokens}",
+            *([] if kv.states is None else [_states_line(kv.states)]),
             *([] if self.host_kv is None else [_host_line(self.host_kv, self.engine_config)]),
             f"batch     {self.batch.describe()}",
             *([] if self.draft is None else [self.draft.status_line()]),
@@ -192,8 +195,9 @@ def _load(
         check_kv_memory(least, kv_memory, available)
     model, draft_weights = _weights(config, folder, name, device, show)
     weights_are_loaded()
-    if (reason := model.unsupported.get("config.dola_layers")) and defaults.options.dola_layers is not None:
-        raise StartupError(f"generation_config.json: dola_layers {reason}", flag="MODEL")
+    if (option := unsupported_option(defaults.options, model.unsupported)) is not None:
+        name = option.removeprefix("config.")
+        raise StartupError(f"generation_config.json: {name} {model.unsupported[option]}", flag="MODEL")
     if prefixes is not None:
         # No other work may run while steps are measured.
         wait([prefixes])
@@ -400,17 +404,20 @@ def _kv_pool(
     facts, size = model.config, config.block_size
     dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
     left = device.memory()
+    # A slot for each sequence that runs; warm-up needs two.
+    states = max(2, config.max_running_sequences) * state_bytes(model.state_layout)
     blocks = kv_pool_blocks(
         memory,
         bytes_per_block=kv_bytes_per_block(facts.num_layers, size, facts.num_kv_heads, facts.head_dim, dtype),
         block_size=size,
-        available=left.available,
+        available=left.available - states,
         total=left.total,
         max_context_tokens=context,
+        after=f"the weights and {format_size(states)} of states (--max-running-sequences)" if states else "the weights",
         # `auto` never takes more than every sequence at full length could use.
         max_blocks=config.max_running_sequences * -(-context // size),
     )
-    return KVCachePool(
+    kv = KVCachePool(
         facts.num_layers,
         blocks,
         size,
@@ -420,11 +427,24 @@ def _kv_pool(
         device.torch_device,
         num_further_blocks=-(-config.graph_kv_tokens // size) if opens_graphs(config, model) else 0,
     )
+    kv.states = new_states(model.state_layout, max(2, config.max_running_sequences), device.torch_device)
+    if kv.states is not None:
+        _log.info(
+            "layers keep a state of each sequence: there is no prefix cache, and preemption computes again",
+            states=kv.states.num_slots,
+            bytes_of_one=kv.states.bytes_per_slot,
+        )
+    return kv
 
 
 def _by(model: LanguageModel) -> str:
     """Return a remark on the code that runs the model, for people; empty for ours."""
     return " by transformers" if model.config.route == "fallback" else ""
+
+
+def _states_line(states: StatePool) -> str:
+    """Return a line for people on the states."""
+    return f"states    {format_size(states.num_bytes)}: {states.num_slots} sequences, no prefix cache"
 
 
 def _host_kv_pool(config: GenerationServiceConfig, kv: KVCachePool, device: Device, context: int) -> HostKVPool | None:
@@ -433,6 +453,10 @@ def _host_kv_pool(config: GenerationServiceConfig, kv: KVCachePool, device: Devi
     memory = parse_memory(config.host_kv_memory, flag=flag)
     if memory == 0:
         return None
+    if kv.states is not None:
+        raise StartupError(
+            "--host-kv-memory: layers of this model keep a state, which no block holds: leave it out", flag=flag
+        )
     left = device.host_memory()
     blocks = kv_pool_blocks(
         memory,
@@ -492,7 +516,8 @@ def _engine_config(
         tenant_share=config.tenant_share,
         tenant_slowdown=config.tenant_slowdown,
         tenant_memory_seconds=config.tenant_memory_seconds,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=config.prefix_cache and kv.states is None,
+        keeps_states=kv.states is not None,
         num_host_blocks=0 if host_kv is None else host_kv.num_blocks,
         block_bytes=kv.bytes_per_block,
         preemption=config.preemption,

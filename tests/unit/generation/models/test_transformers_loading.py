@@ -45,14 +45,8 @@ def load(folder: Path, route: ModelRoute = FALLBACK) -> TransformersModel:
         ({"model_type": "vit"}, "MODEL", "'vit' has no causal language model in transformers"),
         ({"model_type": "t5"}, "MODEL", "'t5' is an encoder-decoder"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "MODEL", "'bart' is an encoder-decoder"),
-        ({"model_type": "mamba2"}, "MODEL", "'mamba2' keep a state of their own"),
-        ({"model_type": "falcon_h1"}, "MODEL", "'falcon_h1' keep a state of their own"),
-        ({"model_type": "qwen3_next"}, "MODEL", "'qwen3_next' keep a state of their own .*linear_attention"),
-        (
-            {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
-            "MODEL",
-            "'lfm2' keep a state of their own .*conv",
-        ),
+        ({"model_type": "rwkv"}, "MODEL", "'rwkv' keep a state of their own in another form"),
+        ({"model_type": "xlstm"}, "MODEL", "'xlstm' keep a state of their own in another form"),
         (
             {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
             "--trust-remote-code",

@@ -1,0 +1,198 @@
+"""States of recurrent layers, which are of one size however long a sequence is: a slot for each sequence, beside the
+keys and values of its blocks.
+
+A state is that after a sequence's last computed token, and no other: it cannot be cut back. So every read is checked
+against the token that follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.generation.attention.fresh_memory import fresh_zeros
+
+if TYPE_CHECKING:
+    from penstock.generation.core.step import Fork
+
+# Length of a slot that holds no state.
+_EMPTY = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of each sequence's state."""
+
+    # Place in the model: its layer, the name of the layer's states, and the number among them.
+    layer: int
+    name: str
+    number: int
+    # Of one sequence.
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size for one sequence."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class HeldStates:
+    """States of some slots, outside of the pool: (slots, *shape) of each StateTensor, in order."""
+
+    slots: tuple[int, ...]
+    tensors: list[Tensor]
+    # Object of the model that reads and writes them.
+    carrier: object = None
+
+
+class StatePool:
+    """`num_slots` states of all tensors of a layout. Slots are given to sequences as they begin. Used by one thread.
+
+    States of the last sequences that decoded together stay outside (`held`) until others need one of their slots: while
+    the same sequences decode on, nothing is copied.
+    """
+
+    def __init__(self, layout: Sequence[StateTensor], num_slots: int, device: torch.device) -> None:
+        """Allocate the pool. Raises StartupError naming --max-running-sequences when the memory cannot be had."""
+        self.layout = tuple(layout)
+        self.num_slots = num_slots
+        try:
+            self._tensors = [fresh_zeros((num_slots, *one.shape), one.dtype, device) for one in layout]
+        except (RuntimeError, MemoryError, ValueError) as error:
+            raise StartupError(
+                f"cannot allocate {num_slots} states of {self.bytes_per_slot} bytes: lower --max-running-sequences",
+                flag="--max-running-sequences",
+            ) from error
+        self._device = device
+        # seq_id -> slot; slot -> number of tokens that its state is after.
+        self._slots: dict[int, int] = {}
+        self._lengths = [_EMPTY] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._held: HeldStates | None = None
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Size of one sequence's state."""
+        return state_bytes(self.layout)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all slots."""
+        return self.num_slots * self.bytes_per_slot
+
+    @property
+    def num_used(self) -> int:
+        """Number of sequences that have a slot."""
+        return len(self._slots)
+
+    def place(self, starts: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        """Return the slots of a step's sequences, each with its first token; a sequence that begins gets one.
+
+        Raises RuntimeError when a state is not the one before the first token: the scheduler must not ask.
+        """
+        return tuple(self._place(seq_id, start) for seq_id, start in starts)
+
+    def fork(self, forks: Sequence[Fork], released: Sequence[int]) -> None:
+        """Give each child its parent's state. The last child of a parent that is `released` takes its slot over, so
+        that there are never more states than sequences go on. Raises RuntimeError as `place` does."""
+        if not forks:
+            return
+        self._put_back()
+        leaving, left = set(released), Counter(fork.parent for fork in forks)
+        self.release(seq_id for seq_id in released if not left[seq_id])
+        for parent, child, num_tokens in forks:
+            left[parent] -= 1
+            slot = self._slots.get(parent)
+            if slot is None or self._lengths[slot] != num_tokens:
+                raise RuntimeError(f"no state after token {num_tokens} of the sequence that is forked")
+            if child in leaving and not left[child]:
+                continue
+            if parent in leaving and not left[parent]:
+                self._slots[child] = self._slots.pop(parent)
+                continue
+            own = self._take(child)
+            self._lengths[own] = num_tokens
+            for tensor in self._tensors:
+                tensor[own].copy_(tensor[slot])
+
+    def release(self, seq_ids: Iterable[int]) -> None:
+        """Free slots; ids without one are fine."""
+        for seq_id in seq_ids:
+            slot = self._slots.pop(seq_id, None)
+            if slot is not None:
+                self._free.append(slot)
+                if self._held is not None and slot in self._held.slots:
+                    self._put_back()
+
+    def read(self, slots: tuple[int, ...]) -> HeldStates:
+        """Return the states of the slots. They are the reader's until `write`, which must follow."""
+        held = self._held
+        if held is not None and held.slots == slots:
+            return held
+        if held is not None and not set(slots).isdisjoint(held.slots):
+            self._put_back()
+        index = torch.tensor(slots, device=self._device)
+        return HeldStates(slots, [tensor.index_select(0, index) for tensor in self._tensors])
+
+    def write(self, states: HeldStates, num_tokens: Sequence[int], *, holds: bool) -> None:
+        """Keep states, each after `num_tokens` of its sequence. `holds`: these slots are likely to be read next."""
+        for slot, count in zip(states.slots, num_tokens, strict=True):
+            self._lengths[slot] = count
+        if self._held is not None and (holds or not set(states.slots).isdisjoint(self._held.slots)):
+            if self._held.slots == states.slots:
+                self._held = None
+            else:
+                self._put_back(but=set(states.slots))
+        if holds:
+            self._held = states
+        else:
+            self._store(states, range(len(states.slots)))
+
+    def _place(self, seq_id: int, start: int) -> int:
+        slot = self._slots.get(seq_id)
+        if slot is None and not start:
+            slot = self._take(seq_id)
+            self._lengths[slot] = _EMPTY
+        if slot is None or self._lengths[slot] != start:
+            raise RuntimeError(f"no state after token {start} of a sequence that goes on there")
+        return slot
+
+    def _take(self, seq_id: int) -> int:
+        if not self._free:
+            raise RuntimeError("more sequences run than there are states")
+        slot = self._slots[seq_id] = self._free.pop()
+        return slot
+
+    def _put_back(self, but: Iterable[int] = ()) -> None:
+        """Store the held states, without those of the slots `but`, which have newer ones."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._store(held, [place for place, slot in enumerate(held.slots) if slot not in but])
+
+    def _store(self, states: HeldStates, places: Sequence[int]) -> None:
+        if not places:
+            return
+        index = torch.tensor([states.slots[place] for place in places], device=self._device)
+        all_places = len(places) == len(states.slots)
+        chosen = None if all_places else torch.tensor(list(places), device=self._device)
+        for tensor, own in zip(self._tensors, states.tensors, strict=True):
+            tensor.index_copy_(0, index, own if chosen is None else own.index_select(0, chosen))
+
+
+def new_states(layout: Sequence[StateTensor], num_slots: int, device: torch.device) -> StatePool | None:
+    """Return a pool for a model's `state_layout`; None: its layers keep no state."""
+    return StatePool(layout, num_slots, device) if layout else None
+
+
+def state_bytes(layout: Iterable[StateTensor]) -> int:
+    """Size of one sequence's state."""
+    return sum(one.num_bytes for one in layout)

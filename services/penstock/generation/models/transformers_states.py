@@ -1,0 +1,245 @@
+"""Models of transformers whose layers keep a state of their own, as recurrent layers and short convolutions do.
+
+Rows of one step must not flow into each other there. So a step goes through the modules in parts: sequences that decode
+as one batch (B, 1), and every prompt or part of one alone, (1, T). Each part has a cache object of transformers' own
+class, which holds the states of its sequences and no keys: these are in the paged pool.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from functools import cache
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock.generation.attention.state_pool import HeldStates, StateTensor
+from penstock.generation.attention.transformers_interface import PagedStep, UnsupportedAttention, paged
+from penstock.generation.models.transformers_fallback import TransformersModel
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.layers.lora import AdapterBatch
+    from penstock.generation.models.capture import Capture
+
+# Reasons of requests that are refused.
+_REASON = "is not possible with this model: its layers keep a state, which cannot go back to an earlier token"
+_NO_ATTENTIONS = "is not possible with this model: some of its layers keep a state instead of attending"
+UNSUPPORTED = {
+    "output.output_attentions": _NO_ATTENTIONS,
+    **dict.fromkeys(
+        (
+            "config.assistant_model",
+            "config.prompt_lookup_num_tokens",
+            "config.ngram_memory_num_tokens",
+            "config.lookahead_window",
+            "config.num_beam_groups",
+        ),
+        _REASON,
+    ),
+}
+# Names of the states of a layer of transformers' cache.
+_NAMES = ("conv_states", "recurrent_states")
+
+
+class StatefulModel(TransformersModel):
+    """See TransformersModel. The pool that it is given has `states`, and each step's metadata the slots in them."""
+
+    # False: its modules go on from a state by one token only, as some of Mamba's first kind do. What follows the first
+    # part of a prompt is then computed token by token.
+    continues = True
+
+    def by_token(self) -> StatefulModel:
+        """Return a model on these very weights that goes on by one token at a time."""
+        twin = copy.copy(self)
+        twin.continues = False
+        return twin
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        rows_R: Tensor | None = None,
+        *,
+        embeds_TI: Tensor | None = None,
+        capture: Capture | None = None,
+        attention: Attention | None = None,
+        adapters: AdapterBatch | None = None,
+    ) -> Tensor:
+        """See CausalLM. Raises RuntimeError where there is no pool of states."""
+        if adapters is not None or capture is not None or kv.states is None or metadata.state_slots is None:
+            raise RuntimeError("a model with states needs their pool, and gives neither hidden states nor adapters")
+        attention = attention or self.attention
+        hidden_TI: Tensor | None = None
+        for members in _parts(metadata):
+            if len(members) == metadata.num_seqs:
+                hidden_TI = self._run(input_ids_T, positions_T, embeds_TI, metadata, kv, attention)
+                break
+            part, rows = metadata.select(members)
+            embeds = None if embeds_TI is None else embeds_TI[rows]
+            found = self._run(input_ids_T[rows], positions_T[rows], embeds, part, kv, attention)
+            if hidden_TI is None:
+                hidden_TI = found.new_empty(metadata.num_rows, found.shape[1])
+            hidden_TI[rows] = found
+        assert hidden_TI is not None, "a step has sequences"
+        return hidden_TI if rows_R is None else hidden_TI[rows_R]
+
+    def _run(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        embeds_TI: Tensor | None,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        attention: Attention,
+    ) -> Tensor:
+        """Return hidden states (T, hidden) of one part."""
+        if self.continues or metadata.num_rows == metadata.num_seqs or metadata.num_rows == metadata.kv_lens[0]:
+            return self._run_at_once(input_ids_T, positions_T, embeds_TI, metadata, kv, attention)
+        found = []
+        for row, token in enumerate(metadata.tokens()):
+            own = slice(row, row + 1)
+            embeds = None if embeds_TI is None else embeds_TI[own]
+            found.append(self._run_at_once(input_ids_T[own], positions_T[own], embeds, token, kv, attention))
+        return torch.cat(found)
+
+    def _run_at_once(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        embeds_TI: Tensor | None,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        attention: Attention,
+    ) -> Tensor:
+        """Return hidden states (T, hidden) of one part, or of one token."""
+        slots, pool, count = metadata.state_slots, kv.states, metadata.num_seqs
+        assert slots is not None, "checked before"
+        assert pool is not None, "checked before"
+        is_new = metadata.kv_lens[0] == metadata.query_lens[0]
+        states = HeldStates(slots, []) if is_new else pool.read(slots)
+        carrier: Any = states.carrier
+        if carrier is None:
+            carrier = empty_cache(self.causal)
+            if not is_new:
+                _fill(carrier, self._states, states.tensors)
+        inputs: dict[str, Any] = {
+            "position_ids": positions_T.view(count, -1),
+            cache_argument(self.causal): carrier,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if embeds_TI is None:
+            inputs["input_ids"] = input_ids_T.view(count, -1)
+        else:
+            inputs["inputs_embeds"] = embeds_TI.view(count, -1, embeds_TI.shape[1])
+        step = PagedStep(self.calls, metadata, kv, attention)
+        with paged(step):
+            hidden: Tensor = self._decoder(**inputs).last_hidden_state
+        if step.num_calls != len(self.calls):
+            raise UnsupportedAttention(f"it attends {step.num_calls} times instead of {len(self.calls)}")
+        tensors = [getattr(carrier.layers[one.layer], one.name)[one.number] for one in self._states]
+        decodes = not is_new and metadata.num_rows == count
+        # A module may have put a new tensor in its place.
+        pool.write(HeldStates(slots, tensors, carrier), metadata.kv_lens, holds=decodes)
+        return hidden.flatten(0, 1)
+
+
+def empty_cache(causal: Any) -> Any:
+    """Return a cache of transformers for the model's layers, without keys."""
+    return _cache_class()(config=causal.config)
+
+
+def cache_argument(causal: Any) -> str:
+    """Name of the model's argument, and of its output, that is the cache."""
+    return "cache_params" if "cache_params" in signature(causal.forward).parameters else "past_key_values"
+
+
+def has_states(config: Any) -> bool:
+    """True when transformers' cache for a model of this configuration has layers with a state of their own."""
+    try:
+        layers = _cache_class()(config=config).layers
+    except (AttributeError, KeyError):
+        # A model that transformers' cache cannot be made for has none there.
+        return False
+    return any(_holds_states(layer) for layer in layers)
+
+
+def read_layout(cache: Any) -> tuple[StateTensor, ...]:
+    """Return the tensors that a pass over one sequence left in its cache.
+
+    Raises UnsupportedAttention where a layer keeps them elsewhere, or keeps more.
+    """
+    from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
+
+    found = []
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, DynamicIndexedLayer) or (isinstance(layer, DynamicLayer) and layer.is_initialized):
+            raise UnsupportedAttention(f"its cache keeps more than keys, values and states ({type(layer).__name__})")
+        if not _holds_states(layer):
+            continue
+        own = [
+            StateTensor(number, name, index, tuple(tensor.shape[1:]), tensor.dtype)
+            for name in _NAMES
+            for index, tensor in getattr(layer, name).items()
+            if tensor is not None
+        ]
+        if not own:
+            raise UnsupportedAttention(f"layer {number} keeps its state outside of transformers' cache")
+        found += own
+    return tuple(found)
+
+
+def _holds_states(layer: object) -> bool:
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _fill(carrier: Any, layout: Iterable[StateTensor], tensors: Iterable[Tensor]) -> None:
+    """Put states into an empty cache, as if it had computed them."""
+    for one, tensor in zip(layout, tensors, strict=True):
+        layer = carrier.layers[one.layer]
+        getattr(layer, one.name)[one.number] = tensor
+        getattr(layer, f"is_{one.name}_initialized")[one.number] = True
+        layer.has_previous_state[one.number] = True
+        if one.name == _NAMES[0]:
+            layer.conv_kernel_size[one.number] = tensor.shape[-1]
+            layer.dtype, layer.device = tensor.dtype, tensor.device
+
+
+@cache
+def _cache_class() -> Any:
+    from transformers import DynamicCache
+
+    base: Any = DynamicCache
+
+    class StatesOnly(base):  # type: ignore[misc]
+        """Cache that keeps states; keys and values pass through."""
+
+        def update(self, keys: Tensor, values: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+            return keys, values
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            """Return 0: positions are given, and masks are not made."""
+            return 0
+
+    return StatesOnly
+
+
+def _parts(metadata: AttentionMetadata) -> list[list[int]]:
+    """Return the sequences that decode, and one by one the others."""
+    decoding, others = [], []
+    for index, (count, length) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
+        if count == 1 and length > 1:
+            decoding.append(index)
+        else:
+            others.append([index])
+    return [decoding, *others] if decoding else others

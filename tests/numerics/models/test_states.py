@@ -1,0 +1,135 @@
+"""Models whose layers keep a state give transformers' ids: together, in modes, after preemption; no state is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories.engine.fake_engine import engine_config, request
+from factories.engine.model_engine import ROOMY, check_company, model_engine
+from factories.engine.modes import generate, load_service
+from factories.models.model_types import (
+    FURTHER_STATEFUL,
+    STATEFUL,
+    check_ids,
+    reference_of,
+    tiny_model_type,
+)
+from factories.models.run_kernels import cpu_device
+from factories.models.transformers_reference import reference_answer
+from penstock.common.errors import InvalidArgument, StartupError
+from penstock.generation.core.model_config import ModelRoute
+from penstock.generation.core.request import Request
+from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
+from penstock.generation.engine.engine import Engine
+from penstock.generation.models.language_model import LanguageModel
+from penstock.generation.models.registry import load_model
+from penstock.generation.startup.load import LoadedModel
+
+PROMPT = [7, 91, 33, 12, 7, 91, 33, 56, 101, 14, 7, 91]
+FALLBACK = ModelRoute("fallback")
+
+
+def loaded_model(folder: Path) -> LanguageModel:
+    torch.set_num_threads(1)
+    return load_model(folder, dtype="float32", device=cpu_device(), route=FALLBACK)
+
+
+def num_states(engine: Engine) -> int:
+    states = engine._runner._states  # type: ignore[attr-defined]
+    assert states is not None
+    return int(states.num_used)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_service(tiny_model_type(tmp_path_factory.mktemp("model"), "granitemoehybrid"))
+
+
+@pytest.mark.parametrize("model_type", STATEFUL)
+def test_a_hybrid_gives_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
+    check_ids(tiny_model_type(tmp_path, model_type), loaded_model(tmp_path), new_tokens=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [*STATEFUL, *FURTHER_STATEFUL])
+def test_every_type_gives_64_ids_of_generate(tmp_path: Path, model_type: str) -> None:
+    check_ids(tiny_model_type(tmp_path, model_type), loaded_model(tmp_path))
+
+
+def test_beams_are_those_of_transformers(loaded: LoadedModel) -> None:
+    arguments = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 10, "eos_token_id": 2}
+    expected, scores = reference_answer(reference_of(loaded.folder), PROMPT, arguments)
+    answer = generate(loaded, PROMPT, arguments)
+    assert answer.ids == expected
+    assert answer.scores == pytest.approx(scores, rel=1e-4, abs=1e-4)
+
+
+def test_answers_do_not_depend_on_others_beside_them(loaded: LoadedModel) -> None:
+    def requests() -> list[Request]:
+        return [
+            request(PROMPT[:5], max_new_tokens=9, request_id="greedy"),
+            request(PROMPT, max_new_tokens=7, request_id="drawn", do_sample=True, seed=11, num_return_sequences=3),
+            request(PROMPT[3:], max_new_tokens=7, request_id="contrastive", mode=ContrastiveOptions(0.6, 4)),
+            request([4, *PROMPT, *PROMPT], max_new_tokens=9, request_id="long", do_sample=True, seed=3),
+        ]
+
+    config = engine_config(num_blocks=12, max_batch_tokens=10, max_running_sequences=9)
+    engine = check_company(loaded.model, requests, config)
+    assert engine.stats.preemptions > 0
+    assert num_states(engine) == 0
+
+
+def test_an_aborted_request_gives_its_states_back(loaded: LoadedModel) -> None:
+    engine = model_engine(loaded.model, ROOMY)
+    engine.add(request(PROMPT, max_new_tokens=9, request_id="gone", do_sample=True, num_return_sequences=3))
+    engine.add(request(PROMPT, max_new_tokens=5, request_id="stays"))
+    for _ in range(3):
+        engine.step()
+    assert num_states(engine) == 4
+    assert engine.abort("gone")
+    engine.step()
+    assert num_states(engine) == 1
+    while engine.has_work:
+        engine.step()
+    assert num_states(engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("config.prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
+        ("config.lookahead_window", {"lookahead_window": 3}),
+        ("config.num_beam_groups", {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}),
+        ("config.dola_layers", {"dola_layers": "low"}),
+        ("output.output_attentions", {"output_attentions": True}),
+    ],
+)
+def test_what_needs_an_earlier_state_is_refused(loaded: LoadedModel, field: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        generate(loaded, PROMPT, arguments)
+    assert refused.value.field == field
+
+
+def test_guidance_is_that_of_transformers(loaded: LoadedModel) -> None:
+    arguments = {"guidance_scale": 1.5, "max_new_tokens": 8, "eos_token_id": 2}
+    expected, _ = reference_answer(reference_of(loaded.folder), PROMPT, arguments)
+    assert generate(loaded, PROMPT, arguments).ids == expected
+
+
+def test_the_plan_of_memory_has_the_states(loaded: LoadedModel) -> None:
+    states = loaded.kv.states
+    assert states is not None
+    assert states.num_slots == loaded.engine_config.max_running_sequences
+    assert not loaded.engine_config.prefix_cache
+    assert states.num_bytes == states.num_slots * states.bytes_per_slot > 0
+    with pytest.raises(StartupError, match="layers of this model keep a state") as refused:
+        load_service(loaded.folder, host_kv_memory="1MiB")
+    assert refused.value.flag == "--host-kv-memory"
+
+
+def test_states_elsewhere_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="in another form than that of transformers' cache"):
+        loaded_model(tiny_model_type(tmp_path, "rwkv"))
