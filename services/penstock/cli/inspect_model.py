@@ -316,17 +316,20 @@ def _tokenizer_facts(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 # Here.
 
 
+_BY_FALLBACK = "by transformers' modules: a start looks at its attention first (--model-route, --self-check)"
+
+
 def _start(
     folder: Path, values: Mapping[str, Any], weights: Weights, facts: Mapping[str, Any]
 ) -> tuple[bool, str, list[str]]:
-    """Tell whether the model starts here: True or False, the reason, and what would help."""
+    """Tell whether the model starts here: True or False, the reason or the way, and what would help."""
     if not list(folder.glob("*.safetensors")) and not weights.dtypes:
         return False, "there are no weights as safetensors", ["save it again with save_pretrained(), by transformers"]
     # Imports torch.
     from penstock.generation.models.registry import read_model_config
 
     try:
-        read_model_config(folder)
+        route = read_model_config(folder).route
     except StartupError as error:
         return False, error.message, _advice(values)
     memory = facts["memory"]
@@ -334,7 +337,7 @@ def _start(
         if needed < memory["available_bytes"]:
             flag = [] if kind == "none" else [f"--quantization {kind}"]
             if not flag:
-                return True, "", []
+                return True, _BY_FALLBACK if route == "fallback" else "", []
             short = f"its weights take {format_size(memory['weights_bytes']['none'])} of memory"
             return False, f"{short}, and {format_size(memory['available_bytes'])} is free", flag
     least = min(memory["weights_bytes"].values())
@@ -434,7 +437,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "memory", f"weights: {each}; {format_size(memory['available_bytes'])} is free"
     if whole:
         yield "", f"KV pool: {format_size(whole)} for one sequence of the whole context"
-    yield "starts here", "yes" if facts["starts"] else f"no: {facts['why']}"
+    yield "starts here", ("yes" if facts["starts"] else "no") + (f": {facts['why']}" if facts["why"] else "")
     for text in facts["advice"]:
         yield "what helps", text
     if facts["speed"]:

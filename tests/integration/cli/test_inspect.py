@@ -90,11 +90,15 @@ def test_speed_is_an_estimate_from_the_bytes_that_a_token_reads(
     [
         (
             {"model_type": "from_tomorrow", "transformers_version": "9.1.0"},
-            "'from_tomorrow' is not supported",
+            "model_type 'from_tomorrow' is unknown",
             "transformers>=9.1.0",
         ),
-        ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not supported", "encoder-decoder"),
-        ({"model_type": "mamba", "hidden_size": 64}, "'mamba' is not supported", "a release of Penstock"),
+        (
+            {"model_type": "t5", "is_encoder_decoder": True},
+            "model_type 't5' is an encoder-decoder",
+            "transformers itself",
+        ),
+        ({"model_type": "rwkv", "hidden_size": 64}, "keep a state of their own", "a release of Penstock"),
         (
             {**json.loads((demo_folder() / "config.json").read_text()), "quantization_config": {"quant_method": "hqq"}},
             "quantization_config",

@@ -590,6 +590,11 @@ async def test_many_loads_leave_nothing(empty: Client, folder: Path) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
+    def engines() -> list[object]:
+        return [one for one in gc.get_objects() if type(one).__name__ in ("LoadedModel", "EngineLoop", "KVCachePool")]
+
+    # Of other tests of this worker, which hold theirs in circles.
+    others = engines()
     before: tuple[int, int] | None = None
     resident = 0
     for cycle in range(CYCLES):
@@ -604,7 +609,7 @@ async def test_many_loads_leave_nothing(empty: Client, folder: Path) -> None:
     assert threads <= before[0] + 4
     assert descriptors <= before[1] + 1
     assert gone.resident_bytes_after < resident + GROWTH_BYTES
-    assert not [one for one in gc.get_objects() if type(one).__name__ in ("LoadedModel", "EngineLoop", "KVCachePool")]
+    assert not [one for one in engines() if not any(one is other for other in others)]
 
 
 async def test_a_process_that_was_started_with_a_model_can_be_given_another(
