@@ -12,8 +12,8 @@ TORCH := torch==2.13.0
 # Where the benchmarks keep checkpoints and other engines.
 PEERS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/penstock
 TESTS ?= tests benchmarks/tests
-# Tests run on so many workers, a file on one of them.
-WORKERS ?= $(shell nproc)
+# Tests run on so many workers, a file on one of them: one more than cores, since many wait for processes.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 MARKS ?= not slow and not chaos and not docker and not clients
 # Flags of `make soak`, e.g. --minutes 5 --transport grpc.

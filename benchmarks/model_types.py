@@ -24,6 +24,7 @@ import structlog
 import torch
 import transformers
 from factories.engine.fake_engine import engine_config, request
+from factories.engine.pools import add_states
 from factories.models.model_types import VOCAB_SIZE, check_ids, model_types, reference_of, tiny_model_type
 from penstock.common.errors import StartupError
 from penstock.generation.attention.kv_cache import KVCachePool
@@ -103,6 +104,7 @@ def new_engine(model: LanguageModel, device: CPUDevice, options: argparse.Namesp
     facts, blocks = model.config, options.batch * ((PROMPT + options.tokens) // 16 + 1)
     kv = KVCachePool(facts.num_layers, blocks, 16, facts.num_kv_heads, facts.head_dim, model.dtype, model.device)
     config = engine_config(num_blocks=blocks, block_size=16, max_batch_tokens=1024, max_running_sequences=options.batch)
+    config = add_states(model, kv, config)
     return Engine(config, ModelRunner(model, kv, kernels=device.sampling_kernels()), None)
 
 

@@ -83,6 +83,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_sigterm_ends_all_and_leaves_no_file(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "temporary"
@@ -94,6 +95,7 @@ def test_sigterm_ends_all_and_leaves_no_file(name: str, tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["workloads.py", "overhead.py", "wire.py", "load.py"])
 def test_services_end_with_a_driver_that_was_killed(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "temporary"

@@ -607,7 +607,8 @@ async def test_many_loads_leave_nothing(empty: Client, folder: Path) -> None:
     threads, descriptors = held()
     # The pool of threads for short work has a few at most.
     assert threads <= before[0] + 4
-    assert descriptors <= before[1] + 1
+    # Connections of gRPC come and go. A load that leaves one has left ten.
+    assert descriptors <= before[1] + 4
     assert gone.resident_bytes_after < resident + GROWTH_BYTES
     assert not [one for one in engines() if not any(one is other for other in others)]
 

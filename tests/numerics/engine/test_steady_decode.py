@@ -138,6 +138,7 @@ def carry_out(run: Run, event: tuple[str, Any], next_id: int) -> list[RunnerOutp
     return [run.step(order) for order in orders if order]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "dtype", "quantization"), KINDS)
 @settings(max_examples=25)
 @given(prompt=PROMPTS, events=st.lists(EVENTS, max_size=9), threads=st.sampled_from([1, 2]))

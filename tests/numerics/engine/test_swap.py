@@ -124,6 +124,7 @@ def check_mode(loaded: LoadedModel, draw: Draw) -> None:
         assert (engine.stats.swaps > 0) == (way != RECOMPUTE), way
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mode", RANDOM_MODES)
 def test_the_same_ids_in_every_mode_and_way(random_model: LoadedModel, mode: str) -> None:
     check_mode(random_model, RANDOM_MODES[mode])

@@ -48,6 +48,7 @@ def load(folder: Path, device: type[CPUDevice] = CPUDevice, **options: Any) -> C
     return load_model(folder, device=device(), **{"dtype": "float32", **options})
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", ["gptq", "gptq-asymmetric", "awq", "w8a8", "fp8-blocks", "nf4-nested", "torchao-int8"])
 def test_logits_are_those_of_the_numbers_that_it_means(tmp_path: Path, case: str) -> None:
     (config, quantise), form = CASES[case]
@@ -62,6 +63,7 @@ def test_logits_are_those_of_the_numbers_that_it_means(tmp_path: Path, case: str
     assert str(config["quant_method"]) in kept.config.checkpoint_format
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", ["phi3", "glm4", "gemma2", "qwen3_moe", "olmo2"])
 @pytest.mark.parametrize("case", ["gptq", "w8a8"])

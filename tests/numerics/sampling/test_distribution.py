@@ -59,6 +59,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_tokens_are_drawn_with_the_processed_probabilities(options: dict[str, Any]) -> None:
     given_V = logits(300, 11)

@@ -149,6 +149,7 @@ SMALL = engine_config(num_blocks=26, max_batch_tokens=24, max_running_sequences=
 HOSTED = dataclasses.replace(SMALL, num_host_blocks=40)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("config", [SMALL, HOSTED], ids=["without a host pool", "with one"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_replay_of_each_mode_schedules_the_same(tmp_path: Path, mode: str, config: EngineConfig) -> None:

@@ -142,6 +142,7 @@ def logits(model: CausalLM) -> torch.Tensor:
     return torch.stack(sequence.logits)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.usefixtures("native")
@@ -165,6 +166,7 @@ def test_the_model_is_the_same_and_lies_in_memory_that_was_at_hand(
     assert torch.equal(logits(loaded.model), logits(started(config).model))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_weights_that_need_padding_take_no_less_than_was_reckoned(
