@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from factories.engine.step_gate import held_after
+from factories.engine.step_gate import StepGate, held_after
 from factories.servers.generation import Client, generation_service, request, text_checkpoint
 from penstock.common.errors import StartupError, from_rpc_error
 from penstock.generation.config import GenerationServiceConfig
@@ -91,11 +91,20 @@ async def test_the_ids_are_those_of_requests_one_after_the_other(client: Client,
         assert float(line.rpartition(" ")[2]) == value, name
 
 
+async def until_swapped(client: Client, gate: StepGate) -> admin_pb2.Load:
+    """Let the engine take a step at a time until a request has given way. Requests come at their own pace."""
+    async with asyncio.timeout(60):
+        while not (load := await client.load()).swapped_requests:
+            if gate.is_spent:
+                gate.allow(1)
+    return load
+
+
 async def test_swapped_requests_that_are_cancelled_leave_nothing(client: Client) -> None:
     await client.until_idle()
     with held_after(30) as gate:
         calls = [client.generation.Generate(long_request(number)) for number in range(COUNT)]
-        load = await client.until(lambda load: load.swapped_requests > 0)
+        load = await until_swapped(client, gate)
         assert load.host_blocks_used
         for call in calls:
             call.cancel()
@@ -109,7 +118,7 @@ async def test_a_drain_waits_for_swapped_requests_and_its_grace_ends_them(client
     await client.until_idle()
     with held_after(30) as gate:
         calls = [asyncio.create_task(client.generate(long_request(number))) for number in range(COUNT)]
-        await client.until(lambda load: load.swapped_requests > 0)
+        await until_swapped(client, gate)
         draining = asyncio.create_task(_drain(client))
         await client.until(lambda load: load.draining)
         gate.open()
@@ -136,7 +145,7 @@ async def test_blocks_are_copied_by_hand_but_for_those_that_requests_hold(client
     assert swapped.blocks == 2
     with held_after(30) as gate:
         calls = [client.generation.Generate(long_request(number)) for number in range(COUNT)]
-        await client.until(lambda load: load.swapped_requests > 0)
+        await until_swapped(client, gate)
         # The engine's thread is in a step: the answer comes after it.
         pairs = [admin_pb2.BlockPair(source=block, destination=(block + 1) % BLOCKS) for block in range(BLOCKS)]
         asked = asyncio.create_task(refusal(client.admin.CopyBlocks(admin_pb2.CopyBlocksRequest(pairs=pairs))))
