@@ -1,8 +1,9 @@
-"""Output of the command line: facts to stdout, one line for an error to stderr."""
+"""Lines of the command line: facts to stdout, one line for an error to stderr, what is typed from stdin."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, TextIO
 
@@ -30,6 +31,20 @@ def say(line: str = "") -> None:
 def complain(line: str) -> None:
     """Write one line to stderr; nothing where it is closed."""
     _write(sys.stderr, f"penstock: {line}")
+
+
+def lines_until(read: Callable[[], str], end: str) -> Iterator[str]:
+    """Yield the lines from `read` that are not empty, until one is `end`, or EOFError or Ctrl-C."""
+    while True:
+        try:
+            line = read().strip()
+        except (EOFError, KeyboardInterrupt):
+            say()
+            return
+        if line == end:
+            return
+        if line:
+            yield line
 
 
 def _write(stream: TextIO | None, line: str) -> None:

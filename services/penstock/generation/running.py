@@ -21,6 +21,7 @@ from penstock.generation.delivery.watchdog import Watchdog
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.failpoints import FailingRunner
 from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.stats import EngineStats
 from penstock.generation.engine.status_log import StatusLog
 from penstock.generation.engine.trace_file import TraceFile
 from penstock.generation.grammar.compiler import GrammarCompiler
@@ -97,8 +98,13 @@ class RunningEngine:
         self._draft_files = tuple(one for one in loaded.device.mapped_files if one.path.parent != loaded.folder)
         self._watch_mapped(loaded)
         self._compiler = _compiler(loaded, config)
+        self.core = self._core(loaded, loop, hub, stats)
+
+    def _core(self, loaded: LoadedModel, loop: EngineLoop, hub: OutputHub, stats: EngineStats) -> GenerationCore:
+        """Return what the services stand on: the engine behind its loop, with the bounds of the configuration."""
+        config = self._config
         retry_seconds = loaded.engine_config.queue_full_retry_seconds
-        self.core = GenerationCore(
+        return GenerationCore(
             loaded,
             self._compiler,
             config.request_limits(),
@@ -118,7 +124,7 @@ class RunningEngine:
                 loaded.adapters,
                 config.adapter_folder(),
                 on_change=hub.notify,
-                on_failure=metrics.adapter_failed,
+                on_failure=self._metrics.adapter_failed,
             ),
             self.reload,
             config.max_warm_up_steps,

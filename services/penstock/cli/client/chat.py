@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.client.answer import allow_any_text, stats_line, stream_answer, warnings_of
 from penstock.cli.client.connection import ConnectionConfig, open_client
 from penstock.cli.client.sampling import SamplingConfig
-from penstock.cli.console import complain, console, say
+from penstock.cli.console import complain, console, lines_until
 from penstock.cli.flags import Overrides
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import PenstockError
@@ -64,18 +64,8 @@ class ChatSession:
 
     def run(self, read: Callable[[], str]) -> None:
         """Answer lines from `read` until /quit or EOFError."""
-        while True:
-            try:
-                line = read().strip()
-            except (EOFError, KeyboardInterrupt):
-                say()
-                return
-            if line == "/quit":
-                return
-            if line.startswith("/"):
-                self._command(line)
-            elif line:
-                self._ask(line)
+        for line in lines_until(read, "/quit"):
+            (self._command if line.startswith("/") else self._ask)(line)
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.client.answer import allow_any_text, stats_line, stream_answer, warnings_of
-from penstock.cli.console import complain, console, say
+from penstock.cli.console import complain, console, lines_until, say
 from penstock.cli.infer.config import AUTO, NONE, InferConfig, generation_config
 from penstock.cli.infer.journal import json_list, write_whole
 from penstock.cli.infer.prompts import Message, Prompter, has_template, with_terminators
@@ -59,18 +59,8 @@ class Conversation:
 
     def run(self, read: Callable[[], str]) -> None:
         """Answer lines from `read` until !quit or EOFError."""
-        while True:
-            try:
-                line = read().strip()
-            except (EOFError, KeyboardInterrupt):
-                say()
-                return
-            if line == "!quit":
-                return
-            if line.startswith("!"):
-                self._command(line)
-            elif line:
-                self._ask(line)
+        for line in lines_until(read, "!quit"):
+            (self._command if line.startswith("!") else self._ask)(line)
 
     # Commands.
 

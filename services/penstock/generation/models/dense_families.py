@@ -1,4 +1,5 @@
-"""Families that differ from Llama in a few flags: Phi-3 and Phi-4, Granite, OLMo 2 and 3, SmolLM3, GLM-4, Cohere."""
+"""Llama, and families that differ from it in a few flags: Mistral, Qwen2 and 3, Phi-3 and Phi-4, Granite, OLMo 2 and 3,
+SmolLM3, GLM-4, Cohere."""
 
 from __future__ import annotations
 
@@ -13,13 +14,97 @@ from penstock.generation.models.family import (
     FULL,
     SLIDING,
     Family,
+    always,
     from_field,
     read_layer_types,
     read_rope_of_kind,
+    windows_by_layer_type,
     windows_in_turns,
 )
 
 _log = get_logger("penstock.generation")
+
+# Llama 2, 3, 3.1, 3.2 and models that share their architecture.
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    qkv_bias=from_field("attention_bias"),
+    output_bias=from_field("attention_bias"),
+    mlp_bias=from_field("mlp_bias"),
+    default_bos=1,
+    default_eos=(2,),
+    defaults={
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+)
+
+
+def all_or_no_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Return the windows of a model in which every layer slides, or none. An absent `sliding_window` means the class
+    default, null means none. `layer_types` has no effect, as in transformers 5.x."""
+    if config.values.get("sliding_window", 4096) is None:
+        return (None,) * num_layers
+    return (config.integer("sliding_window", 4096),) * num_layers
+
+
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    sliding_windows=all_or_no_windows,
+    default_bos=1,
+    default_eos=(2,),
+    defaults={
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+)
+
+# Qwen1.5, Qwen2, Qwen2.5.
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    qkv_bias=always,
+    sliding_windows=windows_by_layer_type,
+    defaults={
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+    },
+)
+
+# Dense Qwen3.
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    qkv_bias=from_field("attention_bias"),
+    output_bias=from_field("attention_bias"),
+    qk_norm=True,
+    sliding_windows=windows_by_layer_type,
+    default_head_dim=128,
+    defaults={
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+    },
+)
 
 
 def _rotary_dim(config: ConfigReader, head_dim: int, default_factor: float) -> tuple[int, ConfigReader]:

@@ -14,8 +14,8 @@ from penstock.generation.core.model_config import (
     RopeConfig,
 )
 from penstock.generation.layers.rope import read_rope
+from penstock.generation.models.dense_families import QWEN3
 from penstock.generation.models.family import Family, read_layer_types, windows_in_turns
-from penstock.generation.models.qwen3 import QWEN3
 
 # No model has more. Names of all of their tensors are made before a weight is looked at.
 _MOST_EXPERTS = 1024

@@ -11,14 +11,24 @@ import torch
 from penstock.common.errors import StartupError
 from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, ModelConfig, ModelRoute, read_json
-from penstock.generation.models.dense_families import COHERE, COHERE2, GLM, GLM4, GRANITE, OLMO2, OLMO3, PHI3, SMOLLM3
+from penstock.generation.models.dense_families import (
+    COHERE,
+    COHERE2,
+    GLM,
+    GLM4,
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+)
 from penstock.generation.models.gemma import GEMMA2, GEMMA3
-from penstock.generation.models.llama import LLAMA
 from penstock.generation.models.loader import Weights, build_model
-from penstock.generation.models.mistral import MISTRAL
 from penstock.generation.models.mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from penstock.generation.models.qwen2 import QWEN2
-from penstock.generation.models.qwen3 import QWEN3
 from penstock.generation.models.transformers_loading import load_transformers_model, read_transformers_config
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import is_packed

@@ -138,9 +138,7 @@ def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: Coun
         raise StartupError("MODEL's folder holds another model or tokenizer: start a process for it", flag="MODEL")
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels)
-    stored, packed = stored_weight_bytes(folder), is_packed(folder)
-    is_as_stored = packed or found.route == "fallback"
-    check_weights(stored, None if is_as_stored else found, config.quantization, device.memory().available)
+    _check_room(config, folder, found, None, device.memory().available)
     model = load_model(
         folder,
         dtype=config.dtype,
@@ -186,18 +184,10 @@ def _load(
     device.start(num_threads=config.threads, kernels=config.kernels, arena=arena)
     # Memory that is already taken for the weights counts as free.
     available = device.memory().available + (0 if arena is None else arena.num_touched)
-    packed = is_packed(folder)
-    # Transformers reads all of them before any is quantised.
-    is_as_stored = packed or model_config.route == "fallback"
-    check_weights(stored_weight_bytes(folder), None if is_as_stored else model_config, config.quantization, available)
-    if kv_memory is not None and not is_as_stored:
-        least = least_weight_bytes(folder, config.dtype, config.quantization, map_embeddings=config.map_embeddings)
-        check_kv_memory(least, kv_memory, available)
+    _check_room(config, folder, model_config, kv_memory, available)
     model, draft_weights = _weights(config, folder, name, device, show)
     weights_are_loaded()
-    if (option := unsupported_option(defaults.options, model.unsupported)) is not None:
-        name = option.removeprefix("config.")
-        raise StartupError(f"generation_config.json: {name} {model.unsupported[option]}", flag="MODEL")
+    _check_defaults(defaults, model)
     if prefixes is not None:
         # No other work may run while steps are measured.
         wait([prefixes])
@@ -256,6 +246,25 @@ def _load(
         plugins,
         host_kv,
     )
+
+
+def _check_room(
+    config: GenerationServiceConfig, folder: Path, model: ModelConfig, kv_memory: int | None, available: int
+) -> None:
+    """Refuse weights, and a KV pool beside them, that `available` bytes cannot hold, before any is read."""
+    # Transformers reads all of them before any is quantised.
+    is_as_stored = is_packed(folder) or model.route == "fallback"
+    check_weights(stored_weight_bytes(folder), None if is_as_stored else model, config.quantization, available)
+    if kv_memory is not None and not is_as_stored:
+        least = least_weight_bytes(folder, config.dtype, config.quantization, map_embeddings=config.map_embeddings)
+        check_kv_memory(least, kv_memory, available)
+
+
+def _check_defaults(defaults: ModelDefaults, model: LanguageModel) -> None:
+    """Refuse a generation_config.json that asks of every request what the model cannot do."""
+    if (option := unsupported_option(defaults.options, model.unsupported)) is not None:
+        field = option.removeprefix("config.")
+        raise StartupError(f"generation_config.json: {field} {model.unsupported[option]}", flag="MODEL")
 
 
 def _number_formats(model: ModelConfig) -> str:

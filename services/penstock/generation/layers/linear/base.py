@@ -157,11 +157,16 @@ class LinearMethod(ABC):
     ) -> Linear:
         """Return a linear layer of these very whole numbers and scales, in their own form; `kernels`: gated, with half
         of the outputs, as the method of that name."""
-        raise TypeError(f"{self.name} keeps no whole numbers")
+        linear = self._whole(all_rows(weight), bias_O)
+        return linear if kernels is None else Gated(linear, kernels.gate(activation))
 
     @abstractmethod
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         """Return `linear` of a weight that is a whole tensor."""
+
+    def _whole(self, rows: WholeRows, bias_O: Tensor | None) -> Linear:
+        """Return a linear layer of these whole numbers."""
+        raise TypeError(f"{self.name} keeps no whole numbers")
 
 
 class Gated(Linear):

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.core.model_config import Activation
 from penstock.generation.layers.linear.base import (
-    Gated,
     Linear,
     LinearMethod,
     Weight,
     WholeRows,
-    WholeWeight,
-    all_rows,
     check_finite,
     dense,
 )
 from penstock.generation.layers.linear.int8 import Int8Linear, check_int8_product
-
-if TYPE_CHECKING:
-    from penstock.generation.layers.kernels import LayerKernels
 
 GROUP = 32
 # torch packs the outputs in blocks of this many.
@@ -107,16 +98,8 @@ class Int4LinearMethod(LinearMethod):
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return Int4Linear(weight_OI, bias_O)
 
-    def whole(
-        self,
-        weight: WholeWeight,
-        bias_O: Tensor | None,
-        kernels: LayerKernels | None = None,
-        activation: Activation = Activation.SILU,
-    ) -> Linear:
-        """See LinearMethod."""
-        linear = Int4Linear(all_rows(weight), bias_O)
-        return linear if kernels is None else Gated(linear, kernels.gate(activation))
+    def _whole(self, rows: WholeRows, bias_O: Tensor | None) -> Linear:
+        return Int4Linear(rows, bias_O)
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
         """See LinearMethod."""

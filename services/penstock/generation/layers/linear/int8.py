@@ -8,26 +8,17 @@ once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from penstock.common.errors import StartupError
-from penstock.generation.core.model_config import Activation
 from penstock.generation.host.cpu_features import Int8Product, int8_product
 from penstock.generation.layers.linear.base import (
-    Gated,
     Linear,
     LinearMethod,
     WholeRows,
-    WholeWeight,
-    all_rows,
     check_finite,
 )
-
-if TYPE_CHECKING:
-    from penstock.generation.layers.kernels import LayerKernels
 
 _MOST = 127.0
 
@@ -124,13 +115,5 @@ class Int8LinearMethod(LinearMethod):
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return Int8Linear(weight_OI, bias_O)
 
-    def whole(
-        self,
-        weight: WholeWeight,
-        bias_O: Tensor | None,
-        kernels: LayerKernels | None = None,
-        activation: Activation = Activation.SILU,
-    ) -> Linear:
-        """See LinearMethod."""
-        linear = Int8Linear(all_rows(weight), bias_O)
-        return linear if kernels is None else Gated(linear, kernels.gate(activation))
+    def _whole(self, rows: WholeRows, bias_O: Tensor | None) -> Linear:
+        return Int8Linear(rows, bias_O)
