@@ -24,7 +24,7 @@ from penstock.common.units import format_size
 from penstock.generation.core.model_config import ModelConfig, ModelRoute
 from penstock.generation.devices.registry import open_device
 from penstock.generation.host.mapped import map_file, populate
-from penstock.generation.layers.linear.base import Linear
+from penstock.generation.layers.linear.base import INT4_ASYMMETRIC, Linear
 from penstock.generation.layers.linear.native import NativeLinear
 from penstock.generation.models.registry import checkpoint_weights, read_model_config
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
@@ -130,8 +130,10 @@ def _write(
 ) -> None:
     """Write all of the file. When this returns it is on the disk, and not in memory."""
     head, table = weights.head_and_table()
-    places = layout(config, weights.dtype, facts.quantization, has_table=table is not None)
-    facts = replace(facts, source_sha256=json.dumps(dict.fromkeys(file_names(folder), "0" * 64)))
+    names = _asymmetric_names(config, weights)
+    places = layout(config, weights.dtype, facts.quantization, has_table=table is not None, asymmetric=names)
+    digests_to_come = json.dumps(dict.fromkeys(file_names(folder), "0" * 64))
+    facts = replace(facts, source_sha256=digests_to_come, asymmetric=json.dumps(names))
     start, size = header(places, facts), max(place.end for place in places.values())
     _check_space(path.parent, len(start) + size)
     with path.open("wb") as file, _source_digests(folder) as digests:
@@ -150,6 +152,16 @@ def _write(
             # The page cache holds it in small pages. A later mapping reads it again, in large ones.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     populate(map_file(path))
+
+
+def _asymmetric_names(config: ModelConfig, weights: CheckpointWeights) -> list[str]:
+    """Return the names of the matrices of layers that will be int4 with offsets."""
+    return [
+        f"{layer_prefix(index)}{linear.name}"
+        for index in range(config.num_layers)
+        for linear in layer_linears(config, index)
+        if weights.kept_form(layer_prefix(index), linear) == INT4_ASYMMETRIC
+    ]
 
 
 class _WeightWriter:

@@ -111,7 +111,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
         "pack-quantized",
         {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
         None,
-        "float32",
+        "int4-asymmetric",
     ),
     "W8A8": (
         "int-quantized",
@@ -277,8 +277,8 @@ def test_gptq(tmp_path: Path, bits: int, symmetric: bool, version: str) -> None:
         "quant_method": "gptq", "bits": bits, "group_size": 32, "sym": symmetric, "checkpoint_format": version,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    kept = bits < 4 or (bits == 4 and symmetric)
-    check(folder, dense_reference(tmp_path / "dense", source, weights), "int4" if kept else "float32")
+    form = "int4" if bits < 4 or symmetric else "int4-asymmetric"
+    check(folder, dense_reference(tmp_path / "dense", source, weights), form if bits <= 4 else "float32")
 
 
 def test_awq(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_awq(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    check(folder, dense_reference(tmp_path / "dense", source, weights), "float32")
+    check(folder, dense_reference(tmp_path / "dense", source, weights), "int4-asymmetric")
 
 
 def test_fp8_of_transformers(tmp_path: Path) -> None:

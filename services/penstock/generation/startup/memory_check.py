@@ -13,7 +13,7 @@ from penstock.generation.weights.files import PACKED_FILE, is_packed
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
 
 # Bytes per weight of a linear layer, with its part of the scales.
-_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.625}
+_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.625, "int4-asymmetric": 0.75}
 
 
 def stored_weight_bytes(folder: Path) -> int:
@@ -66,5 +66,8 @@ def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
         return int((total - layers) * item + layers * _QUANTISED_BYTES.get(kept, item))
     if model.checkpoint_format:
         stored = total * 2
+    if quantization == "int4" and model.kept_form == "int4-asymmetric":
+        # Kept as it is, too.
+        quantization = model.kept_form
     # The embedding's table stays as it is. The head is int8 with either quantization, also where the two are tied.
     return int(stored * table / total + table * _QUANTISED_BYTES["int8"] + layers * _QUANTISED_BYTES[quantization])

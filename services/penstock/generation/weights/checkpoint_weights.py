@@ -15,7 +15,7 @@ from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.core.model_config import Activation
 from penstock.generation.host.memory import trim_heap
-from penstock.generation.layers.linear.base import NotFinite, WholeRows
+from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8, NotFinite, WholeRows
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, HeadOrder, LayerLinear
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _log = get_logger("penstock.generation")
 # Forms of whole numbers that a quantised matrix may keep, by --quantization.
-_KEPT = {"auto": ("int8", "int4"), "none": (), "int8": ("int8",), "int4": ("int4",)}
+_KEPT = {"auto": (INT8, INT4, INT4_ASYMMETRIC), "none": (), INT8: (INT8,), INT4: (INT4, INT4_ASYMMETRIC)}
 
 
 class TensorSource(Protocol):
@@ -62,7 +62,7 @@ class TensorSource(Protocol):
         """True for a quantised matrix."""
 
     def form(self, tensor: str) -> str:
-        """Return the form of whole numbers that a quantised matrix has, int8 or int4; empty: none."""
+        """Return the form of whole numbers that a quantised matrix has (layers.linear.base); empty: none."""
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
         """Yield the rows of a matrix that has a form, as `pieces`."""
@@ -99,7 +99,7 @@ class CheckpointWeights:
         has_products = dtype in (torch.bfloat16, torch.float32)
         self._kept = _KEPT.get(quantization, ()) if has_products else ()
         # With either --quantization the head is int8.
-        self._kept_head = ("int8",) if has_products and quantization == "int4" else self._kept
+        self._kept_head = (INT8,) if has_products and quantization == INT4 else self._kept
         self._whole_methods: dict[str, LinearMethod | None] = {}
         self._forms: Counter[str] = Counter()
         self._kernels = device.layer_kernels(dtype)
@@ -140,6 +140,12 @@ class CheckpointWeights:
             bias = linear.order.applied(bias)
         stored = self._weight([f"{name}.weight" for name in names], linear.order)
         return self._made(stored, lambda: self._whole(stored, kept, bias, kernels, activation) or made(stored, bias))
+
+    def kept_form(self, prefix: str, linear: LayerLinear) -> str:
+        """Return the form of whole numbers that `linear` will keep; empty: it does not. Opens its matrices."""
+        if linear.is_exact or linear.expert is not None:
+            return ""
+        return self._common_form([f"{prefix}{part}.weight" for part in linear.parts], self._kept)
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
         """See Weights."""
@@ -201,18 +207,23 @@ class CheckpointWeights:
         activation: Activation = Activation.SILU,
     ) -> Linear | None:
         """Return the Linear of whole numbers; None where the tensors have no common form that is to be kept."""
-        forms = {self._checkpoint.form(name) for name in weight.names} if kept else {""}
-        weight.form = forms.pop()
-        if forms or weight.form not in kept:
-            return None
-        method = self._whole_method(weight.form)
+        weight.form = self._common_form(weight.names, kept)
+        method = self._whole_method(weight.form) if weight.form else None
         return None if method is None else method.whole(weight, bias, kernels, activation)
+
+    def _common_form(self, names: Sequence[str], kept: tuple[str, ...]) -> str:
+        """Return the form of one product of these tensors; empty where they have none in common, or none of `kept`."""
+        forms = {self._checkpoint.form(name) for name in names} if kept else set()
+        if forms == {INT4, INT4_ASYMMETRIC}:
+            # A symmetric part gets offsets, too.
+            return INT4_ASYMMETRIC
+        return next(iter(forms)) if len(forms) == 1 and forms <= set(kept) else ""
 
     def _whole_method(self, form: str) -> LinearMethod | None:
         """Return the method of a form; None where this device has no such product, which nobody asked for by name."""
         if form not in self._whole_methods:
             try:
-                self._whole_methods[form] = self._device.linear_method(self.dtype, form)
+                self._whole_methods[form] = self._device.linear_method(self.dtype, INT8 if form == INT8 else INT4)
             except StartupError as error:
                 _log.warning("matrices of whole numbers become numbers of the dtype", form=form, cause=error.message)
                 self._whole_methods[form] = None
@@ -281,10 +292,14 @@ class StoredWeight:
         first, order = 0, self._order
         for name in self.names:
             for piece in self._checkpoint.whole_pieces(name, multiple=1 if order is None else len(order.dims)):
-                if order is None:
-                    yield piece
-                else:
-                    yield WholeRows(order.applied(piece.values, first), order.applied(piece.scale, first))
+                rows = piece.asymmetric() if self.form == INT4_ASYMMETRIC else piece
+                if order is not None:
+                    rows = WholeRows(
+                        order.applied(rows.values, first),
+                        order.applied(rows.scale, first),
+                        None if rows.offset is None else order.applied(rows.offset, first),
+                    )
+                yield rows
                 first += piece.values.shape[0]
 
     def joined(self) -> Tensor:

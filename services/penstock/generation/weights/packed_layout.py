@@ -7,6 +7,7 @@ them, since safetensors allows no gaps. A reader computes the place of each tens
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 import torch
@@ -43,6 +44,8 @@ class PackedFacts:
     # Name of the checkpoint, and SHA-256 of its files as JSON.
     source: str = ""
     source_sha256: str = "{}"
+    # Names of int4 matrices that have offsets, as JSON.
+    asymmetric: str = "[]"
     # SHA-256 of all bytes behind the header.
     sha256: str = _NO_DIGEST
     # Version of Penstock, for people.
@@ -62,12 +65,19 @@ class Place:
     end: int
 
 
-def layout(config: ModelConfig, dtype: torch.dtype, quantization: str, *, has_table: bool) -> dict[str, Place]:
+def layout(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantization: str,
+    *,
+    has_table: bool,
+    asymmetric: Collection[str] = (),
+) -> dict[str, Place]:
     """Return every tensor of the file, in order. `has_table`: the embedding is a tensor of its own, not the head's
-    rows. The kernels must be loaded."""
+    rows. `asymmetric`: names of int4 matrices that have offsets. The kernels must be loaded."""
     places: dict[str, Place] = {}
     end = 0
-    for name, kind, shape in _tensors(config, dtype, quantization, has_table):
+    for name, kind, shape in _tensors(config, dtype, quantization, has_table, asymmetric):
         size = kind.itemsize * torch.Size(shape).numel()
         places[name] = Place(kind, shape, end, end + size)
         end += size
@@ -98,7 +108,9 @@ def entries_of(places: dict[str, Place]) -> dict[str, object]:
 _Entry = tuple[str, torch.dtype, tuple[int, ...]]
 
 
-def _tensors(config: ModelConfig, dtype: torch.dtype, quantization: str, has_table: bool) -> list[_Entry]:
+def _tensors(
+    config: ModelConfig, dtype: torch.dtype, quantization: str, has_table: bool, asymmetric: Collection[str]
+) -> list[_Entry]:
     layers, head = formats(dtype, quantization)
     table = (config.vocab_size, config.hidden_size)
 
@@ -114,7 +126,8 @@ def _tensors(config: ModelConfig, dtype: torch.dtype, quantization: str, has_tab
         prefix = layer_prefix(index)
         found += [(f"{prefix}{name}", norm_dtype, (width,)) for name, width in layer_norms(config).items()]
         for one in layer_linears(config, index):
-            format = exact if one.is_exact else layers
-            found += parts(f"{prefix}{one.name}", part_sizes(one.shape, format, gated=one.gated, has_bias=one.has_bias))
+            name, format = f"{prefix}{one.name}", exact if one.is_exact else layers
+            sizes = part_sizes(one.shape, format, gated=one.gated, has_bias=one.has_bias, has_offset=name in asymmetric)
+            found += parts(name, sizes)
     found.append((NORM, norm_dtype, (config.hidden_size,)))
     return found

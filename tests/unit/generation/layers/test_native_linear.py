@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.layers.kernels import LayerKernels
-from penstock.generation.layers.linear.base import NotFinite
+from penstock.generation.layers.linear.base import NotFinite, WholeRows
 from penstock.generation.layers.linear.int4 import quantize_groups
 from penstock.generation.layers.linear.int8 import Int8Linear, quantize_rows
-from penstock.generation.layers.linear.native import Format, NativeLinearMethod
+from penstock.generation.layers.linear.native import Format, NativeLinear, NativeLinearMethod
 
 # Largest difference relative to the largest value: of the dtype's rounding, or of sums in another order.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
@@ -207,3 +208,62 @@ def test_no_scale_holds_a_weight_that_is_not_finite(format: Format, bad: float) 
         NativeLinearMethod(format).linear(weight, None)
     with pytest.raises(NotFinite):
         NativeLinearMethod(format).gated(InPieces(weight, 16), None, LayerKernels())
+
+
+class WithOffsets:
+    """Random whole numbers with a scale and an offset for each 32 inputs."""
+
+    form = "int4-asymmetric"
+    dtype = torch.float32
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        random = torch.Generator().manual_seed(outputs * inputs)
+        self.shape = outputs, inputs
+        self.values = torch.randint(0, 16, self.shape, generator=random).to(torch.uint8)
+        self.scale = torch.rand(outputs, -(-inputs // 32), generator=random) - 0.5
+        self.offset = self.scale * -16 * torch.rand(self.scale.shape, generator=random)
+
+    def whole_pieces(self) -> Iterator[WholeRows]:
+        for first in range(0, self.shape[0], 19):
+            part = slice(first, first + 19)
+            yield WholeRows(self.values[part], self.scale[part], self.offset[part])
+
+    @property
+    def dense(self) -> torch.Tensor:
+        scale, offset = (
+            one.double().repeat_interleave(32, dim=1)[:, : self.shape[1]] for one in (self.scale, self.offset)
+        )
+        return self.values.double() * scale + offset
+
+
+@pytest.mark.parametrize("as_bf16", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 100), (6, 6), (64, 9001)])
+def test_offsets_of_int4_are_part_of_the_product(outputs: int, inputs: int, as_bf16: bool) -> None:
+    weight = WithOffsets(outputs, inputs)
+    x = torch.randn(30, inputs).to(torch.bfloat16 if as_bf16 else torch.float32)
+    bias = torch.randn(outputs)
+    method = NativeLinearMethod(Format.INT4)
+    linear = method.whole(weight, bias)
+    # The product takes x as int4 does.
+    _, given = quantised(torch.zeros(2, inputs), x, Format.INT4)
+    expected = given @ weight.dense.T + bias.double()
+    found = linear.as_float(x)
+    assert_near(found, expected, 1e-4)
+    assert torch.equal(linear.as_float(x[7:8]), found[7:8])
+    gate, value = expected.chunk(2, dim=1)
+    assert_near(method.whole(weight, bias, LayerKernels()).as_float(x), F.silu(gate) * value, 2e-2 if as_bf16 else 1e-4)
+
+
+def test_offsets_that_cannot_be_are_refused() -> None:
+    weight = WithOffsets(64, 64)
+    packed = NativeLinearMethod(Format.INT4).whole(weight, None).packed
+    x = torch.randn(2, 64)
+    for offset in (packed.offset[:-1], packed.offset[:0]):
+        with pytest.raises(RuntimeError, match="offsets"):
+            NativeLinear(replace(packed, offset=offset))(x)
+    int8 = NativeLinearMethod(Format.INT8).linear(torch.randn(64, 64), None).packed
+    with pytest.raises(RuntimeError, match="offsets"):
+        NativeLinear(replace(int8, offset=packed.offset))(x)
+    weight.offset[50, 1] = float("inf")
+    with pytest.raises(NotFinite):
+        NativeLinearMethod(Format.INT4).whole(weight, None)

@@ -73,6 +73,20 @@ def test_blocks_mean_what_transformers_makes_of_them(kind: str) -> None:
     assert expected.isfinite().float().mean() > 0.8
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_whole_numbers_mean_the_same(kind: str) -> None:
+    stored = TYPES[NUMBERS[kind]]
+    random = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 256, (50, stored.num_bytes), dtype=torch.uint8, generator=random)
+    values, scale, offset = gguf._WHOLE[kind](blocks)
+    assert int(values.max()) == 15
+    assert (offset is None) == (gguf.WHOLE_TYPES[kind] == "int4")
+    groups, scale = values.reshape(-1, 32).float(), scale.reshape(-1, 1)
+    meant = (groups - 8) * scale if offset is None else groups * scale + offset.reshape(-1, 1)
+    exact = gguf._NUMBERS[kind](blocks).reshape(-1, 32)
+    assert torch.allclose(meant, exact, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
 def q4_0(value: Tensor) -> tuple[bytes, Tensor]:
     """A matrix as Q4_0, and its numbers."""
     groups = value.reshape(-1, 32)

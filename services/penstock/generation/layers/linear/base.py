@@ -48,14 +48,25 @@ class Weight(Protocol):
         """Return all of the weight, in memory that nothing else uses."""
 
 
+# Forms of whole numbers that a product of ours has: int4's numbers mean (value - 8) * scale, those of the other form
+# value * scale + offset, with an offset for each scale.
+INT8, INT4, INT4_ASYMMETRIC = "int8", "int4", "int4-asymmetric"
+
+
 @dataclass(frozen=True, slots=True)
 class WholeRows:
-    """Rows of a weight as whole numbers and scales, in the form int8 or int4."""
+    """Rows of a weight as whole numbers and scales, in a form of those above."""
 
-    # (rows, inputs); int8: from -128 to 127, as int8; int4: from 0 to 15, as uint8, which mean value - 8.
+    # (rows, inputs); int8: from -128 to 127, as int8; int4: from 0 to 15, as uint8.
     values: Tensor
     # float32; int8: (rows); int4: (rows, groups), of 32 inputs each.
     scale: Tensor
+    # float32 (rows, groups); int4-asymmetric only.
+    offset: Tensor | None = None
+
+    def asymmetric(self) -> WholeRows:
+        """Return the same numbers of an int4 form as int4-asymmetric."""
+        return self if self.offset is not None else WholeRows(self.values, self.scale, self.scale * -8.0)
 
 
 class WholeWeight(Protocol):
@@ -63,7 +74,7 @@ class WholeWeight(Protocol):
 
     shape: tuple[int, int]
     dtype: torch.dtype
-    # int8 or int4.
+    # int8, int4 or int4-asymmetric: of all pieces.
     form: str
 
     def whole_pieces(self) -> Iterator[WholeRows]:
@@ -73,7 +84,12 @@ class WholeWeight(Protocol):
 def all_rows(weight: WholeWeight) -> WholeRows:
     """Return all rows in one."""
     pieces = list(weight.whole_pieces())
-    return WholeRows(torch.cat([one.values for one in pieces]), torch.cat([one.scale for one in pieces]))
+    offsets = [one.offset for one in pieces if one.offset is not None]
+    return WholeRows(
+        torch.cat([one.values for one in pieces]),
+        torch.cat([one.scale for one in pieces]),
+        torch.cat(offsets) if offsets else None,
+    )
 
 
 def dense(weight_OI: Tensor | Weight) -> Tensor:
@@ -110,7 +126,7 @@ class Linear(ABC):
 
     @property
     def quantised_as(self) -> str:
-        """Number format of a quantised weight, int8 or int4; empty: it is not quantised."""
+        """Form of a quantised weight, int8, int4 or int4-asymmetric; empty: it is not quantised."""
         return ""
 
     @property

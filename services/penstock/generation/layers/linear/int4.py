@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.layers.linear.base import (
+    INT4,
+    INT4_ASYMMETRIC,
     Linear,
     LinearMethod,
     Weight,
@@ -36,11 +38,20 @@ def quantize_groups(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return values.flatten(1).int(), scale.squeeze(2)
 
 
+def _torch_zero(scale: Tensor, offset: Tensor, rounded: Tensor) -> Tensor:
+    """Return torch's zero of `offset`, so that (value - 8) * `rounded` + zero is 0 for the value for which
+    value * `scale` + offset is."""
+    is_constant = scale == 0
+    steps = offset / torch.where(is_constant, 1.0, scale) + 8.0
+    return torch.where(is_constant, offset, steps * rounded)
+
+
 class Int4Linear(Linear):
     """A linear layer with weights of half a byte each, and 1/16 byte for the scales."""
 
     def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
-        """Take a weight to quantise, or one that is whole numbers; their scales are rounded to bfloat16."""
+        """Take a weight to quantise, or one that is whole numbers; their scales and offsets are rounded to bfloat16."""
+        offset = None
         if isinstance(weight_OI, Tensor):
             self.out_features, self.in_features = weight_OI.shape
             values, scale = quantize_groups(F.pad(weight_OI, (0, 0, 0, -self.out_features % _BLOCK)))
@@ -49,10 +60,16 @@ class Int4Linear(Linear):
             rows = -self.out_features % _BLOCK
             values = F.pad(weight_OI.values, (0, -self.in_features % GROUP, 0, rows), value=8).int()
             scale = F.pad(weight_OI.scale, (0, 0, 0, rows)).bfloat16()
+            offset = weight_OI.offset
         check_finite(scale)
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, _INNER_TILES)
         # torch adds its zero: (value - 8) * scale + zero.
-        self._scale_and_zero = torch.stack([scale, torch.zeros_like(scale)], dim=2).transpose(0, 1).contiguous()
+        zero = torch.zeros_like(scale)
+        if offset is not None and not isinstance(weight_OI, Tensor):
+            check_finite(offset)
+            zero[: self.out_features] = _torch_zero(weight_OI.scale, offset, scale[: self.out_features])
+        self._form = INT4 if offset is None else INT4_ASYMMETRIC
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, _INNER_TILES)
+        self._scale_and_zero = torch.stack([scale, zero], dim=2).transpose(0, 1).contiguous()
         self._bias = None if bias_O is None else bias_O.float()
         self._padding = values.shape[1] - self.in_features
 
@@ -72,7 +89,7 @@ class Int4Linear(Linear):
     @property
     def quantised_as(self) -> str:
         """See Linear."""
-        return "int4"
+        return self._form
 
     @property
     def mean_scale(self) -> float:

@@ -15,7 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.core.model_config import Activation
-from penstock.generation.layers.linear.base import Linear, LinearMethod, NotFinite, Rows, Weight, WholeRows, WholeWeight
+from penstock.generation.layers.linear.base import (
+    INT4_ASYMMETRIC,
+    INT8,
+    Linear,
+    LinearMethod,
+    NotFinite,
+    Rows,
+    Weight,
+    WholeRows,
+    WholeWeight,
+)
 
 if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
@@ -89,17 +99,26 @@ class PackedWeight:
     scale: Tensor | None = None
     # int8: each output's sum of weights.
     sum: Tensor | None = None
+    # int4 with zeros: what is added to every number of a group, one per group and output.
+    offset: Tensor | None = None
 
     def parts(self) -> dict[str, Tensor]:
         """Return the tensors that the format has, in the order of `part_sizes`."""
-        every = {"weight": self.weight, "bias": self.bias, "scale": self.scale, "sum": self.sum}
+        every = {
+            "weight": self.weight,
+            "bias": self.bias,
+            "scale": self.scale,
+            "sum": self.sum,
+            "offset": self.offset,
+        }
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
 
 def part_sizes(
-    shape: tuple[int, int], format: Format, *, gated: bool, has_bias: bool
+    shape: tuple[int, int], format: Format, *, gated: bool, has_bias: bool, has_offset: bool = False
 ) -> dict[str, tuple[torch.dtype, int]]:
-    """Return dtype and number of elements of each tensor of a packed (outputs, inputs) weight."""
+    """Return dtype and number of elements of each tensor of a packed (outputs, inputs) weight. `has_offset`: of int4
+    only."""
     outputs, inputs = shape
     panels = _num_panels(outputs, gated=gated)
     sizes = {"weight": (torch.uint8, int(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated)))}
@@ -109,6 +128,8 @@ def part_sizes(
         sizes |= {"scale": (torch.float32, panels * PANEL), "sum": (torch.int32, panels * PANEL)}
     elif format is Format.INT4:
         sizes["scale"] = (torch.float32, panels * -(-inputs // GROUP) * PANEL)
+        if has_offset:
+            sizes["offset"] = sizes["scale"]
     return sizes
 
 
@@ -130,6 +151,7 @@ class NativeLinear(Linear):
             bias=packed.bias,
             column_scale=packed.scale,
             column_sum=packed.sum,
+            column_offset=packed.offset,
             gate=self.gate,
         )
         self._multiply = partial(multiply, as_float=False)
@@ -164,6 +186,7 @@ class NativeLinear(Linear):
             packed.bias,
             packed.scale,
             packed.sum,
+            packed.offset,
             self.gate,
             as_float,
         )
@@ -186,6 +209,8 @@ class NativeLinear(Linear):
     @property
     def quantised_as(self) -> str:
         """See Linear."""
+        if self.packed.offset is not None:
+            return INT4_ASYMMETRIC
         return self.format.name.lower() if self.format in (Format.INT8, Format.INT4) else ""
 
     @property
@@ -275,9 +300,10 @@ def _pack(
 def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gated: bool) -> PackedWeight:
     """Write whole numbers where `pack_rows` of the kernels writes those that it rounds to."""
     outputs, inputs = weight.shape
-    format = Format[weight.form.upper()]
-    sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None)
-    parts = {name: torch.zeros(count, dtype=kind) for name, (kind, count) in sizes.items() if name in ("scale", "sum")}
+    format, has_offset = Format.INT8 if weight.form == INT8 else Format.INT4, weight.form == INT4_ASYMMETRIC
+    sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None, has_offset=has_offset)
+    kept = ("scale", "sum", "offset")
+    parts = {name: torch.zeros(count, dtype=kind) for name, (kind, count) in sizes.items() if name in kept}
     memory = slabs.take(sizes["weight"][1]).zero_()
     panels, width = _num_panels(outputs, gated=gated), PANEL // 2 if gated else PANEL
     # A gated panel has rows of the first half of the outputs, and then those of the other half.
@@ -286,10 +312,13 @@ def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gat
     last = outputs // 2 if gated else outputs
     first = 0
     for piece in weight.whole_pieces():
-        if len(bad := (~piece.scale.isfinite()).view(len(piece.scale), -1).any(1).nonzero()):
-            raise NotFinite(first + int(bad[0]))
         found = {"words": _int8_words(piece) if format is Format.INT8 else _int4_words(piece)}
         found["scale"] = piece.scale.view(len(piece.scale), -1)
+        if piece.offset is not None:
+            found["offset"] = piece.offset
+        for numbers in (found["scale"], found.get("offset", found["scale"])):
+            if len(bad := (~numbers.isfinite()).any(1).nonzero()):
+                raise NotFinite(first + int(bad[0]))
         if format is Format.INT8:
             found["sum"] = piece.values.sum(1, dtype=torch.int32)[:, None]
         middle = min(max(last - first, 0), len(piece.values)) if gated else len(piece.values)
@@ -300,7 +329,7 @@ def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gat
                 _put(target[:, :, 1], first + middle - last, rows[middle:])
         first += len(piece.values)
     bias = None if bias_O is None else _in_panels(bias_O.float(), gated=gated)
-    return PackedWeight((outputs, inputs), weight.dtype, format, gated, memory, bias, parts["scale"], parts.get("sum"))
+    return PackedWeight((outputs, inputs), weight.dtype, format, gated, memory, bias, **parts)
 
 
 def _int8_words(piece: WholeRows) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.generation.core.model_config import ConfigReader
+from penstock.generation.layers.linear.base import INT4_ASYMMETRIC
+from penstock.generation.layers.linear.native import GROUP
 from penstock.generation.weights.quantised.base import (
     UNQUANTISED,
     GroupedMatrix,
@@ -48,6 +50,8 @@ class Awq(QuantFormat):
             raise config.error(field, "must be -1 or at least 1")
         groups = "a group a row" if self.group == -1 else f"groups of {self.group}"
         self.description = f"awq of {_BITS} bits, asymmetric, {groups}"
+        if self.group == -1 or self.group % GROUP == 0:
+            self.form = INT4_ASYMMETRIC
 
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
         """See QuantFormat."""

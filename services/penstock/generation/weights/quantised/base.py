@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import ConfigReader
-from penstock.generation.layers.linear.base import WholeRows
+from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8, WholeRows
 from penstock.generation.layers.linear.native import GROUP
 
 FIELD = "quantization_config"
@@ -56,7 +56,7 @@ class Part:
 class StoredMatrix(ABC):
     """A quantised matrix (outputs, inputs)."""
 
-    # Form of `whole_rows`, int8 or int4; empty: there is none.
+    # Form of `whole_rows`, int8, int4 or int4-asymmetric; empty: there is none.
     form: str = ""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class QuantFormat(ABC):
     method: str
     # In words, with the variant.
     description: str
-    # Form that its matrices usually have: int8, int4 or empty. An estimate of memory goes by it.
+    # Form that its matrices usually have, or empty. An estimate of memory goes by it.
     form: str = ""
 
     @abstractmethod
@@ -134,10 +134,12 @@ class GroupedMatrix(StoredMatrix):
 
     def whole_rows(self, first: int, last: int) -> WholeRows:
         """See StoredMatrix."""
+        if self.form == INT4_ASYMMETRIC:
+            return self._asymmetric_rows(first, last)
         values = self.unpack(first, last)
         scale = self.scale[first:last]
         # What int8 and int4 count from.
-        base = 0 if self.form == "int8" else _INT4[0]
+        base = 0 if self.form == INT8 else _INT4[0]
         if not isinstance(self.zero, int):
             values = values.to(torch.int16)
             for part, groups in self._parts(values):
@@ -145,10 +147,23 @@ class GroupedMatrix(StoredMatrix):
             values = values.sub_(base)
         elif self.zero != -base:
             values = values.to(torch.int16).sub_(self.zero + base)
-        if self.form == "int8":
+        if self.form == INT8:
             return WholeRows(values.to(torch.int8), scale[:, 0].contiguous())
-        scale = scale.repeat_interleave(-(-self.group // GROUP), dim=1)[:, : -(-self.shape[1] // GROUP)]
-        return WholeRows(values.to(torch.uint8), scale.contiguous())
+        return WholeRows(values.to(torch.uint8), self._repeated(scale))
+
+    def _asymmetric_rows(self, first: int, last: int) -> WholeRows:
+        """Return rows as they are stored, with what a zero takes off as the offset."""
+        values = self.unpack(first, last)
+        if self.lowest:
+            values = values.to(torch.int16).sub_(self.lowest).to(torch.uint8)
+        scale = self.scale[first:last]
+        zero = self.zero if isinstance(self.zero, int) else self.zero[first:last]
+        return WholeRows(values, self._repeated(scale), self._repeated(scale * (self.lowest - zero)))
+
+    def _repeated(self, groups: Tensor) -> Tensor:
+        """Return numbers of groups (rows, groups) as those of int4's smaller ones."""
+        repeated = groups.repeat_interleave(-(-self.group // GROUP), dim=1)
+        return repeated[:, : -(-self.shape[1] // GROUP)].contiguous()
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, slice]]:
         """Yield views (rows, groups, inputs of one) of contiguous rows, each with its groups: whole ones, and a short
@@ -165,9 +180,9 @@ class GroupedMatrix(StoredMatrix):
             return ""
         low, high = self.lowest - most, self.lowest + self.levels - 1 - least
         is_single = self.scale.shape[1] == 1
-        if low >= _INT4[0] and high <= _INT4[1] and (is_single or self.group % GROUP == 0):
-            return "int4"
-        return "int8" if is_single and low >= _INT8[0] and high <= _INT8[1] else ""
+        if self.levels <= 16 and (is_single or self.group % GROUP == 0):
+            return INT4 if low >= _INT4[0] and high <= _INT4[1] else INT4_ASYMMETRIC
+        return INT8 if is_single and low >= _INT8[0] and high <= _INT8[1] else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.generation.core.model_config import ConfigReader
+from penstock.generation.layers.linear.base import INT8
 from penstock.generation.weights.quantised.base import (
     FLOATS,
     UNQUANTISED,
@@ -45,7 +46,7 @@ class BitsAndBytes(QuantFormat):
             raise config.error("load_in_8bit", f"or load_in_4bit must be true, one of them: {UNQUANTISED}")
         if self._is_int8:
             one_of(config, "llm_int8_has_fp16_weight", (False,), False)
-            self.form = "int8"
+            self.form = INT8
             self.description = "bitsandbytes int8, a scale a row"
             return
         self._kind = str(one_of(config, "bnb_4bit_quant_type", _KINDS, "fp4"))

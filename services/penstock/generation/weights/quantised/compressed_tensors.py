@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.generation.core.model_config import ConfigReader
+from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8
 from penstock.generation.weights.quantised.base import (
     FLOATS,
     UNQUANTISED,
@@ -91,10 +92,10 @@ class CompressedTensors(QuantFormat):
         words = dict.fromkeys(scheme.description for scheme in self._schemes)
         self.description = f"compressed-tensors {' and '.join(words)}"
         first = self._schemes[0]
-        if not first.is_float and first.symmetric and first.bits <= 4 and first.group % 32 == 0:
-            self.form = "int4"
+        if not first.is_float and first.bits <= 4 and first.group % 32 == 0:
+            self.form = INT4 if first.symmetric else INT4_ASYMMETRIC
         elif not first.is_float and first.symmetric and first.strategy in ("channel", "tensor"):
-            self.form = "int8"
+            self.form = INT8
 
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
         """See QuantFormat."""

@@ -1,7 +1,8 @@
 """GGUF: all tensors in one file, matrices by rows of blocks of 32 or 256 numbers. Layout of llama.cpp's ggml-quants.
 
-A block has its scales in it. Q4_0 is our int4's form to the bit; the others become numbers of the dtype. In the
-architecture llama the rows of the query's and the key's projections have another order in the file, which is undone.
+A block has its scales in it. Q4_0, Q4_1 and Q4_K are forms of our int4 to the bit; the others become numbers of the
+dtype. In the architecture llama the rows of the query's and the key's projections have another order in the file, which
+is undone.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from penstock.common.gguf_file import GgufFile, GgufTensor
 from penstock.common.gguf_folder import GGUF_FILE, ROPE_FACTORS
 from penstock.common.progress import CountBytes
 from penstock.generation.host.mapped import MappedFile
-from penstock.generation.layers.linear.base import WholeRows
+from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, WholeRows
 from penstock.generation.weights.checkpoint import PIECE_BYTES
 
 # ggml's types that are dtypes, and those with a form of whole numbers.
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-WHOLE_TYPES = {"Q4_0": "int4"}
+WHOLE_TYPES = {"Q4_0": INT4, "Q4_1": INT4_ASYMMETRIC, "Q4_K": INT4_ASYMMETRIC}
 # llama.cpp's names -> Hugging Face's, without `.weight` and `.bias`.
 _ENDS = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 _LAYER = {
@@ -139,11 +140,15 @@ class GgufCheckpoint:
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
         """See TensorSource."""
-        size = self._names[tensor].type.num_bytes
+        stored = self._names[tensor].type
+        whole = _WHOLE[stored.name]
         for rows in self._stored(tensor, multiple):
-            blocks = rows.view(len(rows), -1, size)
-            values = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], dim=2).flatten(1)
-            yield WholeRows(values, _half(blocks, 0).squeeze(2))
+            values, scale, offset = whole(rows.view(-1, stored.num_bytes))
+            yield WholeRows(
+                values.view(len(rows), -1),
+                scale.reshape(len(rows), -1),
+                None if offset is None else offset.reshape(len(rows), -1),
+            )
 
     def _stored(self, tensor: str, multiple: int = 1) -> Iterator[Tensor]:
         """Yield the rows' bytes (rows, bytes) as uint8, some at a time, in the model's order. A vector is a row, or
@@ -273,6 +278,12 @@ def _six_bits(octets: Tensor) -> tuple[Tensor, Tensor]:
     return scales.float(), minima.float()
 
 
+def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the step and the least number of each group of 32 (blocks, 8)."""
+    scales, minima = _six_bits(blocks[:, 4:16])
+    return _half(blocks, 0) * scales, _half(blocks, 2) * -minima
+
+
 def _four_bits(octets: Tensor) -> Tensor:
     """Return the numbers of 4 bits (blocks, 8, 32) of 128 bytes: of 32 bytes the low halves, then the high ones."""
     parts = octets.reshape(-1, 4, 1, 32)
@@ -280,16 +291,14 @@ def _four_bits(octets: Tensor) -> Tensor:
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    scales, minima = _six_bits(blocks[:, 4:16])
-    step, least = _half(blocks, 0) * scales, _half(blocks, 2) * minima
-    return step[:, :, None] * _four_bits(blocks[:, 16:]).float() - least[:, :, None]
+    step, least = _q4_k_scales(blocks)
+    return step[:, :, None] * _four_bits(blocks[:, 16:]).float() + least[:, :, None]
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    scales, minima = _six_bits(blocks[:, 4:16])
-    step, least = _half(blocks, 0) * scales, _half(blocks, 2) * minima
+    step, least = _q4_k_scales(blocks)
     fifth = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8).view(8, 1) & 1) << 4
-    return step[:, :, None] * (_four_bits(blocks[:, 48:]) | fifth).float() - least[:, :, None]
+    return step[:, :, None] * (_four_bits(blocks[:, 48:]) | fifth).float() + least[:, :, None]
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
@@ -314,4 +323,10 @@ _NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+}
+# (blocks, bytes) as uint8 -> whole numbers, scales and offsets of each 32 of them, as WholeRows has those of a form.
+_WHOLE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]] = {
+    "Q4_0": lambda blocks: (_nibbles(blocks[:, 2:]), _half(blocks, 0), None),
+    "Q4_1": lambda blocks: (_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)),
+    "Q4_K": lambda blocks: (_four_bits(blocks[:, 16:]), *_q4_k_scales(blocks)),
 }

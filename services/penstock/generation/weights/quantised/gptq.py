@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.generation.core.model_config import ConfigReader
+from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8
 from penstock.generation.weights.quantised.base import (
     UNQUANTISED,
     GroupedMatrix,
@@ -51,10 +52,12 @@ class Gptq(QuantFormat):
             *(["ordered by activation"] if ordered else []),
         ]
         self.description = ", ".join(words)
-        if self.bits < 4 or (symmetric and self.bits == 4 and not ordered):
-            self.form = "int4"
+        if self.bits < 4:
+            self.form = INT4
+        elif self.bits == 4 and not ordered:
+            self.form = INT4 if symmetric else INT4_ASYMMETRIC
         elif symmetric and self.bits == 8 and self.group == -1:
-            self.form = "int8"
+            self.form = INT8
 
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
         """See QuantFormat."""

@@ -78,7 +78,7 @@ class QuantisedCheckpoint:
         return not {one, other} & self._matrices.keys() and self._files.are_equal(one, other)
 
     def form(self, tensor: str) -> str:
-        """Return the form of whole numbers that a matrix has, int8 or int4; empty: none."""
+        """Return the form of whole numbers that a matrix has (layers.linear.base); empty: none."""
         return self._matrix(tensor).form if tensor in self._matrices else ""
 
     def is_quantised(self, tensor: str) -> bool:

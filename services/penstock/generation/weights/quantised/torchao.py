@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import ConfigReader
+from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8
 from penstock.generation.weights.quantised.base import (
     UNQUANTISED,
     GroupedMatrix,
@@ -48,9 +49,9 @@ class TorchAo(QuantFormat):
         self.description = f"torchao {name.removesuffix('Config') or 'of an unknown kind'}"
         text = json.dumps(named)
         if "Int8" in name and "Intx" not in name:
-            self.form = "int8"
-        elif '"int4"' in text and '"SYMMETRIC"' in text:
-            self.form = "int4"
+            self.form = INT8
+        elif '"int4"' in text:
+            self.form = INT4 if '"SYMMETRIC"' in text else INT4_ASYMMETRIC
         # Facts of each module's weight, found by `parts`.
         self._facts: dict[str, dict[str, Any]] = {}
 

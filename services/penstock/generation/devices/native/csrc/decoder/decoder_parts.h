@@ -55,11 +55,11 @@ T* data(const std::optional<at::Tensor>& tensor) {
 struct Linear {
   Format format;
   at::Tensor weight;
-  std::optional<at::Tensor> bias, scale, sum;
+  std::optional<at::Tensor> bias, scale, sum, offset;
   int64_t inputs, width, granules, panels;
   Gate gate;
 
-  // Takes the tensors `name`.weight, `name`.bias, `name`.scale and `name`.sum.
+  // Takes the tensors `name`.weight, `name`.bias, `name`.scale, `name`.sum and `name`.offset.
   Linear(Named<at::Tensor>& from, const std::string& name, Format format, int64_t inputs,
          int64_t width, Gate gate)
       : format(format),
@@ -67,6 +67,7 @@ struct Linear {
         bias(from.find(name + ".bias")),
         scale(from.find(name + ".scale")),
         sum(from.find(name + ".sum")),
+        offset(from.find(name + ".offset")),
         inputs(inputs),
         width(width),
         granules(granules_of(format, inputs)),
@@ -81,6 +82,8 @@ struct Linear {
     TORCH_CHECK(!bias || bias->numel() >= columns, "a bias is too short");
     TORCH_CHECK(format < Format::INT8 || (scale && scale->numel() >= scales),
                 "the scales of a weight are too few");
+    TORCH_CHECK(!offset || (format == Format::INT4 && offset->numel() >= scales),
+                "the offsets of a weight are too few, or not of int4");
     TORCH_CHECK(format != Format::INT8 || (sum && sum->numel() >= columns),
                 "the sums of a weight are too few");
   }

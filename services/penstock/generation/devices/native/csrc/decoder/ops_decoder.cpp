@@ -255,6 +255,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
         .row_scale = nullptr,
         .column_scale = data<float>(layer.scale),
         .column_sum = data<int32_t>(layer.sum),
+        .column_offset = data<float>(layer.offset),
         .row_sum = nullptr,
         .out = nullptr,
         .width = layer.width,

@@ -64,6 +64,7 @@ class ExpertInputs {
         .row_scale = quantised ? scale_.const_data_ptr<float>() + first * groups_ : nullptr,
         .column_scale = data<float>(layer.scale),
         .column_sum = data<int32_t>(layer.sum),
+        .column_offset = data<float>(layer.offset),
         .row_sum = quantised ? sum_.const_data_ptr<int32_t>() + first * groups_ : nullptr,
         .out = nullptr,
         .width = layer.width,

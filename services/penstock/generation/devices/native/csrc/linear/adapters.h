@@ -65,7 +65,8 @@ inline int64_t shrunk_stride(int64_t ranks) { return (ranks + 31) / 32 * 32; }
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format, int64_t width,
                   const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& column_scale,
-                  const std::optional<at::Tensor>& column_sum, int64_t gate, bool as_float,
+                  const std::optional<at::Tensor>& column_sum,
+                  const std::optional<at::Tensor>& column_offset, int64_t gate, bool as_float,
                   const AdapterBatch* adapters, int64_t site);
 
 // Must run before the classes and operators that take a batch are defined.

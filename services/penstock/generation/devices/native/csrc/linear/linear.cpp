@@ -154,10 +154,12 @@ static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& pa
 }
 
 // int4: two granules' worth of inputs lie in one, the first in the low halves of its bytes. A group
-// is summed in integers.
+// is summed in integers; its numbers are 8 too large, or have an offset (Q4_1's minimum, zeros of
+// AWQ and GPTQ), times the sum of the row's group.
 struct INT4 {};
+struct INT4Offset {};
 
-template <int M>
+template <bool HAS_OFFSET, int M>
 static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const Part& part,
                       float (*block)[PANEL]) {
   constexpr int STEPS = GROUP / 8;
@@ -173,7 +175,7 @@ static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const Par
     vi sum[M][V];
     for (int m = 0; m < M; ++m)
       for (int v = 0; v < V; ++v)
-        sum[m][v] = splat_bits(-8 * a.row_sum[(row + m) * groups + group]);
+        sum[m][v] = HAS_OFFSET ? vi{} : splat_bits(-8 * a.row_sum[(row + m) * groups + group]);
 #pragma GCC unroll 4
     for (int u = 0; u < STEPS; ++u) {
       const int64_t g = group * STEPS + u;
@@ -192,12 +194,17 @@ static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const Par
       }
     }
     const float* scale = a.column_scale + (panel * groups + group) * PANEL;
-    for (int m = 0; m < M; ++m)
+    const float* offset = HAS_OFFSET ? a.column_offset + (panel * groups + group) * PANEL : nullptr;
+    for (int m = 0; m < M; ++m) {
+      const int64_t at = (row + m) * groups + group;
       for (int v = 0; v < V; ++v) {
-        vf value =
-            __builtin_convertvector(sum[m][v], vf) * splat(a.row_scale[(row + m) * groups + group]);
-        store_all(&block[m][v * L], load(&block[m][v * L]) + value * load(scale + v * L));
+        vf value = __builtin_convertvector(sum[m][v], vf) * splat(a.row_scale[at]);
+        vf total = load(&block[m][v * L]) + value * load(scale + v * L);
+        if constexpr (HAS_OFFSET)
+          total += splat(a.row_scale[at] * float(a.row_sum[at])) * load(offset + v * L);
+        store_all(&block[m][v * L], total);
       }
+    }
   }
 }
 
@@ -210,13 +217,15 @@ static Tile pick(int rows) {
   else {
     if (rows < M) return pick<F, M - 1>(rows);
     if constexpr (std::is_same_v<F, INT4>)
-      return tile_int4<M>;
+      return tile_int4<false, M>;
+    else if constexpr (std::is_same_v<F, INT4Offset>)
+      return tile_int4<true, M>;
     else
       return tile<F, M>;
   }
 }
-static Tile pick(Format format, int rows) {
-  switch (format) {
+static Tile pick(const LinearArgs& a, int rows) {
+  switch (a.format) {
     case Format::F32:
       return pick<F32, TILE>(rows);
     case Format::BF16:
@@ -224,7 +233,7 @@ static Tile pick(Format format, int rows) {
     case Format::INT8:
       return pick<INT8, TILE>(rows);
     default:
-      return pick<INT4, TILE>(rows);
+      return a.column_offset == nullptr ? pick<INT4, TILE>(rows) : pick<INT4Offset, TILE>(rows);
   }
 }
 
@@ -405,7 +414,7 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
       };
       for (int64_t t = 0; t < tiles; ++t, part.is_new = false) {
         const int64_t first = first_of(rows, t, tiles), last = first_of(rows, t + 1, tiles);
-        pick(a.format, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
+        pick(a, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
         if (!part.is_last) continue;
         if (a.adapters != nullptr)
           add_adapters(*a.adapters, task.first_row + first, last - first, panel, blocks + first);

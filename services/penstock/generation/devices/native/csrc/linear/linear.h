@@ -60,14 +60,16 @@ struct LinearArgs {
   const void* x;     // (rows, x_stride) granules; int8: unsigned, 128 is 0; int4: signed
   int64_t x_stride;  // in granules
   const char* weight;
-  int64_t granules;           // of a row of the weight
-  const float* bias;          // (panels * 32) or null
-  const float* row_scale;     // int8: (rows); int4: (rows, groups)
-  const float* column_scale;  // int8: (panels * 32); int4: (panels, groups, 32)
-  const int32_t* column_sum;  // int8: (panels * 32)
-  const int32_t* row_sum;     // int4: (rows, groups)
-  void* out;                  // (rows, width)
-  int64_t width, out_stride;  // in elements
+  int64_t granules;            // of a row of the weight
+  const float* bias;           // (panels * 32) or null
+  const float* row_scale;      // int8: (rows); int4: (rows, groups)
+  const float* column_scale;   // int8: (panels * 32); int4: (panels, groups, 32)
+  const int32_t* column_sum;   // int8: (panels * 32)
+  const float* column_offset;  // int4: as column_scale, of numbers from 0 to 15; null: they are
+                               // from -8 to 7
+  const int32_t* row_sum;      // int4: (rows, groups)
+  void* out;                   // (rows, width)
+  int64_t width, out_stride;   // in elements
   bool out_bf16;
   Gate gate;  // not NONE: a panel is 16 gates and the 16 values that they gate, and out, such as
               // silu(gate) * value, is half as wide

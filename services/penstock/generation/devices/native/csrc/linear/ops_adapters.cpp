@@ -141,9 +141,10 @@ void define_adapters(torch::Library& library) {
            [](const c10::intrusive_ptr<AdapterBatch>& self, int64_t site, const at::Tensor& x,
               const at::Tensor& weight, int64_t format, int64_t width,
               const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& column_scale,
-              const std::optional<at::Tensor>& column_sum, int64_t gate, bool as_float) {
-             return linear(x, weight, format, width, bias, column_scale, column_sum, gate, as_float,
-                           self.get(), site);
+              const std::optional<at::Tensor>& column_sum,
+              const std::optional<at::Tensor>& column_offset, int64_t gate, bool as_float) {
+             return linear(x, weight, format, width, bias, column_scale, column_sum, column_offset,
+                           gate, as_float, self.get(), site);
            });
 }
 

@@ -152,7 +152,8 @@ void advise_large_pages(const at::Tensor& memory) {
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_number,
                   int64_t width, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& column_scale,
-                  const std::optional<at::Tensor>& column_sum, int64_t gate, bool as_float,
+                  const std::optional<at::Tensor>& column_sum,
+                  const std::optional<at::Tensor>& column_offset, int64_t gate, bool as_float,
                   const AdapterBatch* adapters, int64_t site) {
   const Format format = Format(format_number);
   TORCH_CHECK(gate >= int(Gate::NONE) && gate <= int(Gate::CLAMPED), "there is no such gate");
@@ -166,6 +167,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
               "x is not of the weight's dtype");
   TORCH_CHECK(width <= panels * (gate != int(Gate::NONE) ? PANEL / 2 : PANEL) &&
               (!bias || bias->numel() == panels * PANEL));
+  TORCH_CHECK(!column_offset || (format == Format::INT4 && column_scale &&
+                                 column_offset->numel() == column_scale->numel()),
+              "offsets are of int4, one for each scale");
   const bool out_bf16 = is_bf16(x) && !as_float;
   auto out = at::empty({rows, width}, x.options().dtype(out_bf16 ? at::kBFloat16 : at::kFloat));
   if (rows == 0) return out;
@@ -179,6 +183,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
       .row_scale = nullptr,
       .column_scale = pointer<float>(column_scale),
       .column_sum = pointer<int32_t>(column_sum),
+      .column_offset = pointer<float>(column_offset),
       .row_sum = nullptr,
       .out = out.data_ptr(),
       .width = width,
@@ -258,7 +263,7 @@ at::Tensor packed_rows(const at::Tensor& weight, const int64_t* id, int64_t coun
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "linear(Tensor x, Tensor weight, int format, int width, Tensor? bias, Tensor? column_scale, "
-      "Tensor? column_sum, int gate, "
+      "Tensor? column_sum, Tensor? column_offset, int gate, "
       "bool as_float) -> Tensor");
   m.def("packed_size(int outputs, int inputs, int format, bool gated) -> int", packed_size);
   m.def(
@@ -272,9 +277,10 @@ TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("linear",
          [](const at::Tensor& x, const at::Tensor& weight, int64_t format, int64_t width,
             const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& column_scale,
-            const std::optional<at::Tensor>& column_sum, int64_t gate, bool as_float) {
-           return linear(x, weight, format, width, bias, column_scale, column_sum, gate, as_float,
-                         nullptr, 0);
+            const std::optional<at::Tensor>& column_sum,
+            const std::optional<at::Tensor>& column_offset, int64_t gate, bool as_float) {
+           return linear(x, weight, format, width, bias, column_scale, column_sum, column_offset,
+                         gate, as_float, nullptr, 0);
          });
   m.impl("pack_rows", pack_rows);
   m.impl("packed_rows", [](const at::Tensor& weight, const at::Tensor& ids, int64_t inputs,
