@@ -14,6 +14,7 @@ from factories.engine.sequences import sequence as new_sequence
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from factories.models.paged import PagedDriver, PagedSequence
+from factories.models.quantised import EIGHT_BITS, FOUR_BITS, compressed, quantised_pair
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.capture import AttentionCapture, CapturedRow
 from penstock.generation.attention.kv_cache import KVCachePool
@@ -103,6 +104,33 @@ def test_the_same_bits_as_layer_by_layer(
     monkeypatch.setattr(model, "_fused", None)
     single = logits(model, ids, **options)
     for one, other, third in zip(together, shared, single, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+
+
+def test_products_of_a_layer_may_have_forms_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quantised checkpoint with modules that are not converted, and groups with a scheme each."""
+    kept_dense = ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj")
+    zeros = {**FOUR_BITS, "symmetric": False}
+    config, four = compressed("pack-quantized", zeros, ignore=kept_dense)
+    _, eight = compressed("int-quantized", EIGHT_BITS)
+    config["format"] = "mixed-precision"
+    config["config_groups"] = {
+        "group_0": {"targets": ["Linear"], "weights": zeros, "format": "pack-quantized"},
+        "group_1": {"targets": ["re:.*down_proj"], "weights": EIGHT_BITS, "format": "int-quantized"},
+    }
+    folder = quantised_pair(
+        tmp_path, config, lambda module, weight: (eight if "down" in module else four)(module, weight)
+    ).folder
+    model = native(folder, "auto")
+    assert model.config.weight_forms == (("int4-asymmetric", 9), ("int8", 2))
+    ids = prompts(4)
+    together = logits(model, ids, max_chunk=16, together=True)
+    alone = logits(model, ids, max_chunk=1, together=False)
+    monkeypatch.setattr(model, "_fused", None)
+    single = logits(model, ids, max_chunk=16, together=True)
+    for one, other, third in zip(together, alone, single, strict=True):
         assert one.isfinite().all()
         assert torch.equal(one, other)
         assert torch.equal(one, third)

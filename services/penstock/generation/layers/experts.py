@@ -92,7 +92,7 @@ class MixtureOfExperts:
 
 def _grouped(experts: Sequence[tuple[Linear, Linear]]) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """Return the products of all experts as one call of the C++ kernels (csrc/decoder/ops_experts.cpp), with the
-    arguments of MixtureOfExperts._one_by_one; None where they are not native."""
+    arguments of MixtureOfExperts._one_by_one; None where they are not native, or of several formats."""
     tensors = []
     for gated, down in experts:
         if not isinstance(gated, NativeLinear) or not isinstance(down, NativeLinear):
@@ -101,6 +101,9 @@ def _grouped(experts: Sequence[tuple[Linear, Linear]]) -> Callable[[Tensor, Tens
         tensors.append(
             {f"{name}.{part}": own for name, one in both.items() for part, own in one.packed.parts().items()}
         )
+    if len({linear.format for expert in experts for linear in cast("tuple[NativeLinear, NativeLinear]", expert)}) > 1:
+        # Of a quantised checkpoint with experts that are not.
+        return None
     gated, _ = cast("tuple[NativeLinear, NativeLinear]", experts[0])
     sizes = {
         "format": int(gated.format),

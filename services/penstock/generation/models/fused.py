@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.layers.decoder_layer import AroundLayer, LayerNorm, NoNorm, SwiGLU
 from penstock.generation.layers.kernels import NativeKernels
-from penstock.generation.layers.linear.native import Format, NativeLinear
+from penstock.generation.layers.linear.native import NativeLinear
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import AttentionMetadata
@@ -42,7 +42,6 @@ class FusedLayers:
         last = cast(NativeLinear, head)
         # csrc/decoder/ops_decoder.cpp takes every one of these names and refuses others.
         sizes = {
-            "format": int(cast(NativeLinear, layers[0].attention.qkv).format),
             "gate": int(config.activation),
             "hidden": config.hidden_size,
             "inner": config.intermediate_size,
@@ -63,8 +62,7 @@ class FusedLayers:
             sizes,
             factors,
             [_named_tensors(layer) for layer in layers],
-            [layer.attention.window or 0 for layer in layers],
-            [layer.attention.turn for layer in layers],
+            [_own_sizes(layer) for layer in layers],
             {"norm": norm.weight, **_named_parts("head", last)},
         )
         self._forward, self._decode = decoder.forward, decoder.decode
@@ -137,27 +135,30 @@ def can_fuse(
         return False
     if not all(isinstance(layer.mlp, SwiGLU) for layer in layers):
         return False
-    linears = [linear for layer in layers for linear in layer.quantisable]
-    native = all(isinstance(linear, NativeLinear) for linear in linears)
-    if not native or len({cast(NativeLinear, linear).format for linear in linears}) > 1:
-        # Of a quantised checkpoint with a list of layers that are not.
-        return False
-    if head.format is Format.INT4 and cast(NativeLinear, linears[0]).format is not Format.INT4:
+    if not all(isinstance(linear, NativeLinear) for layer in layers for linear in layer.quantisable):
         return False
     widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
     return isinstance(norm.kernels, NativeKernels) and all(width % 2 == 0 for width in widths)
 
 
+def _own_sizes(layer: DecoderLayer) -> dict[str, int]:
+    """Return a layer's numbers by the names that csrc/decoder knows: each product may have a format of its own."""
+    sizes = {"window": layer.attention.window or 0, "turn": layer.attention.turn}
+    return sizes | {f"{name}.format": int(linear.format) for name, linear in _products(layer).items()}
+
+
+def _products(layer: DecoderLayer) -> dict[str, NativeLinear]:
+    mlp = cast(SwiGLU, layer.mlp)
+    products = {"qkv": layer.attention.qkv, "output": layer.attention.output, "gated": mlp.gated, "down": mlp.down}
+    return cast("dict[str, NativeLinear]", products)
+
+
 def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     """Return a layer's tensors by the names that csrc/decoder knows, with the norms of the heads where the model has
     them."""
-    mlp = cast(SwiGLU, layer.mlp)
-    tensors = {
-        **_named_parts("qkv", layer.attention.qkv),
-        **_named_parts("output", layer.attention.output),
-        **_named_parts("gated", mlp.gated),
-        **_named_parts("down", mlp.down),
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, product in _products(layer).items():
+        tensors |= _named_parts(name, product)
     norms = {"input_norm": layer.input_norm, "post_attention_norm": layer.post_attention_norm}
     if isinstance(layer, AroundLayer):
         norms |= {"attention_out_norm": layer.attention_out, "mlp_out_norm": layer.mlp_out}
@@ -168,5 +169,5 @@ def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
 
 
 def _named_parts(name: str, linear: Linear) -> dict[str, Tensor]:
-    """Return `name`.weight and, where the format has them, .bias, .scale and .sum."""
+    """Return `name`.weight and, where the format has them, .bias, .scale, .sum and .offset."""
     return {f"{name}.{part}": tensor for part, tensor in cast(NativeLinear, linear).packed.parts().items()}

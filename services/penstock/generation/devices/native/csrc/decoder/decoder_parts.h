@@ -89,9 +89,8 @@ struct Linear {
   }
 };
 
-// The numbers of a model. `inner`: of the gated product; `format`: of the layers' weights.
+// The numbers of a model. `inner`: of the gated product.
 struct ModelSizes {
-  Format format;
   Gate gate;
   int64_t hidden, inner, num_heads, num_kv_heads, head_dim;
   Format head_format;

@@ -22,9 +22,17 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) {
 }
 
 // The parts of a decoder from tensors and sizes by the names that models/fused.py gives them.
-Layer layer_of(const Tensors& tensors, const ModelSizes& model, int64_t number, int64_t window,
-               int64_t turn) {
-  Named<at::Tensor> from("layer " + std::to_string(number) + " of the decoder", tensors);
+Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& model,
+               int64_t number) {
+  const std::string owner = "layer " + std::to_string(number) + " of the decoder";
+  Named<at::Tensor> from(owner, tensors);
+  Named<int64_t> own(owner, sizes);
+  // Of a quantised checkpoint some matrices may have another form than the rest.
+  const auto linear = [&](const char* name, int64_t inputs, int64_t width, Gate gate) {
+    const int64_t format = own.take(std::string(name) + ".format");
+    TORCH_CHECK(format >= 0 && format <= int(Format::INT4), owner, " has no such ", name);
+    return Linear(from, name, Format(format), inputs, width, gate);
+  };
   const int64_t heads = model.num_heads * model.head_dim;
   Layer layer{
       .input_norm = from.find("input_norm"),
@@ -34,15 +42,16 @@ Layer layer_of(const Tensors& tensors, const ModelSizes& model, int64_t number, 
       .q_norm = from.find("q_norm"),
       .k_norm = from.find("k_norm"),
       .sinks = from.find("sinks"),
-      .qkv = Linear(from, "qkv", model.format, model.hidden,
-                    heads + 2 * model.num_kv_heads * model.head_dim, Gate::NONE),
-      .output = Linear(from, "output", model.format, heads, model.hidden, Gate::NONE),
-      .gated = Linear(from, "gated", model.format, model.hidden, model.inner, model.gate),
-      .down = Linear(from, "down", model.format, model.inner, model.hidden, Gate::NONE),
-      .window = window,
-      .turn = turn,
+      .qkv =
+          linear("qkv", model.hidden, heads + 2 * model.num_kv_heads * model.head_dim, Gate::NONE),
+      .output = linear("output", heads, model.hidden, Gate::NONE),
+      .gated = linear("gated", model.hidden, model.inner, model.gate),
+      .down = linear("down", model.inner, model.hidden, Gate::NONE),
+      .window = own.take("window"),
+      .turn = own.take("turn"),
   };
   from.check_all_taken();
+  own.check_all_taken();
   for (const auto* norm : {&layer.input_norm, &layer.attention_out_norm, &layer.post_attention_norm,
                            &layer.mlp_out_norm})
     TORCH_CHECK(!*norm || ((*norm)->numel() == model.hidden && (*norm)->is_contiguous()),
@@ -59,7 +68,6 @@ Layer layer_of(const Tensors& tensors, const ModelSizes& model, int64_t number, 
 ModelSizes sizes_of(const Sizes& sizes) {
   Named<int64_t> from("the decoder", sizes);
   const ModelSizes model{
-      .format = Format(from.take("format")),
       .gate = Gate(from.take("gate")),
       .hidden = from.take("hidden"),
       .inner = from.take("inner"),
@@ -90,14 +98,17 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   std::vector<Layer> layers;
   at::Tensor final_norm;
   Linear head;
-  size_t num_turns;
+  int64_t num_turns = 0;
+  // Of rows that are quantised, and of those by group; and those of the dtype of x.
+  bool is_quantised = false, is_grouped = false;
+  std::optional<Format> dense;
 
-  // `layers`: tensors of each by name; `windows`: of each, 0 for none; `turns`: the number of its
-  // rotary embedding; `end`: the final norm and the head.
+  // `layers`: tensors of each by name; `own`: numbers of each: `window`, 0 for none, `turn`, the
+  // number of its rotary embedding, and the formats of its products; `end`: the final norm and the
+  // head.
   Decoder(const Sizes& sizes, const c10::Dict<std::string, double>& factors,
-          const std::vector<Tensors>& layers, const std::vector<int64_t>& windows,
-          const std::vector<int64_t>& turns, const Tensors& end)
-      : Decoder(sizes_of(sizes), factors_of(factors), layers, windows, turns,
+          const std::vector<Tensors>& layers, const std::vector<Sizes>& own, const Tensors& end)
+      : Decoder(sizes_of(sizes), factors_of(factors), layers, own,
                 Named<at::Tensor>("the decoder's end", end)) {}
 
   Buffers buffers(int64_t rows, int64_t threads, at::ScalarType type, int64_t ranks) const {
@@ -108,10 +119,10 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     const auto inputs = [&](int64_t count, int64_t width) {
       return empty({count, spread(width * size) / size}, type);
     };
-    const int64_t groups = format == Format::INT4 ? padded / GROUP : 1;
-    const int64_t quantised = format < Format::INT8 && head.format < Format::INT8 ? 0
-                              : is_small(rows, std::min({hidden, inner, heads}))  ? threads * rows
-                                                                                  : rows;
+    const int64_t groups = is_grouped ? padded / GROUP : 1;
+    const int64_t quantised = !is_quantised                                      ? 0
+                              : is_small(rows, std::min({hidden, inner, heads})) ? threads * rows
+                                                                                 : rows;
     const int64_t own = is_small(rows, hidden) ? threads : 1;
     return {
         .normed = inputs(own * rows, hidden),
@@ -154,28 +165,36 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
 
  private:
   Decoder(const ModelSizes& sizes, const Factors& factors, const std::vector<Tensors>& named,
-          const std::vector<int64_t>& windows, const std::vector<int64_t>& turns,
-          Named<at::Tensor> end)
+          const std::vector<Sizes>& own, Named<at::Tensor> end)
       : ModelSizes(sizes),
         Factors(factors),
         final_norm(end.take("norm")),
         head(end, "head", head_format, hidden, vocab, Gate::NONE) {
     end.check_all_taken();
-    // Quantised rows have room for the groups of the layers' format only.
-    TORCH_CHECK(head.format != Format::INT4 || format == Format::INT4,
-                "an int4 head needs int4 layers");
-    TORCH_CHECK(!named.empty() && named.size() == windows.size() && named.size() == turns.size(),
-                "a window and a rotary embedding for every layer");
-    TORCH_CHECK(*std::min_element(turns.begin(), turns.end()) >= 0);
-    num_turns = *std::max_element(turns.begin(), turns.end()) + 1;
-    for (size_t i = 0; i < named.size(); ++i)
-      layers.push_back(layer_of(named[i], sizes, i, windows[i], turns[i]));
+    TORCH_CHECK(!named.empty() && named.size() == own.size(), "numbers for every layer");
+    take_format(head);
+    for (size_t i = 0; i < named.size(); ++i) {
+      const Layer layer = layer_of(named[i], own[i], sizes, i);
+      TORCH_CHECK(layer.turn >= 0 && layer.window >= 0);
+      num_turns = std::max(num_turns, layer.turn + 1);
+      for (const Linear* one : {&layer.qkv, &layer.output, &layer.gated, &layer.down})
+        take_format(*one);
+      layers.push_back(layer);
+    }
     for (const Layer& layer : layers)
       for (const auto* norm :
            {&layer.input_norm, &layer.attention_out_norm, &layer.post_attention_norm,
             &layer.mlp_out_norm, &layer.q_norm, &layer.k_norm})
         TORCH_CHECK(!*norm || (*norm)->scalar_type() == final_norm.scalar_type(),
                     "all norms must have one dtype");
+  }
+
+  void take_format(const Linear& layer) {
+    is_quantised |= layer.format >= Format::INT8;
+    is_grouped |= layer.format == Format::INT4;
+    if (layer.format >= Format::INT8) return;
+    TORCH_CHECK(!dense || *dense == layer.format, "weights of two dtypes");
+    dense = layer.format;
   }
 
   void check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>& cos,
@@ -359,6 +378,8 @@ void Decoder::check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>
                     const std::vector<at::Tensor>& sin, const at::Tensor& pool,
                     const std::optional<at::Tensor>& scales) const {
   TORCH_CHECK(hidden_rows.is_contiguous() && hidden_rows.size(1) == hidden);
+  TORCH_CHECK(!dense || is_bf16(hidden_rows) == (*dense == Format::BF16),
+              "the rows are not of the weights' dtype");
   // (layers, 2, blocks, block size, heads, head dim), and the same without the last for the scales
   // of int8.
   TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(0) == int64_t(layers.size()) &&
@@ -367,7 +388,7 @@ void Decoder::check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>
               head_dim <= MAX_HEAD_DIM);
   TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == at::kFloat &&
                           scales->sizes() == pool.sizes().slice(0, 5)));
-  TORCH_CHECK(cos.size() >= num_turns && cos.size() == sin.size());
+  TORCH_CHECK(int64_t(cos.size()) >= num_turns && cos.size() == sin.size());
   for (size_t i = 0; i < cos.size(); ++i) {
     TORCH_CHECK(cos[i].is_contiguous() && sin[i].is_contiguous() &&
                 cos[i].size(-1) == head_dim / 2 && cos[i].sizes() == cos[0].sizes() &&
@@ -720,8 +741,7 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
   define_adapters(m);
   m.class_<Decoder>("Decoder")
       .def(torch::init<const Sizes&, const c10::Dict<std::string, double>&,
-                       const std::vector<Tensors>&, const std::vector<int64_t>&,
-                       const std::vector<int64_t>&, const Tensors&>())
+                       const std::vector<Tensors>&, const std::vector<Sizes>&, const Tensors&>())
       .def("forward", &Decoder::forward)
       .def("decode", &Decoder::decode);
 }
