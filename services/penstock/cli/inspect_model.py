@@ -45,7 +45,7 @@ QUANTIZATIONS = ("none", "int8", "int4")
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 # Bytes of a weight with its part of the scales.
-_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.625}
+_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5625}
 # Names that families have for one thing, in the order in which they are asked.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")

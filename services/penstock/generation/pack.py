@@ -24,7 +24,7 @@ from penstock.common.units import format_size
 from penstock.generation.core.model_config import ModelConfig, ModelRoute
 from penstock.generation.devices.registry import open_device
 from penstock.generation.host.mapped import map_file, populate
-from penstock.generation.layers.linear.base import INT4_ASYMMETRIC, Linear
+from penstock.generation.layers.linear.base import Linear
 from penstock.generation.layers.linear.native import NativeLinear
 from penstock.generation.models.registry import checkpoint_weights, read_model_config
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
@@ -130,10 +130,10 @@ def _write(
 ) -> None:
     """Write all of the file. When this returns it is on the disk, and not in memory."""
     head, table = weights.head_and_table()
-    names = _asymmetric_names(config, weights)
-    places = layout(config, weights.dtype, facts.quantization, has_table=table is not None, asymmetric=names)
+    kept = _kept_forms(config, weights)
+    places = layout(config, weights.dtype, facts.quantization, has_table=table is not None, kept=kept)
     digests_to_come = json.dumps(dict.fromkeys(file_names(folder), "0" * 64))
-    facts = replace(facts, source_sha256=digests_to_come, asymmetric=json.dumps(names))
+    facts = replace(facts, source_sha256=digests_to_come, kept=json.dumps(kept))
     start, size = header(places, facts), max(place.end for place in places.values())
     _check_space(path.parent, len(start) + size)
     with path.open("wb") as file, _source_digests(folder) as digests:
@@ -154,14 +154,14 @@ def _write(
     populate(map_file(path))
 
 
-def _asymmetric_names(config: ModelConfig, weights: CheckpointWeights) -> list[str]:
-    """Return the names of the matrices of layers that will be int4 with offsets."""
-    return [
-        f"{layer_prefix(index)}{linear.name}"
+def _kept_forms(config: ModelConfig, weights: CheckpointWeights) -> dict[str, str]:
+    """Return the forms by name of the layers' matrices that keep whole numbers."""
+    forms = {
+        f"{layer_prefix(index)}{linear.name}": weights.kept_form(layer_prefix(index), linear)
         for index in range(config.num_layers)
         for linear in layer_linears(config, index)
-        if weights.kept_form(layer_prefix(index), linear) == INT4_ASYMMETRIC
-    ]
+    }
+    return {name: form for name, form in forms.items() if form}
 
 
 class _WeightWriter:

@@ -12,8 +12,10 @@ from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.weights.files import PACKED_FILE, is_packed
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
 
-# Bytes per weight of a linear layer, with its part of the scales.
-_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.625, "int4-asymmetric": 0.75}
+# Bytes per weight of a linear layer, with its part of the scales: quantised here, or by a form that was kept with its
+# own scales.
+_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5625}
+_KEPT_BYTES = {"int8": 1.0, "int4": 0.625, "int4-asymmetric": 0.75}
 
 
 def stored_weight_bytes(folder: Path) -> int:
@@ -63,11 +65,11 @@ def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
         # A quantised checkpoint: its matrices keep their form, or become numbers of the dtype. Embedding and head do.
         item = 4.0 if model.checkpoint_dtype == "float32" else 2.0
         kept = model.kept_form if quantization == "auto" else ""
-        return int((total - layers) * item + layers * _QUANTISED_BYTES.get(kept, item))
+        return int((total - layers) * item + layers * _KEPT_BYTES.get(kept, item))
     if model.checkpoint_format:
         stored = total * 2
-    if quantization == "int4" and model.kept_form == "int4-asymmetric":
-        # Kept as it is, too.
-        quantization = model.kept_form
+    each = _QUANTISED_BYTES[quantization]
+    if quantization == "int4":
+        each = max(each, _KEPT_BYTES.get(model.kept_form, each))
     # The embedding's table stays as it is. The head is int8 with either quantization, also where the two are tied.
-    return int(stored * table / total + table * _QUANTISED_BYTES["int8"] + layers * _QUANTISED_BYTES[quantization])
+    return int(stored * table / total + table * _QUANTISED_BYTES["int8"] + layers * each)

@@ -7,8 +7,9 @@ them, since safetensors allows no gaps. A reader computes the place of each tens
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -44,8 +45,8 @@ class PackedFacts:
     # Name of the checkpoint, and SHA-256 of its files as JSON.
     source: str = ""
     source_sha256: str = "{}"
-    # Names of int4 matrices that have offsets, as JSON.
-    asymmetric: str = "[]"
+    # Forms by name of the matrices that kept a quantised checkpoint's whole numbers, as JSON.
+    kept: str = "{}"
     # SHA-256 of all bytes behind the header.
     sha256: str = _NO_DIGEST
     # Version of Penstock, for people.
@@ -71,13 +72,13 @@ def layout(
     quantization: str,
     *,
     has_table: bool,
-    asymmetric: Collection[str] = (),
+    kept: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Place]:
     """Return every tensor of the file, in order. `has_table`: the embedding is a tensor of its own, not the head's
-    rows. `asymmetric`: names of int4 matrices that have offsets. The kernels must be loaded."""
+    rows. `kept`: as PackedFacts.kept. The kernels must be loaded."""
     places: dict[str, Place] = {}
     end = 0
-    for name, kind, shape in _tensors(config, dtype, quantization, has_table, asymmetric):
+    for name, kind, shape in _tensors(config, dtype, quantization, has_table, kept):
         size = kind.itemsize * torch.Size(shape).numel()
         places[name] = Place(kind, shape, end, end + size)
         end += size
@@ -109,7 +110,7 @@ _Entry = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 def _tensors(
-    config: ModelConfig, dtype: torch.dtype, quantization: str, has_table: bool, asymmetric: Collection[str]
+    config: ModelConfig, dtype: torch.dtype, quantization: str, has_table: bool, kept: Mapping[str, str]
 ) -> list[_Entry]:
     layers, head = formats(dtype, quantization)
     table = (config.vocab_size, config.hidden_size)
@@ -127,7 +128,7 @@ def _tensors(
         found += [(f"{prefix}{name}", norm_dtype, (width,)) for name, width in layer_norms(config).items()]
         for one in layer_linears(config, index):
             name, format = f"{prefix}{one.name}", exact if one.is_exact else layers
-            sizes = part_sizes(one.shape, format, gated=one.gated, has_bias=one.has_bias, has_offset=name in asymmetric)
+            sizes = part_sizes(one.shape, format, gated=one.gated, has_bias=one.has_bias, kept=kept.get(name, ""))
             found += parts(name, sizes)
     found.append((NORM, norm_dtype, (config.hidden_size,)))
     return found

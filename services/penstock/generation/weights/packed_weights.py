@@ -41,7 +41,7 @@ class PackedFile:
             self.memory = self.mapped.memory
             entries, self.data_begin = parse_header(self.memory)
             self.facts = _facts(entries.pop("__metadata__"))
-            self.asymmetric = frozenset(map(str, json.loads(self.facts.asymmetric)))
+            self.kept = {str(name): str(form) for name, form in json.loads(self.facts.kept).items()}
             self.entries: dict[str, Any] = entries
         except OSError as error:
             raise self.error(f"cannot be read ({error.strerror})") from error
@@ -95,10 +95,8 @@ class PackedWeights:
         # Rows can be looked up only in a matrix that is kept as it is.
         has_table = EMBEDDING in file.entries or file.facts.quantization != "none"
         _check_scale(file, config)
-        self._asymmetric = file.asymmetric
-        self._places = layout(
-            config, file.dtype, file.facts.quantization, has_table=has_table, asymmetric=file.asymmetric
-        )
+        self._kept = file.kept
+        self._places = layout(config, file.dtype, file.facts.quantization, has_table=has_table, kept=file.kept)
         _check_places(file, entries_of(self._places))
         size = max(place.end for place in self._places.values())
         if len(file.memory) != file.data_begin + size:
@@ -145,7 +143,7 @@ class PackedWeights:
         has_bias: bool,
         activation: Activation = Activation.SILU,
     ) -> NativeLinear:
-        sizes = part_sizes(shape, format, gated=gated, has_bias=has_bias, has_offset=name in self._asymmetric)
+        sizes = part_sizes(shape, format, gated=gated, has_bias=has_bias, kept=self._kept.get(name, ""))
         parts = {part: self.tensor(f"{name}.{part}") for part in sizes}
         return NativeLinear(PackedWeight(shape, self.dtype, format, gated, **parts), activation)
 

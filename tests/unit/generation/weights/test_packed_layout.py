@@ -15,11 +15,11 @@ from penstock.generation.layers.linear.native import LAYOUT_VERSION, Format, Nat
 # Digests of the parts below, by version and format. Other bytes under the same version would be read as if they were
 # these: after a change of the bytes, raise LAYOUT_VERSION and add a line.
 DIGESTS = {
-    1: {
+    2: {
         Format.F32: "4bdf81acf9fb7af45fbaea3c95251e103fb4053914a35e57c7a159d7b6ff7685",
         Format.BF16: "094d931ca84372d3fcbdd54be5ff7fae8c69688282215516c6419646d2faf55c",
         Format.INT8: "2daef062841f2fb56dbd5a934bb7a1642760952fa3ee0a4a70161122bff30ebb",
-        Format.INT4: "585ca3f61145ecad8790340be3569ad2b26a031571accc3a96bca946dadce1a9",
+        Format.INT4: "9e3f2c5ebc9553f44087e1f54cc82e0ebd2c931fe57027ec80af5673358cfe13",
     }
 }
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Version of the meaning of a packed weight's bytes, for files that keep them. Raise it with every change of the layout
 # in csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test holds the two
 # together.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 PANEL = 32
 # Inputs that share a scale in int4.
 GROUP = 32
@@ -95,7 +95,7 @@ class PackedWeight:
     gated: bool
     weight: Tensor
     bias: Tensor | None = None
-    # int8: one per output; int4: one per group and output.
+    # int8: one per output; int4: one per group and output, in bfloat16 unless whole numbers came with theirs.
     scale: Tensor | None = None
     # int8: each output's sum of weights.
     sum: Tensor | None = None
@@ -115,10 +115,10 @@ class PackedWeight:
 
 
 def part_sizes(
-    shape: tuple[int, int], format: Format, *, gated: bool, has_bias: bool, has_offset: bool = False
+    shape: tuple[int, int], format: Format, *, gated: bool, has_bias: bool, kept: str = ""
 ) -> dict[str, tuple[torch.dtype, int]]:
-    """Return dtype and number of elements of each tensor of a packed (outputs, inputs) weight. `has_offset`: of int4
-    only."""
+    """Return dtype and number of elements of each tensor of a packed (outputs, inputs) weight. `kept`: the form of
+    whole numbers that it keeps, with their scales; empty: it is quantised here."""
     outputs, inputs = shape
     panels = _num_panels(outputs, gated=gated)
     sizes = {"weight": (torch.uint8, int(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated)))}
@@ -127,8 +127,8 @@ def part_sizes(
     if format is Format.INT8:
         sizes |= {"scale": (torch.float32, panels * PANEL), "sum": (torch.int32, panels * PANEL)}
     elif format is Format.INT4:
-        sizes["scale"] = (torch.float32, panels * -(-inputs // GROUP) * PANEL)
-        if has_offset:
+        sizes["scale"] = (torch.float32 if kept else torch.bfloat16, panels * -(-inputs // GROUP) * PANEL)
+        if kept == INT4_ASYMMETRIC:
             sizes["offset"] = sizes["scale"]
     return sizes
 
@@ -217,7 +217,7 @@ class NativeLinear(Linear):
     def mean_scale(self) -> float:
         """See Linear. Outputs that only fill up a panel have no scale."""
         scale = self.packed.scale
-        return 1.0 if scale is None else float(scale[scale != 0].abs().mean())
+        return 1.0 if scale is None else float(scale[scale != 0].abs().float().mean())
 
     @property
     def num_bytes(self) -> int:
@@ -276,8 +276,8 @@ def _pack(
     sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None)
     weight = slabs.take(sizes["weight"][1])
     scale, sums = (
-        torch.empty(sizes[name][1] if name in sizes else 0, dtype=dtype)
-        for name, dtype in (("scale", torch.float32), ("sum", torch.int32))
+        torch.empty(count, dtype=dtype)
+        for dtype, count in (sizes.get("scale", (torch.float32, 0)), sizes.get("sum", (torch.int32, 0)))
     )
     first = 0
     for piece in [weight_OI] if isinstance(weight_OI, Tensor) else weight_OI.pieces():
@@ -300,10 +300,10 @@ def _pack(
 def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gated: bool) -> PackedWeight:
     """Write whole numbers where `pack_rows` of the kernels writes those that it rounds to."""
     outputs, inputs = weight.shape
-    format, has_offset = Format.INT8 if weight.form == INT8 else Format.INT4, weight.form == INT4_ASYMMETRIC
-    sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None, has_offset=has_offset)
-    kept = ("scale", "sum", "offset")
-    parts = {name: torch.zeros(count, dtype=kind) for name, (kind, count) in sizes.items() if name in kept}
+    format = Format.INT8 if weight.form == INT8 else Format.INT4
+    sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None, kept=weight.form)
+    numbers = ("scale", "sum", "offset")
+    parts = {name: torch.zeros(count, dtype=kind) for name, (kind, count) in sizes.items() if name in numbers}
     memory = slabs.take(sizes["weight"][1]).zero_()
     panels, width = _num_panels(outputs, gated=gated), PANEL // 2 if gated else PANEL
     # A gated panel has rows of the first half of the outputs, and then those of the other half.

@@ -82,10 +82,17 @@ struct Linear {
     TORCH_CHECK(!bias || bias->numel() >= columns, "a bias is too short");
     TORCH_CHECK(format < Format::INT8 || (scale && scale->numel() >= scales),
                 "the scales of a weight are too few");
+    TORCH_CHECK(!scale || scale->scalar_type() == at::kFloat || has_bf16_scale(),
+                "scales are float, or bfloat16 of int4");
+    TORCH_CHECK(!offset || !has_bf16_scale(), "offsets need scales in float");
     TORCH_CHECK(!offset || (format == Format::INT4 && offset->numel() >= scales),
                 "the offsets of a weight are too few, or not of int4");
     TORCH_CHECK(format != Format::INT8 || (sum && sum->numel() >= columns),
                 "the sums of a weight are too few");
+  }
+
+  bool has_bf16_scale() const {
+    return scale && format == Format::INT4 && scale->scalar_type() == at::kBFloat16;
   }
 };
 

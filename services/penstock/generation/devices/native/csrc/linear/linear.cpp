@@ -146,8 +146,8 @@ static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& pa
           // x is 128 too large.
           vi offset = load_bits((const char*)(a.column_sum + panel * PANEL + v * L));
           value = __builtin_convertvector(sum[m][v] - (offset << 7), vf);
-          value =
-              value * splat(a.row_scale[row + m]) * load(a.column_scale + panel * PANEL + v * L);
+          value = value * splat(a.row_scale[row + m]) *
+                  load((const float*)a.column_scale + panel * PANEL + v * L);
         }
       store_all(&block[m][v * L], value);
     }
@@ -156,19 +156,34 @@ static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& pa
 // int4: two granules' worth of inputs lie in one, the first in the low halves of its bytes. A group
 // is summed in integers; its numbers are 8 too large, or have an offset (Q4_1's minimum, zeros of
 // AWQ and GPTQ), times the sum of the row's group.
-struct INT4 {};
-struct INT4Offset {};
+template <typename S, bool HAS_OFFSET>
+struct INT4 {
+  template <int M>
+  static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& part,
+                   float (*block)[PANEL]);
+};
 
-template <bool HAS_OFFSET, int M>
-static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const Part& part,
-                      float (*block)[PANEL]) {
+// Rows whose results stay in registers from group to group.
+constexpr int KEPT_ROWS = TILE / 4;
+
+template <typename S, bool HAS_OFFSET>
+template <int M>
+void INT4<S, HAS_OFFSET>::tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& part,
+                               float (*block)[PANEL]) {
   constexpr int STEPS = GROUP / 8;
   const int64_t groups = a.granules / STEPS, first_group = part.first / STEPS,
                 last_group = part.last / STEPS;
   const vi low = splat_bits(0x0F0F0F0F);
-  if (part.first == 0)
-    for (int m = 0; m < M; ++m)
-      for (int v = 0; v < V; ++v) store_all(&block[m][v * L], vf{});
+  constexpr bool KEEPS = M <= KEPT_ROWS;
+  vf kept[KEEPS ? M : 1][V];
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) {
+      const vf start = part.first == 0 ? vf{} : load(&block[m][v * L]);
+      if constexpr (KEEPS)
+        kept[m][v] = start;
+      else if (part.first == 0)
+        store_all(&block[m][v * L], start);
+    }
   for (int64_t group = first_group; group < last_group; ++group) {
     if (M >= FETCHING_ROWS && part.is_new)
       fetch(part.w + (group - first_group) * STEPS * PANEL * 4, STEPS * PANEL * 4);
@@ -193,22 +208,34 @@ static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const Par
           sum[m][v] = dot_bytes(dot_bytes(sum[m][v], first[v], x0), second[v], x1);
       }
     }
-    const float* scale = a.column_scale + (panel * groups + group) * PANEL;
+    const S* scale = (const S*)a.column_scale + (panel * groups + group) * PANEL;
     const float* offset = HAS_OFFSET ? a.column_offset + (panel * groups + group) * PANEL : nullptr;
     for (int m = 0; m < M; ++m) {
       const int64_t at = (row + m) * groups + group;
       for (int v = 0; v < V; ++v) {
         vf value = __builtin_convertvector(sum[m][v], vf) * splat(a.row_scale[at]);
-        vf total = load(&block[m][v * L]) + value * load(scale + v * L);
+        vf total = KEEPS ? kept[KEEPS ? m : 0][v] : load(&block[m][v * L]);
+        total += value * load(scale + v * L);
         if constexpr (HAS_OFFSET)
           total += splat(a.row_scale[at] * float(a.row_sum[at])) * load(offset + v * L);
-        store_all(&block[m][v * L], total);
+        if constexpr (KEEPS)
+          kept[m][v] = total;
+        else
+          store_all(&block[m][v * L], total);
       }
     }
   }
+  if constexpr (KEEPS)
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < V; ++v) store_all(&block[m][v * L], kept[m][v]);
 }
 
 typedef void (*Tile)(const LinearArgs&, int64_t, int64_t, const Part&, float (*)[PANEL]);
+
+template <class F>
+constexpr bool IS_INT4 = false;
+template <typename S, bool HAS_OFFSET>
+constexpr bool IS_INT4<INT4<S, HAS_OFFSET>> = true;
 
 template <class F, int M>
 static Tile pick(int rows) {
@@ -216,10 +243,8 @@ static Tile pick(int rows) {
     return nullptr;
   else {
     if (rows < M) return pick<F, M - 1>(rows);
-    if constexpr (std::is_same_v<F, INT4>)
-      return tile_int4<false, M>;
-    else if constexpr (std::is_same_v<F, INT4Offset>)
-      return tile_int4<true, M>;
+    if constexpr (IS_INT4<F>)
+      return F::template tile<M>;
     else
       return tile<F, M>;
   }
@@ -233,7 +258,9 @@ static Tile pick(const LinearArgs& a, int rows) {
     case Format::INT8:
       return pick<INT8, TILE>(rows);
     default:
-      return a.column_offset == nullptr ? pick<INT4, TILE>(rows) : pick<INT4Offset, TILE>(rows);
+      if (a.scale_is_bf16) return pick<INT4<bf16, false>, TILE>(rows);
+      return a.column_offset == nullptr ? pick<INT4<float, false>, TILE>(rows)
+                                        : pick<INT4<float, true>, TILE>(rows);
   }
 }
 

@@ -60,10 +60,12 @@ struct LinearArgs {
   const void* x;     // (rows, x_stride) granules; int8: unsigned, 128 is 0; int4: signed
   int64_t x_stride;  // in granules
   const char* weight;
-  int64_t granules;            // of a row of the weight
-  const float* bias;           // (panels * 32) or null
-  const float* row_scale;      // int8: (rows); int4: (rows, groups)
-  const float* column_scale;   // int8: (panels * 32); int4: (panels, groups, 32)
+  int64_t granules;          // of a row of the weight
+  const float* bias;         // (panels * 32) or null
+  const float* row_scale;    // int8: (rows); int4: (rows, groups)
+  const void* column_scale;  // int8: (panels * 32) floats; int4: (panels, groups, 32), of floats or
+                             // bfloat16
+  bool scale_is_bf16;
   const int32_t* column_sum;   // int8: (panels * 32)
   const float* column_offset;  // int4: as column_scale, of numbers from 0 to 15; null: they are
                                // from -8 to 7
@@ -105,7 +107,7 @@ struct PackArgs {
   bool is_bf16;
   int64_t inputs, granules;
   char* weight;
-  float* scale;
+  void* scale;  // float; int4's bfloat16
   int32_t* sum;
 };
 

@@ -67,10 +67,10 @@ void clear_padding(const PackArgs& args, int64_t outputs, int64_t panels, bool g
   const int64_t last = panels - 1, groups = args.granules * 8 / GROUP;
   std::memset(args.weight + last * args.granules * PANEL * 4, 0, args.granules * PANEL * 4);
   if (args.format == Format::INT8) {
-    std::fill_n(args.scale + last * PANEL, PANEL, 0.0f);
+    std::fill_n((float*)args.scale + last * PANEL, PANEL, 0.0f);
     std::fill_n(args.sum + last * PANEL, PANEL, 0);
   } else if (args.format == Format::INT4) {
-    std::fill_n(args.scale + last * groups * PANEL, groups * PANEL, 0.0f);
+    std::memset((char*)args.scale + last * groups * PANEL * 2, 0, groups * PANEL * 2);
   }
 }
 
@@ -114,6 +114,7 @@ int64_t pack_rows(const at::Tensor& rows, int64_t first, int64_t outputs, at::Te
   const int64_t scales = format == Format::INT8   ? panels * PANEL
                          : format == Format::INT4 ? panels * granules * 8 / GROUP * PANEL
                                                   : 0;
+  TORCH_CHECK(scale.scalar_type() == (format == Format::INT4 ? at::kBFloat16 : at::kFloat));
   TORCH_CHECK(scale.numel() == scales && sum.numel() == (format == Format::INT8 ? scales : 0));
   const PackArgs args{
       .format = format,
@@ -121,7 +122,7 @@ int64_t pack_rows(const at::Tensor& rows, int64_t first, int64_t outputs, at::Te
       .inputs = inputs,
       .granules = granules,
       .weight = (char*)out.data_ptr<uint8_t>(),
-      .scale = scale.data_ptr<float>(),
+      .scale = scale.data_ptr(),
       .sum = sum.data_ptr<int32_t>(),
   };
   if (first == 0) clear_padding(args, outputs, panels, gated);
@@ -168,8 +169,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
   TORCH_CHECK(width <= panels * (gate != int(Gate::NONE) ? PANEL / 2 : PANEL) &&
               (!bias || bias->numel() == panels * PANEL));
   TORCH_CHECK(!column_offset || (format == Format::INT4 && column_scale &&
+                                 column_scale->scalar_type() == at::kFloat &&
                                  column_offset->numel() == column_scale->numel()),
-              "offsets are of int4, one for each scale");
+              "offsets are of int4, one for each scale in float");
+  const bool scale_bf16 = column_scale && is_bf16(*column_scale);
+  TORCH_CHECK(!scale_bf16 || format == Format::INT4, "scales in bfloat16 are of int4");
   const bool out_bf16 = is_bf16(x) && !as_float;
   auto out = at::empty({rows, width}, x.options().dtype(out_bf16 ? at::kBFloat16 : at::kFloat));
   if (rows == 0) return out;
@@ -181,7 +185,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
       .granules = granules,
       .bias = pointer<float>(bias),
       .row_scale = nullptr,
-      .column_scale = pointer<float>(column_scale),
+      .column_scale = column_scale ? column_scale->const_data_ptr() : nullptr,
+      .scale_is_bf16 = scale_bf16,
       .column_sum = pointer<int32_t>(column_sum),
       .column_offset = pointer<float>(column_offset),
       .row_sum = nullptr,

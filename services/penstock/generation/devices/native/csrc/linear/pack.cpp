@@ -83,29 +83,30 @@ static bool quantize_int8(const T* row, int64_t n, int8_t* out, float& scale, in
   return true;
 }
 
-// The largest of a group becomes -8 (as in GGML's q4_0), so that all 16 values are used; the scale
-// is a bfloat16.
-static float int4_scale(const float (&group)[GROUP]) {
+// The largest of a group becomes -8 (as in GGML's q4_0), so that all 16 values are used.
+static bf16 int4_scale(const float (&group)[GROUP]) {
   const float most = abs_max(group, GROUP);
   for (float v : group)
     if (std::fabs(v) == most) {
       bf16 rounded_scale;
       store(&rounded_scale, v / -8.0f);
-      return to_float(rounded_scale);
+      return rounded_scale;
     }
-  return NAN;
+  bf16 none;
+  store(&none, NAN);
+  return none;
 }
 
 // `scales` are PANEL apart; two granules' worth of inputs share the bytes of one.
 template <typename T>
-static bool quantize_int4(const T* row, int64_t n, int64_t groups, uint8_t* out, float* scales) {
+static bool quantize_int4(const T* row, int64_t n, int64_t groups, uint8_t* out, bf16* scales) {
   bool finite = true;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t first = g * GROUP, count = std::min<int64_t>(GROUP, n - first);
     float group[GROUP] = {};
     for (int64_t i = 0; i < count; ++i) group[i] = to_float(row[first + i]);
-    const float scale = int4_scale(group), inverse = scale != 0 ? 1.0f / scale : 0.0f;
-    scales[g * PANEL] = scale;
+    scales[g * PANEL] = int4_scale(group);
+    const float scale = to_float(scales[g * PANEL]), inverse = scale != 0 ? 1.0f / scale : 0.0f;
     if (!(std::fabs(scale) <= FLT_MAX)) {
       finite = false;
       continue;
@@ -137,10 +138,11 @@ static bool pack_some(const PackArgs& a, const T* rows, int count, int64_t panel
     const T* row = rows + r * a.inputs;
     int32_t* out = words.data() + r * a.granules;
     const int64_t output = panel * PANEL + column + r;
-    finite &= a.format == Format::INT8
-                  ? quantize_int8(row, a.inputs, (int8_t*)out, a.scale[output], a.sum[output])
-                  : quantize_int4(row, a.inputs, groups, (uint8_t*)out,
-                                  a.scale + panel * groups * PANEL + column + r);
+    finite &=
+        a.format == Format::INT8
+            ? quantize_int8(row, a.inputs, (int8_t*)out, ((float*)a.scale)[output], a.sum[output])
+            : quantize_int4(row, a.inputs, groups, (uint8_t*)out,
+                            (bf16*)a.scale + panel * groups * PANEL + column + r);
   }
   interleave((const char*)words.data(), a.granules * 4, a.granules * 4, count, a.granules, target);
   return finite;
