@@ -302,8 +302,8 @@ def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gat
     outputs, inputs = weight.shape
     format = Format.INT8 if weight.form == INT8 else Format.INT4
     sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None, kept=weight.form)
-    numbers = ("scale", "sum", "offset")
-    parts = {name: torch.zeros(count, dtype=kind) for name, (kind, count) in sizes.items() if name in numbers}
+    small = ("scale", "sum", "offset")
+    parts = {name: torch.zeros(count, dtype=kind) for name, (kind, count) in sizes.items() if name in small}
     memory = slabs.take(sizes["weight"][1]).zero_()
     panels, width = _num_panels(outputs, gated=gated), PANEL // 2 if gated else PANEL
     # A gated panel has rows of the first half of the outputs, and then those of the other half.
