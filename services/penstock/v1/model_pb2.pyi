@@ -252,7 +252,7 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def weight_forms(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Number of its quantised matrices by the form that they run in: int4, int8, or the name of the dtype that they became numbers of."""
+        """Number of its quantised matrices by the form that they run in: int4, int4-asymmetric, int8, or the name of the dtype that they became numbers of."""
 
     def __init__(
         self,
