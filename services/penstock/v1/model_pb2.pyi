@@ -193,6 +193,7 @@ class GetModelInfoResponse(_message.Message):
     LOAD_STAGE_FIELD_NUMBER: _builtins.int
     CAN_LOAD_FIELD_NUMBER: _builtins.int
     MODEL_ROUTE_FIELD_NUMBER: _builtins.int
+    MODEL_ROUTE_REASON_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FORMAT_FIELD_NUMBER: _builtins.int
     WEIGHT_FORMS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
@@ -224,6 +225,8 @@ class GetModelInfoResponse(_message.Message):
     """LoadModel and UnloadModel are allowed here (--model-access)."""
     model_route: _builtins.str
     """"native": Penstock's own layers run it; "fallback": transformers' modules (--model-route)."""
+    model_route_reason: _builtins.str
+    """Field of config.json, and its fault, for which transformers' modules run a model whose type has a native family; empty otherwise."""
     checkpoint_format: _builtins.str
     """Format of a quantised checkpoint, in words, such as `gptq of 4 bits, symmetric, groups of 128`; empty for one that is not quantised."""
     @_builtins.property
@@ -285,12 +288,13 @@ class GetModelInfoResponse(_message.Message):
         load_stage: _builtins.str = ...,
         can_load: _builtins.bool = ...,
         model_route: _builtins.str = ...,
+        model_route_reason: _builtins.str = ...,
         checkpoint_format: _builtins.str = ...,
         weight_forms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "default_stop", b"default_stop", "kv", b"kv", "limits", b"limits", "pad_token_id", b"pad_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "checkpoint_format", b"checkpoint_format", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_route", b"model_route", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weight_forms", b"weight_forms", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "checkpoint_format", b"checkpoint_format", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_route", b"model_route", "model_route_reason", b"model_route_reason", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weight_forms", b"weight_forms", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -135,6 +135,7 @@ class ModelServicer(GraphCalls):
             architecture=config.architecture,
             model_type=config.model_type,
             model_route=config.route,
+            model_route_reason=config.route_reason,
             dtype=convert.from_dtype(str(loaded.model.dtype)),
             devices=[loaded.device.describe()],
             world_size=1,
