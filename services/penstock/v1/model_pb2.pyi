@@ -57,6 +57,7 @@ class KvGeometry(_message.Message):
     NUM_STATES_FIELD_NUMBER: _builtins.int
     BYTES_PER_STATE_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    NUM_STATE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
     """Tokens per block."""
@@ -70,7 +71,9 @@ class KvGeometry(_message.Message):
     """States of recurrent layers, one for each running sequence, beside the blocks; 0: the model's layers keep none."""
     bytes_per_state: _builtins.int
     prefix_cache: _builtins.bool
-    """Blocks of equal beginnings are computed once. Never with states."""
+    """Blocks of equal beginnings are computed once. With states: up to a block whose state is kept."""
+    num_state_snapshots: _builtins.int
+    """Further states, kept for the prefix cache (--state-snapshots)."""
     def __init__(
         self,
         *,
@@ -85,10 +88,11 @@ class KvGeometry(_message.Message):
         num_states: _builtins.int = ...,
         bytes_per_state: _builtins.int = ...,
         prefix_cache: _builtins.bool = ...,
+        num_state_snapshots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "bytes_per_state", b"bytes_per_state", "dtype", b"dtype", "head_dim", b"head_dim", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_states", b"num_states", "prefix_cache", b"prefix_cache", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "bytes_per_state", b"bytes_per_state", "dtype", b"dtype", "head_dim", b"head_dim", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_state_snapshots", b"num_state_snapshots", "num_states", b"num_states", "prefix_cache", b"prefix_cache", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,4 +94,5 @@ async def test_a_model_with_states_says_so(tmp_path: Path) -> None:
         info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
         assert info.kv.num_states == info.limits.max_running_sequences
         assert info.kv.bytes_per_state > 0
-        assert not info.kv.prefix_cache
+        assert info.kv.prefix_cache
+        assert info.kv.num_state_snapshots == 32

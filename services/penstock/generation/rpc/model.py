@@ -230,6 +230,7 @@ def _geometry(core: GenerationCore) -> model_pb2.KvGeometry:
         total_bytes=kv.num_bytes,
         num_states=0 if kv.states is None else kv.states.num_slots,
         bytes_per_state=0 if kv.states is None else kv.states.bytes_per_slot,
+        num_state_snapshots=0 if kv.states is None else kv.states.num_snapshots,
         prefix_cache=core.loaded.engine_config.prefix_cache,
     )
 

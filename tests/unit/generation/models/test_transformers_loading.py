@@ -97,7 +97,9 @@ def test_what_neither_route_runs_is_refused_with_both_reasons(tmp_path: Path) ->
     values = json.loads((folder / "config.json").read_text())
     values["rope_parameters"] = {"rope_type": "not-known", "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(StartupError, match="rope_type 'not-known' is not supported.*the fallback cannot run it either"):
+    with pytest.raises(
+        StartupError, match=r"rope_type 'not-known' is not supported.*the fallback cannot run it either"
+    ):
         load(folder, ModelRoute())
 
 
