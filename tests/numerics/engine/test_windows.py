@@ -125,9 +125,11 @@ def test_answers_do_not_depend_on_others_beside_them(native: LanguageModel) -> N
 
 def check_memory(model: LanguageModel, prompt: list[int], new_tokens: int) -> dict[int, list[int]]:
     """Check that a pool of no more than a window and a step's rows is enough. Return the ids."""
-    config = replace(CONFIG, num_blocks=replace(CONFIG, window=window_of(model)).blocks_of_window)
+    # Without a prefix cache, so that what is given back is free at once, and spoilt.
+    most = replace(CONFIG, window=window_of(model)).blocks_of_window
+    config = replace(CONFIG, num_blocks=most, prefix_cache=False)
     engine = model_engine(model, config)
-    Poisoning(engine)
+    poison = Poisoning(engine)
     item = request(prompt, max_new_tokens=new_tokens)
     engine.check(item)
     engine.add(item)
@@ -138,6 +140,7 @@ def check_memory(model: LanguageModel, prompt: list[int], new_tokens: int) -> di
         collect(answers, engine.step())
     assert max(held) <= config.num_blocks < len(prompt) // config.block_size // 2
     assert engine.stats.preemptions == 0
+    assert poison.poisoned > 0
     # Of a decoding sequence: its window, and a token more.
     assert held[-1] <= -(-window_of(model) // config.block_size) + 1
     found: dict[int, list[int]] = answers[item.request_id].ids

@@ -35,8 +35,8 @@ def test_a_sequence_holds_its_window_and_the_rows_of_a_step() -> None:
         collect(answers, engine.step())
         dumped += [one.blocks for group in engine.dump().running for one in group.sequences]
     assert max(dumped) <= 5
-    # The window, a token more, and where in a block it begins.
-    assert max(dumped[-20:]) == 4
+    # Between two steps: the window and a token more.
+    assert set(dumped[-20:]) == {3}
     assert engine.stats.preemptions == 0
 
 
