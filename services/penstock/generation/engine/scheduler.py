@@ -226,7 +226,8 @@ class Scheduler:
             if sequence.seq_id in result.prompt_logprobs:
                 group.report.add_prompt_logprobs(result.prompt_logprobs[sequence.seq_id])
             self.tables.computed(sequence, group.block_salt)
-            self.tables.release_behind(sequence)
+            if self._config.window:
+                self.tables.release_behind(sequence)
             if not group.is_forked:
                 for follower in group.fork_followers(sequence):
                     self._fork(sequence, follower, sequence.num_computed_tokens)
