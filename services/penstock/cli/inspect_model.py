@@ -22,6 +22,7 @@ from penstock.common.errors import StartupError
 from penstock.common.options import option, options_of
 from penstock.common.units import format_size
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.host.memory import host_memory
 from penstock.generation.weights.files import PACKED_FILE, StoredTensor, read_header
 
@@ -329,7 +330,7 @@ def _start(
     from penstock.generation.models.registry import read_model_config
 
     try:
-        route = read_model_config(folder).route
+        config = read_model_config(folder)
     except StartupError as error:
         return False, error.message, _advice(values)
     memory = facts["memory"]
@@ -337,7 +338,7 @@ def _start(
         if needed < memory["available_bytes"]:
             flag = [] if kind == "none" else [f"--quantization {kind}"]
             if not flag:
-                return True, _BY_FALLBACK if route == "fallback" else "", []
+                return True, _way(config), []
             short = f"its weights take {format_size(memory['weights_bytes']['none'])} of memory"
             return False, f"{short}, and {format_size(memory['available_bytes'])} is free", flag
     least = min(memory["weights_bytes"].values())
@@ -346,6 +347,13 @@ def _start(
         f"its weights take {format_size(least)} at least, and {format_size(memory['available_bytes'])} is free",
         ["a machine with more memory, or a smaller model"],
     )
+
+
+def _way(config: ModelConfig) -> str:
+    """Return the route in words; empty for the native one."""
+    if config.route != "fallback":
+        return ""
+    return f"{_BY_FALLBACK}, for {config.route_reason}" if config.route_reason else _BY_FALLBACK
 
 
 def _advice(values: Mapping[str, Any]) -> list[str]:

@@ -277,6 +277,13 @@ class GenerationServiceConfig(ServerConfig):
         None, "Longest prompt and output together; by default the model's.", group=MEMORY, minimum=2
     )
     prefix_cache: bool = option(EngineConfig.prefix_cache, "Share the blocks of equal prompt beginnings.", group=MEMORY)
+    state_snapshots: int = option(
+        32,
+        "States of recurrent layers that are kept for equal prompt beginnings, each as large as that of a running "
+        "sequence; 0: such models have no prefix cache.",
+        group=MEMORY,
+        minimum=0,
+    )
 
     max_batch_tokens: int | None = option(
         None,

@@ -57,6 +57,7 @@ class KvGeometry(_message.Message):
     NUM_STATES_FIELD_NUMBER: _builtins.int
     BYTES_PER_STATE_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    NUM_STATE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
     """Tokens per block."""
@@ -70,7 +71,9 @@ class KvGeometry(_message.Message):
     """States of recurrent layers, one for each running sequence, beside the blocks; 0: the model's layers keep none."""
     bytes_per_state: _builtins.int
     prefix_cache: _builtins.bool
-    """Blocks of equal beginnings are computed once. Never with states."""
+    """Blocks of equal beginnings are computed once. With states: up to a block whose state is kept."""
+    num_state_snapshots: _builtins.int
+    """Further states, kept for the prefix cache (--state-snapshots)."""
     def __init__(
         self,
         *,
@@ -85,10 +88,11 @@ class KvGeometry(_message.Message):
         num_states: _builtins.int = ...,
         bytes_per_state: _builtins.int = ...,
         prefix_cache: _builtins.bool = ...,
+        num_state_snapshots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "bytes_per_state", b"bytes_per_state", "dtype", b"dtype", "head_dim", b"head_dim", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_states", b"num_states", "prefix_cache", b"prefix_cache", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "bytes_per_state", b"bytes_per_state", "dtype", b"dtype", "head_dim", b"head_dim", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_state_snapshots", b"num_state_snapshots", "num_states", b"num_states", "prefix_cache", b"prefix_cache", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,6 +197,7 @@ class GetModelInfoResponse(_message.Message):
     LOAD_STAGE_FIELD_NUMBER: _builtins.int
     CAN_LOAD_FIELD_NUMBER: _builtins.int
     MODEL_ROUTE_FIELD_NUMBER: _builtins.int
+    MODEL_ROUTE_REASON_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FORMAT_FIELD_NUMBER: _builtins.int
     WEIGHT_FORMS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
@@ -224,6 +229,8 @@ class GetModelInfoResponse(_message.Message):
     """LoadModel and UnloadModel are allowed here (--model-access)."""
     model_route: _builtins.str
     """"native": Penstock's own layers run it; "fallback": transformers' modules (--model-route)."""
+    model_route_reason: _builtins.str
+    """Field of config.json, and its fault, for which transformers' modules run a model whose type has a native family; empty otherwise."""
     checkpoint_format: _builtins.str
     """Format of a quantised checkpoint, in words, such as `gptq of 4 bits, symmetric, groups of 128`; empty for one that is not quantised."""
     @_builtins.property
@@ -285,12 +292,13 @@ class GetModelInfoResponse(_message.Message):
         load_stage: _builtins.str = ...,
         can_load: _builtins.bool = ...,
         model_route: _builtins.str = ...,
+        model_route_reason: _builtins.str = ...,
         checkpoint_format: _builtins.str = ...,
         weight_forms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "default_stop", b"default_stop", "kv", b"kv", "limits", b"limits", "pad_token_id", b"pad_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "checkpoint_format", b"checkpoint_format", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_route", b"model_route", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weight_forms", b"weight_forms", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "checkpoint_format", b"checkpoint_format", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_route", b"model_route", "model_route_reason", b"model_route_reason", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weight_forms", b"weight_forms", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

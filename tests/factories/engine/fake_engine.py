@@ -61,15 +61,27 @@ class FakeRunner:
         self.fail_at_step: int | None = None
         # Of the step's sequences, by seq_id; 0: without an adapter.
         self._marks: dict[int, int] = {}
+        # Of a model that keeps states: what the state of a sequence, and of a snapshot, was made of.
+        self.states: dict[int, list[int]] = {}
+        self.snapshots: dict[int, list[int]] = {}
         # seq_ids that were computed and not released since.
         self.known: set[int] = set()
 
     def release(self, seq_ids: Items[int]) -> None:
         self.known.difference_update(seq_ids)
+        for seq_id in seq_ids:
+            self.states.pop(seq_id, None)
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         self.steps.append(output)
+        for parent, child, num_tokens in output.forks if self.config.keeps_states else ():
+            assert len(self.states[parent]) == num_tokens, "a fork at another token than its parent's state"
+            self.states[child] = self.states[parent]
         self.release(output.released)
+        for seq_id, place, num_tokens in output.restored:
+            assert seq_id not in self.states, "restored over a state"
+            assert len(self.snapshots[place]) == num_tokens, "a snapshot of another token"
+            self.states[seq_id] = self.snapshots[place]
         self.known.update(entry.sequence.seq_id for entry in output.scheduled)
         if self.fail_at_step == len(self.steps):
             raise RuntimeError("device lost")
@@ -83,13 +95,15 @@ class FakeRunner:
             for entry, adapter in zip(output.scheduled, adapters, strict=True)
         }
         self._write(output)
+        if self.config.keeps_states:
+            self._keep_states(output)
         sampled: dict[int, SampledToken] = {}
         prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
         branches = {
             one.seq_id: one.token_ids for entry in output.scheduled for one in entry.sample if is_unconditional(one)
         }
         for entry in output.scheduled:
-            context = self._read(entry.sequence, entry.start + entry.num_tokens)
+            context = self._read(entry.sequence, entry.start, entry.start + entry.num_tokens)
             for drawer in entry.sample:
                 assert drawer.token_ids == context, "drawn from a row that is not the drawer's last"
                 if is_unconditional(drawer):
@@ -114,7 +128,7 @@ class FakeRunner:
         return RunnerOutput(sampled, prompt_logprobs)
 
     def _copy(self, output: SchedulerOutput) -> None:
-        held = {block for entry in output.scheduled for block in entry.sequence.block_table}
+        held = {block for entry in output.scheduled for block in entry.sequence.held_blocks}
         saved = {copy.source for copy in output.copies if copy.kind is CopyKind.OUT}
         for source, destination, kind in output.copies:
             if kind is CopyKind.IN:
@@ -151,9 +165,24 @@ class FakeRunner:
                 written.add(slot)
                 self.kv[slot[0]][offset] = (self._content(sequence, position), position)
 
-    def _read(self, sequence: Sequence, end: int) -> list[int]:
-        context: list[int] = []
-        for position in range(end):
+    def _keep_states(self, output: SchedulerOutput) -> None:
+        for entry in output.scheduled:
+            sequence, start = entry.sequence, entry.start
+            state = self.states.get(sequence.seq_id, []) if start else []
+            assert state == [self._content(sequence, at) for at in range(start)], "the state is of something else"
+            new = [self._content(sequence, at) for at in range(start, start + entry.num_tokens)]
+            self.states[sequence.seq_id] = state + new
+        assert len(self.states) <= self.config.max_running_sequences
+        for seq_id, place, num_tokens in output.saved:
+            assert place < self.config.num_state_snapshots
+            self.snapshots[place] = self.states[seq_id]
+            assert len(self.snapshots[place]) == num_tokens
+
+    def _read(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        first = max(start - self.config.window + 1, 0) if self.config.window else 0
+        context = sequence.token_ids[:first]
+        assert first // self.config.block_size >= sequence.num_released_blocks, "a block that is read is given back"
+        for position in range(first, end):
             index, offset = divmod(position, self.config.block_size)
             slot = self.kv[sequence.block_table[index]][offset]
             assert slot == (self._content(sequence, position), position), "the KV pool holds something else"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
+from penstock.generation.startup.load import window_of
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 ROOMY = engine_config(num_blocks=300, max_batch_tokens=200, max_running_sequences=64)
@@ -33,11 +35,12 @@ def model_engine(
     kv_dtype: torch.dtype | None = None,
     modes: ModeRegistry = MODES,
 ) -> Engine:
-    """Make an engine on a pool of its own, which shows reads of unwritten places."""
+    """Make an engine on a pool of its own, which shows reads of unwritten places. Blocks behind windows are given
+    back."""
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
     kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype)
-    config = add_states(model, kv, config)
+    config = replace(add_states(model, kv, config), window=window_of(model))
     return Engine(config, new_runner(model, kv, host=unwritten_host_pool(kv, config)), None, modes=modes)
 
 

@@ -11,6 +11,9 @@ from penstock.generation.attention.state_pool import new_states
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.models.language_model import LanguageModel
 
+# Few: some are taken by others while the tests run.
+NUM_SNAPSHOTS = 4
+
 
 def unwritten_pool(
     layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -23,8 +26,9 @@ def unwritten_pool(
 
 def add_states(model: LanguageModel, kv: KVCachePool, config: EngineConfig) -> EngineConfig:
     """Give the pool the states that the model's layers keep, if they do. Return the configuration that goes with it."""
-    kv.states = new_states(model.state_layout, config.max_running_sequences, kv.device)
-    return config if kv.states is None else replace(config, keeps_states=True, prefix_cache=False)
+    snapshots = NUM_SNAPSHOTS if config.prefix_cache else 0
+    kv.states = new_states(model.state_layout, config.max_running_sequences, kv.device, snapshots)
+    return config if kv.states is None else replace(config, keeps_states=True, num_state_snapshots=snapshots)
 
 
 def unwritten_host_pool(kv: KVCachePool, config: EngineConfig) -> HostKVPool | None:

@@ -261,8 +261,7 @@ def check_ids(folder: Path, model: LanguageModel, new_tokens: int = 64) -> None:
         ids = [found[str(place)].ids[0] for place in range(len(prompts))]
         assert ids == wanted, f"together {ids}, by generate() {wanted}"
     assert engine.stats.preemptions > 0
-    # States are in no block.
-    assert (engine.stats.prefix_hit_tokens > 0) == (not model.state_layout)
+    assert engine.stats.prefix_hit_tokens > 0
 
 
 def greedy_ids(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

@@ -45,6 +45,14 @@ async def test_it_streams_what_transformers_generates(client: Client, folder: Pa
     assert (await client.generate(message)).ids() == expected
 
 
+async def test_it_tells_for_which_field_a_native_type_runs_by_it(tmp_path: Path) -> None:
+    folder = tiny_model_type(tmp_path, "llama", hidden_act="gelu")
+    async with generation_service(folder, dtype="float32") as client:
+        info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
+        assert (info.model_route, info.model_type) == ("fallback", "llama")
+        assert info.model_route_reason == "hidden_act 'gelu' is not supported; supported is silu"
+
+
 async def test_what_it_cannot_do_is_refused_by_name(client: Client, tmp_path: Path) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         await client.model.AllocateTensors(graphs_pb2.AllocateTensorsRequest())
@@ -86,4 +94,5 @@ async def test_a_model_with_states_says_so(tmp_path: Path) -> None:
         info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
         assert info.kv.num_states == info.limits.max_running_sequences
         assert info.kv.bytes_per_state > 0
-        assert not info.kv.prefix_cache
+        assert info.kv.prefix_cache
+        assert info.kv.num_state_snapshots == 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,25 @@ def check(folder: Path, model_type: str) -> None:
 @pytest.mark.parametrize("model_type", USUAL)
 def test_a_model_type_gives_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
     check(tmp_path, model_type)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "reason"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm is not supported"),
+        ("gpt_oss", {"swiglu_limit": 1.5}, "swiglu_limit other than 7.0"),
+    ],
+)
+def test_a_native_type_with_a_foreign_field_gives_the_ids_of_generate(
+    tmp_path: Path, model_type: str, fields: dict[str, Any], reason: str
+) -> None:
+    torch.set_num_threads(1)
+    tiny_model_type(tmp_path, model_type, **fields)
+    model = load_model(tmp_path, dtype="float32", device=cpu_device())
+    assert model.config.route == "fallback"
+    assert reason in model.config.route_reason
+    check_ids(tmp_path, model, new_tokens=24)
 
 
 @pytest.mark.slow

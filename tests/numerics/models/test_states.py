@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories.engine.fake_engine import engine_config, request
+from factories.engine.fake_engine import engine_config, request, run
 from factories.engine.model_engine import ROOMY, check_company, model_engine
 from factories.engine.modes import generate, load_service
 from factories.models.model_types import (
@@ -113,6 +114,29 @@ def test_what_needs_an_earlier_state_is_refused(loaded: LoadedModel, field: str,
     assert refused.value.field == field
 
 
+def test_a_prompt_goes_on_behind_the_last_block_with_a_snapshot(loaded: LoadedModel) -> None:
+    prompt = [*PROMPT, *reversed(PROMPT), 5]
+    engine = model_engine(loaded.model, replace(ROOMY, block_size=4, max_batch_tokens=200))
+    wanted = run(engine, request(prompt, request_id="first"))["first"].ids
+    again = run(engine, request(prompt, request_id="again"))["again"]
+    assert again.ids == wanted
+    # All but the last token; blocks alone, without the state after them, do not count.
+    assert engine.stats.prefix_hit_tokens == 24
+    shorter = run(engine, request(prompt[:19], request_id="shorter"))["shorter"]
+    assert engine.stats.prefix_hit_tokens == 24
+    assert shorter.ids == run(model_engine(loaded.model, ROOMY), request(prompt[:19], request_id="a"))["a"].ids
+    longer = run(engine, request([*prompt[:18], 9, 9, 9], request_id="longer"))["longer"]
+    assert engine.stats.prefix_hit_tokens == 24 + 16
+    fresh = run(model_engine(loaded.model, ROOMY), request([*prompt[:18], 9, 9, 9], request_id="a"))["a"]
+    assert longer.ids == fresh.ids
+
+
+def test_modules_that_go_on_token_by_token_have_no_prefix_cache(tmp_path: Path) -> None:
+    loaded = load_service(tiny_model_type(tmp_path, "jamba"))
+    assert loaded.kv.states is not None
+    assert (loaded.engine_config.prefix_cache, loaded.kv.states.num_snapshots) == (False, 0)
+
+
 def test_guidance_is_that_of_transformers(loaded: LoadedModel) -> None:
     arguments = {"guidance_scale": 1.5, "max_new_tokens": 8, "eos_token_id": 2}
     expected, _ = reference_answer(reference_of(loaded.folder), PROMPT, arguments)
@@ -123,8 +147,12 @@ def test_the_plan_of_memory_has_the_states(loaded: LoadedModel) -> None:
     states = loaded.kv.states
     assert states is not None
     assert states.num_slots == loaded.engine_config.max_running_sequences
-    assert not loaded.engine_config.prefix_cache
-    assert states.num_bytes == states.num_slots * states.bytes_per_slot > 0
+    assert (loaded.engine_config.prefix_cache, states.num_snapshots) == (True, 32)
+    assert states.num_bytes == (states.num_slots + 32) * states.bytes_per_slot > 0
+    for without in ({"prefix_cache": False}, {"state_snapshots": 0}):
+        other = load_service(loaded.folder, **without)
+        assert other.kv.states is not None
+        assert (other.engine_config.prefix_cache, other.kv.states.num_snapshots) == (False, 0)
     with pytest.raises(StartupError, match="layers of this model keep a state") as refused:
         load_service(loaded.folder, host_kv_memory="1MiB")
     assert refused.value.flag == "--host-kv-memory"

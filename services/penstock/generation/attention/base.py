@@ -190,6 +190,8 @@ class Attention(ABC):
     """Causal attention over the paged pool. Stateless: one instance serves every layer and step."""
 
     name: str
+    # Positions before its window that a row may read. They take no weight, but must hold numbers.
+    reads_behind = 0
 
     @abstractmethod
     def forward(

@@ -24,6 +24,8 @@ class NativeAttention(Attention):
     name = "native"
     # The bound of csrc/attention/attention.h.
     MAX_HEAD_DIM = 256
+    # Tiles of 64 keys begin at multiples of 64.
+    reads_behind = 63
 
     def forward(
         self,

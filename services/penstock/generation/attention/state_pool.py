@@ -20,7 +20,7 @@ from penstock.common.errors import StartupError
 from penstock.generation.attention.fresh_memory import fresh_zeros
 
 if TYPE_CHECKING:
-    from penstock.generation.core.step import Fork
+    from penstock.generation.core.step import Fork, StateCopy
 
 # Length of a slot that holds no state.
 _EMPTY = 0
@@ -61,21 +61,27 @@ class StatePool:
     the same sequences decode on, nothing is copied.
     """
 
-    def __init__(self, layout: Sequence[StateTensor], num_slots: int, device: torch.device) -> None:
-        """Allocate the pool. Raises StartupError naming --max-running-sequences when the memory cannot be had."""
+    def __init__(
+        self, layout: Sequence[StateTensor], num_slots: int, device: torch.device, num_snapshots: int = 0
+    ) -> None:
+        """Allocate the pool, and behind the slots of sequences those of snapshots. Raises StartupError naming
+        --max-running-sequences when the memory cannot be had."""
         self.layout = tuple(layout)
         self.num_slots = num_slots
+        self.num_snapshots = num_snapshots
+        count = num_slots + num_snapshots
         try:
-            self._tensors = [fresh_zeros((num_slots, *one.shape), one.dtype, device) for one in layout]
+            self._tensors = [fresh_zeros((count, *one.shape), one.dtype, device) for one in layout]
         except (RuntimeError, MemoryError, ValueError) as error:
             raise StartupError(
-                f"cannot allocate {num_slots} states of {self.bytes_per_slot} bytes: lower --max-running-sequences",
+                f"cannot allocate {count} states of {self.bytes_per_slot} bytes: lower --max-running-sequences or "
+                "--state-snapshots",
                 flag="--max-running-sequences",
             ) from error
         self._device = device
         # seq_id -> slot; slot -> number of tokens that its state is after.
         self._slots: dict[int, int] = {}
-        self._lengths = [_EMPTY] * num_slots
+        self._lengths = [_EMPTY] * count
         self._free = list(range(num_slots - 1, -1, -1))
         self._held: HeldStates | None = None
 
@@ -86,8 +92,8 @@ class StatePool:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all slots."""
-        return self.num_slots * self.bytes_per_slot
+        """Size of all slots, those of snapshots included."""
+        return (self.num_slots + self.num_snapshots) * self.bytes_per_slot
 
     @property
     def num_used(self) -> int:
@@ -119,10 +125,7 @@ class StatePool:
             if parent in leaving and not left[parent]:
                 self._slots[child] = self._slots.pop(parent)
                 continue
-            own = self._take(child)
-            self._lengths[own] = num_tokens
-            for tensor in self._tensors:
-                tensor[own].copy_(tensor[slot])
+            self._copy(slot, self._take(child))
 
     def release(self, seq_ids: Iterable[int]) -> None:
         """Free slots; ids without one are fine."""
@@ -132,6 +135,25 @@ class StatePool:
                 self._free.append(slot)
                 if self._held is not None and slot in self._held.slots:
                     self._put_back()
+
+    def restore(self, copies: Iterable[StateCopy]) -> None:
+        """Give sequences without a slot one with a snapshot's state. Raises RuntimeError when the snapshot is not that
+        after the sequence's tokens."""
+        for seq_id, place, num_tokens in copies:
+            snapshot = self.num_slots + place
+            if seq_id in self._slots or self._lengths[snapshot] != num_tokens:
+                raise RuntimeError(f"no snapshot after token {num_tokens} for a sequence that begins there")
+            self._copy(snapshot, self._take(seq_id))
+
+    def save(self, copies: Iterable[StateCopy]) -> None:
+        """Take snapshots of sequences' states. Raises RuntimeError as `place` does."""
+        for seq_id, place, num_tokens in copies:
+            slot = self._slots.get(seq_id)
+            if slot is None or self._lengths[slot] != num_tokens:
+                raise RuntimeError(f"no state after token {num_tokens} of a sequence to take a snapshot of")
+            if self._held is not None and slot in self._held.slots:
+                self._put_back()
+            self._copy(slot, self.num_slots + place)
 
     def read(self, slots: tuple[int, ...]) -> HeldStates:
         """Return the states of the slots. They are the reader's until `write`, which must follow."""
@@ -172,6 +194,11 @@ class StatePool:
         slot = self._slots[seq_id] = self._free.pop()
         return slot
 
+    def _copy(self, source: int, destination: int) -> None:
+        self._lengths[destination] = self._lengths[source]
+        for tensor in self._tensors:
+            tensor[destination].copy_(tensor[source])
+
     def _put_back(self, but: Iterable[int] = ()) -> None:
         """Store the held states, without those of the slots `but`, which have newer ones."""
         held, self._held = self._held, None
@@ -188,9 +215,11 @@ class StatePool:
             tensor.index_copy_(0, index, own if chosen is None else own.index_select(0, chosen))
 
 
-def new_states(layout: Sequence[StateTensor], num_slots: int, device: torch.device) -> StatePool | None:
+def new_states(
+    layout: Sequence[StateTensor], num_slots: int, device: torch.device, num_snapshots: int = 0
+) -> StatePool | None:
     """Return a pool for a model's `state_layout`; None: its layers keep no state."""
-    return StatePool(layout, num_slots, device) if layout else None
+    return StatePool(layout, num_slots, device, num_snapshots) if layout else None
 
 
 def state_bytes(layout: Iterable[StateTensor]) -> int:

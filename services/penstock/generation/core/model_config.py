@@ -187,6 +187,8 @@ class ModelConfig:
     # "native" or "fallback": the code that runs it. In the fallback, layers and heads are the KV pool's, set by the
     # loader, and fields of native layers mean nothing.
     route: str = "native"
+    # Field of config.json, and its fault, for which the native family of this model type does not run it; empty: none.
+    route_reason: str = ""
     # A quantised checkpoint's format in words; empty: it is not quantised.
     checkpoint_format: str = ""
     # Form that most of its matrices keep, int8 or int4; empty: none.
@@ -197,6 +199,17 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """True when the layer has a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
+
+
+class UnsupportedField(StartupError):
+    """A field of config.json that is sound and that the native family cannot honour: another route may.
+
+    `reason` is the field and the fault, without the file.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message, flag="MODEL")
+        self.reason = reason
 
 
 class ConfigReader:
@@ -210,6 +223,10 @@ class ConfigReader:
     def error(self, field: str, problem: str) -> StartupError:
         """Return a StartupError that reads `config.json in <folder>: <field> <problem>`."""
         return StartupError(f"{self.source}: {self.prefix}{field} {problem}", flag="MODEL")
+
+    def unsupported(self, field: str, problem: str) -> UnsupportedField:
+        """Return the same for a field that only the native families do not honour."""
+        return UnsupportedField(self.error(field, problem).message, f"{self.prefix}{field} {problem}")
 
     def has(self, field: str) -> bool:
         """True when `field` is present and not null."""

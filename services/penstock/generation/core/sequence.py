@@ -36,6 +36,9 @@ class Sequence:
     num_computed_tokens: int = 0
     # Ids of blocks in the pool; block i holds tokens [i * block_size, (i + 1) * block_size).
     block_table: list[int] = field(default_factory=list)
+    # Number of leading blocks that are behind every layer's window: they are given back, and their entries in the table
+    # mean nothing.
+    num_released_blocks: int = 0
     # Chained hashes of its leading full blocks, made as they are needed; kept when the blocks are given back.
     block_hashes: list[bytes] = field(default_factory=list)
     # Use of its last row; its strategy changes it between steps.
@@ -62,6 +65,11 @@ class Sequence:
     num_cached_blocks: int = 0
     # Embeddings of the first tokens of its prompt; None: the model looks up those of all ids.
     embeds: PromptEmbeds | None = None
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Blocks of the table that it holds: the table itself, or a copy of a part of it."""
+        return self.block_table[self.num_released_blocks :] if self.num_released_blocks else self.block_table
 
     @property
     def num_tokens(self) -> int:

@@ -49,6 +49,14 @@ class Fork(NamedTuple):
     num_tokens: int
 
 
+class StateCopy(NamedTuple):
+    """Copy of the state of a sequence after its first `num_tokens` tokens, from or to a place of the snapshots."""
+
+    seq_id: int
+    place: int
+    num_tokens: int
+
+
 class CopyKind(enum.IntEnum):
     """Pools that a block is copied from and to. The numbers are those that SwapBlocks takes."""
 
@@ -84,6 +92,10 @@ class SchedulerOutput:
     adapters: tuple[Adapter | None, ...] | None = None
     # Sequences whose blocks went to the host pool: the runner forgets where they were, and keeps all else of them.
     parked: tuple[int, ...] = ()
+    # Models with states: sequences that begin with a snapshot, restored after releases, and snapshots to take when the
+    # step is computed.
+    restored: tuple[StateCopy, ...] = ()
+    saved: tuple[StateCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

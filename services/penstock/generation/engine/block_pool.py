@@ -41,6 +41,8 @@ class BlockPool:
         self.evictions = 0
         # Called with a block and its hash before the block loses its prefix to another use.
         self.on_evict: Callable[[int, bytes], None] | None = None
+        # Called with a hash that no block is found by any more.
+        self.on_forget: Callable[[bytes], None] | None = None
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -189,6 +191,8 @@ class BlockPool:
         if block_hash is not None:
             del self._cached[block_hash]
             self._hashes[block] = None
+            if self.on_forget is not None:
+                self.on_forget(block_hash)
 
 
 class BlockClaims:

@@ -13,15 +13,30 @@ if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
 
 
+# In a list of blocks, a leading one that is not read; in a table any block will do.
+NOT_READ = -1
+_ANY = 0
+
+
 class BlockTables:
     """Keeper of every `Sequence.block_table`, in agreement with the pool. Engine thread only."""
 
-    def __init__(self, pool: BlockPool, *, prefix_cache: bool, host: HostPool | None = None) -> None:
-        """`host`: the pool whose prefixes `start` may be given, too."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        prefix_cache: bool,
+        host: HostPool | None = None,
+        window: int = 0,
+        blocks_of_window: int = 0,
+    ) -> None:
+        """`host`: the pool whose prefixes `start` may be given, too. `window`, `blocks_of_window`: see EngineConfig."""
         self.pool = pool
         self.host = host
         self.prefix_cache = prefix_cache
         self.copied_blocks = 0
+        self.window = window
+        self._most_blocks = blocks_of_window
         self._block_size = pool.block_size
 
     def hash_blocks(self, sequence: Sequence, salt: str) -> None:
@@ -30,26 +45,37 @@ class BlockTables:
 
     def blocks_to_admit(self, sequence: Sequence, prefix: Seq[int | HostBlock]) -> int:
         """Most blocks by which `start` with this prefix lowers `num_free`."""
-        taken = sum(isinstance(block, HostBlock) or self.pool.ref_count(block) == 0 for block in prefix)
-        return -(-sequence.num_tokens // self._block_size) - len(prefix) + taken
+        released = _num_released(prefix)
+        taken = sum(isinstance(block, HostBlock) or self.pool.ref_count(block) == 0 for block in prefix[released:])
+        return self.blocks_for(sequence.num_tokens, released) - len(prefix) + taken
+
+    def blocks_for(self, num_tokens: int, released: int) -> int:
+        """Length of a table with room for `num_tokens`, or for as much as one step computes behind `released` leading
+        blocks that are not held."""
+        blocks = -(-num_tokens // self._block_size)
+        return min(blocks, released + self._most_blocks) if self.window else blocks
 
     def start(self, starts: Seq[tuple[Sequence, Seq[int | HostBlock]]]) -> None:
-        """Give empty sequences their prefixes and room for all tokens. The sum of `blocks_to_admit` must be free."""
+        """Give empty sequences their prefixes and room for all tokens, or for those of a step where there is a window.
+        The sum of `blocks_to_admit` must be free."""
         # Acquire all prefixes first: room for one sequence may evict cached blocks that are not held yet.
         for _, prefix in starts:
-            for block in prefix:
+            for block in prefix[_num_released(prefix) :]:
                 if isinstance(block, HostBlock):
                     self._brought_by().hold(block)
                 else:
                     self.pool.acquire(block)
         for sequence, prefix in starts:
-            for block in prefix:
+            sequence.num_released_blocks = released = _num_released(prefix)
+            sequence.block_table += [_ANY] * released
+            for block in prefix[released:]:
                 own = self._brought_by().bring(block) if isinstance(block, HostBlock) else block
                 sequence.block_table.append(own)
             sequence.num_computed_tokens = len(prefix) * self._block_size
             sequence.num_cached_blocks = len(prefix)
         for sequence, _ in starts:
-            self.extend(sequence, sequence.num_tokens)
+            blocks = self.blocks_for(sequence.num_tokens, sequence.num_released_blocks)
+            self.extend(sequence, blocks * self._block_size)
 
     def take_over_blocks(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
         """Put `blocks` into the table from place `first` on, the block of the next token to compute.
@@ -69,6 +95,28 @@ class BlockTables:
         sequence.num_computed_tokens = end * self._block_size
         if sequence.num_cached_blocks >= first:
             sequence.num_cached_blocks = end
+        self.release_behind(sequence)
+
+    def release_behind(self, sequence: Sequence) -> None:
+        """Give blocks back that no row to come reads, drafts refused or not. Nothing without a window."""
+        if not self.window:
+            return
+        kept = min(sequence.num_computed_tokens, sequence.num_tokens - sequence.num_draft_tokens)
+        table, first = sequence.block_table, self._first_read(kept)
+        while sequence.num_released_blocks < first:
+            index = sequence.num_released_blocks
+            self.pool.release(table[index])
+            table[index] = _ANY
+            sequence.num_released_blocks = index + 1
+
+    def can_go_back(self, sequence: Sequence, num_tokens: int) -> bool:
+        """True when a sequence, or a fork of it, may go on behind its first `num_tokens`: it holds what is read."""
+        released = sequence.num_released_blocks
+        return not released or max(num_tokens - self.window + 1, 0) // self._block_size >= released
+
+    def _first_read(self, num_tokens: int) -> int:
+        """Return the first block to keep of a sequence with `num_tokens` computed, or one less."""
+        return max(num_tokens - self.window, 0) // self._block_size
 
     def blocks_to_write(self, sequence: Sequence, end: int) -> int:
         """Number of free blocks that `make_writable` up to token `end` takes."""
@@ -104,7 +152,8 @@ class BlockTables:
     def fork(self, parent: Sequence, child: Sequence, computed: int) -> None:
         """Let an empty child share the blocks of the parent's first `computed` tokens, which are the same in both."""
         shared = parent.block_table[: -(-computed // self._block_size)]
-        for block in shared:
+        child.num_released_blocks = min(parent.num_released_blocks, len(shared))
+        for block in shared[child.num_released_blocks :]:
             self.pool.acquire(block)
         child.block_table.extend(shared)
         child.num_computed_tokens = computed
@@ -114,9 +163,10 @@ class BlockTables:
 
     def give_back(self, sequence: Sequence) -> None:
         """Give every block back. What is computed of the sequence is in the host pool, or lost."""
-        for block in reversed(sequence.block_table):
+        for block in reversed(sequence.held_blocks):
             self.pool.release(block)
         sequence.block_table.clear()
+        sequence.num_released_blocks = 0
 
     def free(self, sequence: Sequence) -> None:
         """Give every block back. Nothing of the sequence is computed any more."""
@@ -141,9 +191,13 @@ class BlockTables:
     def disown(self, sequence: Sequence) -> None:
         """Let nobody else find the blocks of a sequence: what was computed in them cannot be trusted."""
         if self.host is not None:
-            self.host.disown(sequence.block_table)
-        for block in sequence.block_table:
+            self.host.disown(sequence.held_blocks)
+        for block in sequence.held_blocks:
             self.pool.unregister(block)
+        for block_hash in sequence.block_hashes[: sequence.num_released_blocks]:
+            self.pool.discard(block_hash)
+            if self.host is not None:
+                self.host.pool.discard(block_hash)
 
     def _brought_by(self) -> HostPool:
         assert self.host is not None, "a hit in the host pool, and there is none"
@@ -163,3 +217,10 @@ class BlockTables:
         for index in range(len(hashes), num_blocks):
             parent = chain_hash(parent, sequence.block_content(index, self._block_size))
             hashes.append(parent)
+
+
+def _num_released(prefix: Seq[int | HostBlock]) -> int:
+    """Return the number of leading blocks that are not read."""
+    if not prefix or prefix[0] != NOT_READ:
+        return 0
+    return next((index for index, block in enumerate(prefix) if block != NOT_READ), len(prefix))

@@ -53,8 +53,12 @@ class EngineConfig:
     max_priority: int = 100
     prefix_cache: bool = True
     # Layers keep a state after a sequence's last computed token: it cannot go back to an earlier one, and no block has
-    # it. So there is neither a prefix cache nor a host pool.
+    # it. So there is no host pool, and a prefix is shared only where one of the snapshots has the state after it.
     keeps_states: bool = False
+    num_state_snapshots: int = 0
+    # Positions up to its own that a row reads at most, in every layer; 0: some layer reads all. Blocks that are behind
+    # it are given back while a sequence goes on.
+    window: int = 0
     # Blocks of the host pool; 0: there is none.
     num_host_blocks: int = 0
     # Bytes of one block; 0: not known.
@@ -91,6 +95,8 @@ class EngineConfig:
         for name in (
             "max_draft_rows",
             "num_host_blocks",
+            "num_state_snapshots",
+            "window",
             "block_bytes",
             "max_block_copies",
             "ngram_memory_tenants",
@@ -105,8 +111,12 @@ class EngineConfig:
             raise ValueError(f"preemption must be one of {', '.join(PREEMPTIONS)}")
         if self.preemption == SWAP and not self.num_host_blocks:
             raise ValueError("preemption swap needs num_host_blocks")
-        if self.keeps_states and (self.prefix_cache or self.num_host_blocks):
-            raise ValueError("keeps_states allows neither prefix_cache nor num_host_blocks")
+        if self.keeps_states and self.num_host_blocks:
+            raise ValueError("keeps_states allows no num_host_blocks")
+        if self.keeps_states and self.prefix_cache and not self.num_state_snapshots:
+            raise ValueError("keeps_states with prefix_cache needs num_state_snapshots")
+        if self.keeps_states and self.window:
+            raise ValueError("keeps_states allows no window")
         if self.deadline_headroom <= 0.0:
             raise ValueError("deadline_headroom must be above 0")
         if not 0.0 < self.tenant_share <= 1.0:
@@ -151,6 +161,14 @@ class EngineConfig:
         """Most requests of one tenant that wait, where tenants are told apart."""
         return max(1, int(self.tenant_share * self.max_queued_requests))
 
+    @property
+    def blocks_of_window(self) -> int:
+        """Most blocks that a sequence holds where there is a window: it, and the rows of one step.
+
+        One position more than the window stays, for a fork that goes back by a token.
+        """
+        return -(-(self.window + self.max_batch_tokens - 1) // self.block_size) + 1
+
     def blocks_needed(self, prompt_tokens: int, output_tokens: int, num_sequences: int) -> int:
         """Most blocks that a request can ever hold: full prompt blocks once, the rest per sequence.
 
@@ -158,4 +176,5 @@ class EngineConfig:
         """
         shared = prompt_tokens // self.block_size
         own = -(-(prompt_tokens + output_tokens - 1) // self.block_size) - shared
-        return shared + num_sequences * own
+        needed = shared + num_sequences * own
+        return min(needed, num_sequences * self.blocks_of_window) if self.window else needed

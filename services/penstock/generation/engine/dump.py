@@ -224,7 +224,7 @@ def _group(config: EngineConfig, group: SequenceGroup, now: float) -> GroupDump:
                 tokens=sequence.num_tokens,
                 prompt_tokens=sequence.num_prompt_tokens,
                 computed_tokens=sequence.num_computed_tokens,
-                blocks=len(sequence.block_table),
+                blocks=len(sequence.held_blocks),
                 host_blocks=len(group.host_tables.get(sequence, ())),
                 draft_tokens=sequence.num_draft_tokens,
                 waits_for=waits_for(sequence),

@@ -140,8 +140,8 @@ class SequenceGroup:
     def num_blocks(self) -> int:
         """Number of blocks that its sequences hold; those that several share count once."""
         if len(self.sequences) == 1:
-            return len(self.sequences[0].block_table)
-        return len({block for sequence in self.sequences for block in sequence.block_table})
+            return len(self.sequences[0].block_table) - self.sequences[0].num_released_blocks
+        return len({block for sequence in self.sequences for block in sequence.held_blocks})
 
     @property
     def pending_prompt_tokens(self) -> int:

@@ -16,6 +16,7 @@ from penstock.generation.engine.block_pool import BlockClaims, BlockPool
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from penstock.generation.core.sequence import Sequence
     from penstock.generation.engine.block_copies import BlockCopies
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.group import SequenceGroup
@@ -40,6 +41,7 @@ class HostPool:
         self.num_groups = 0
         self._device = device
         self._copies = copies
+        self._most_blocks = config.blocks_of_window if config.window else 0
         if config.host_prefix_cache:
             device.on_evict = self._keep
 
@@ -82,8 +84,7 @@ class HostPool:
         size = self.pool.block_size
         for sequence in group.sequences:
             if sequence.block_table:
-                computed = sequence.block_table[: -(-sequence.num_computed_tokens // size)]
-                group.host_tables[sequence] = [places[block] for block in computed]
+                group.host_tables[sequence] = [places[block] for block in _held(sequence, size)]
 
     def blocks_to_return(self, group: SequenceGroup) -> int:
         """Return the number of free device blocks that a swapped group takes, for all tokens that it lacks as well."""
@@ -95,10 +96,10 @@ class HostPool:
         writers: Counter[int] = Counter()
         for sequence, table in group.host_tables.items():
             tokens = sequence.num_tokens - sequence.num_draft_tokens
-            needed += max(-(-tokens // size) - len(table), 0)
-            index, offset = divmod(sequence.num_computed_tokens, size)
-            if offset:
-                writers[table[index]] += 1
+            released = _num_released(sequence, table, size)
+            needed += max(self._blocks_for(tokens, released) - released - len(table), 0)
+            if sequence.num_computed_tokens % size:
+                writers[table[-1]] += 1
         # Of those that write into one block all but the last copy it first.
         return needed + sum(count - 1 for count in writers.values())
 
@@ -112,6 +113,9 @@ class HostPool:
         places = known | {block: self._bring(block, self.pool.hash_of(block)) for block in held if block not in known}
         taken: set[int] = set()
         for sequence, table in group.host_tables.items():
+            sequence.num_released_blocks = _num_released(sequence, table, self.pool.block_size)
+            # They are not read: any block will do.
+            sequence.block_table += [0] * sequence.num_released_blocks
             for block in table:
                 if block in taken:
                     self._device.acquire(places[block])
@@ -157,6 +161,11 @@ class HostPool:
     def _blocks(group: SequenceGroup) -> dict[int, None]:
         """Return a swapped group's blocks, each once, in order."""
         return {block: None for table in group.host_tables.values() for block in table}
+
+    def _blocks_for(self, num_tokens: int, released: int) -> int:
+        """See BlockTables.blocks_for."""
+        blocks = -(-num_tokens // self.pool.block_size)
+        return min(blocks, released + self._most_blocks) if self._most_blocks else blocks
 
     def _known(self, block: int) -> int | None:
         """Return the host block with the content of a device block, if it is there by its hash."""
@@ -211,5 +220,15 @@ def _computed_blocks(group: SequenceGroup, size: int) -> dict[int, None]:
     """Return the device blocks that hold what is computed of a group, each once, in order."""
     found: dict[int, None] = {}
     for sequence in group.sequences:
-        found.update(dict.fromkeys(sequence.block_table[: -(-sequence.num_computed_tokens // size)]))
+        found.update(dict.fromkeys(_held(sequence, size)))
     return found
+
+
+def _held(sequence: Sequence, size: int) -> list[int]:
+    """Return the blocks that hold what is computed of a sequence and read again."""
+    return sequence.block_table[sequence.num_released_blocks : -(-sequence.num_computed_tokens // size)]
+
+
+def _num_released(sequence: Sequence, table: list[int], size: int) -> int:
+    """Return the number of leading blocks of a swapped sequence that were behind its window."""
+    return -(-sequence.num_computed_tokens // size) - len(table)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.generation.engine.block_tables import NOT_READ
 from penstock.generation.engine.host_pool import HostBlock
 
 if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.engine.block_tables import BlockTables
     from penstock.generation.engine.group import SequenceGroup
+    from penstock.generation.engine.state_snapshots import StateSnapshots
 
 
 class _Planned(NamedTuple):
@@ -30,8 +32,10 @@ class SharedPrefixes:
     the last group of a tenant first, so it never takes back blocks that a group in the step relies on.
     """
 
-    def __init__(self, tables: BlockTables) -> None:
+    def __init__(self, tables: BlockTables, snapshots: StateSnapshots | None = None) -> None:
+        """`snapshots`: of a model whose layers keep states; a prefix ends where there is one."""
         self._tables = tables
+        self._snapshots = snapshots
         self._block_size = tables.pool.block_size
         # Of the step that is being put together, by hash: the blocks that it fills, and the key of the group that will
         # fill the block that a prompt's chunk ends before or in.
@@ -51,7 +55,11 @@ class SharedPrefixes:
 
         Where the pool has a block no more, it may be in the host pool.
         """
+        if self._tables.window:
+            return self._find_last(group, sequence)
         found: list[int | HostBlock] = [*self._find(group, sequence, 0)]
+        if self._snapshots is not None:
+            return found[: self._snapshots.longest(sequence.block_hashes, len(found))]
         host = self._tables.host
         if host is None or not self._tables.prefix_cache:
             return found
@@ -66,8 +74,8 @@ class SharedPrefixes:
 
     def take_over_blocks(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Take over blocks that others have computed, or are planned to, of the next tokens of `sequence`."""
-        # With drafts, rows before the last one are drawn from.
-        if sequence.num_draft_tokens:
+        # With drafts, rows before the last one are drawn from. A sequence with a state goes on from its own.
+        if sequence.num_draft_tokens or self._snapshots is not None:
             return
         first = sequence.num_computed_tokens // self._block_size
         found = self._find(group, sequence, first)
@@ -79,6 +87,9 @@ class SharedPrefixes:
 
         Then it is better to wait. That group is in this step, so some group always advances.
         """
+        if self._snapshots is not None and sequence.block_table:
+            # It could not go on from there.
+            return False
         hashes = sequence.block_hashes
         if not self._coming or num_blocks >= min(len(hashes), self._limit(group, sequence)):
             return False
@@ -109,15 +120,43 @@ class SharedPrefixes:
         self._tables.hash_blocks(sequence, group.block_salt)
         found: list[int] = []
         for block_hash in sequence.block_hashes[first : self._limit(group, sequence)]:
-            block = self._tables.pool.lookup(block_hash)
+            block = self._block_of(group, block_hash)
             if block is None:
-                planned = self._planned.get(block_hash)
-                if planned is None or planned.key > group.key or planned.tenant != group.request.fair_share_key:
-                    break
-                block = planned.block
-                self.borrowers.add(group)
+                break
             found.append(block)
         return found
+
+    def _find_last(self, group: SequenceGroup, sequence: Sequence) -> list[int | HostBlock]:
+        """Return the blocks before the farthest token behind which all that its row reads is there, NOT_READ for those
+        that it does not read. O(blocks of the prompt)."""
+        if not self._tables.prefix_cache:
+            return []
+        self._tables.hash_blocks(sequence, group.block_salt)
+        most = -(-(self._tables.window - 1) // self._block_size)
+        found: list[int | HostBlock | None] = []
+        farthest = adjacent = 0
+        for number, block_hash in enumerate(sequence.block_hashes[: self._limit(group, sequence)], 1):
+            block: int | HostBlock | None = self._block_of(group, block_hash)
+            if block is None and self._tables.host is not None:
+                block = self._tables.host.find(block_hash)
+            found.append(block)
+            adjacent = 0 if block is None else adjacent + 1
+            if adjacent and adjacent >= min(number, most):
+                farthest = number
+        first = max(farthest - most, 0)
+        return [NOT_READ] * first + [block for block in found[first:farthest] if block is not None]
+
+    def _block_of(self, group: SequenceGroup, block_hash: bytes) -> int | None:
+        """Return the block that holds a prefix, or that the step fills with it for `group`, too."""
+        block = self._tables.pool.lookup(block_hash)
+        if block is not None or self._snapshots is not None:
+            # The state after a block that the step fills is not there before its end.
+            return block
+        planned = self._planned.get(block_hash)
+        if planned is None or planned.key > group.key or planned.tenant != group.request.fair_share_key:
+            return None
+        self.borrowers.add(group)
+        return planned.block
 
     def _limit(self, group: SequenceGroup, sequence: Sequence) -> int:
         """Most leading blocks that need not be computed: at least one token stays, and every row that is needed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from penstock.generation.engine.group_queue import GroupQueue
 from penstock.generation.engine.host_pool import HostBlock, HostPool
 from penstock.generation.engine.preemption import PreemptionPolicy
 from penstock.generation.engine.prefix_sharing import SharedPrefixes
+from penstock.generation.engine.state_snapshots import StateSnapshots
 from penstock.generation.engine.step_plan import HeldBack, StepPlan
 
 if TYPE_CHECKING:
@@ -58,8 +60,16 @@ class Scheduler:
         self.copies = BlockCopies()
         self.host = HostPool(config, self.pool, self.copies) if config.num_host_blocks else None
         self.policy = PreemptionPolicy(config.preemption, config.block_bytes)
-        self.tables = BlockTables(self.pool, prefix_cache=config.prefix_cache, host=self.host)
-        self.prefixes = SharedPrefixes(self.tables)
+        self.tables = BlockTables(
+            self.pool,
+            prefix_cache=config.prefix_cache,
+            host=self.host,
+            window=config.window,
+            blocks_of_window=config.blocks_of_window,
+        )
+        has_snapshots = config.keeps_states and config.prefix_cache
+        self.snapshots = StateSnapshots(config.num_state_snapshots, self.pool) if has_snapshots else None
+        self.prefixes = SharedPrefixes(self.tables, self.snapshots)
         self.waiting = FairQueue(config.tenant_memory_seconds)
         self.running = GroupQueue()
         # Groups that the last `schedule` started for the first time, groups that it preempted to be computed again,
@@ -125,7 +135,7 @@ class Scheduler:
         Return the number of blocks that are free now; a group that waits holds none unless it is swapped.
         """
         if group.state is GroupState.RUNNING:
-            blocks = {block for sequence in group.sequences for block in sequence.block_table}
+            blocks = {block for sequence in group.sequences for block in sequence.held_blocks}
             hashes = [self.pool.hash_of(block) for block in blocks]
             self._stop_running(group, swaps=False)
             if self.host is not None:
@@ -166,6 +176,10 @@ class Scheduler:
             tuple(self._forks), tuple(self._released), tuple(self._parked), has_adapters=self._num_adapted > 0
         )
         if output.scheduled:
+            if self.snapshots is not None:
+                output = replace(
+                    output, restored=self.snapshots.restores(), saved=self.snapshots.saves(output.scheduled)
+                )
             self._forks.clear()
             self._released.clear()
             self._parked.clear()
@@ -212,6 +226,8 @@ class Scheduler:
             if sequence.seq_id in result.prompt_logprobs:
                 group.report.add_prompt_logprobs(result.prompt_logprobs[sequence.seq_id])
             self.tables.computed(sequence, group.block_salt)
+            if self._config.window:
+                self.tables.release_behind(sequence)
             if not group.is_forked:
                 for follower in group.fork_followers(sequence):
                     self._fork(sequence, follower, sequence.num_computed_tokens)
@@ -222,6 +238,8 @@ class Scheduler:
                     token = result.sampled.get(drawer.seq_id)
                     if token is not None:
                         sampled[drawer] = token
+        if self.snapshots is not None:
+            self.snapshots.step_is_done()
         return list(progress.items())
 
     def apply(self, group: SequenceGroup, decision: Decision) -> None:
@@ -248,7 +266,7 @@ class Scheduler:
             for queue in (self.running, self.waiting)
             for group in queue
             for sequence in group.sequences
-            for block in sequence.block_table
+            for block in sequence.held_blocks
         )
         held.update(self.claims.blocks)
         for block in range(self.pool.num_blocks):
@@ -260,6 +278,8 @@ class Scheduler:
     def _fork(self, parent: Sequence, child: Sequence, computed: int) -> None:
         if self._config.keeps_states and computed != parent.num_computed_tokens:
             # The parent's state is past it.
+            computed = 0
+        if not self.tables.can_go_back(parent, computed):
             computed = 0
         self.tables.fork(parent, child, computed)
         # A child that shares nothing has no blocks either, and would never be released.
@@ -343,6 +363,9 @@ class Scheduler:
         """Schedule as much of a prompt as its share allows now."""
         remaining = target - sequence.num_computed_tokens
         num_tokens = self._chunk(remaining, others=others)
+        if self.snapshots is not None:
+            start = sequence.num_computed_tokens
+            num_tokens = self.snapshots.end_of(sequence, start, start + num_tokens) - start
         if not num_tokens:
             self._plan.is_short = True
             return
@@ -372,6 +395,8 @@ class Scheduler:
             if end is None:
                 continue
             longer = min(target, end + self._plan.budget)
+            if self.snapshots is not None:
+                longer = self.snapshots.end_of(sequence, sequence.num_computed_tokens, longer)
             if longer > end and self.tables.blocks_to_extend(sequence, longer) <= self.pool.num_free:
                 self.tables.extend(sequence, longer)
                 self._plan.extend(sequence, longer, group.drawing(sequence, longer))
@@ -533,6 +558,10 @@ class Scheduler:
             self.host.swap_in(group)
             return True
         self.tables.start(starts)
+        if self.snapshots is not None:
+            for sequence, prefix in starts:
+                if prefix:
+                    self.snapshots.restore(sequence)
         # Family 0: an unconditional branch has another prompt.
         leader = next(one for one, _ in starts if one.family == 0)
         leader.first_logprob_row = group.report.next_logprob_row

@@ -31,7 +31,7 @@ def read_rope(config: ConfigReader, max_position_embeddings: int, default_theta:
     # As in transformers, the old name wins where both are present.
     scaling = config.mapping("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
     if config.number("partial_rotary_factor", 1.0) != 1.0:
-        raise config.error("partial_rotary_factor", "other than 1 is not supported")
+        raise config.unsupported("partial_rotary_factor", "other than 1 is not supported")
     if scaling is None:
         return RopeConfig("default", theta)
     return read_rope_parameters(config, scaling, max_position_embeddings, theta)
@@ -45,9 +45,9 @@ def read_rope_parameters(
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
         supported = ", ".join(SUPPORTED_ROPE_TYPES)
-        raise scaling.error("rope_type", f"{rope_type!r} is not supported; supported are {supported}")
+        raise scaling.unsupported("rope_type", f"{rope_type!r} is not supported; supported are {supported}")
     if scaling.number("partial_rotary_factor", 1.0) != 1.0:
-        raise scaling.error("partial_rotary_factor", "other than 1 is not supported")
+        raise scaling.unsupported("partial_rotary_factor", "other than 1 is not supported")
     if rope_type == "default":
         return RopeConfig("default", theta)
     original = config.optional_integer("original_max_position_embeddings", minimum=1)

@@ -96,6 +96,11 @@ class CausalLM:
         return {}
 
     @property
+    def windows(self) -> Sequence[int | None]:
+        """Number of positions that a row of each layer sees, itself included; None: all."""
+        return self.config.sliding_windows
+
+    @property
     def state_layout(self) -> Sequence[StateTensor]:
         """Tensors of a state of each sequence: none."""
         return ()

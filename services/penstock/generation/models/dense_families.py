@@ -118,7 +118,9 @@ def _rotary_dim(config: ConfigReader, head_dim: int, default_factor: float) -> t
             values[name] = {key: value for key, value in scaling.values.items() if key != "partial_rotary_factor"}
     rotary_dim = int(head_dim * factor)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise config.error("partial_rotary_factor", f"({factor}) must leave an even number of {head_dim} dims to turn")
+        raise config.unsupported(
+            "partial_rotary_factor", f"({factor}) must leave an even number of {head_dim} dims to turn"
+        )
     return rotary_dim, ConfigReader(values, config.source, config.prefix)
 
 
@@ -147,7 +149,7 @@ def _longrope(config: ConfigReader, scaling: ConfigReader, max_positions: int, r
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
     # Old names of it.
     if rope_type not in ("longrope", "su", "yarn"):
-        raise scaling.error("rope_type", f"{rope_type!r} is not supported; supported are default, longrope")
+        raise scaling.unsupported("rope_type", f"{rope_type!r} is not supported; supported are default, longrope")
     original = config.integer("original_max_position_embeddings", 4096)
     divisors = scaling.numbers("short_factor")
     if len(divisors) != rotary_dim // 2:
@@ -371,7 +373,7 @@ GLM4 = replace(GLM, model_type="glm4", architecture="Glm4ForCausalLM", finish=_f
 
 def _finish_cohere(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     if config.boolean("use_qk_norm", False):
-        raise config.error("use_qk_norm", "is not supported: its weights differ from head to head")
+        raise config.unsupported("use_qk_norm", "is not supported: its weights differ from head to head")
     return replace(
         model,
         norms=LayerNorms("input_layernorm", None, None, None),

@@ -143,7 +143,7 @@ class Family:
             default = hidden_size // num_heads
         head_dim = config.integer("head_dim", default)
         if head_dim % 2:
-            raise config.error("head_dim", f"({head_dim}) must be even: rotary embedding turns pairs")
+            raise config.unsupported("head_dim", f"({head_dim}) must be even: rotary embedding turns pairs")
         return head_dim
 
     def _activation(self, config: ConfigReader) -> Activation:
@@ -151,7 +151,7 @@ class Family:
         name = config.text(self.activation_field, self.default_activation)
         expected = ACTIVATIONS[self.default_activation]
         if ACTIVATIONS.get(name) is not expected:
-            raise config.error(
+            raise config.unsupported(
                 self.activation_field, f"{name!r} is not supported; supported is {self.default_activation}"
             )
         return expected
@@ -162,8 +162,10 @@ def read_layer_types(config: ConfigReader, num_layers: int) -> tuple[str, ...] |
     types = config.values.get("layer_types")
     if types is None:
         return None
-    if not isinstance(types, list) or any(one not in (FULL, SLIDING) for one in types):
+    if not isinstance(types, list) or not all(isinstance(one, str) for one in types):
         raise config.error("layer_types", f"must be a list of {FULL!r} and {SLIDING!r}")
+    if other := sorted({one for one in types if one not in (FULL, SLIDING)}):
+        raise config.unsupported("layer_types", f"must be a list of {FULL!r} and {SLIDING!r}, found {other[0]!r}")
     if len(types) != num_layers:
         raise config.error("layer_types", f"has {len(types)} entries, num_hidden_layers is {num_layers}")
     return tuple(types)

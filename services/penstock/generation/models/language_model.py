@@ -41,6 +41,10 @@ class LanguageModel(Protocol):
         """Fields of a request that this model cannot do, and for each the reason."""
 
     @property
+    def windows(self) -> Sequence[int | None]:
+        """Number of positions that a row of each layer that attends sees, itself included; None: all."""
+
+    @property
     def state_layout(self) -> Sequence[StateTensor]:
         """Tensors of the state that layers keep of each sequence. Empty: there are keys and values only."""
 

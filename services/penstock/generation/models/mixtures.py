@@ -175,7 +175,7 @@ _YARN = {
 def _finish_gpt_oss(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     for field, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if config.number(field, only) != only:
-            raise config.error(field, f"other than {only} is not supported")
+            raise config.unsupported(field, f"other than {only} is not supported")
     count, per_row = _count(config, 128, 4)
     return replace(
         model,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,8 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.common.errors import StartupError
+from penstock.common.logging import get_logger
 from penstock.common.progress import CountBytes
-from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, ModelConfig, ModelRoute, read_json
+from penstock.generation.core.model_config import (
+    CONFIG_FILE,
+    ConfigReader,
+    ModelConfig,
+    ModelRoute,
+    UnsupportedField,
+    read_json,
+)
 from penstock.generation.models.dense_families import (
     COHERE,
     COHERE2,
@@ -47,6 +57,7 @@ FAMILIES = {
         *(GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
     )
 }
+_log = get_logger("penstock.generation")
 _AUTO = ModelRoute()
 _CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,8 +65,9 @@ _CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "flo
 def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
     """Read the checked config.json (and eos of generation_config.json) of `folder`.
 
-    Raises StartupError naming the file and field; for a model type that neither route runs, the flag or version that
-    would help.
+    A model of a native type with a field that its family does not honour takes the fallback, unless `route` insists.
+    Raises StartupError naming the file and field; for a model that neither route runs, both reasons, or the flag or
+    version that would help.
     """
     values = read_json(folder / CONFIG_FILE)
     config = ConfigReader(values, str(folder / CONFIG_FILE))
@@ -63,7 +75,13 @@ def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
     path = folder / "generation_config.json"
     generation = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
     if model_type in FAMILIES and route.route != "fallback":
-        found = FAMILIES[model_type].model_config(config, generation)
+        try:
+            found = FAMILIES[model_type].model_config(config, generation)
+        except UnsupportedField as refusal:
+            if route.route == "native" or is_packed(folder):
+                raise
+            with _with_both_reasons(refusal.reason):
+                return replace(read_transformers_config(config, generation, folder, route), route_reason=refusal.reason)
         form = read_format(config)
         return found if form is None else replace(found, checkpoint_format=form.description, kept_form=form.form)
     if route.route == "native":
@@ -96,7 +114,14 @@ def load_model(
     """
     config = read_model_config(folder, route)
     if config.route == "fallback":
-        return load_transformers_model(folder, config, route, device, dtype, quantization, progress)
+        if config.route_reason:
+            _log.info(
+                "the native family does not have a field of this model: transformers' modules run it",
+                model_type=config.model_type,
+                reason=config.route_reason,
+            )
+        with _with_both_reasons(config.route_reason):
+            return load_transformers_model(folder, config, route, device, dtype, quantization, progress)
     weights: Weights
     if is_packed(folder):
         weights = PackedWeights(folder, config, device, dtype, quantization, progress)
@@ -141,6 +166,19 @@ def checkpoint_weights(
         is_tied=config.tie_word_embeddings,
         map_embeddings=map_embeddings,
     )
+
+
+@contextmanager
+def _with_both_reasons(native: str) -> Iterator[None]:
+    """Put the reason for which the native family refused, if any, before that of a StartupError of the block."""
+    try:
+        yield
+    except StartupError as error:
+        if not native:
+            raise
+        raise StartupError(
+            f"the native family refuses: {native}; the fallback cannot run it either: {error.message}", flag=error.flag
+        ) from error
 
 
 def supported_model_types() -> tuple[str, ...]:

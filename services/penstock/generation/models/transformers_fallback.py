@@ -83,6 +83,11 @@ class TransformersModel:
         return self._unsupported
 
     @property
+    def windows(self) -> Sequence[int | None]:
+        """See LanguageModel. Layers with chunks count as seeing all."""
+        return [call.window if call.chunk is None else None for call in self.calls]
+
+    @property
     def state_layout(self) -> Sequence[StateTensor]:
         """See LanguageModel."""
         return self._states

@@ -135,6 +135,7 @@ class ModelServicer(GraphCalls):
             architecture=config.architecture,
             model_type=config.model_type,
             model_route=config.route,
+            model_route_reason=config.route_reason,
             dtype=convert.from_dtype(str(loaded.model.dtype)),
             devices=[loaded.device.describe()],
             world_size=1,
@@ -229,6 +230,7 @@ def _geometry(core: GenerationCore) -> model_pb2.KvGeometry:
         total_bytes=kv.num_bytes,
         num_states=0 if kv.states is None else kv.states.num_slots,
         bytes_per_state=0 if kv.states is None else kv.states.bytes_per_slot,
+        num_state_snapshots=0 if kv.states is None else kv.states.num_snapshots,
         prefix_cache=core.loaded.engine_config.prefix_cache,
     )
 

@@ -127,6 +127,8 @@ class ModelRunner:
         self.release(output.released)
         if output.parked:
             self._inputs.release(output.parked)
+        if self._states is not None:
+            self._states.restore(output.restored)
         if not output.scheduled:
             return RunnerOutput({}, {})
         inputs = self._inputs.build(output.scheduled)
@@ -164,6 +166,8 @@ class ModelRunner:
                 attention=None if tensors is None else tensors.attention,
                 adapters=adapters,
             )
+        if self._states is not None:
+            self._states.save(output.saved)
         # Those that change the head.
         head = adapters if adapters is not None and adapters.changes_site(self._model.head_site) else None
         sampled, failed, exhausted = drawn or self._sample(draws, hidden_RI, exits, tensors, masks, head)

@@ -36,6 +36,7 @@ from penstock.generation.host.memory import format_weights, kv_pool_blocks, pars
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.models.transformers_states import StatefulModel
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
 from penstock.generation.options.validate import unsupported_option
@@ -205,7 +206,9 @@ def _load(
     with Stage(show, WARM_UP, name):
         runner.warm_up()
     timer.end("warm_up")
-    engine_config = _engine_config(config, kv, host_kv, context, batch.tokens)
+    if window := window_of(model):
+        _log.info("every layer has a window: blocks behind it are given back while a sequence goes on", window=window)
+    engine_config = _engine_config(config, kv, host_kv, context, batch.tokens, window)
     draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
     most_tokens = partial(most_output_tokens, engine_config, MODES)
     served = _served(name, tokenizer_folder, model, context, has_token_bytes=token_bytes is not None)
@@ -414,7 +417,8 @@ def _kv_pool(
     dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
     left = device.memory()
     # A slot for each sequence that runs; warm-up needs two.
-    states = max(2, config.max_running_sequences) * state_bytes(model.state_layout)
+    slots, snapshots = max(2, config.max_running_sequences), _num_snapshots(config, model)
+    states = (slots + snapshots) * state_bytes(model.state_layout)
     blocks = kv_pool_blocks(
         memory,
         bytes_per_block=kv_bytes_per_block(facts.num_layers, size, facts.num_kv_heads, facts.head_dim, dtype),
@@ -422,7 +426,9 @@ def _kv_pool(
         available=left.available - states,
         total=left.total,
         max_context_tokens=context,
-        after=f"the weights and {format_size(states)} of states (--max-running-sequences)" if states else "the weights",
+        after=f"the weights and {format_size(states)} of states (--max-running-sequences, --state-snapshots)"
+        if states
+        else "the weights",
         # `auto` never takes more than every sequence at full length could use.
         max_blocks=config.max_running_sequences * -(-context // size),
     )
@@ -436,11 +442,13 @@ def _kv_pool(
         device.torch_device,
         num_further_blocks=-(-config.graph_kv_tokens // size) if opens_graphs(config, model) else 0,
     )
-    kv.states = new_states(model.state_layout, max(2, config.max_running_sequences), device.torch_device)
+    kv.states = new_states(model.state_layout, slots, device.torch_device, snapshots)
     if kv.states is not None:
         _log.info(
-            "layers keep a state of each sequence: there is no prefix cache, and preemption computes again",
+            "layers keep a state of each sequence: equal beginnings are shared up to a snapshot, and preemption "
+            "computes again what is behind it",
             states=kv.states.num_slots,
+            snapshots=kv.states.num_snapshots,
             bytes_of_one=kv.states.bytes_per_slot,
         )
     return kv
@@ -453,7 +461,17 @@ def _by(model: LanguageModel) -> str:
 
 def _states_line(states: StatePool) -> str:
     """Return a line for people on the states."""
-    return f"states    {format_size(states.num_bytes)}: {states.num_slots} sequences, no prefix cache"
+    snapshots = f"{states.num_snapshots} snapshots for the prefix cache" if states.num_snapshots else "no prefix cache"
+    return f"states    {format_size(states.num_bytes)}: {states.num_slots} sequences, {snapshots}"
+
+
+def _num_snapshots(config: GenerationServiceConfig, model: LanguageModel) -> int:
+    """Return the number of states to keep for the prefix cache.
+
+    Modules that go on from a state by one token only would compute the end of every prompt so, to have one.
+    """
+    shares = config.prefix_cache and isinstance(model, StatefulModel) and model.continues
+    return config.state_snapshots if shares else 0
 
 
 def _host_kv_pool(config: GenerationServiceConfig, kv: KVCachePool, device: Device, context: int) -> HostKVPool | None:
@@ -507,8 +525,21 @@ def _batch(
     return tuned
 
 
+def window_of(model: LanguageModel) -> int:
+    """Return the most positions that a row of any layer reads, its own included; 0: all."""
+    windows = model.windows
+    if not windows or model.state_layout or None in windows:
+        return 0
+    return max(window for window in windows if window is not None) + model.attention.reads_behind
+
+
 def _engine_config(
-    config: GenerationServiceConfig, kv: KVCachePool, host_kv: HostKVPool | None, context: int, batch_tokens: int
+    config: GenerationServiceConfig,
+    kv: KVCachePool,
+    host_kv: HostKVPool | None,
+    context: int,
+    batch_tokens: int,
+    window: int,
 ) -> EngineConfig:
     return EngineConfig(
         num_blocks=kv.num_blocks,
@@ -525,8 +556,10 @@ def _engine_config(
         tenant_share=config.tenant_share,
         tenant_slowdown=config.tenant_slowdown,
         tenant_memory_seconds=config.tenant_memory_seconds,
-        prefix_cache=config.prefix_cache and kv.states is None,
+        window=window,
+        prefix_cache=config.prefix_cache and (kv.states is None or kv.states.num_snapshots > 0),
         keeps_states=kv.states is not None,
+        num_state_snapshots=0 if kv.states is None else kv.states.num_snapshots,
         num_host_blocks=0 if host_kv is None else host_kv.num_blocks,
         block_bytes=kv.bytes_per_block,
         preemption=config.preemption,

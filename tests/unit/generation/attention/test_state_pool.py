@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from penstock.generation.attention.state_pool import HeldStates, StatePool, StateTensor
-from penstock.generation.core.step import Fork
+from penstock.generation.core.step import Fork, StateCopy
 
 LAYOUT = (
     StateTensor(0, "conv_states", 0, (2, 3), torch.float32),
@@ -13,8 +13,8 @@ LAYOUT = (
 )
 
 
-def pool(num_slots: int = 3) -> StatePool:
-    return StatePool(LAYOUT, num_slots, torch.device("cpu"))
+def pool(num_slots: int = 3, num_snapshots: int = 0) -> StatePool:
+    return StatePool(LAYOUT, num_slots, torch.device("cpu"), num_snapshots)
 
 
 def write(states: StatePool, slots: tuple[int, ...], value: float, length: int, *, holds: bool = False) -> None:
@@ -71,6 +71,25 @@ def test_a_child_that_is_gone_already_takes_nothing() -> None:
     write(states, states.place([(1, 0)]), 7.0, 4)
     states.fork([Fork(1, 2, 4)], [2])
     assert states.num_used == 1
+
+
+def test_a_sequence_begins_with_a_snapshot_of_another() -> None:
+    states = pool(2, num_snapshots=2)
+    slots = states.place([(1, 0)])
+    write(states, slots, 7.0, 4, holds=True)
+    states.save([StateCopy(1, 1, 4)])
+    write(states, slots, 8.0, 5, holds=True)
+    states.restore([StateCopy(2, 1, 4)])
+    assert values(states, states.place([(1, 5), (2, 4)])) == [8.0, 7.0]
+    assert states.num_bytes == 4 * states.bytes_per_slot
+    assert states.num_used == 2
+    # Neither the state, nor the snapshot, nor the slot is that which the copy says.
+    for copies in ([StateCopy(2, 0, 3)], [StateCopy(9, 0, 4)]):
+        with pytest.raises(RuntimeError, match="to take a snapshot of"):
+            states.save(copies)
+    for copies in ([StateCopy(3, 1, 5)], [StateCopy(3, 0, 4)], [StateCopy(1, 1, 4)]):
+        with pytest.raises(RuntimeError, match="no snapshot after token"):
+            states.restore(copies)
 
 
 def test_a_state_is_read_at_its_own_token_only() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -51,10 +52,24 @@ MODES: tuple[dict[str, Any], ...] = (
     {"guidance": GuidanceOptions(2.0), "do_sample": True, "num_return_sequences": 2},
     {"prompt_logprobs": 0},
 )
+# Of a model whose layers keep states, which cannot go back.
+STATEFUL_MODES = tuple(
+    one for one in MODES if not isinstance(one.get("mode"), AssistanceOptions) and one.get("mode") != MODES[4]["mode"]
+)
+# Kinds of models, and what must have been seen of each.
+PLAIN, STATES, WINDOW = "plain", "states", "window"
+WANTED = {
+    PLAIN: (
+        "swaps", "recomputed", "prefix_hit_tokens", "host_prefix_hit_tokens", "accepted_draft_tokens", "reloaded",
+        "aborted_while_swapped", "released_while_swapped", "copied", "claimed",
+    ),
+    STATES: ("recomputed", "prefix_hit_tokens"),
+    WINDOW: ("swaps", "recomputed", "prefix_hit_tokens", "accepted_draft_tokens"),
+}  # fmt: skip
 Spec = dict[str, Any]
 
 
-def spec_of(random: Random) -> Spec:
+def spec_of(random: Random, modes: tuple[dict[str, Any], ...] = MODES) -> Spec:
     return {
         "prompt": random.choice(HEADS) + [random.randint(0, 2) for _ in range(random.randint(1, 12))],
         "max_new_tokens": random.randint(1, 20),
@@ -63,7 +78,7 @@ def spec_of(random: Random) -> Spec:
         "priority": random.randint(-1, 1),
         "cache_salt": random.choice(["", "tenant"]),
         "fair_share_key": random.choice(["", "a", "b"]),
-        **random.choice(MODES),
+        **random.choice(modes),
     }
 
 
@@ -79,7 +94,7 @@ def refusal(call: Callable[[], object]) -> str:
 class World:
     """An engine, its callers and its operators."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, kind: str = PLAIN) -> None:
         self.random = random
         self.now = 0.0
         self.config = EngineConfig(
@@ -93,6 +108,18 @@ class World:
             max_draft_rows=random.choice([4, 32]),
             **host_fields(*random.choice(HOSTS)),
         )
+        self.modes = MODES
+        if kind == STATES:
+            self.modes = STATEFUL_MODES
+            self.config = replace(
+                self.config,
+                keeps_states=True,
+                num_state_snapshots=random.choice([1, 3, 12]),
+                **host_fields(*HOSTS[0]),
+            )
+        elif kind == WINDOW:
+            # Some are shorter than a block, most than a prompt.
+            self.config = replace(self.config, window=random.randint(1, 20))
         self.engine, self.runner = make_engine(
             self.config, drafter=FakeDrafter(0.6, lengths=(3, 1)), clock=lambda: self.now
         )
@@ -105,7 +132,7 @@ class World:
 
     def submit(self) -> None:
         for _ in range(self.random.choice([1, 1, 2, 5])):
-            spec = spec_of(self.random)
+            spec = spec_of(self.random, self.modes)
             generation = self.random.choice(["", "", "one", "other", "one again"])
             adapter = Adapter(generation[:3], Path(), generation, 8, (), 0, None) if generation else None
             item = request(**spec, adapter=adapter, arrival_time=self.now)
@@ -266,13 +293,13 @@ class Alone:
         return make_engine(ROOMY, drafter=FakeDrafter(0.6, lengths=(3, 1)))[0]
 
 
-def check(seed: int, num_events: int, alone: Alone) -> Counter[str]:
-    world = World(Random(seed))
+def check(kind: str, seed: int, num_events: int, alone: Alone) -> Counter[str]:
+    world = World(Random(seed), kind)
     try:
         world.play(num_events)
         world.check_answers(alone)
     except Exception as error:
-        error.add_note(f"seed {seed}, {num_events} events")
+        error.add_note(f"{kind}, seed {seed}, {num_events} events")
         raise
     stats = world.engine.stats
     return world.seen + Counter(
@@ -284,22 +311,20 @@ def check(seed: int, num_events: int, alone: Alone) -> Counter[str]:
     )
 
 
-def play(seeds: range, num_events: int) -> None:
+def play(kind: str, seeds: range, num_events: int) -> None:
     seen, alone = Counter[str](), Alone()
     for seed in seeds:
-        seen += check(seed, num_events, alone)
-    wanted = (
-        "swaps", "recomputed", "prefix_hit_tokens", "host_prefix_hit_tokens", "accepted_draft_tokens", "reloaded",
-        "aborted_while_swapped", "released_while_swapped", "copied", "claimed",
-    )  # fmt: skip
-    assert min(seen[what] for what in wanted) > 0, seen
+        seen += check(kind, seed, num_events, alone)
+    assert min(seen[what] for what in WANTED[kind]) > 0, seen
 
 
-def test_whatever_happens_every_answer_is_the_one_alone() -> None:
-    play(range(9), 120)
+@pytest.mark.parametrize(("kind", "seeds"), [(PLAIN, range(9)), (STATES, range(2)), (WINDOW, range(3))])
+def test_whatever_happens_every_answer_is_the_one_alone(kind: str, seeds: range) -> None:
+    play(kind, seeds, 120)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [PLAIN, STATES, WINDOW])
 @pytest.mark.parametrize("first", range(100, 1700, 100))
-def test_whatever_happens_for_long(first: int) -> None:
-    play(range(first, first + 100), 250)
+def test_whatever_happens_for_long(kind: str, first: int) -> None:
+    play(kind, range(first, first + 100 if kind == PLAIN else first + 30), 250)

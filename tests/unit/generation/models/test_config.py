@@ -26,20 +26,26 @@ SMALL: dict[str, Any] = {
 }
 
 
-def read(folder: Path, model_type: str, generation: dict[str, Any] | None = None, **fields: Any) -> ModelConfig:
+def read(
+    folder: Path,
+    model_type: str,
+    generation: dict[str, Any] | None = None,
+    route: ModelRoute | None = None,
+    **fields: Any,
+) -> ModelConfig:
     """The configuration of a config.json with SMALL's fields and these; a field given as ... is left out."""
     values = {"model_type": model_type, **SMALL, **fields}
     text = json.dumps({name: value for name, value in values.items() if value is not ...})
     (folder / "config.json").write_text(text)
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return read_model_config(folder)
+    return read_model_config(folder, route or ModelRoute())
 
 
 def refused(folder: Path, model_type: str = "llama", **fields: Any) -> str:
-    """The message of the StartupError."""
+    """The message of the native route's StartupError."""
     with pytest.raises(StartupError) as caught:
-        read(folder, model_type, **fields)
+        read(folder, model_type, route=ModelRoute("native"), **fields)
     assert caught.value.flag == "MODEL"
     assert str(folder / "config.json") in caught.value.message
     return caught.value.message
@@ -272,7 +278,8 @@ def test_a_wrong_field_is_named(tmp_path: Path, fields: dict[str, Any], named: s
     ("fields", "named"),
     [
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 4"),
-        ({"layer_types": ["chunked_attention"] * 4}, "layer_types must be a list of"),
+        ({"layer_types": ["chunked_attention"] * 4}, "found 'chunked_attention'"),
+        ({"layer_types": [1] * 4}, "layer_types must be a list of"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention, but use_sliding_window"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a whole number of at least 1"),
     ],

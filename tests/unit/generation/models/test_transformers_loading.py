@@ -72,6 +72,37 @@ def test_a_known_type_needs_no_code_of_its_folder(tmp_path: Path) -> None:
     assert read(tmp_path, model_type="qwen2", **NUMBERS, num_key_value_heads=2, **code).route == "native"
 
 
+def test_a_field_that_a_native_family_lacks_takes_the_fallback_unless_a_route_insists(tmp_path: Path) -> None:
+    fields = {"model_type": "llama", **NUMBERS, "hidden_act": "gelu"}
+    config = read(tmp_path, **fields)
+    assert (config.route, config.route_reason) == (
+        "fallback", "hidden_act 'gelu' is not supported; supported is silu",
+    )  # fmt: skip
+    assert read_model_config(tmp_path, FALLBACK).route_reason == ""
+    with pytest.raises(StartupError, match=r"config\.json: hidden_act 'gelu' is not supported"):
+        read_model_config(tmp_path, ModelRoute("native"))
+    # What is wrong, and not only foreign, stays refused.
+    with pytest.raises(StartupError, match="rms_norm_eps must be a number above 0"):
+        read(tmp_path, model_type="llama", **NUMBERS, rms_norm_eps=0)
+
+
+def test_what_neither_route_runs_is_refused_with_both_reasons(tmp_path: Path) -> None:
+    fields = {"model_type": "llama", **NUMBERS, "hidden_act": "gelu"}
+    both = "hidden_act 'gelu' is not supported.*the fallback cannot run it either: .*"
+    with pytest.raises(StartupError, match=f"{both}quantization_config is not supported by the fallback") as refused:
+        read(tmp_path, **fields, quantization_config={"quant_method": "gptq"})
+    assert "\n" not in refused.value.message
+    # A rotary embedding that transformers does not have either shows while it loads.
+    folder = tiny_checkpoint(tmp_path / "model", "llama")
+    values = json.loads((folder / "config.json").read_text())
+    values["rope_parameters"] = {"rope_type": "not-known", "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(
+        StartupError, match=r"rope_type 'not-known' is not supported.*the fallback cannot run it either"
+    ):
+        load(folder, ModelRoute())
+
+
 def test_other_names_of_fields_are_known(tmp_path: Path) -> None:
     config = read(tmp_path, model_type="gpt2", n_embd=48, n_layer=3, n_head=4, n_positions=99, vocab_size=64)
     assert (config.hidden_size, config.num_layers, config.num_heads) == (48, 3, 4)

@@ -1,0 +1,106 @@
+"""Snapshots of the states that recurrent layers keep, at block boundaries, for the prefix cache. No tensors.
+
+A block has keys and values and no state, so a sequence goes on behind a cached prefix only where a snapshot has the
+state after it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from penstock.generation.core.step import StateCopy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import ScheduledSequence
+    from penstock.generation.engine.block_pool import BlockPool
+
+
+class StateSnapshots:
+    """Owner of `num_places` places for snapshots, found by the hash of the prefix that they come after.
+
+    One is taken where a prompt's chunk ends with a block, and after the last whole block of a prompt: `end_of` makes
+    chunks end there. It goes when its block can be found no more, or when there is no free place and it was used the
+    longest ago. Engine thread only.
+    """
+
+    def __init__(self, num_places: int, pool: BlockPool) -> None:
+        self._pool = pool
+        pool.on_forget = self._drop
+        # Least recently used first.
+        self._places: OrderedDict[bytes, int] = OrderedDict()
+        self._free = list(range(num_places - 1, -1, -1))
+        # Of the step that is under way: hash -> place, in `_places` once the step is done.
+        self._coming: dict[bytes, int] = {}
+        # Sequences that begin behind a prefix, not handed out yet.
+        self._restores: dict[int, tuple[Sequence, StateCopy]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def longest(self, hashes: list[bytes], most: int) -> int:
+        """Return the largest number of leading blocks, at most `most`, after which there is a snapshot. O(most)."""
+        return next((number for number in range(most, 0, -1) if hashes[number - 1] in self._places), 0)
+
+    def end_of(self, sequence: Sequence, start: int, end: int) -> int:
+        """Return the token, at most `end`, at which a part of a prompt from `start` on is to end for a snapshot."""
+        if end - start <= 1:
+            return end
+        size = self._pool.block_size
+        last = (sequence.num_tokens - 1) // size * size
+        if start < last <= end:
+            return last
+        whole = end // size * size
+        return whole if end < last and whole > start else end
+
+    def restore(self, sequence: Sequence) -> None:
+        """Let a sequence, of which whole blocks were found just now, begin with the snapshot after them."""
+        block_hash = sequence.block_hashes[sequence.num_computed_tokens // self._pool.block_size - 1]
+        self._places.move_to_end(block_hash)
+        copy = StateCopy(sequence.seq_id, self._places[block_hash], sequence.num_computed_tokens)
+        self._restores[sequence.seq_id] = (sequence, copy)
+
+    def restores(self) -> tuple[StateCopy, ...]:
+        """Return copies to make before the step, and forget them."""
+        made = tuple(copy for sequence, copy in self._restores.values() if sequence.block_table)
+        self._restores.clear()
+        return made
+
+    def saves(self, entries: Iterable[ScheduledSequence]) -> tuple[StateCopy, ...]:
+        """Return the snapshots to take after the step of these entries; their places are taken."""
+        # Of a step that failed.
+        self._free += self._coming.values()
+        self._coming.clear()
+        made = []
+        for entry in entries:
+            sequence, end = entry.sequence, entry.start + entry.num_tokens
+            number, rest = divmod(end, self._pool.block_size)
+            is_prompt = entry.num_tokens > 1 or end <= sequence.num_prompt_tokens
+            if rest or not is_prompt or number > len(sequence.block_hashes):
+                continue
+            block_hash = sequence.block_hashes[number - 1]
+            if block_hash in self._places or block_hash in self._coming:
+                continue
+            if not self._free and not self._places:
+                break
+            place = self._free.pop() if self._free else self._places.popitem(last=False)[1]
+            self._coming[block_hash] = place
+            made.append(StateCopy(sequence.seq_id, place, end))
+        return tuple(made)
+
+    def step_is_done(self) -> None:
+        """Make the step's snapshots findable, after its blocks are."""
+        for block_hash, place in self._coming.items():
+            if self._pool.lookup(block_hash) is None:
+                self._free.append(place)
+            else:
+                self._places[block_hash] = place
+        self._coming.clear()
+
+    def _drop(self, block_hash: bytes) -> None:
+        place = self._places.pop(block_hash, None)
+        if place is not None:
+            self._free.append(place)
