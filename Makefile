@@ -138,17 +138,17 @@ $(VENV)/.torch: Makefile
 	@$(PIP) $(TORCH)
 	@touch $@
 
-$(VENV)/.runtime: $(VENV)/.torch pyproject.toml
+$(VENV)/.runtime: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 	@echo "installing penstock (once, a minute or two)"
-	@$(PIP) -e '.[all]'
+	@$(PIP) -e clients/python -e '.[all]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 	@echo "installing penstock and its development tools (once, a few minutes)"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e clients/python -e '.[dev]'
 	@touch $@ $(VENV)/.runtime
 
-$(VENV)/.site: $(VENV)/.torch pyproject.toml
+$(VENV)/.site: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 	@echo "installing the site's generator (once)"
-	@$(PIP) -e '.[site]'
+	@$(PIP) -e clients/python -e '.[site]'
 	@touch $@
