@@ -29,8 +29,9 @@ class SharedFiles(BuildHookInterface[Any]):
         """Name them to the builder, but for an editable install, which finds them by path."""
         if version == "editable":
             return
-        places = {**{f"services/{path}": path for path in SHARED}, **PROTOS}
-        in_repository = (REPOSITORY / "services" / SHARED[0]).is_dir()
-        for here, there in places.items():
-            source = REPOSITORY / here if in_repository else HERE / there
-            build_data["force_include"][str(source)] = there
+        if not (REPOSITORY / "services" / SHARED[0]).is_dir():
+            # A source distribution: the protos are in the package's own folder there.
+            build_data["force_include"].update({str(HERE / path): path for path in SHARED})
+            return
+        for here, there in {**{f"services/{path}": path for path in SHARED}, **PROTOS}.items():
+            build_data["force_include"][str(REPOSITORY / here)] = there

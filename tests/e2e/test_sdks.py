@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,3 +183,30 @@ def test_a_client_with_generated_types_passes_the_vectors_and_chats(
     told = dict(line.split(" ", 1) for line in lines if not line.startswith("vector "))
     assert bytes.fromhex(told["chat"]).decode() == expected
     assert told["error"] == "config.max_new_tokens"
+
+
+def test_no_file_is_in_both_wheels_and_together_they_start(tmp_path: Path) -> None:
+    """From a source distribution of the client, too, whose files lie elsewhere."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w"]
+    run([*command, str(tmp_path), str(ROOT / "clients" / "python"), str(ROOT)])
+    wheels = sorted(tmp_path.glob("*.whl"))
+    services, client = (set(zipfile.ZipFile(wheel).namelist()) for wheel in wheels)
+    assert not services & client
+    for name, package in ((services, "penstock"), (client, "penstock_client")):
+        assert {f"{package}/protos/penstock.binpb", f"{package}/protos/penstock/v1/text.proto"} <= name
+    place = tmp_path / "place"
+    run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(place), *map(str, wheels)])
+    code = f"import sys; sys.path.insert(0, {str(place)!r}); "
+    code += "import penstock.router.app as app, penstock.v1.text_pb2 as stubs; print(app.__file__, stubs.__file__)"
+    told = run([sys.executable, "-I", "-c", code]).split()
+    assert all(path.startswith(str(place)) for path in told)
+    source = tmp_path / "source"
+    build = "import sys; from hatchling.builders.sdist import SdistBuilder as B; "
+    build += "print(next(B(sys.argv[1]).build(directory=sys.argv[2])))"
+    run([sys.executable, "-m", "pip", "install", "-q", "--target", str(source / "hatch"), "hatchling>=1.27,<2"])
+    archive = run(
+        [sys.executable, "-c", build, str(ROOT / "clients" / "python"), str(source)], PYTHONPATH=str(source / "hatch")
+    ).strip()
+    run([*command, str(source), archive])
+    (again,) = source.glob("*.whl")
+    assert set(zipfile.ZipFile(again).namelist()) == client

@@ -20,7 +20,7 @@ TEXT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def seen(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the program saw. Its environment has tritonclient's own protobuf."""
+    """Output of the program, whose environment has tritonclient's own protobuf."""
     folder = tmp_path_factory.mktemp("triton")
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")

@@ -185,7 +185,8 @@ int main(int, char** arguments) {
   if (!Chat(*stub, 64, collector).ok()) return 1;
   std::cout << "chat ";
   const char* digits = "0123456789abcdef";
-  for (unsigned char one : collector.Result()["text.0"]) std::cout << digits[one >> 4] << digits[one & 15];
+  const Seen answer = collector.Result();
+  for (unsigned char one : answer.at("text.0")) std::cout << digits[one >> 4] << digits[one & 15];
   Collector refused;
   const auto status = Chat(*stub, 0, refused);
   std::cout << "\nerror " << Details(Parse<google::rpc::Status>(status.error_details()))["field"] << "\n";

@@ -43,20 +43,20 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self._link = link
         self._max_stream_requests = max_stream_requests
 
-    async def ServerLive(self, request: kserve_pb2.ServerLiveRequest, context: Any) -> kserve_pb2.ServerLiveResponse:  # type: ignore[override]
+    async def ServerLive(self, request: kserve_pb2.ServerLiveRequest, context: Any) -> kserve_pb2.ServerLiveResponse:
         """Tell that the process answers."""
         return kserve_pb2.ServerLiveResponse(live=True)
 
-    async def ServerReady(self, request: kserve_pb2.ServerReadyRequest, context: Any) -> kserve_pb2.ServerReadyResponse:  # type: ignore[override]
+    async def ServerReady(self, request: kserve_pb2.ServerReadyRequest, context: Any) -> kserve_pb2.ServerReadyResponse:
         """Tell that tokenizer and a backend are ready."""
         return kserve_pb2.ServerReadyResponse(ready=self._link.is_ready and bool(self._pool.ready()))
 
-    async def ModelReady(self, request: kserve_pb2.ModelReadyRequest, context: Any) -> kserve_pb2.ModelReadyResponse:  # type: ignore[override]
+    async def ModelReady(self, request: kserve_pb2.ModelReadyRequest, context: Any) -> kserve_pb2.ModelReadyResponse:
         """Tell that a backend has the model or adapter. Raises NotFound."""
         model, adapter = self._find(request.name, request.version)
         return kserve_pb2.ModelReadyResponse(ready=self._link.is_ready and bool(self._pool.ready(model, adapter)))
 
-    async def ServerMetadata(  # type: ignore[override]
+    async def ServerMetadata(
         self, request: kserve_pb2.ServerMetadataRequest, context: Any
     ) -> kserve_pb2.ServerMetadataResponse:
         """Tell name and version."""
@@ -64,14 +64,14 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             name=convert.PLATFORM, version=__version__, extensions=["parameters", "model_configuration"]
         )
 
-    async def ModelMetadata(  # type: ignore[override]
+    async def ModelMetadata(
         self, request: kserve_pb2.ModelMetadataRequest, context: Any
     ) -> kserve_pb2.ModelMetadataResponse:
         """Describe the tensors of a model. Raises NotFound."""
         model, adapter = self._find(request.name, request.version)
         return convert.model_metadata(adapter or model)
 
-    async def ModelConfig(self, request: kserve_pb2.ModelConfigRequest, context: Any) -> kserve_pb2.ModelConfigResponse:  # type: ignore[override]
+    async def ModelConfig(self, request: kserve_pb2.ModelConfigRequest, context: Any) -> kserve_pb2.ModelConfigResponse:
         """Describe them as Triton does. Raises NotFound."""
         model, adapter = self._find(request.name, request.version)
         return convert.model_config(adapter or model)

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from penstock_client._options import GenerationOptions, check_options, generate_request
 
@@ -53,9 +53,14 @@ ALIASES = {
 # Parameters that Triton's clients set by themselves and that mean nothing here.
 _IGNORED = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority_level", "timeout"})
 FINAL, EMPTY_FINAL = "triton_final_response", "triton_enable_empty_final_response"
-# Options that have no form in JSON, or that KServe's own fields are for.
-_NOT_OPTIONS = frozenset({"config", "inputs_embeds", "inputs_embeds_before_ids", "model", "echo"})
+# Options that have no form in JSON, that KServe's own fields are for, or whose results no output here has.
+_NOT_OPTIONS = frozenset({"config", "inputs_embeds", "inputs_embeds_before_ids", "model", "echo", "return_token_ids"})
+_NOT_OPTIONS |= {"top_logprobs", "prompt_logprobs", "tensor_steps", "scores_top_k"}
+_NOT_OPTIONS |= {f"output_{name}" for name in ("scores", "logits", "hidden_states", "attentions")}
+_OPTIONS = frozenset({*get_type_hints(GenerationOptions)} - {"add_generation_prompt", "continue_final_message"})
 _TEXT_OPTIONS = frozenset({"json_schema", "regex", "grammar", "negative_prompt", "negative_prompt_text"})
+# Errors of the client's own conversion, of values that an option cannot have.
+_REFUSALS = (TypeError, ValueError, OverflowError)
 _SIZE = struct.Struct("<I")
 _FORMATS = {"FP32": "f", "UINT32": "I"}
 
@@ -179,10 +184,13 @@ def _text_request(
                 raise InvalidArgument(field, f"is there already as {fields[name]}")
             if name in _NOT_OPTIONS:
                 raise InvalidArgument(field, "cannot be set here")
+            # Before anything is made of it: there may be very many.
+            if name not in _OPTIONS:
+                raise InvalidArgument(field, "is no option")
             fields[name], options[name] = field, _fitting(name, value)
     try:
         return generate_request(text, options)
-    except (TypeError, ValueError) as error:
+    except _REFUSALS as error:
         raise _wrong_option(options, fields) from error
 
 
@@ -201,8 +209,8 @@ def _fitting(name: str, value: Any) -> Any:
 def _refusal(name: str, value: Any) -> Exception | None:
     """Return the error of an option alone."""
     try:
-        check_options(**{name: value})  # type: ignore[misc]  # any name: an unknown one is refused
-    except (TypeError, ValueError) as error:
+        check_options(**{name: value})
+    except _REFUSALS as error:
         return error
     return None
 
@@ -212,8 +220,7 @@ def _wrong_option(options: Mapping[str, Any], fields: Mapping[str, str]) -> Inva
     for name, value in options.items():
         error = _refusal(name, value)
         if error is not None:
-            known = name in GenerationOptions.__annotations__
-            return InvalidArgument(fields[name], "is no value of this option" if known else "is no option")
+            return InvalidArgument(fields[name], "is no value of this option")
     return InvalidArgument("parameters", f"{', '.join(fields.values())} do not go together")
 
 
