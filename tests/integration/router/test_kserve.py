@@ -14,6 +14,7 @@ import pytest
 from factories.servers.emitting_backend import EmittingBackend, count_up
 from factories.servers.router import Router, backend, running_router, until
 from google.rpc import error_details_pb2, status_pb2
+from penstock.common.errors import from_rpc_error
 from penstock.inference import kserve_pb2, kserve_pb2_grpc
 
 IDS = count_up(8)(None)  # type: ignore[arg-type]
@@ -257,3 +258,19 @@ async def test_each_request_of_a_stream_has_a_request_id_of_its_own() -> None:
         ids = {request.request_id.partition(".")[0] for request in one.submitted}
         assert "mine" in ids
         assert len(ids) == 2
+
+
+async def test_a_stream_that_nobody_reads_is_hung_up_and_its_requests_aborted() -> None:
+    async with backend(script=count_up(10**6), tokens_per_step=512) as one:
+        settings = {"max_buffered_bytes": 4096, "slow_reader_grace_seconds": 0.05}
+        async with kserve(one, **settings) as (stub, router):
+            call = stub.ModelStreamInfer()
+            await call.write(infer(id="a", stream=True))
+            await call.write(infer(id="b", stream=True))
+            # The client goes on sending: it is the whole call that ends.
+            await until(lambda: len(one.aborted) == 2)
+            await router.server.calls.wait_idle()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                    pass
+            assert from_rpc_error(caught.value).reason == "SLOW_READER"
