@@ -98,9 +98,10 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         asked: convert.InferRequest,
         context: ServerCall,
         write: Callable[[kserve_pb2.ModelInferResponse], Awaitable[None]] | None = None,
+        abort: Callable[..., Awaitable[Any]] | None = None,
     ) -> kserve_pb2.ModelInferResponse:
         """Return the last response, or the only one; those before it go to `write`. Raises PenstockError."""
-        call = _TextCall(context, asked, write)
+        call = _TextCall(context, asked, write, abort or context.abort)
         try:
             await self._flow.run(asked.request, GENERATE, call)
         except (InvalidArgument, NotFound) as error:
@@ -138,8 +139,10 @@ class _TextCall:
         call: ServerCall,
         asked: convert.InferRequest,
         write: Callable[[kserve_pb2.ModelInferResponse], Awaitable[None]] | None,
+        abort: Callable[..., Awaitable[Any]],
     ) -> None:
         self._call = call
+        self._abort = abort
         self._asked = asked
         self._write = write if asked.streams else None
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
@@ -188,7 +191,8 @@ class _TextCall:
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
         """End the call."""
-        await self._call.abort(code, details, trailing_metadata)
+        await self._abort(code, details, trailing_metadata)
+        raise grpc.aio.AbortError
 
 
 class _InferStream:
@@ -208,6 +212,7 @@ class _InferStream:
         self._ends_by_status = any(key == GRPC_ERROR_KEY and str(value).lower() == "true" for key, value in metadata)
         self._handler = asyncio.current_task()
         self._has_failed = False
+        self._is_ending = False
 
     async def run(self, requests: AsyncIterator[kserve_pb2.ModelInferRequest]) -> None:
         """Serve until the client has sent its last request and all are answered. Raises PenstockError."""
@@ -218,7 +223,7 @@ class _InferStream:
                     group.create_task(self._serve(request))
                     # The call's own id is the first one's; a task has a copy of the context.
                     current_request_id.set(new_request_id())
-        except* (PenstockError, grpc.aio.InternalError) as errors:
+        except* (PenstockError, grpc.aio.InternalError, grpc.aio.AbortError) as errors:
             # One is enough: they end the call.
             failed = errors
         else:
@@ -228,7 +233,7 @@ class _InferStream:
     async def _serve(self, request: kserve_pb2.ModelInferRequest) -> None:
         try:
             asked = convert.infer_request(request)
-            response = await self._answer(asked, self._context, self._write)
+            response = await self._answer(asked, self._context, self._write, self._abort)
             await self._write(response)
         except PenstockError as error:
             if self._ends_by_status:
@@ -246,6 +251,12 @@ class _InferStream:
 
     async def _write(self, response: kserve_pb2.ModelInferResponse) -> None:
         await self._send(kserve_pb2.ModelStreamInferResponse(infer_response=response))
+
+    async def _abort(self, *status: Any) -> None:
+        """End the call, once: several requests may want to, and gRPC takes a second time for a mistake."""
+        if not self._is_ending:
+            self._is_ending = True
+            await self._context.abort(*status)
 
     async def _send(self, message: kserve_pb2.ModelStreamInferResponse) -> None:
         async with self._writing:
