@@ -16,6 +16,8 @@ TESTS ?= tests benchmarks/tests
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 MARKS ?= not slow and not chaos and not docker and not clients
+# Packages of `make sdks`; empty: all.
+SDKS ?=
 # Flags of `make soak`, e.g. --minutes 5 --transport grpc.
 SOAK ?=
 # Of `make fuzz`: requests, frames, and where to begin.
@@ -34,7 +36,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients numerics sanitize soak chaos safeguards fuzz lint types stubs docs site bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients sdks wheels numerics sanitize soak chaos safeguards fuzz lint types stubs docs site bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -59,8 +61,14 @@ numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=nati
 slow: $(VENV)/.dev  ## the tests marked slow
 	@$(BIN)/python -m pytest -q -m slow $(TESTS)
 
-clients: $(VENV)/.dev  ## gRPC clients in Go, Java, C++ and Ruby on both transports (docs/learn/testing.md: Debian packages)
+clients: $(VENV)/.dev  ## clients in Go, Java, C++, TypeScript and Ruby, tritonclient, the client's wheel (docs/learn/testing.md: Debian packages)
 	@$(BIN)/python -m pytest -q -m clients tests/e2e
+
+sdks: $(VENV)/.dev  ## packages for Go, npm, Java, C++ and Ruby, and the protos, in build/sdks; SDKS="go java" makes some (clients/sdks/README.md)
+	@$(BIN)/python tools/make_sdks.py $(SDKS)
+
+wheels: $(VENV)/.dev  ## the wheels penstock and penstock-client, in build/wheels
+	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps -w build/wheels ./clients/python .
 
 sanitize: $(VENV)/.dev  ## the C++ kernels' tests with address and undefined-behaviour sanitizers (needs g++ and its libasan)
 	@$(BIN)/python tools/sanitize_kernels.py
@@ -88,9 +96,10 @@ lint: $(VENV)/.dev  ## ruff, clang-format and buf; the protos must not break cal
 types: $(VENV)/.dev  ## mypy, strict
 	@$(BIN)/mypy
 
-stubs: $(VENV)/.dev  ## the checked-in stubs are those of the protos, the client's sync half that of the async one
+stubs: $(VENV)/.dev  ## the checked-in stubs and vectors are those of the protos, the client's sync half that of the async one
 	@$(BIN)/python protos/generate.py --check
 	@$(BIN)/python tools/make_sync_client.py --check
+	@$(BIN)/python tools/make_conformance.py --check
 
 docs: $(VENV)/.dev  ## rewrite what is made from the code: docs/reference, the dashboard
 	@$(BIN)/python -m penstock.cli.reference > docs/reference/configuration.md
@@ -138,17 +147,17 @@ $(VENV)/.torch: Makefile
 	@$(PIP) $(TORCH)
 	@touch $@
 
-$(VENV)/.runtime: $(VENV)/.torch pyproject.toml
+$(VENV)/.runtime: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 	@echo "installing penstock (once, a minute or two)"
-	@$(PIP) -e '.[all]'
+	@$(PIP) -e clients/python -e '.[all]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 	@echo "installing penstock and its development tools (once, a few minutes)"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e clients/python -e '.[dev]'
 	@touch $@ $(VENV)/.runtime
 
-$(VENV)/.site: $(VENV)/.torch pyproject.toml
+$(VENV)/.site: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 	@echo "installing the site's generator (once)"
-	@$(PIP) -e '.[site]'
+	@$(PIP) -e clients/python -e '.[site]'
 	@touch $@

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from factories.servers.stack import Stack
+from factories.servers.stack import Stack, wait_idle
 from google.rpc import error_details_pb2, status_pb2
-from penstock.v1 import admin_pb2, admin_pb2_grpc, common_pb2, text_pb2
+from penstock.v1 import common_pb2, text_pb2
 from penstock_client import Client
 
 pytestmark = pytest.mark.clients
@@ -92,13 +91,6 @@ def field_of(details: bytes) -> str:
     request = error_details_pb2.BadRequest()
     assert any(detail.Unpack(request) for detail in status.details)
     return request.field_violations[0].field
-
-
-def wait_idle(address: str) -> None:
-    with grpc.insecure_channel(address) as channel:
-        watch = admin_pb2_grpc.GenerationAdminServiceStub(channel).WatchLoad(admin_pb2.WatchLoadRequest(), timeout=30)
-        assert any(not (report.load.running_requests or report.load.kv_blocks_used) for report in watch)
-        watch.cancel()
 
 
 def test_calls_end_as_they_should(server: Stack, program: list[str], tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "services" / "penstock"
+# Folders of generated code.
+STUBS = ("v1", "inference")
 _ROW = re.compile(r"^\| `([\w.]+)` \| .* \| (yes|–) \|$", re.MULTILINE)
 
 
@@ -41,7 +43,7 @@ def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts[0] != "v1" and parts != ("__init__",):
+        if parts[0] not in STUBS and parts != ("__init__",):
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.common.credentials import Tokens, check_channel_files
 from penstock.common.errors import StartupError
+from penstock.inference import kserve_pb2_grpc
 from penstock.router.aio import Wakeup
 from penstock.router.backends.attempts import Attempts
 from penstock.router.backends.backend import Backend, BackendState
@@ -32,6 +33,7 @@ from penstock.router.frontend.admin import (
 from penstock.router.frontend.admission import Admission
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.generate import TextFlow
+from penstock.router.frontend.kserve import KSERVE_SERVICE, KserveServicer
 from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.score_embed import ScoreEmbedFlow
 from penstock.router.frontend.score_embed_text import ScoreEmbedTexts
@@ -51,7 +53,7 @@ class RouterApp:
     """The router as a service. Implements serving.server.Service and ControlsHealth."""
 
     name = "router"
-    grpc_services = (SERVICE_NAME, ADMIN_SERVICE, MODEL_SERVICE)
+    grpc_services = (SERVICE_NAME, KSERVE_SERVICE, ADMIN_SERVICE, MODEL_SERVICE)
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry, *, resolver: Resolver = resolve) -> None:
         """Make it inside the event loop that will serve it. `resolver` stands in for DNS in tests."""
@@ -118,9 +120,12 @@ class RouterApp:
         self._set_serving = set_serving
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add TextService, and the services that are forwarded to backends."""
-        servicer = TextServicer(TextFlow(self._parts), self._score_embed, self._pool, self._link)
+        """Add TextService and KServe's, and the services that are forwarded to backends."""
+        flow = TextFlow(self._parts)
+        servicer = TextServicer(flow, self._score_embed, self._pool, self._link)
         text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
+        kserve = KserveServicer(flow, self._pool, self._link, self._config.kserve_stream_requests)
+        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, server)
         forwarding = Forwarding(self._config, self._pool)
         admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(ForwardingAdminServicer(forwarding), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ForwardingModelServicer(forwarding), server)

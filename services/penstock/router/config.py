@@ -119,6 +119,12 @@ class RouterConfig(ServerConfig, ChannelConfig):
         group=ADMISSION,
         minimum=1,
     )
+    kserve_stream_requests: int = option(
+        64,
+        "Requests of one ModelStreamInfer that are served at once; more wait in the connection.",
+        group=ADMISSION,
+        minimum=1,
+    )
     allow_control_tokens_in_text: bool = option(
         False,
         "Encode text of Generate that spells a control token (<|im_end|>) as that token, as transformers does.",

@@ -5,8 +5,10 @@ import warnings
 
 from penstock.v1 import admin_pb2 as penstock_dot_v1_dot_admin__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.63.2'
 GRPC_VERSION = grpc.__version__
+EXPECTED_ERROR_RELEASE = '1.65.0'
+SCHEDULED_RELEASE_DATE = 'June 25, 2024'
 _version_not_supported = False
 
 try:
@@ -16,16 +18,19 @@ except ImportError:
     _version_not_supported = True
 
 if _version_not_supported:
-    raise RuntimeError(
+    warnings.warn(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in penstock/v1/admin_pb2_grpc.py depends on'
+        + f' but the generated code in penstock/v1/admin_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
+        + f' This warning will become an error in {EXPECTED_ERROR_RELEASE},'
+        + f' scheduled for release on {SCHEDULED_RELEASE_DATE}.',
+        RuntimeWarning
     )
 
 
-class GenerationAdminServiceStub:
+class GenerationAdminServiceStub(object):
     """Load, cache and lifecycle.
     """
 
@@ -107,7 +112,7 @@ class GenerationAdminServiceStub:
                 _registered_method=True)
 
 
-class GenerationAdminServiceServicer:
+class GenerationAdminServiceServicer(object):
     """Load, cache and lifecycle.
     """
 
@@ -289,11 +294,10 @@ def add_GenerationAdminServiceServicer_to_server(servicer, server):
     generic_handler = grpc.method_handlers_generic_handler(
             'penstock.v1.GenerationAdminService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('penstock.v1.GenerationAdminService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class GenerationAdminService:
+class GenerationAdminService(object):
     """Load, cache and lifecycle.
     """
 

@@ -17,6 +17,7 @@ from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 START_TIMEOUT = 300.0
 
@@ -52,6 +53,14 @@ def wait_serving(address: str, process: Process | None = None, timeout: float = 
                 if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
                     raise
     raise TimeoutError(f"{address} was not SERVING within {timeout:.0f} s:\n{process.output() if process else ''}")
+
+
+def wait_idle(address: str) -> None:
+    """Block until the generation service at `address` runs nothing and holds no block."""
+    with grpc.insecure_channel(address) as channel:
+        watch = admin_pb2_grpc.GenerationAdminServiceStub(channel).WatchLoad(admin_pb2.WatchLoadRequest(), timeout=30)
+        assert any(not (report.load.running_requests or report.load.kv_blocks_used) for report in watch)
+        watch.cancel()
 
 
 @dataclass(slots=True)

@@ -28,7 +28,8 @@ MOST_COMMON_NAMES = 9
 def sources() -> dict[str, str]:
     """Path -> text of every Python file that is written by hand, or made from one that is."""
     found = (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in found if "v1" not in path.parts}
+    written = (path for path in found if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")))
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in written}
 
 
 def snake(name: str) -> str:

@@ -1,0 +1,37 @@
+"""Files of the wheel penstock-client that live elsewhere in the repository: stubs, what they share with errors, protos.
+
+The wheel `penstock` has none of these and depends on this one, so that every file has one owner. The client alone has
+no `penstock/__init__.py`: `penstock` is a namespace package there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+# Modules of the services that the client stands on: path below `services` and in the wheel.
+SHARED = ("penstock/v1", "penstock/common/errors.py", "penstock/common/request_context.py", "penstock/common/units.py")
+# Path in the repository -> in the wheel.
+PROTOS = {
+    "protos/penstock/v1": "penstock_client/protos/penstock/v1",
+    "protos/penstock.binpb": "penstock_client/protos/penstock.binpb",
+}
+
+
+class SharedFiles(BuildHookInterface[Any]):
+    """Adds the files, from the repository or from a source distribution, which has them where the wheel has."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Name them to the builder, but for an editable install, which finds them by path."""
+        if version == "editable":
+            return
+        if not (REPOSITORY / "services" / SHARED[0]).is_dir():
+            # A source distribution: the protos are in the package's own folder there.
+            build_data["force_include"].update({str(HERE / path): path for path in SHARED})
+            return
+        for here, there in {**{f"services/{path}": path for path in SHARED}, **PROTOS}.items():
+            build_data["force_include"][str(REPOSITORY / here)] = there
