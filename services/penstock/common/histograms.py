@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from threading import Lock
@@ -9,6 +10,7 @@ from threading import Lock
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.samples import Exemplar
 
 
 class StepHistogram(Collector):
@@ -22,23 +24,28 @@ class StepHistogram(Collector):
         self._bounds = [float(bound) for bound in buckets]
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
+        # Bucket's place -> the last traced observation in it. In the OpenMetrics format only.
+        self._exemplars: dict[int, Exemplar] = {}
         self._lock = Lock()
         registry.register(self)
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """Record `count` observations of `value`."""
+    def observe(self, value: float, count: int = 1, trace_id: str = "") -> None:
+        """Record `count` observations of `value`. A `trace_id` becomes the exemplar of its bucket."""
         with self._lock:
-            self._counts[bisect_left(self._bounds, value)] += count
+            bucket = bisect_left(self._bounds, value)
+            self._counts[bucket] += count
             self._sum += value * count
+            if trace_id:
+                self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def collect(self) -> Iterable[Metric]:
         """Return the family with cumulative buckets."""
         with self._lock:
-            counts, total = list(self._counts), self._sum
+            counts, total, exemplars = list(self._counts), self._sum, dict(self._exemplars)
         cumulative, buckets = 0, []
-        for bound, count in zip([*self._bounds, float("inf")], counts, strict=True):
+        for place, (bound, count) in enumerate(zip([*self._bounds, float("inf")], counts, strict=True)):
             cumulative += count
-            buckets.append((_label(bound), float(cumulative)))
+            buckets.append((_label(bound), float(cumulative), exemplars.get(place)))
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), buckets, total)
         return [family]

@@ -31,6 +31,11 @@ def get_logger(name: str) -> FilteringBoundLogger:
     return cast("FilteringBoundLogger", structlog.get_logger(component=name))
 
 
+def bind_trace(trace_id: str) -> None:
+    """Put the trace's id into all further lines of this task, and of tasks that it starts."""
+    structlog.contextvars.bind_contextvars(trace_id=trace_id)
+
+
 def configure_logging(service: str, *, log_format: str = "auto", level: str = "info", debug: bool = False) -> None:
     """Set up this process's logging, once, at the start of its main function."""
     console = sys.stderr.isatty() if log_format == "auto" else log_format == "console"

@@ -67,7 +67,7 @@ class Workers:
         self._count: int = getattr(config, "processes", 1)
         self._display = parent_display(config, role)
         self._supervisor = Supervisor(drain_grace_seconds=config.drain_grace_seconds, on_progress=self._on_progress)
-        self._metrics = SummedMetrics()
+        self._metrics = SummedMetrics(with_exemplars=config.tracing_endpoint is not None)
         self._began = time.monotonic()
         self._ended = asyncio.Event()
         self._hurry = asyncio.Event()
