@@ -69,9 +69,11 @@ def _run(debug: bool) -> int:
 
 def _explain(error: Exception) -> int:
     """Write one line to stderr, and return the exit code."""
-    from penstock.cli.console import STARTUP_EXIT_CODE, complain, startup_line
+    from penstock.cli.console import STARTUP_EXIT_CODE, complain, complain_or_log, startup_line
     from penstock.common.errors import PenstockError, StartupError
 
+    if sys.argv[1:2] == ["serve"]:
+        complain = complain_or_log
     if isinstance(error, StartupError):
         complain(startup_line(error))
         return STARTUP_EXIT_CODE

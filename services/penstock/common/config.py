@@ -207,7 +207,7 @@ class ServerConfig(TransportConfig):
     insecure_bind: bool = option(False, "Allow plaintext on an address other than loopback.", group=SECURITY)
     log_format: Literal["auto", "json", "console"] = option(
         "auto",
-        "auto: console on a terminal and in `penstock serve [MODEL]`, else JSON.",
+        "auto: console on a terminal, else JSON: then nothing but JSON lines is written to stderr.",
         group=LOGGING,
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(

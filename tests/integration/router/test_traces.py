@@ -233,7 +233,7 @@ async def test_a_file_has_a_line_of_otlp_json_for_each_batch(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "file:/no/such/folder/traces.jsonl"])
 async def test_an_endpoint_that_is_none_ends_the_start(endpoint: str) -> None:
-    with pytest.raises(StartupError, match="--tracing-endpoint|cannot write traces") as raised:
+    with pytest.raises(StartupError, match=r"--tracing-endpoint|cannot write traces") as raised:
         async with held() as one, running_router(one, tracing_endpoint=endpoint):
             pass
     assert raised.value.flag == "--tracing-endpoint"

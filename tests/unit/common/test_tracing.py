@@ -59,7 +59,7 @@ def test_without_a_trace_a_stage_makes_no_span_and_calls_carry_nothing() -> None
 
 
 @pytest.mark.parametrize(
-    "module", ["penstock.router.app", "penstock.tokenizer.app", "penstock.generation.rpc.generation"]
+    "module", ["penstock.router.app", "penstock.tokenizer.app", "penstock.generation.delivery.hub"]
 )
 def test_services_do_not_import_opentelemetry(module: str) -> None:
     code = f"import {module}, sys; sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
