@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.console import console, say
-from penstock.common.errors import StartupError
 from penstock.common.options import option
 
 if TYPE_CHECKING:
@@ -94,6 +93,7 @@ class TraceSpan:
 def run_trace(given: Overrides) -> None:
     """Show a trace of the file `path`. Raises StartupError for a file without it."""
     from penstock.common.config import from_env_and_flags
+    from penstock.common.errors import StartupError
 
     path = str(given.pop("path"))
     config = from_env_and_flags(TraceConfig, given)
@@ -110,6 +110,8 @@ def run_trace(given: Overrides) -> None:
 
 def read_spans(path: str) -> list[TraceSpan]:
     """Read all spans of a file. Raises StartupError naming FILE and, where one is none, its line."""
+    from penstock.common.errors import StartupError
+
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -155,6 +157,8 @@ def _value(value: dict[str, Any]) -> Any:
 
 def choose(spans: list[TraceSpan], trace_id: str | None, path: str) -> list[TraceSpan]:
     """Return the spans of one trace: of the id that begins so, or of the last one. Raises StartupError."""
+    from penstock.common.errors import StartupError
+
     if not spans:
         raise StartupError(f"FILE {path}: no traces", flag="FILE")
     if trace_id is None:
