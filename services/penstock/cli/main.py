@@ -72,15 +72,14 @@ def _explain(error: Exception) -> int:
     from penstock.cli.console import STARTUP_EXIT_CODE, complain, complain_or_log, startup_line
     from penstock.common.errors import PenstockError, StartupError
 
-    if sys.argv[1:2] == ["serve"]:
-        complain = complain_or_log
+    tell = complain_or_log if sys.argv[1:2] == ["serve"] else complain
     if isinstance(error, StartupError):
-        complain(startup_line(error))
+        tell(startup_line(error))
         return STARTUP_EXIT_CODE
     if isinstance(error, PenstockError):
-        complain(f"{error.code.name}: {error.message}")
+        tell(f"{error.code.name}: {error.message}")
     elif not isinstance(error, BrokenPipeError):
-        complain(f"internal error ({type(error).__name__}); --debug shows where")
+        tell(f"internal error ({type(error).__name__}); --debug shows where")
     return 1
 
 

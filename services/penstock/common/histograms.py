@@ -42,10 +42,12 @@ class StepHistogram(Collector):
         """Return the family with cumulative buckets."""
         with self._lock:
             counts, total, exemplars = list(self._counts), self._sum, dict(self._exemplars)
-        cumulative, buckets = 0, []
+        cumulative = 0
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
         for place, (bound, count) in enumerate(zip([*self._bounds, float("inf")], counts, strict=True)):
             cumulative += count
-            buckets.append((_label(bound), float(cumulative), exemplars.get(place)))
+            bucket, exemplar = (_label(bound), float(cumulative)), exemplars.get(place)
+            buckets.append(bucket if exemplar is None else (*bucket, exemplar))
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), buckets, total)
         return [family]

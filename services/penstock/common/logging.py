@@ -89,7 +89,7 @@ def configure_logging(service: str, *, log_format: str = "auto", level: str = "i
 
 def is_json_log() -> bool:
     """True when this process's log is JSON: then nothing else may be written to stderr."""
-    processors = structlog.get_config()["processors"] if structlog.is_configured() else ()
+    processors: list[Any] = structlog.get_config()["processors"] if structlog.is_configured() else []
     return bool(processors) and isinstance(processors[-1], structlog.processors.JSONRenderer)
 
 
@@ -164,7 +164,7 @@ def _short(filename: str) -> str:
 class _ForwardedLogger(stdlib.Logger):
     """Logger of a library that would write by itself: its lines go where all others go."""
 
-    propagate = property(lambda _: True, lambda _, __: None)  # type: ignore[assignment]
+    propagate = property(lambda _: True, lambda _, __: None)
 
     def addHandler(self, hdlr: stdlib.Handler) -> None:
         """Add nothing."""

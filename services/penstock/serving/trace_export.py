@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -105,7 +106,7 @@ class _Span(Span):
         # An empty context where there is no parent: else the library looks for one in a variable of its own.
         self._span = tracer.start_span(
             name,
-            set_span_in_context(parent) if parent is not None else {},  # type: ignore[arg-type]
+            set_span_in_context(parent) if parent is not None else Context(),
             _KINDS[kind],
             dict(attributes) if attributes else None,
             start_time=_wall_ns(begin),

@@ -89,7 +89,7 @@ def begin_attempt(request: generation_pb2.GenerateRequest, backend: str, resumed
         return None
     if span.context.is_sampled:
         number = request.attempt_epoch + 1
-        attributes = {
+        attributes: dict[str, Attribute] = {
             "server.address": backend,
             "penstock.attempt": number,
             "penstock.resumed_tokens": resumed_tokens,
