@@ -50,7 +50,7 @@ class _Family:
 
     def note(self, key: _Key, exemplar: Exemplar) -> None:
         known = self.exemplars.get(key)
-        if known is None or (known.timestamp or 0) <= (exemplar.timestamp or 0):
+        if known is None or float(known.timestamp or 0) <= float(exemplar.timestamp or 0):
             self.exemplars[key] = exemplar
 
 

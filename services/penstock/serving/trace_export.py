@@ -55,6 +55,7 @@ class Tracing:
             resource=resource,
             shutdown_on_exit=False,
         )
+        self._exporter, self._timeout_seconds = exporter, config.tracing_timeout_seconds
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 exporter,
@@ -86,8 +87,15 @@ class Tracing:
         return _Span(self._tracer, NonRecordingSpan(remote), name, kind, attributes, begin)
 
     def close(self) -> None:
-        """Send what is left; returns when that is done or was given up. Blocks."""
-        self._provider.shutdown()
+        """Send what is left; returns when that is done, or was given up after --tracing-timeout-seconds. Blocks."""
+        # The library's own limit is 30 s. An exporter that is shut down gives up its retries, and refuses the rest.
+        limit = threading.Timer(self._timeout_seconds, self._exporter.shutdown)
+        limit.daemon = True
+        limit.start()
+        try:
+            self._provider.shutdown()
+        finally:
+            limit.cancel()
 
 
 class _Span(Span):
