@@ -29,14 +29,19 @@ class StepHistogram(Collector):
         self._lock = Lock()
         registry.register(self)
 
-    def observe(self, value: float, count: int = 1, trace_id: str = "") -> None:
-        """Record `count` observations of `value`. A `trace_id` becomes the exemplar of its bucket."""
+    def observe(self, value: float, count: int = 1) -> None:
+        """Record `count` observations of `value`."""
         with self._lock:
-            bucket = bisect_left(self._bounds, value)
-            self._counts[bucket] += count
+            self._counts[bisect_left(self._bounds, value)] += count
             self._sum += value * count
-            if trace_id:
-                self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+    def observe_traced(self, value: float, trace_id: str) -> None:
+        """Record an observation of a request; its trace, if it has one, becomes the exemplar of its bucket."""
+        self.observe(value)
+        if trace_id:
+            exemplar = Exemplar({"trace_id": trace_id}, value, time.time())
+            with self._lock:
+                self._exemplars[bisect_left(self._bounds, value)] = exemplar
 
     def collect(self) -> Iterable[Metric]:
         """Return the family with cumulative buckets."""

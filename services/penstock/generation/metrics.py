@@ -209,7 +209,7 @@ class GenerationMetrics:
             (self._total, timings.total),
         ):
             if seconds is not None:
-                histogram.observe(seconds, trace_id=trace_id)
+                histogram.observe_traced(seconds, trace_id)
         self._prompt_length.observe(finished.prompt_tokens)
         self._output_length.observe(finished.completion_tokens)
         failed = finished.error is not None or not finished.sequences

@@ -84,8 +84,8 @@ def test_the_latest_exemplar_of_a_bucket_is_kept(monkeypatch: pytest.MonkeyPatch
     for place, trace in enumerate(("a" * 32, "b" * 32)):
         registry = CollectorRegistry()
         histogram = StepHistogram("wait_seconds", "Waits.", {}, (1.0, 2.0), registry)
-        histogram.observe(0.5, trace_id=trace)
-        histogram.observe(1.5, trace_id=trace if place == 0 else "")
+        histogram.observe_traced(0.5, trace)
+        histogram.observe_traced(1.5, trace if place == 0 else "")
         pages[f"http://worker-{place}/metrics"] = generate_latest(registry)
 
     class Direct:

@@ -141,7 +141,7 @@ class ScoreEmbedFlow:
                         await self.attempts.require_adapter(call.model, call.adapter, call.left)
                     yield call
             status = "OK"
-            self.metrics.score_embed.observe(time.monotonic() - begin, trace_id=exemplar())
+            self.metrics.score_embed.observe_traced(time.monotonic() - begin, exemplar())
         except asyncio.CancelledError:
             is_late = deadline is not None and time.monotonic() >= deadline
             status = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
