@@ -118,7 +118,7 @@ async def test_a_chat_is_one_trace_over_all_services(tmp_path: Path) -> None:
     assert children(spans, work) == [(GENERATION, "queue"), (GENERATION, "prefill"), (GENERATION, "decode")]
     assert len(spans) == 12
     for span in (root, work):
-        assert span.attributes["gen_ai.request.model"] == answer.model
+        assert span.attributes["gen_ai.request.model"] == answer.started.model
         assert span.attributes["gen_ai.usage.input_tokens"] == answer.usage.prompt_tokens
         assert span.attributes["gen_ai.usage.output_tokens"] == 4
         assert span.attributes["gen_ai.response.finish_reasons"] == ["length"]
