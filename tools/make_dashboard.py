@@ -1,5 +1,7 @@
 """Write deploy/grafana/dashboards/penstock.json: rows of panels over the metrics of docs/reference/metrics.md.
 
+The variables `instance` and `model` choose processes and models; queries are narrowed by those that their metrics have.
+
 python tools/make_dashboard.py [--check]
 """
 
@@ -7,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +181,49 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
 }
 
 
+_METRIC = re.compile(r"\b((?:penstock|grpc_server)_\w+)(?:\{([^}]*)\})?")
+
+
+@cache
+def by_model() -> frozenset[str]:
+    """Names of metrics with the label `model_name`, as docs/reference/metrics.md tells, and their series."""
+    page = (TARGET.parents[3] / "docs" / "reference" / "metrics.md").read_text()
+    names = re.findall(r"^\| `(\w+)` \| \w+ \|[^|]*\bmodel_name\b", page, re.MULTILINE)
+    return frozenset(name + part for name in names for part in ("", "_bucket", "_sum", "_count"))
+
+
+def narrowed(expression: str) -> str:
+    """Return the query for the chosen instances, and models where the metric has them."""
+
+    def narrow(found: re.Match[str]) -> str:
+        name, labels = found.group(1), [found.group(2)] if found.group(2) else []
+        labels.append('instance=~"$instance"')
+        if name in by_model():
+            labels.append('model_name=~"$model"')
+        return f"{name}{{{', '.join(labels)}}}"
+
+    return _METRIC.sub(narrow, expression)
+
+
+def variable(name: str, label: str, query: str) -> dict[str, Any]:
+    """One variable with several values, all of them at first; they are read anew when the time range changes."""
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": DATASOURCE,
+        "query": {"query": query, "refId": f"variable-{name}"},
+        "definition": query,
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        # Series without the label count, too: an empty value matches.
+        "allValue": ".*",
+        "current": {"text": ["All"], "value": ["$__all"]},
+    }
+
+
 def panel(number: int, title: str, unit: str, queries: list[tuple[str, str]], x: int, y: int) -> dict[str, Any]:
     """One time series, a quarter of the width."""
     return {
@@ -187,7 +234,13 @@ def panel(number: int, title: str, unit: str, queries: list[tuple[str, str]], x:
         "gridPos": {"h": 8, "w": 6, "x": x, "y": y},
         "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
         "targets": [
-            {"refId": chr(ord("A") + i), "datasource": DATASOURCE, "expr": expression, "legendFormat": legend}
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": DATASOURCE,
+                "exemplar": "_bucket" in expression,
+                "expr": narrowed(expression),
+                "legendFormat": legend,
+            }
             for i, (expression, legend) in enumerate(queries)
         ],
     }
@@ -210,6 +263,12 @@ def dashboard() -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
         "tags": ["penstock"],
+        "templating": {
+            "list": [
+                variable("instance", "Process", 'label_values(up{job=~"penstock-.*"}, instance)'),
+                variable("model", "Model", "label_values(penstock_engine_steps_total, model_name)"),
+            ]
+        },
         "panels": panels,
     }
 

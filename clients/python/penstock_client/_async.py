@@ -180,7 +180,7 @@ class AsyncClient:
 
     def _stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> AsyncStream:
         state = StreamState(self.config.retry, timeout if timeout is not None else self.config.timeouts.generate)
-        return AsyncStream(lambda: method(request, timeout=state.remaining(), metadata=self._metadata), state)
+        return AsyncStream(lambda: method(request, timeout=state.remaining(), metadata=self._metadata_for("")), state)
 
     async def score(
         self,
@@ -366,7 +366,8 @@ class AsyncClient:
         return unary + (grace or 0.0) if timeout is None and unary is not None else timeout
 
     def _metadata_for(self, backend: str) -> tuple[tuple[str, str], ...]:
-        return (*self._metadata, (BACKEND_KEY, backend)) if backend else self._metadata
+        named = ((BACKEND_KEY, backend),) if backend else ()
+        return (*self._metadata, *self.config.call_metadata(), *named)
 
     async def _unary(
         self, method: Callable[..., Any], request: Any, timeout: float | None = None, *, backend: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,6 +76,8 @@ class ClientConfig:
     max_receive_bytes: int = 4 << 20
     # Prompts of one `generate_many` that are with the server at once.
     max_concurrent_prompts: int = 16
+    # Called for each call: more metadata for it, such as the W3C trace context of the caller's span (traceparent).
+    call_metadata: Callable[[], Iterable[tuple[str, str]]] = tuple
 
     def channel_options(self) -> list[tuple[str, str | int]]:
         """gRPC channel arguments of this configuration."""

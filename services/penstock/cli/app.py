@@ -27,6 +27,7 @@ from penstock.cli.console import say
 from penstock.cli.debug import DebugConfig, run_state
 from penstock.cli.flags import ENV_NOTE, Overrides, command
 from penstock.cli.pack_config import PackConfig
+from penstock.cli.trace import TraceConfig, run_trace
 from penstock.common.options import options_of
 from penstock.common.ports import ROUTER_PORT
 
@@ -104,6 +105,16 @@ Examples:
   penstock debug state --address 127.0.0.1:50050 --backend 127.0.0.1:50052   through a router
 
   penstock debug state --json"""
+
+TRACE_EPILOG = """docs/guide/observability.md explains the spans.
+
+Examples:
+
+  penstock serve --tracing-endpoint file:/tmp/traces.jsonl
+
+  penstock debug trace /tmp/traces.jsonl
+
+  penstock debug trace /tmp/traces.jsonl --trace-id 4bf92f35 --svg trace.svg"""
 
 ADAPTERS_EPILOG = f"""Only folders below the service's --adapter-root can be loaded. A router asks the backend that
 --backend names, and takes the tokens of its --admin-token-file (--token-file here).
@@ -380,7 +391,7 @@ def _pack(given: Overrides) -> None:
     run_pack(str(given.pop("folder")), None if output is None else str(output), given)
 
 
-debug_app = typer.Typer(help="Look inside a running service.", no_args_is_help=True)
+debug_app = typer.Typer(help="Look inside a running service, and at traces of requests.", no_args_is_help=True)
 app.add_typer(debug_app, name="debug")
 debug_app.command("state", epilog=DEBUG_EPILOG)(
     command(
@@ -396,6 +407,14 @@ def _argument(name: str, metavar: str, default: Any, help: str, annotation: Any)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=argument, annotation=annotation)
 
 
+debug_app.command("trace", epilog=TRACE_EPILOG)(
+    command(
+        options_of(TraceConfig),
+        run_trace,
+        "Show a request's way through the services, as spans that --tracing-endpoint file:FILE kept.",
+        first=[_argument("path", "FILE", ..., "File of traces.", str)],
+    )
+)
 _ADAPTER_NAME = _argument("name", "NAME", ..., "Name by which requests ask for it.", str)
 _ADAPTER_PATH = _argument(
     "path",

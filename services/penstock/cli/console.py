@@ -33,6 +33,16 @@ def complain(line: str) -> None:
     _write(sys.stderr, f"penstock: {line}")
 
 
+def complain_or_log(line: str) -> None:
+    """Write one line to stderr, as a record where the log of this process is JSON."""
+    from penstock.common.logging import get_logger, is_json_log
+
+    if is_json_log():
+        get_logger("penstock.cli").error(line)
+    else:
+        complain(line)
+
+
 def lines_until(read: Callable[[], str], end: str) -> Iterator[str]:
     """Yield the lines from `read` that are not empty, until one is `end`, or EOFError or Ctrl-C."""
     while True:

@@ -69,16 +69,17 @@ def _run(debug: bool) -> int:
 
 def _explain(error: Exception) -> int:
     """Write one line to stderr, and return the exit code."""
-    from penstock.cli.console import STARTUP_EXIT_CODE, complain, startup_line
+    from penstock.cli.console import STARTUP_EXIT_CODE, complain, complain_or_log, startup_line
     from penstock.common.errors import PenstockError, StartupError
 
+    tell = complain_or_log if sys.argv[1:2] == ["serve"] else complain
     if isinstance(error, StartupError):
-        complain(startup_line(error))
+        tell(startup_line(error))
         return STARTUP_EXIT_CODE
     if isinstance(error, PenstockError):
-        complain(f"{error.code.name}: {error.message}")
+        tell(f"{error.code.name}: {error.message}")
     elif not isinstance(error, BrokenPipeError):
-        complain(f"internal error ({type(error).__name__}); --debug shows where")
+        tell(f"internal error ({type(error).__name__}); --debug shows where")
     return 1
 
 

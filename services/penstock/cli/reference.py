@@ -20,6 +20,7 @@ from penstock.cli.inspect_model import InspectConfig
 from penstock.cli.pack_config import PackConfig
 from penstock.cli.serve.service_process import ROLES
 from penstock.cli.serve.tree import FRONT, TreeConfig
+from penstock.cli.trace import TraceConfig
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.options import BoundOption, options_of
 
@@ -76,6 +77,8 @@ def _sections() -> Iterator[str]:
     yield "`penstock debug state`, and the other options of the connection above.\n"
     own = {"address", "wait_seconds", "json"}
     yield _table(bound for bound in options_of(DebugConfig) if bound.name in own)
+    yield "`penstock debug trace FILE`.\n"
+    yield _table(options_of(TraceConfig))
     yield "`penstock adapters list`, `load` and `unload`, and the options of the connection above.\n"
     adapters = {bound.name: bound for kind in (ListAdaptersConfig, LoadAdapterConfig) for bound in options_of(kind)}
     yield _table(bound for name, bound in adapters.items() if name not in connection)

@@ -43,6 +43,9 @@ __all__ = [
 ]
 
 NETWORK, SECURITY, LIMITS, LOGGING = "Network", "TLS and authentication", "Limits", "Logging"
+TRACING = "Tracing"
+# Beginning of an endpoint that is a file.
+FILE_ENDPOINT = "file:"
 CHANNELS = "Connections to other services"
 
 C = TypeVar("C")
@@ -204,13 +207,40 @@ class ServerConfig(TransportConfig):
     insecure_bind: bool = option(False, "Allow plaintext on an address other than loopback.", group=SECURITY)
     log_format: Literal["auto", "json", "console"] = option(
         "auto",
-        "auto: console on a terminal and in `penstock serve [MODEL]`, else JSON.",
+        "auto: console on a terminal, else JSON: then nothing but JSON lines is written to stderr.",
         group=LOGGING,
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least severe level written.", group=LOGGING
     )
     debug: bool = option(False, "Tracebacks and exception texts on errors.", group=LOGGING)
+    tracing_endpoint: str | None = option(
+        None,
+        "Send traces to this OTLP/HTTP collector (http://host:4318), or append them to a file (file:PATH). Needs "
+        "penstock[tracing].",
+        group=TRACING,
+        metavar="URL",
+    )
+    tracing_sample_ratio: float = option(
+        1.0,
+        "Share of traces that begin here and are kept; a caller's traceparent decides for its own.",
+        group=TRACING,
+        minimum=0.0,
+        maximum=1.0,
+    )
+    tracing_service_name: str | None = option(
+        None, "service.name of the spans; by default penstock- and the service's role.", group=TRACING, metavar="NAME"
+    )
+    tracing_max_spans: int = option(4096, "Spans that wait to be sent; more are dropped.", group=TRACING, minimum=16)
+    tracing_export_seconds: float = option(
+        2.0, "Spans that have ended are sent this often.", group=TRACING, minimum=0.01
+    )
+    tracing_timeout_seconds: float = option(
+        5.0, "Time that the collector has to take spans, retries included.", group=TRACING, minimum=0.1
+    )
+    tracing_file_bytes: int = option(
+        256 << 20, "Largest file of traces; further spans are dropped.", group=TRACING, minimum=4096
+    )
 
     @property
     def receive_limit_bytes(self) -> int:
@@ -228,6 +258,11 @@ class ServerConfig(TransportConfig):
             raise StartupError(f"{given} needs {missing}", flag=missing)
         if self.tls_client_ca is not None and not self.is_tls:
             raise StartupError("--tls-client-ca needs --tls-cert and --tls-key", flag="--tls-cert")
+        endpoint = self.tracing_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://", FILE_ENDPOINT)):
+            raise StartupError(
+                "--tracing-endpoint must begin with http://, https:// or file:", flag="--tracing-endpoint"
+            )
         if not (self.is_tls or self.insecure_bind or is_loopback(self.host)):
             raise StartupError(
                 f"refusing plaintext on {self.host}: give --tls-cert and --tls-key, or accept it with --insecure-bind",

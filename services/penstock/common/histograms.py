@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from threading import Lock
@@ -9,6 +10,7 @@ from threading import Lock
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.samples import Exemplar
 
 
 class StepHistogram(Collector):
@@ -22,6 +24,8 @@ class StepHistogram(Collector):
         self._bounds = [float(bound) for bound in buckets]
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
+        # Bucket's place -> the last traced observation in it. In the OpenMetrics format only.
+        self._exemplars: dict[int, Exemplar] = {}
         self._lock = Lock()
         registry.register(self)
 
@@ -31,14 +35,24 @@ class StepHistogram(Collector):
             self._counts[bisect_left(self._bounds, value)] += count
             self._sum += value * count
 
+    def observe_traced(self, value: float, trace_id: str) -> None:
+        """Record an observation of a request; its trace, if it has one, becomes the exemplar of its bucket."""
+        self.observe(value)
+        if trace_id:
+            exemplar = Exemplar({"trace_id": trace_id}, value, time.time())
+            with self._lock:
+                self._exemplars[bisect_left(self._bounds, value)] = exemplar
+
     def collect(self) -> Iterable[Metric]:
         """Return the family with cumulative buckets."""
         with self._lock:
-            counts, total = list(self._counts), self._sum
-        cumulative, buckets = 0, []
-        for bound, count in zip([*self._bounds, float("inf")], counts, strict=True):
+            counts, total, exemplars = list(self._counts), self._sum, dict(self._exemplars)
+        cumulative = 0
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        for place, (bound, count) in enumerate(zip([*self._bounds, float("inf")], counts, strict=True)):
             cumulative += count
-            buckets.append((_label(bound), float(cumulative)))
+            bucket, exemplar = (_label(bound), float(cumulative)), exemplars.get(place)
+            buckets.append(bucket if exemplar is None else (*bucket, exemplar))
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), buckets, total)
         return [family]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging as stdlib
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterable
@@ -23,12 +24,19 @@ if TYPE_CHECKING:
     from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 _LEVELS = {"debug": stdlib.DEBUG, "info": stdlib.INFO, "warning": stdlib.WARNING, "error": stdlib.ERROR}
+# Libraries whose loggers write to stderr by handlers of their own, made when they are imported.
+_SELF_WRITING = ("transformers", "huggingface_hub")
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
     """Make a logger with `component=name` in its lines. Bind only values from closed sets, counts and request ids."""
     return cast("FilteringBoundLogger", structlog.get_logger(component=name))
+
+
+def bind_trace(trace_id: str) -> None:
+    """Put the trace's id into all further lines of this task, and of tasks that it starts."""
+    structlog.contextvars.bind_contextvars(trace_id=trace_id)
 
 
 def configure_logging(service: str, *, log_format: str = "auto", level: str = "info", debug: bool = False) -> None:
@@ -63,6 +71,8 @@ def configure_logging(service: str, *, log_format: str = "auto", level: str = "i
     )
     root = stdlib.getLogger()
     root.handlers[:] = [_Forward(debug=debug)]
+    for name in _SELF_WRITING:
+        stdlib.getLogger(name).__class__ = _ForwardedLogger
     root.setLevel(max(_LEVELS[level], stdlib.WARNING))
 
     def log_warning(
@@ -75,6 +85,30 @@ def configure_logging(service: str, *, log_format: str = "auto", level: str = "i
 
     # Not into stderr, where they would stand between the lines of a start.
     warnings.showwarning = log_warning
+
+
+def is_json_log() -> bool:
+    """True when this process's log is JSON: then nothing else may be written to stderr."""
+    processors: list[Any] = structlog.get_config()["processors"] if structlog.is_configured() else []
+    return bool(processors) and isinstance(processors[-1], structlog.processors.JSONRenderer)
+
+
+def log_crashes() -> None:
+    """Write errors that nobody catches as records of the log; Python would write tracebacks to stderr."""
+    log = get_logger("penstock.crash")
+
+    def on_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        log.error("the process ends by an error", exc_info=(kind, error, trace))
+
+    def on_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not SystemExit:
+            name = args.thread.name if args.thread is not None else ""
+            log.error("a thread ended by an error", thread=name, exc_info=args.exc_value)
+
+    def on_unraisable(args: sys.UnraisableHookArgs) -> None:
+        log.error("an error had nowhere to go", exc_info=args.exc_value)
+
+    sys.excepthook, threading.excepthook, sys.unraisablehook = on_end, on_thread, on_unraisable
 
 
 def configure_quiet_logging() -> None:
@@ -125,6 +159,15 @@ def describe_frames(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
 def _short(filename: str) -> str:
     _, found, inside = filename.rpartition("/penstock/")
     return f"penstock/{inside}" if found else filename.rpartition("/site-packages/")[2]
+
+
+class _ForwardedLogger(stdlib.Logger):
+    """Logger of a library that would write by itself: its lines go where all others go."""
+
+    propagate = property(lambda _: True, lambda _, __: None)
+
+    def addHandler(self, hdlr: stdlib.Handler) -> None:
+        """Add nothing."""
 
 
 class _Forward(stdlib.Handler):

@@ -150,6 +150,11 @@ class GenerationMetrics:
             for succeeded in (True, False)
         }
 
+    @property
+    def model_name(self) -> str:
+        """Name of the model that is counted for."""
+        return self._model_name or ""
+
     def read_engine(
         self,
         read: Callable[[], EngineFigures],
@@ -196,7 +201,7 @@ class GenerationMetrics:
             self._items[request.purpose, finished.error is None].inc()
             self._prompt_length.observe(finished.prompt_tokens)
             return
-        timings = finished.timings
+        timings, trace_id = finished.timings, request.span.exemplar if request.span is not None else ""
         for histogram, seconds in (
             (self._queue, timings.queue),
             (self._prefill, timings.prefill),
@@ -204,7 +209,7 @@ class GenerationMetrics:
             (self._total, timings.total),
         ):
             if seconds is not None:
-                histogram.observe(seconds)
+                histogram.observe_traced(seconds, trace_id)
         self._prompt_length.observe(finished.prompt_tokens)
         self._output_length.observe(finished.completion_tokens)
         failed = finished.error is not None or not finished.sequences

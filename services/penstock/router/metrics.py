@@ -79,8 +79,8 @@ class RouterMetrics:
         )
         self.backend_losses = counter("backend_losses_total", "Backends lost, by configured target.", "backend")
 
-    def observe_timings(self, timings: common_pb2.StageTimings) -> None:
-        """Record the stages that this process measured, in seconds."""
+    def observe_timings(self, timings: common_pb2.StageTimings, trace_id: str = "") -> None:
+        """Record the stages that this process measured, in seconds; `trace_id` as in StepHistogram.observe_traced."""
         for stage, histogram in (
             ("template_seconds", self.template),
             ("tokenize_seconds", self.tokenize),
@@ -90,4 +90,4 @@ class RouterMetrics:
             ("total_seconds", self.end_to_end),
         ):
             if timings.HasField(stage):  # type: ignore[arg-type]
-                histogram.observe(getattr(timings, stage))
+                histogram.observe_traced(getattr(timings, stage), trace_id)

@@ -1,4 +1,4 @@
-"""Channels to other services: TLS, bearer token, keepalive, the request id of the call being handled; their health.
+"""Channels to other services: TLS, bearer token, keepalive, request id and trace of the call being handled; health.
 
 Channels here are grpc.aio's, for commands and tests; services use serving.transport.
 """
@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import TokenFile, channel_credentials
 from penstock.common.request_context import REQUEST_ID_KEY, current_request_id
+from penstock.common.tracing import outgoing
 from penstock.http2.client_connection import rpc_error
 from penstock.http2.metadata import Metadata
 from penstock.serving.grpc_options import channel_options
@@ -45,7 +46,10 @@ def open_channel(address: str, config: ChannelConfig = _LOCAL) -> GrpcChannel:
 
 
 def decorator(config: ChannelConfig) -> Callable[[Metadata], Metadata]:
-    """Make a function that adds request id and bearer token to metadata. Raises StartupError for an unreadable file."""
+    """Make a function that adds request id, trace context and bearer token to metadata.
+
+    Raises StartupError for a file that cannot be read.
+    """
     path = config.channel_token_file
     tokens = TokenFile(path, "--channel-token-file") if path else None
 
@@ -54,6 +58,7 @@ def decorator(config: ChannelConfig) -> Callable[[Metadata], Metadata]:
         request_id = current_request_id.get()
         if request_id is not None and all(key != REQUEST_ID_KEY for key, _ in added):
             added.append((REQUEST_ID_KEY, request_id))
+        added += outgoing()
         if tokens is not None:
             added.append(("authorization", tokens.authorization()))
         return tuple(added)

@@ -28,9 +28,19 @@ from penstock.common.errors import (
     Unauthenticated,
 )
 from penstock.common.errors import trailing_metadata as trailers_of
-from penstock.common.logging import get_logger
+from penstock.common.logging import bind_trace, get_logger
 from penstock.common.metrics import GrpcServerMetrics
 from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, current_request_id
+from penstock.common.tracing import (
+    TRACEPARENT_KEY,
+    TRACESTATE_KEY,
+    Span,
+    SpanKind,
+    Tracer,
+    current_span,
+    current_tracer,
+    parse_context,
+)
 from penstock.http2.metadata import Metadata
 from penstock.serving.message_fields import bounded
 
@@ -48,6 +58,22 @@ Admit = Callable[[str, Metadata], bool]
 # Services that answer without credentials and under any load: a probe must tell "busy" from "broken".
 EXEMPT_SERVICES = frozenset({"grpc.health.v1.Health"})
 OVERLOAD_RETRY_SECONDS = 0.5
+# Methods whose calls are work of a request, and spans of its trace. Others are polls, watches and commands, or carry
+# many requests, which have spans of their own.
+TRACED_METHODS = frozenset(
+    ("Chat", "Generate", "Score", "Embed", "DetectWatermark", "ApplyChatTemplate", "Encode", "Decode")
+)
+# Statuses that OpenTelemetry's conventions count as a server's own faults.
+_FAULTS = frozenset(
+    (
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    )
+)
 
 _log = get_logger("penstock.rpc")
 
@@ -57,6 +83,7 @@ class _Method:
     """Method's name and metrics, looked up once."""
 
     service: str
+    name: str
     started: Any
     handling: Any
     handled: Callable[[str], Any]
@@ -78,15 +105,18 @@ class CallInterceptor:
         self,
         metrics: GrpcServerMetrics,
         *,
+        tracer: Tracer | None = None,
         tokens: Tokens | None,
         max_concurrent_rpcs: int,
         max_message_fields: int,
         service_tokens: Mapping[str, Tokens] | None = None,
     ) -> None:
         """Make it. Bounds and what they are for: ServerConfig. `service_tokens`, by the name of a service or of a
-        method ("/package.Service/Name"), which goes before it, are taken in place of `tokens`."""
+        method ("/package.Service/Name"), which goes before it, are taken in place of `tokens`. `tracer` None: no
+        call is traced."""
         self._max_message_fields = max_message_fields
         self._metrics = metrics
+        self._tracer = tracer
         self._tokens = tokens
         self._service_tokens = service_tokens or {}
         self._max_concurrent_rpcs = max_concurrent_rpcs
@@ -152,7 +182,12 @@ class CallInterceptor:
 
         tokens = self._service_tokens.get(name, self._service_tokens.get(service, self._tokens))
         return _Method(
-            service, self._metrics.started.labels(*labels), self._metrics.handling.labels(*labels), handled, tokens
+            service,
+            method,
+            self._metrics.started.labels(*labels),
+            self._metrics.handling.labels(*labels),
+            handled,
+            tokens,
         )
 
     async def _around(self, method: _Method, run: Callable[[], Awaitable[Any]], context: Context) -> Any:
@@ -162,7 +197,8 @@ class CallInterceptor:
         metadata = dict(context.invocation_metadata() or ())
         request_id = accept_request_id(metadata.get(REQUEST_ID_KEY))
         current_request_id.set(request_id)
-        code = grpc.StatusCode.OK
+        code, reason = grpc.StatusCode.OK, ""
+        span = None if self._tracer is None else _begin_span(self._tracer, method, metadata)
         if counted:
             self._enter(context)
         try:
@@ -184,7 +220,7 @@ class CallInterceptor:
             raise asyncio.CancelledError from None
         except Exception as raised:
             error = _as_penstock_error(raised, request_id)
-            code, message = error.code, error.message
+            code, message, reason = error.code, error.message, error.reason
             trailers = (*trailers_of(error), (REQUEST_ID_KEY, request_id))
             # The error's traceback has this frame, which has the request: a circle until a garbage collection.
             del error
@@ -193,7 +229,9 @@ class CallInterceptor:
             if counted:
                 self._leave()
             method.handled(code.name).inc()
-            method.handling.observe(time.perf_counter() - begin)
+            method.handling.observe(
+                time.perf_counter() - begin, None if span is None else _end_span(span, code, reason)
+            )
 
     def _enter(self, context: Context) -> None:
         self._in_flight += 1
@@ -214,6 +252,28 @@ class CallInterceptor:
             raise ResourceExhausted(
                 "too many calls in flight", reason="TOO_MANY_RPCS", retry_after_seconds=OVERLOAD_RETRY_SECONDS
             )
+
+
+def _begin_span(tracer: Tracer, method: _Method, metadata: Mapping[str, Any]) -> Span | None:
+    """Begin the span of a call that is work of one request; for its handler and the log. None: it is no such call."""
+    current_tracer.set(tracer)
+    if method.name not in TRACED_METHODS:
+        return None
+    parent = parse_context(metadata.get(TRACEPARENT_KEY), metadata.get(TRACESTATE_KEY, ""))
+    attributes = {"rpc.system": "grpc", "rpc.service": method.service, "rpc.method": method.name}
+    span = tracer.start(f"{method.service}/{method.name}", SpanKind.SERVER, parent, attributes)
+    current_span.set(span)
+    bind_trace(span.context.trace_id)
+    return span
+
+
+def _end_span(span: Span, code: grpc.StatusCode, reason: str) -> dict[str, str] | None:
+    """End the span of a call; return its exemplar."""
+    span.set({"rpc.grpc.status_code": code.value[0]})
+    if code is not grpc.StatusCode.OK:
+        span.fail(reason or code.name, is_fault=code in _FAULTS)
+    span.end()
+    return {"trace_id": span.exemplar} if span.exemplar else None
 
 
 def behavior_of(handler: Handler) -> Behavior:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -28,6 +28,9 @@ from penstock.serving.health_socket import HealthSocket
 from penstock.serving.interceptors import CallInterceptor
 from penstock.serving.metrics_endpoint import BoundMetrics, start_metrics_server
 from penstock.serving.transport import make_transport
+
+if TYPE_CHECKING:
+    from penstock.serving.trace_export import Tracing
 
 # Seconds after the drain for last messages to leave. Then streams that never end by themselves (health watches,
 # sessions) are cancelled.
@@ -108,8 +111,10 @@ class RunningServer:
         control = service.control_services if isinstance(service, HasControlServices) else ()
         self.health = Health(service.grpc_services, control)
         tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config.auth_token_file else None
+        self._tracing = _start_tracing(config, service.name) if config.tracing_endpoint is not None else None
         self.calls = CallInterceptor(
             GrpcServerMetrics(self.registry),
+            tracer=self._tracing,
             tokens=tokens,
             service_tokens=service.token_files() if isinstance(service, HasTokens) else {},
             max_concurrent_rpcs=config.max_concurrent_rpcs,
@@ -201,6 +206,9 @@ class RunningServer:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        if self._tracing is not None:
+            # It sends what is left, and waits for that.
+            await asyncio.to_thread(self._tracing.close)
 
     async def _drain(self) -> None:
         _log.info("draining", calls=self.calls.in_flight)
@@ -315,6 +323,19 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 
 def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
     _log.error("unhandled error in the event loop", exc_info=context.get("exception"))
+
+
+def _start_tracing(config: ServerConfig, service: str) -> Tracing:
+    """Make the tracer; OpenTelemetry is imported here. Raises StartupError, also where it is not installed."""
+    try:
+        from penstock.serving.trace_export import start_tracing
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("penstock"):
+            raise
+        raise StartupError(
+            f"traces need {error.name}: pip install 'penstock[tracing]'", flag="--tracing-endpoint"
+        ) from error
+    return start_tracing(config, service)
 
 
 def _bind_error(config: ServerConfig) -> StartupError:

@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted, Unavailable
+from penstock.common.tracing import stage
 from penstock.text.detokenizer import REPLACEMENT
 from penstock.tokenizer import convert
 from penstock.tokenizer.chat_template import Rendered
@@ -59,7 +60,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             self._metrics.tokenize_seconds.observe(time.perf_counter() - begin)
             return encodings, convert.encode_response(encodings)
 
-        with self.activity.call():
+        with self.activity.call(), stage("encode"):
             encodings, response = await service.workers.encode(max(size, _padded(service, request, options)), work)
         self._count("encode", sum(len(encoded.ids) for encoded in encodings), sum(map(len, texts)))
         return _checked(response)
@@ -97,12 +98,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         _check_bytes("messages", size, service.config.max_text_bytes)
         with self.activity.call():
             begin = time.perf_counter()
-            rendered = await self._render(service, request)
+            with stage("render"):
+                rendered = await self._render(service, request)
             template_seconds = time.perf_counter() - begin
             self._metrics.template_seconds.observe(template_seconds)
-            response = await service.workers.encode(
-                max(size, len(rendered.text)), lambda tokenizer: _encode_chat(tokenizer, rendered)
-            )
+            with stage("encode"):
+                response = await service.workers.encode(
+                    max(size, len(rendered.text)), lambda tokenizer: _encode_chat(tokenizer, rendered)
+                )
         response.template_seconds = template_seconds
         self._metrics.tokenize_seconds.observe(response.tokenize_seconds)
         self._count("chat", len(response.token_ids), len(rendered.text))

@@ -29,6 +29,7 @@ from penstock.cli.serve import commands as serve_commands
 from penstock.cli.serve.reports import Reporter
 from penstock.cli.serve.service_process import ROLES
 from penstock.cli.serve.tree import Tree, TreeConfig, front_variables, role_arguments, tree_options
+from penstock.cli.trace import TraceConfig
 from penstock.common.config import ServerConfig, from_env_and_flags
 from penstock.common.errors import StartupError
 from penstock.common.options import options_of
@@ -81,7 +82,14 @@ def test_no_flag_is_cut_on_a_narrow_terminal() -> None:
 def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
     epilogs = (
         *(app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, app.WATERMARK_EPILOG, app.BENCH_EPILOG),
-        *(app.DEBUG_EPILOG, app.ADAPTERS_EPILOG, app.ADMIN_EPILOG, app.PACK_EPILOG, serve_commands.EPILOG),
+        *(
+            app.DEBUG_EPILOG,
+            app.TRACE_EPILOG,
+            app.ADAPTERS_EPILOG,
+            app.ADMIN_EPILOG,
+            app.PACK_EPILOG,
+            serve_commands.EPILOG,
+        ),
         *(infer_command.EPILOG, download.EPILOG, inspect_model.EPILOG),
     )
     assert {id(text) for name, text in vars(app).items() if name.endswith("EPILOG")} <= set(map(id, epilogs))
@@ -247,10 +255,14 @@ def tree(given: dict[str, object]) -> Tree:
     return Tree(given, TreeConfig(), front, "m", Reporter(None))
 
 
-def test_a_tree_is_quiet_and_readable_unless_level_or_format_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_is_quiet_unless_its_level_is_set_and_leaves_the_format_to_each_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("PENSTOCK_LOG_LEVEL", raising=False)
     monkeypatch.delenv("PENSTOCK_LOG_FORMAT", raising=False)
-    assert tree({})._inner("generation")[-4:] == ["--log-level", "warning", "--log-format", "console"]
+    told = tree({})._inner("generation")
+    assert told[-2:] == ["--log-level", "warning"]
+    assert "--log-format" not in told
     told = tree({"log_level": "info", "log_format": "json"})._inner("generation")
     assert [told.count(flag) for flag in ("--log-level", "--log-format")] == [1, 1]
     assert told[told.index("--log-level") + 1] == "info"
@@ -264,8 +276,18 @@ def test_a_tree_is_quiet_and_readable_unless_level_or_format_is_set(monkeypatch:
 def test_a_variable_has_one_meaning() -> None:
     """The same variable of two commands is read as the same type, with the same bounds or words."""
     configs = [role.config_class() for role in ROLES.values()]
-    configs += [TreeConfig, SamplingConfig, ConnectionConfig, WatermarkConfig, BenchConfig, DebugConfig, PackConfig]
     configs += [
+        TreeConfig,
+        SamplingConfig,
+        ConnectionConfig,
+        WatermarkConfig,
+        BenchConfig,
+        DebugConfig,
+        PackConfig,
+        TraceConfig,
+    ]
+    configs += [
+        TraceConfig,
         ListAdaptersConfig,
         LoadAdapterConfig,
         DrainConfig,

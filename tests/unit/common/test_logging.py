@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -104,3 +106,37 @@ def test_a_logger_made_before_configuration_follows_it(capsys: pytest.CaptureFix
     configure_logging("tokenizer", log_format="json")
     early.info("hello")
     assert json.loads(capsys.readouterr().err)["service"] == "tokenizer"
+
+
+def test_what_nobody_catches_is_a_line_of_the_log() -> None:
+    code = """
+import logging, sys, threading, warnings
+from penstock.common.logging import configure_logging, log_crashes
+configure_logging("router", log_format="json")
+log_crashes()
+library = logging.getLogger("transformers")
+library.addHandler(logging.StreamHandler())
+library.propagate = False
+logging.getLogger("transformers.models").warning("a library's words")
+logging.getLogger("uvicorn.error").error("another's, %s", "of a user")
+warnings.warn("old", stacklevel=1)
+def fail(): raise ValueError("a secret prompt")
+thread = threading.Thread(target=fail)
+thread.start(); thread.join()
+class Odd:
+    def __del__(self): fail()
+Odd()
+fail()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    events = [json.loads(line)["event"] for line in done.stderr.splitlines()]
+    assert events == [
+        "a library's words",
+        "another's, %s",
+        "a library warns",
+        "a thread ended by an error",
+        "an error had nowhere to go",
+        "the process ends by an error",
+    ]
+    assert "secret" not in done.stderr
+    assert done.returncode == 1

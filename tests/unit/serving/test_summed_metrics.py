@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from penstock.common.histograms import StepHistogram
 from penstock.serving.metrics_endpoint import start_metrics_server
 from penstock.serving.summed_metrics import SummedMetrics
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.openmetrics.exposition import generate_latest
 
 
 class CutShort(BaseHTTPRequestHandler):
@@ -72,3 +76,32 @@ def test_a_worker_that_dies_within_its_answer_does_not_spoil_the_sum() -> None:
         metrics.add("1", one)
         metrics.add("2", two)
         assert things(metrics) == 3
+
+
+def test_the_latest_exemplar_of_a_bucket_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was replaced is counted with its last words."""
+    pages = {}
+    for place, trace in enumerate(("a" * 32, "b" * 32)):
+        registry = CollectorRegistry()
+        histogram = StepHistogram("wait_seconds", "Waits.", {}, (1.0, 2.0), registry)
+        histogram.observe_traced(0.5, trace)
+        histogram.observe_traced(1.5, trace if place == 0 else "")
+        pages[f"http://worker-{place}/metrics"] = generate_latest(registry)
+
+    class Direct:
+        def open(self, request: urllib.request.Request, timeout: float) -> io.BytesIO:
+            assert "openmetrics" in request.headers["Accept"]
+            return io.BytesIO(pages[request.full_url])
+
+    monkeypatch.setattr("penstock.serving.summed_metrics._DIRECT", Direct())
+    metrics = SummedMetrics(with_exemplars=True)
+    metrics.add("1", "worker-0")
+    metrics.add("2", "worker-1")
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    assert "trace_id" in generate_latest(registry).decode()
+    metrics.retire("1")
+    lines = generate_latest(registry).decode().splitlines()
+    buckets = [line.split(" # ") for line in lines if "_bucket" in line]
+    assert [count.split()[-1] for count, *_ in buckets] == ["2.0", "4.0", "4.0"]
+    assert [exemplar[0].split('"')[1][0] for _, *exemplar in buckets[:2]] == ["b", "a"]

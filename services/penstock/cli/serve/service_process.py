@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import Reporter
 from penstock.common.checkpoint import check_model
 from penstock.common.config import ServerConfig, from_env_and_flags
-from penstock.common.environment import prepare_environment
+from penstock.common.environment import ENV_PREFIX, current_environment, prepare_environment
 from penstock.common.errors import StartupError
 from penstock.common.process import die_with_parent
 from penstock.common.progress import ReportsProgress
@@ -109,6 +110,20 @@ class Gate:
                 os.close(self._fd)
 
 
+def begin_log(service: str, given: dict[str, Any]) -> None:
+    """Make the log JSON before anything can fail, where it will be: errors of the start are records, too.
+
+    `given`: the flags; what is wrong about them is not told here.
+    """
+    from penstock.common.logging import configure_logging, is_json_log, log_crashes
+
+    wanted = str(given.get("log_format") or current_environment().get(f"{ENV_PREFIX}LOG_FORMAT") or "auto")
+    if wanted != "console" and sys.stderr is not None and (wanted == "json" or not sys.stderr.isatty()):
+        configure_logging(service, log_format="json", debug=bool(given.get("debug")))
+    if is_json_log():
+        log_crashes()
+
+
 def check_models(config: ServerConfig) -> None:
     """Look for the models' folders, before seconds of imports. Raises StartupError naming MODEL or the flag."""
     check_model(getattr(config, "model", None))
@@ -132,6 +147,7 @@ def run_role(
     if parent_pid is not None:
         die_with_parent(parent_pid)
     reporter = Reporter(report_fd)
+    begin_log(role.name, overrides)
     try:
         overrides = role.flags(overrides)
         config = from_env_and_flags(role.config_class(), overrides)

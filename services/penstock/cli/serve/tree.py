@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from penstock import __version__
-from penstock.cli.console import complain
+from penstock.cli.console import complain_or_log
 from penstock.cli.flags import as_flags
 from penstock.cli.progress import ProgressDisplay, parent_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import READY, Report, Reporter
-from penstock.cli.serve.service_process import ROLES, check_models
+from penstock.cli.serve.service_process import ROLES, begin_log, check_models
 from penstock.cli.serve.supervisor import ChildEnded, ServiceProcess, Supervisor, first_of
 from penstock.common.addresses import require_free_port
 from penstock.common.checkpoint import model_name
@@ -121,7 +121,7 @@ class Tree:
                 self.display.close()
             return await self._serve(supervisor) if is_ready else 0
         except ChildEnded as ended:
-            complain(str(ended))
+            complain_or_log(str(ended))
             return ended.exit_code
         finally:
             await supervisor.stop(self.hurry)
@@ -172,12 +172,10 @@ class Tree:
         return arguments
 
     def _quiet(self) -> list[str]:
-        """Return the flags for processes whose level and format nobody has set, by flag or variable."""
-        flags = []
-        for name, flag, value in (("log_level", "--log-level", QUIET_LEVEL), ("log_format", "--log-format", "console")):
-            if name not in self.given and f"{ENV_PREFIX}{name.upper()}" not in current_environment():
-                flags += [flag, value]
-        return flags
+        """Return the flags for processes whose level nobody has set, by flag or variable."""
+        if "log_level" in self.given or f"{ENV_PREFIX}LOG_LEVEL" in current_environment():
+            return []
+        return ["--log-level", QUIET_LEVEL]
 
     async def _serve(self, supervisor: Supervisor) -> int:
         stop = asyncio.create_task(self.ended.wait())
@@ -257,6 +255,7 @@ def run_tree(
     if parent_pid is not None:
         die_with_parent(parent_pid)
     reporter = Reporter(report_fd)
+    begin_log("serve", given)
     tree_names = {bound.name for bound in options_of(TreeConfig)}
     try:
         config = from_env_and_flags(TreeConfig, _only(given, tree_names))

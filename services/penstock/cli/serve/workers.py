@@ -19,7 +19,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from penstock.cli.console import complain, say
+from penstock.cli.console import complain_or_log, say
 from penstock.cli.flags import as_flags
 from penstock.cli.progress import parent_display
 from penstock.cli.serve.reports import READY, Report, Reporter
@@ -67,7 +67,7 @@ class Workers:
         self._count: int = getattr(config, "processes", 1)
         self._display = parent_display(config, role)
         self._supervisor = Supervisor(drain_grace_seconds=config.drain_grace_seconds, on_progress=self._on_progress)
-        self._metrics = SummedMetrics()
+        self._metrics = SummedMetrics(with_exemplars=config.tracing_endpoint is not None)
         self._began = time.monotonic()
         self._ended = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -95,7 +95,7 @@ class Workers:
                 self._show_ready(bound, children)
                 return await self._serve(port, children)
         except ChildEnded as ended:
-            complain(str(ended))
+            complain_or_log(str(ended))
             return ended.exit_code
         finally:
             await self._supervisor.stop_together(self._hurry)
@@ -193,7 +193,7 @@ class Workers:
             await asyncio.shield(child.ended)
             if time.monotonic() - began >= STABLE_SECONDS:
                 wait = MIN_WAIT_SECONDS
-            complain(f"{child.name} ended with exit code {child.exit_code}; another one starts in {wait:g} s")
+            complain_or_log(f"{child.name} ended with exit code {child.exit_code}; another one starts in {wait:g} s")
             self._supervisor.children.remove(child)
             self._metrics.retire(child.name)
             name, replacement = child.name, None
@@ -203,7 +203,7 @@ class Workers:
                 try:
                     replacement = await self._start_one(slot, port, None)
                 except OSError as error:  # no process, file or memory is available now
-                    complain(f"{name} cannot be started ({error.strerror}); the next try is in {wait:g} s")
+                    complain_or_log(f"{name} cannot be started ({error.strerror}); the next try is in {wait:g} s")
             child = replacement
             with contextlib.suppress(ChildEnded, StartupError):
                 await asyncio.shield(child.ready)

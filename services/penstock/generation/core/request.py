@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.common.errors import PenstockError
+    from penstock.common.tracing import Span
     from penstock.generation.core.adapter import Adapter
     from penstock.generation.core.grammar import Grammar
     from penstock.generation.core.prompt_embeds import PromptEmbeds
@@ -99,6 +100,8 @@ class Request:
     adapter: Adapter | None = None
     # Set by the engine for a mode that recalls outputs: those of the request's tenant.
     past_outputs: PastOutputs | None = None
+    # Of its trace; None: it belongs to none. It ends with the request.
+    span: Span | None = None
 
     def __post_init__(self) -> None:
         if self.params.mode.first_needed_row is not None:

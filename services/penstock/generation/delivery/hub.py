@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.common.errors import Aborted, Cancelled, InvalidArgument, PenstockError, Unavailable
 from penstock.generation.core.adapter import Adapter
 from penstock.generation.core.request import Request, RequestOutput
+from penstock.generation.delivery.request_spans import end_finished, end_refused
 from penstock.generation.metrics import GenerationMetrics
 
 T = TypeVar("T")
@@ -264,6 +265,7 @@ class OutputHub:
         for live in stranded:
             self._metrics.request_failed()
             self._release_adapter(live.request)
+            end_refused(live.request.span, error)
             if live.stream is not None:
                 live.stream.fail(live.request, error)
         self._settle()
@@ -330,6 +332,7 @@ class OutputHub:
             live.last_token_at = now
         if output.finished is not None:
             self._metrics.request_finished(live.request, output.finished)
+            end_finished(live.request, self._metrics.model_name, output.finished)
 
 
 def _aborted() -> Cancelled:

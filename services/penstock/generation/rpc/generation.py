@@ -15,7 +15,9 @@ from typing import Any
 import grpc
 
 from penstock.common.errors import InvalidArgument, PenstockError
+from penstock.common.tracing import Span, current_span, current_tracer, parse_context
 from penstock.generation.delivery.deltas import DeltaMaker
+from penstock.generation.delivery.request_spans import begin_in_call, begin_in_session, end_refused
 from penstock.generation.delivery.streams import RequestStream, SessionStream
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.options.request_options import GenerateOptions
@@ -41,12 +43,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Send Started, deltas and Finished of one request, then its status."""
+        span = begin_in_call(current_span.get())
         try:
             core = self._lifecycle.accepting()
             maker = await self._make(core, request, deadline_of(context))
+            maker.request.span = span
             stream = RequestStream(maker, core.max_pending_messages)
             core.hub.submit(maker.request, stream)
         except PenstockError as error:
+            end_refused(span, error)
             self._metrics.request_refused(error)
             raise
         core.hub.attach(stream)
@@ -91,23 +96,31 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _read(
         self, commands: AsyncIterator[generation_pb2.SessionRequest], session: SessionStream, deadline: float | None
     ) -> None:
+        tracer = current_tracer.get()
         async for command in commands:
             kind = command.WhichOneof("command")
             if kind == "abort":
                 self._abort(command.abort, session)
                 continue
-            submit = command.submit
+            submit, span = command.submit, None
             try:
                 if kind is None:
                     raise InvalidArgument("command", "must be submit or abort")
-                if self._submit(submit, command.handle, session, deadline):
+                if tracer is not None:
+                    span = begin_in_session(tracer, parse_context(submit.traceparent, submit.tracestate))
+                if self._submit(submit, command.handle, session, deadline, span):
                     # Its id must be taken before the next command, which may be its abort, and may be there already.
                     await asyncio.sleep(0)
             except PenstockError as error:
-                self._refuse(session, submit.request_id, submit.attempt_epoch, error)
+                self._refuse(session, submit.request_id, submit.attempt_epoch, error, span)
 
     def _submit(
-        self, message: generation_pb2.GenerateRequest, handle: int, session: SessionStream, deadline: float | None
+        self,
+        message: generation_pb2.GenerateRequest,
+        handle: int,
+        session: SessionStream,
+        deadline: float | None,
+        span: Span | None,
     ) -> bool:
         """Submit a request. True: the next turn of the event loop begins to prepare it first."""
         core = self._lifecycle.accepting()
@@ -116,6 +129,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         options = convert.to_generate_options(message, core.limits)
         maker = core.prepare(options, deadline)
         maker.handle = handle
+        maker.request.span = span
         if core.takes_time(maker.request, options):
             # The session's other commands do not wait for it.
             session.later(maker, self._submit_later(maker, options, session))
@@ -132,9 +146,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             self._lifecycle.accepting().hub.submit(request, session)
             session.add(maker)
         except PenstockError as error:
-            self._refuse(session, request.request_id, request.attempt_epoch, error)
+            self._refuse(session, request.request_id, request.attempt_epoch, error, request.span)
+        except asyncio.CancelledError:
+            end_refused(request.span, None)
+            raise
 
-    def _refuse(self, session: SessionStream, request_id: str, attempt_epoch: int, error: PenstockError) -> None:
+    def _refuse(
+        self, session: SessionStream, request_id: str, attempt_epoch: int, error: PenstockError, span: Span | None
+    ) -> None:
+        end_refused(span, error)
         self._metrics.request_refused(error)
         session.refuse(self._step(), request_id, attempt_epoch, error)
 

@@ -28,6 +28,7 @@ from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.request_spans import begin_attempt
 from penstock.router.requests.request_state import Loss, RequestState
 from penstock.router.requests.suspect import Suspect
 from penstock.v1 import common_pb2, generation_pb2
@@ -343,6 +344,7 @@ class Attempts:
             request.timeout_seconds = max(0.001, state.timings.deadline - time.monotonic())
         if state.has_tokens:
             _resume(request, state)
+        state.attempt_span = begin_attempt(request, backend.key, state.num_tokens)
         state.attempts += 1
         state.tokens_before = state.num_tokens
         backend.submit(state, command, probe)

@@ -9,6 +9,7 @@ from typing import TypeVar
 from penstock.common.errors import NotFound, Unavailable
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
+from penstock.common.tracing import SpanKind, stage
 from penstock.router.backends.attempts import Attempts, CallTrial
 from penstock.router.backends.backend import Backend, GenerationStub
 from penstock.router.backends.deaths import Blame
@@ -66,7 +67,8 @@ class UnaryAttempts:
         for attempt in range(self._config.max_attempts):
             backend, probe, trial = await self._choose(where, hashes, lost_on, suspect, blame, first=attempt == 0)
             try:
-                answer = await backend.call(call, hashes, deadline, suspect, probe)
+                with stage(f"attempt {attempt + 1}", SpanKind.CLIENT, {"server.address": backend.key}):
+                    answer = await backend.call(call, hashes, deadline, suspect, probe)
             except BaseException as error:
                 if trial is not None:
                     trial.end(has_passed=False)

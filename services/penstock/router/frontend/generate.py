@@ -22,12 +22,14 @@ from penstock.common.errors import (
 from penstock.common.logging import get_logger
 from penstock.common.pace import Demand
 from penstock.common.request_context import current_request_id, new_request_id
+from penstock.common.tracing import SpanKind, stage
 from penstock.router.chat.chat_output import ChatParser
 from penstock.router.frontend import convert
 from penstock.router.frontend.admission import fair_share_key, tenant_of
 from penstock.router.frontend.drain import GraceEnd, grace_over
 from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.stream_writer import StreamKind, StreamWriter
+from penstock.router.requests.request_spans import describe_request
 from penstock.router.requests.request_state import RequestSpec, RequestState, Timings
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.serving.transport import ServerCall
@@ -105,6 +107,7 @@ class _Call:
         parts = self._parts
         # Chosen once: a stream must not be moved to another model.
         self._model, self._adapter = parts.pool.choose_model(self._request.model, self._request.adapter)
+        describe_request(self._kind.operation, self._model, self._adapter, self._request.config)
         parts.attempts.check_capacity(self._model, self._adapter)
         tenant = tenant_of(parts.config, self._context.invocation_metadata())
         demand = convert.to_demand(self._request, fair_share_key(tenant), self._info())
@@ -112,7 +115,8 @@ class _Call:
         with contextlib.ExitStack() as held:
             coming = _Place(parts.forecast.expect(self._model, demand, self._left()))
             held.callback(coming.give_back)
-            await parts.admission.enter(tenant, self._left(), parts.forecast.tokens(self._model, demand))
+            with stage("admission"):
+                await parts.admission.enter(tenant, self._left(), parts.forecast.tokens(self._model, demand))
             place = _Place(partial(parts.admission.leave, tenant))
             held.callback(place.give_back)
             if self._adapter:
@@ -120,7 +124,8 @@ class _Call:
             room = _Place(parts.attempts.prepare(self._model, self._adapter))
             held.callback(room.give_back)
             self._timings.route = time.monotonic() - self._timings.received_at
-            prompt = await self._prompt()
+            with stage("tokenize", SpanKind.CLIENT):
+                prompt = await self._prompt()
             state = self._make_state(request_id, tenant, prompt, demand)
             # All but the place: placed or not, from there on the backends' own figures count it.
             await self._stream(state, prompt, place, (coming, room), grace_end)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted
 from penstock.common.pace import Demand
+from penstock.common.tracing import exemplar, stage
 from penstock.router.backends.forecast import Forecast
 from penstock.router.backends.pool import BackendPool
 from penstock.router.backends.prefix_index import routing_hashes
@@ -133,13 +134,14 @@ class ScoreEmbedFlow:
             if remaining is not None:
                 self.forecast.check(call.model, demand, remaining)
             async with self.drain.attended():
-                await self.admission.enter(tenant, call.left, demand.prompt_tokens)
+                with stage("admission"):
+                    await self.admission.enter(tenant, call.left, demand.prompt_tokens)
                 with self.admission.leaving(tenant):
                     if call.adapter:
                         await self.attempts.require_adapter(call.model, call.adapter, call.left)
                     yield call
             status = "OK"
-            self.metrics.score_embed.observe(time.monotonic() - begin)
+            self.metrics.score_embed.observe_traced(time.monotonic() - begin, exemplar())
         except asyncio.CancelledError:
             is_late = deadline is not None and time.monotonic() >= deadline
             status = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import grpc
 
 from penstock.common.errors import Aborted, Cancelled, PenstockError, Unavailable
+from penstock.common.tracing import exemplar
 from penstock.router.frontend import convert
 from penstock.router.frontend.parts import Parts
 from penstock.router.requests.delta_buffer import PendingDelta
 from penstock.router.requests.prompt_length import num_prompt_tokens
+from penstock.router.requests.request_spans import describe_answer
 from penstock.router.requests.request_state import RequestState, results_of
 from penstock.router.requests.returned_sequence import ReturnedSequence
 from penstock.router.tokenizer.pipeline import Prompt
@@ -35,12 +37,14 @@ class StreamKind:
     """Difference between Generate and Chat."""
 
     name: str
+    # The operation's name in traces.
+    operation: str
     response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse]
     delta: Callable[[int, PendingDelta], convert.PublicResponse]
 
 
-GENERATE = StreamKind("Generate", text_pb2.GenerateTextResponse, convert.text_delta)
-CHAT = StreamKind("Chat", text_pb2.ChatResponse, convert.chat_delta)
+GENERATE = StreamKind("Generate", "text_completion", text_pb2.GenerateTextResponse, convert.text_delta)
+CHAT = StreamKind("Chat", "chat", text_pb2.ChatResponse, convert.chat_delta)
 
 
 class StreamWriter:
@@ -206,13 +210,16 @@ class StreamWriter:
     async def _write_finished(self, backend: generation_pb2.Finished) -> None:
         finished = self._finished(backend, results_of(self._state))
         self._observe(finished)
+        describe_answer(self._state, finished)
         await self._write(self._response(finished=convert.check_size(finished)))
 
     async def _write_failed(self) -> None:
         """Write the Finished of a stream that ends by an error; the figures of its backend are not known."""
         sequences = [self._state.sequence(index) for index in range(self._state.spec.num_sequences)]
         results = [sequence.result or _failed(sequence) for sequence in sequences]
-        message = self._response(finished=self._finished(generation_pb2.Finished(), results))
+        finished = self._finished(generation_pb2.Finished(), results)
+        describe_answer(self._state, finished)
+        message = self._response(finished=finished)
         # The client may be gone, which adds no failure.
         with suppress(grpc.aio.InternalError):
             await self._write(message)
@@ -278,7 +285,7 @@ class StreamWriter:
 
     def _observe(self, finished: generation_pb2.Finished) -> None:
         metrics = self._parts.metrics
-        metrics.observe_timings(finished.timings)
+        metrics.observe_timings(finished.timings, exemplar())
         metrics.prompt_tokens.inc(finished.usage.prompt_tokens)
         metrics.cached_tokens.inc(finished.usage.cached_tokens)
         metrics.request_tokens.observe(finished.usage.completion_tokens)

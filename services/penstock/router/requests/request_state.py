@@ -12,6 +12,7 @@ from typing import Protocol
 
 from penstock.common.errors import PenstockError, ResourceExhausted
 from penstock.common.pace import Demand
+from penstock.common.tracing import Span
 from penstock.router.chat.chat_output import ChatParser, ChatPiece
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.delta_buffer import DeltaBuffer, PendingDelta
@@ -101,6 +102,8 @@ class RequestState:
         self.error: PenstockError | None = None
         self.loss: Loss | None = None
         self.attempt: AttemptHandle | None = None
+        # Of the present attempt; None: there is none, or no trace.
+        self.attempt_span: Span | None = None
         # Number of attempts so far; the attempt_epoch of the next one.
         self.attempts = 0
         # Tokens when the present attempt began.
@@ -165,6 +168,7 @@ class RequestState:
     def on_backend_finished(self, finished: generation_pb2.Finished | None) -> None:
         """Take the backend's Finished (None: it was lost after the last token). The stream ends with the last text."""
         self.attempt = None
+        self._end_attempt_span()
         self._backend_finished = finished or generation_pb2.Finished()
         if self.undecoded == 0:
             self._complete()
@@ -173,6 +177,7 @@ class RequestState:
         """Note that the attempt ended before the request: the handler will find another backend."""
         self.attempt = None
         self.lost_on.add(loss.backend)
+        self._end_attempt_span(loss.error.reason if loss.error is not None else "BACKEND_LOST")
         if self.closed:
             return
         if self.all_sequences_ended:
@@ -219,6 +224,9 @@ class RequestState:
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             attempt.abort()
+        if self.attempt_span is not None:
+            self.attempt_span.fail_by(self.error)
+            self._end_attempt_span()
         self._drop(self.sequences.values())
         on_close, self.on_close = self.on_close, None
         if on_close is not None:
@@ -235,6 +243,13 @@ class RequestState:
         for sequence in self.sequences.values():
             sequence.last_piece = None
         self.sequences = {}
+
+    def _end_attempt_span(self, reason: str = "") -> None:
+        span, self.attempt_span = self.attempt_span, None
+        if span is not None:
+            if reason:
+                span.fail(reason)
+            span.end()
 
     def _on_plain_text(self, piece: Piece, text: str) -> None:
         spec = self.spec
