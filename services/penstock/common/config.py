@@ -13,6 +13,7 @@ from penstock.common.options import BoundOption, load, option, options_of
 from penstock.common.ports import (
     GENERATION_METRICS_PORT,
     GENERATION_PORT,
+    HTTP_PORT,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
     TOKENIZER_METRICS_PORT,
@@ -24,12 +25,14 @@ __all__ = [
     "ENV_PREFIX",
     "GENERATION_METRICS_PORT",
     "GENERATION_PORT",
+    "HTTP_PORT",
     "ROUTER_METRICS_PORT",
     "ROUTER_PORT",
     "TOKENIZER_METRICS_PORT",
     "TOKENIZER_PORT",
     "BoundOption",
     "ChannelConfig",
+    "ProcessConfig",
     "ServerConfig",
     "TransportConfig",
     "child_environment",
@@ -62,10 +65,51 @@ class TransportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(TransportConfig):
-    """Configuration of a gRPC server with its metrics endpoint. Port 0 takes a free port."""
+class ProcessConfig:
+    """Configuration of a process that listens, whatever it speaks."""
 
     host: str = option("127.0.0.1", "Address to listen on.", group=NETWORK)
+    drain_grace_seconds: float = option(
+        30.0, "Time that live work has to finish after SIGTERM.", group=LIMITS, minimum=0
+    )
+    tls_cert: str | None = option(None, "Certificate chain (PEM): serve TLS.", group=SECURITY, metavar="FILE")
+    tls_key: str | None = option(None, "Private key of --tls-cert (PEM).", group=SECURITY, metavar="FILE")
+    tls_client_ca: str | None = option(
+        None, "Clients must show a certificate of this CA (PEM).", group=SECURITY, metavar="FILE"
+    )
+    insecure_bind: bool = option(False, "Allow plaintext on an address other than loopback.", group=SECURITY)
+    log_format: Literal["auto", "json", "console"] = option(
+        "auto",
+        "auto: console on a terminal and in `penstock serve [MODEL]`, else JSON.",
+        group=LOGGING,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Least severe level written.", group=LOGGING
+    )
+    debug: bool = option(False, "Tracebacks and exception texts on errors.", group=LOGGING)
+
+    @property
+    def is_tls(self) -> bool:
+        return self.tls_cert is not None
+
+    def validate(self) -> None:
+        """Check the options together. Subclasses call super().validate() first. Raises StartupError."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing, given = ("--tls-key", "--tls-cert") if self.tls_cert else ("--tls-cert", "--tls-key")
+            raise StartupError(f"{given} needs {missing}", flag=missing)
+        if self.tls_client_ca is not None and not self.is_tls:
+            raise StartupError("--tls-client-ca needs --tls-cert and --tls-key", flag="--tls-cert")
+        if not (self.is_tls or self.insecure_bind or is_loopback(self.host)):
+            raise StartupError(
+                f"refusing plaintext on {self.host}: give --tls-cert and --tls-key, or accept it with --insecure-bind",
+                flag="--insecure-bind",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(ProcessConfig, TransportConfig):
+    """Configuration of a gRPC server with its metrics endpoint. Port 0 takes a free port."""
+
     port: int = option(0, "gRPC port; 0 takes a free one.", group=NETWORK, minimum=0, maximum=65535)
     metrics_port: int = option(
         0, "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.", group=NETWORK, minimum=-1, maximum=65535
@@ -187,52 +231,17 @@ class ServerConfig(TransportConfig):
         group=LIMITS,
         minimum=0.0,
     )
-    drain_grace_seconds: float = option(
-        30.0, "Time that live work has to finish after SIGTERM.", group=LIMITS, minimum=0
-    )
-    tls_cert: str | None = option(None, "Certificate chain (PEM): serve TLS.", group=SECURITY, metavar="FILE")
-    tls_key: str | None = option(None, "Private key of --tls-cert (PEM).", group=SECURITY, metavar="FILE")
-    tls_client_ca: str | None = option(
-        None, "Clients must show a certificate of this CA (PEM).", group=SECURITY, metavar="FILE"
-    )
     auth_token_file: str | None = option(
         None,
         "Callers must send one of the bearer tokens in this file (one a line; re-read on change).",
         group=SECURITY,
         metavar="FILE",
     )
-    insecure_bind: bool = option(False, "Allow plaintext on an address other than loopback.", group=SECURITY)
-    log_format: Literal["auto", "json", "console"] = option(
-        "auto",
-        "auto: console on a terminal and in `penstock serve [MODEL]`, else JSON.",
-        group=LOGGING,
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "Least severe level written.", group=LOGGING
-    )
-    debug: bool = option(False, "Tracebacks and exception texts on errors.", group=LOGGING)
 
     @property
     def receive_limit_bytes(self) -> int:
         """Largest message that a caller may send, in bytes."""
         return self.max_message_bytes
-
-    @property
-    def is_tls(self) -> bool:
-        return self.tls_cert is not None
-
-    def validate(self) -> None:
-        """Check the options together. Subclasses call super().validate() first. Raises StartupError."""
-        if (self.tls_cert is None) != (self.tls_key is None):
-            missing, given = ("--tls-key", "--tls-cert") if self.tls_cert else ("--tls-cert", "--tls-key")
-            raise StartupError(f"{given} needs {missing}", flag=missing)
-        if self.tls_client_ca is not None and not self.is_tls:
-            raise StartupError("--tls-client-ca needs --tls-cert and --tls-key", flag="--tls-cert")
-        if not (self.is_tls or self.insecure_bind or is_loopback(self.host)):
-            raise StartupError(
-                f"refusing plaintext on {self.host}: give --tls-cert and --tls-key, or accept it with --insecure-bind",
-                flag="--insecure-bind",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +270,7 @@ def from_env_and_flags(cls: type[C], overrides: Mapping[str, object] | None = No
     `overrides` is keyed by field name; None means absent, text is parsed. Raises StartupError naming the flag.
     """
     config = load(cls, overrides or {}, current_environment())
-    if isinstance(config, ServerConfig):
+    if isinstance(config, ProcessConfig):
         config.validate()
     return config
 

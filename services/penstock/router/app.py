@@ -36,6 +36,7 @@ from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.score_embed import ScoreEmbedFlow
 from penstock.router.frontend.score_embed_text import ScoreEmbedTexts
 from penstock.router.frontend.servicer import TextServicer
+from penstock.router.frontend.tokens import TokenFlow
 from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.metrics import RouterMetrics
 from penstock.router.tokenizer.detokenize import Detokenizer
@@ -96,10 +97,12 @@ class RouterApp:
             token_texts,
             metrics,
         )
+        pipeline = Pipeline(self._link, config)
+        self._tokens = TokenFlow(config, pipeline, self._link, self._pool, metrics)
         self._parts = Parts(
             config=config,
             link=self._link,
-            pipeline=Pipeline(self._link, config),
+            pipeline=pipeline,
             pool=self._pool,
             attempts=attempts,
             forecast=forecast,
@@ -119,7 +122,7 @@ class RouterApp:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add TextService, and the services that are forwarded to backends."""
-        servicer = TextServicer(TextFlow(self._parts), self._score_embed, self._pool, self._link)
+        servicer = TextServicer(TextFlow(self._parts), self._score_embed, self._tokens, self._pool, self._link)
         text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
         forwarding = Forwarding(self._config, self._pool)
         admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(ForwardingAdminServicer(forwarding), server)
