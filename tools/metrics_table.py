@@ -25,8 +25,9 @@ HEAD = """\
 # Metrics
 
 Every process serves Prometheus metrics at `/metrics` of its `--metrics-port`, the gateway at its one port. Names
-carry vLLM's suffixes where the meaning is the same. Labels come from closed sets; no text, id, key or client string is ever a label. Histograms are in
-the unit that their name ends in. The stage times are the same numbers as `Finished.timings` of each answer.
+carry vLLM's suffixes where the meaning is the same. Labels come from closed sets; no text, id, key or client string is
+ever a label. Histograms are in the unit that their name ends in. The stage times are the same numbers as
+`Finished.timings` of each answer.
 
 This page is written by `python tools/metrics_table.py` from the registries of the services; a test compares them, and
 checks that every query of the Grafana dashboard (`deploy/grafana/dashboards/penstock.json`) names metrics of it.

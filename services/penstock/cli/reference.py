@@ -32,7 +32,8 @@ the process with exit code 2 and one line that names it. This file is made from 
 """
 _NO_DEFAULT = object()
 TREE = """`penstock serve [MODEL]` starts tokenizer, generation, router and [gateway](../guide/gateway.md) as one tree.
-It takes its own options below, all of [every service](#every-service), and the options of the four services, except those that two services have
+It takes its own options below, all of [every service](#every-service), and the options of the four services, except
+those that two services have
 under one name (other than MODEL and `--served-model-name`) and those that connect the services, which it sets itself.
 These concern the router, and `--host` and `--insecure-bind` the gateway, since the other processes listen on free
 loopback ports: {front}. Variables reach every process of the tree.

@@ -102,6 +102,11 @@ class GatewayApp(OwnServer):
         """See OwnServer; metrics are at the same port."""
         return BoundAddresses(self._address, self._address)
 
+    @property
+    def is_draining(self) -> bool:
+        """True from the beginning of a drain on."""
+        return self._places.is_draining
+
     async def listen(self) -> BoundAddresses:
         """Open the port; until `start` returns, /health answers 503."""
         add_process_metrics(self._registry)
