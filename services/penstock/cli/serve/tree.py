@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from penstock import __version__
 from penstock.cli.console import complain
@@ -15,7 +15,7 @@ from penstock.cli.flags import as_flags
 from penstock.cli.progress import ProgressDisplay, parent_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import READY, Report, Reporter
-from penstock.cli.serve.service_process import ROLES, check_models
+from penstock.cli.serve.service_process import ROLES, Role, check_models
 from penstock.cli.serve.supervisor import ChildEnded, ServiceProcess, Supervisor, first_of
 from penstock.common.addresses import require_free_port
 from penstock.common.checkpoint import model_name
@@ -286,17 +286,21 @@ def _check(given: dict[str, Any]) -> tuple[ServerConfig, str]:
     Faults that would stop a service later stop the tree now: a wrong option, a missing folder, a taken port.
     """
     read = {
-        role: from_env_and_flags(kind.config_class(), _only(given, _own(role) | _server_fields()))
+        role: from_env_and_flags(kind.config_class(), _only(given, (_own(role) | _server_fields()) & _names(kind)))
         for role, kind in ROLES.items()
     }
     for config in read.values():
         check_models(config)
-    front = read["router"]
+    front = cast("ServerConfig", read["router"])
     require_free_port(front.host, front.port, "--port")
     if front.metrics_port > 0:
         require_free_port(front.host, front.metrics_port, "--metrics-port")
     generation: Any = read["generation"]
     return front, generation.served_model_name or model_name(generation.model)
+
+
+def _names(role: Role) -> set[str]:
+    return {bound.name for bound in options_of(role.config_class())}
 
 
 def _only(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
