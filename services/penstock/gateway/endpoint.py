@@ -191,6 +191,7 @@ class _Exchange:
         self._config, self._metrics, self._begin = config, metrics, begin
         self._task = asyncio.current_task()
         self._is_gone = False
+        self._has_stalled = False
         # Time at which the send under way began.
         self._sending_since: float | None = None
 
@@ -238,7 +239,7 @@ class _Exchange:
             if not self._is_gone or self._task is None or self._task.uncancel():
                 raise
             self.status = _GONE
-            self._metrics.left.inc()
+            (self._metrics.stalled if self._has_stalled else self._metrics.left).inc()
         finally:
             watcher.cancel()
 
@@ -251,7 +252,7 @@ class _Exchange:
                 await asyncio.wait([gone], timeout=stalled / 4)
                 since = self._sending_since
                 if since is not None and loop.time() - since > stalled:
-                    self._metrics.stalled.inc()
+                    self._has_stalled = True
                     self._scope["extensions"][ABORT]["call"]()
                     break
         finally:
