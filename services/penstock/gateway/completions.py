@@ -273,8 +273,8 @@ async def _events(plan: _Plan) -> AsyncIterator[bytes]:
 
         task = asyncio.create_task(follow_all())
         try:
-            while (piece := await pieces.get()) is not None:
-                yield piece
+            while (queued := await pieces.get()) is not None:
+                yield queued
             await task
         finally:
             task.cancel()

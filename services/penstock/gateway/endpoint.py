@@ -46,7 +46,7 @@ _log = get_logger("penstock.gateway")
 
 @dataclass(slots=True)
 class HttpCall:
-    """What a handler knows of its request, and tells of its answer."""
+    """Facts of a request for its handler, and of the answer from it."""
 
     body: dict[str, Any]
     client: AsyncClient

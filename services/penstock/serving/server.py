@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -85,32 +86,32 @@ class HasTokens(Protocol):
         server is made. Raises StartupError."""
 
 
-class OwnServer:
+class OwnServer(ABC):
     """A service that is its own server and speaks no gRPC: what RunningServer is for the others."""
 
     name: str
     failed: asyncio.Future[BaseException]
 
     @property
+    @abstractmethod
     def addresses(self) -> BoundAddresses:
         """Addresses after `listen`."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def listen(self) -> BoundAddresses:
         """Open the port. Raises StartupError naming the flag."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def start(self) -> None:
         """Return when it serves. Raises StartupError."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def stop(self, *, drain: bool = True) -> None:
         """Drain within the grace, stop, close. It is safe at any point of the life."""
-        raise NotImplementedError
 
+    @abstractmethod
     def status_lines(self) -> list[str]:
         """Return facts for the start-up print, known after start()."""
-        raise NotImplementedError
 
 
 class RunningServer:

@@ -51,7 +51,7 @@ def test_a_field_is_named_as_the_request_spelt_it() -> None:
     assert body["message"] == "max_tokens: must be at least 1"
 
 
-def test_headers_tell_when_to_try_again() -> None:
+def test_headers_say_when_to_try_again() -> None:
     assert error_headers(ResourceExhausted("x", reason="QUEUE_FULL", retry_after_seconds=0.2)) == [
         (b"retry-after", b"1")
     ]
