@@ -161,7 +161,9 @@ class Tree:
             if not await first_of([router.listening], self.ended, lambda _: None):
                 return False
             # Of the router's variables, such as PENSTOCK_HOST, it has what `_gateway` says by flags.
-            everyone.append(await supervisor.start("gateway", self._gateway(router), without=front_variables()))
+            # A token of its own would let everybody in who reaches its port.
+            without = front_variables() | {f"{ENV_PREFIX}CHANNEL_TOKEN_FILE"}
+            everyone.append(await supervisor.start("gateway", self._gateway(router), without=without))
         if not await first_of(
             [child.ready for child in everyone], self.ended, lambda index: self._show(everyone, everyone[index])
         ):
@@ -272,6 +274,8 @@ def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfi
         if is_asked:
             raise StartupError(why, flag="--http-port")
         return False
+    if config.http_port and config.http_port in (front.port, front.metrics_port):
+        raise StartupError("--http-port is the port of another part: give another one", flag="--http-port")
     try:
         require_free_port(front.host, config.http_port, "--http-port")
     except StartupError as error:
