@@ -418,6 +418,9 @@ def test_openais_client_raises_its_own_errors(served: Served) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         served.client.chat.completions.create(model="penstock-demo", messages=QUESTION, top_p=3)  # type: ignore[arg-type]
     assert bad.value.param == "top_p"
+    with pytest.raises(openai.BadRequestError) as long:
+        served.client.completions.create(model="penstock-demo", prompt=[5] * 9000)
+    assert long.value.code == "context_length_exceeded"
     assert served.ask("/v1/nothing")[0] == 404
     assert served.ask("/v1/completions")[0] == 405
     assert served.ask("/v1/chat/completions", raw=b"{")[0] == 400
