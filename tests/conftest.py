@@ -17,6 +17,8 @@ _PACKAGES = [str(_TESTS.parent / part) for part in ("services", "clients/python"
 sys.path[:0] = [str(_TESTS), *_PACKAGES]
 # For the processes that tests start.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*_PACKAGES, os.environ.get("PYTHONPATH"))))
+# Several trees run at a time: a gateway is part of those that ask for it.
+os.environ.setdefault("PENSTOCK_HTTP_PORT", "-1")
 # On a busy machine an example that takes long, or is made slowly, is not a failure.
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("penstock", deadline=None, suppress_health_check=_SLOW)

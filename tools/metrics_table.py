@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.common.metrics import GrpcServerMetrics
+from penstock.gateway.metrics import GatewayMetrics
 from penstock.generation.adapters.figures import AdapterFigures, AdapterInfo
 from penstock.generation.metrics import GenerationMetrics
 from penstock.router.metrics import RouterMetrics
@@ -23,9 +24,10 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.m
 HEAD = """\
 # Metrics
 
-Every process serves Prometheus metrics at `/metrics` of its `--metrics-port`. Names carry vLLM's suffixes where the
-meaning is the same. Labels come from closed sets; no text, id, key or client string is ever a label. Histograms are in
-the unit that their name ends in. The stage times are the same numbers as `Finished.timings` of each answer.
+Every process serves Prometheus metrics at `/metrics` of its `--metrics-port`, the gateway at its one port. Names
+carry vLLM's suffixes where the meaning is the same. Labels come from closed sets; no text, id, key or client string is
+ever a label. Histograms are in the unit that their name ends in. The stage times are the same numbers as
+`Finished.timings` of each answer.
 
 This page is written by `python tools/metrics_table.py` from the registries of the services; a test compares them, and
 checks that every query of the Grafana dashboard (`deploy/grafana/dashboards/penstock.json`) names metrics of it.
@@ -61,6 +63,8 @@ def families(service: str) -> dict[str, tuple[str, tuple[str, ...], str]]:
     registry = _Registry()
     if service == "router":
         RouterMetrics(registry)
+    elif service == "gateway":
+        GatewayMetrics(registry)
     elif service == "tokenizer":
         TokenizerMetrics(registry)
     elif service == "generation":
@@ -78,7 +82,8 @@ def families(service: str) -> dict[str, tuple[str, tuple[str, ...], str]]:
 
 def page() -> str:
     """The whole page."""
-    titles = {"router": "Router", "tokenizer": "Tokenizer", "generation": "Generation", "grpc": "Every gRPC server"}
+    titles = {"gateway": "Gateway", "router": "Router", "tokenizer": "Tokenizer", "generation": "Generation"}
+    titles["grpc"] = "Every gRPC server"
     parts = [HEAD]
     for service, title in titles.items():
         parts.append(f"\n## {title}\n\n| name | type | labels | meaning |\n|---|---|---|---|\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories.servers.stack import Process, start
+from factories.servers.stack import Process, free_port, start
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -25,6 +25,7 @@ ELSEWHERE = {
     "penstock serve tokenizer --port 50051": "factories/servers/stack.py, in every end-to-end test",
     "penstock serve generation --port 50052 --kv-memory 1GiB": "factories/servers/stack.py",
     "penstock serve router --tokenizer 127.0.0.1:50051 --backend 127.0.0.1:50052": "factories/servers/stack.py",
+    "penstock serve gateway --router 127.0.0.1:50050": "the fixture of this file",
     "npm --prefix clients/node install": "test_node_client.py, in a copy",
     "docker compose up --build": "deploy/docker/check_stack.py",
     "docker compose up -d --scale generation=2": "deploy/docker/check_stack.py",
@@ -41,15 +42,19 @@ EXPECTED = {
     "node ": "finish_reason",
     "buf curl --protocol grpc --http2-prior-knowledge --list": "penstock.v1.TextService",
     "buf curl --protocol grpc --http2-prior-knowledge -d": '"finished"',
+    "curl -s http://127.0.0.1:8000": '"chat.completion"',
     "curl ": "penstock_router_requests_total",
     "python benchmarks/overhead.py": '"added"',
 }
 
 
+HTTP_PORT = free_port()
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Process]:
     """Run `penstock serve` with nothing but its ports chosen."""
-    process = start(None)
+    process = start(None, "--http-port", str(HTTP_PORT))
     try:
         process.wait_ready()
         yield process
@@ -60,7 +65,11 @@ def served() -> Iterator[Process]:
 def local(command: str, served: Process) -> str:
     """Return the command with the ports of this run. `penstock health` takes addresses as arguments only."""
     command = f"{command} {served.address}" if command == "penstock health" else command
-    return command.replace("127.0.0.1:50050", served.address).replace("127.0.0.1:9100", served.metrics_address)
+    return (
+        command.replace("127.0.0.1:50050", served.address)
+        .replace("127.0.0.1:9100", served.metrics_address)
+        .replace("127.0.0.1:8000", f"127.0.0.1:{HTTP_PORT}")
+    )
 
 
 def run(command: str, served: Process, **given: str) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,7 +12,7 @@ from typing import Any, Self, Unpack
 
 import grpc
 from penstock.common.request_context import BACKEND_KEY
-from penstock.v1 import admin_pb2, model_pb2, text_pb2
+from penstock.v1 import admin_pb2, common_pb2, model_pb2, text_pb2
 
 from penstock_client._channel import END, AsyncChannel, AsyncExchange
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
@@ -21,7 +23,14 @@ from penstock_client._load_model import (
     load_requests,
     unloaded_of,
 )
-from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request, generate_requests
+from penstock_client._options import (
+    GenerationOptions,
+    Messages,
+    chat_request,
+    generate_request,
+    generate_requests,
+    render_request,
+)
 from penstock_client._score_embed import (
     embed_request,
     embeddings_of,
@@ -104,6 +113,7 @@ class AsyncClient:
         """Connect to `address`, host:port or another name that gRPC resolves. Raises ValueError for a token in the
         clear."""
         self.config = config or ClientConfig()
+        self._address = address
         self._metadata = self.config.metadata(address)
         self._channel = AsyncChannel(address, self.config)
         self._stub, self._admin = self._channel.stub, self._channel.admin_stub
@@ -115,6 +125,16 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.close()
+
+    def with_token(self, token: str) -> Self:
+        """Return a client of the same connection that sends another bearer token; closing one closes both.
+
+        Raises ValueError for a token in the clear.
+        """
+        twin = copy.copy(self)
+        twin.config = dataclasses.replace(self.config, token=token)
+        twin._metadata = twin.config.metadata(self._address)
+        return twin
 
     async def close(self) -> None:
         """Close the connection; running streams end CANCELLED."""
@@ -225,6 +245,60 @@ class AsyncClient:
         """
         request = watermark_request(output, watermarking_config, z_threshold, ignore_repeated_ngrams, model)
         return evidence_of(await self._unary(self._stub.DetectWatermark, request, timeout))
+
+    async def tokenize(
+        self,
+        texts: str | Iterable[str],
+        *,
+        add_special_tokens: bool = True,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> list[list[int]]:
+        """Token ids of each text, as `generate` makes them. `timeout` in seconds."""
+        request = text_pb2.TokenizeRequest(
+            model=model, texts=[texts] if isinstance(texts, str) else texts, add_special_tokens=add_special_tokens
+        )
+        response: text_pb2.TokenizeResponse = await self._unary(self._stub.Tokenize, request, timeout)
+        return [list(sequence.ids) for sequence in response.sequences]
+
+    async def detokenize(
+        self,
+        sequences: Iterable[Sequence[int]],
+        *,
+        skip_special_tokens: bool = True,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> list[str]:
+        """Text of each run of token ids. `timeout` in seconds."""
+        request = text_pb2.DetokenizeRequest(
+            model=model,
+            sequences=[common_pb2.TokenIds(ids=ids) for ids in sequences],
+            skip_special_tokens=skip_special_tokens,
+        )
+        response: text_pb2.DetokenizeResponse = await self._unary(self._stub.Detokenize, request, timeout)
+        return list(response.texts)
+
+    async def render_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Iterable[Mapping[str, Any]] = (),
+        documents: Iterable[Mapping[str, str]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> tuple[str, list[int]]:
+        """The prompt that `chat` makes of a conversation: its text, and its token ids. `timeout` in seconds."""
+        options = {
+            "model": model,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        request = render_request(messages, tools, documents, chat_template_kwargs, options)
+        response: text_pb2.RenderChatResponse = await self._unary(self._stub.RenderChat, request, timeout)
+        return response.text, list(response.token_ids)
 
     async def list_models(self) -> list[text_pb2.Model]:
         """Models and adapters behind the router."""

@@ -153,6 +153,18 @@ def chat_request(
     return request
 
 
+def render_request(
+    messages: Messages,
+    tools: Iterable[Mapping[str, Any]],
+    documents: Iterable[Mapping[str, str]],
+    chat_template_kwargs: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> text_pb2.RenderChatRequest:
+    """Return a RenderChatRequest: the fields that it shares with ChatRequest, made in the same way."""
+    chat = chat_request(messages, tools, documents, chat_template_kwargs, options)
+    return text_pb2.RenderChatRequest(**{field.name: value for field, value in chat.ListFields()})
+
+
 def _message(message: Mapping[str, Any], where: str) -> tokenizer_pb2.Message:
     """Return a Message from an OpenAI-like mapping. Raises ValueError for an unknown key, InvalidArgument naming
     `where` for a content that is no text."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any, Self, Unpack
 
 import grpc
 from penstock.common.request_context import BACKEND_KEY
-from penstock.v1 import admin_pb2, model_pb2, text_pb2
+from penstock.v1 import admin_pb2, common_pb2, model_pb2, text_pb2
 
 from penstock_client._channel import END, Channel, Exchange
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
@@ -21,7 +23,14 @@ from penstock_client._load_model import (
     load_requests,
     unloaded_of,
 )
-from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request, generate_requests
+from penstock_client._options import (
+    GenerationOptions,
+    Messages,
+    chat_request,
+    generate_request,
+    generate_requests,
+    render_request,
+)
 from penstock_client._score_embed import (
     embed_request,
     embeddings_of,
@@ -102,6 +111,7 @@ class Client:
         """Connect to `address`, host:port or another name that gRPC resolves. Raises ValueError for a token in the
         clear."""
         self.config = config or ClientConfig()
+        self._address = address
         self._metadata = self.config.metadata(address)
         self._channel = Channel(address, self.config)
         self._stub, self._admin = self._channel.stub, self._channel.admin_stub
@@ -111,6 +121,16 @@ class Client:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def with_token(self, token: str) -> Self:
+        """Return a client of the same connection that sends another bearer token; closing one closes both.
+
+        Raises ValueError for a token in the clear.
+        """
+        twin = copy.copy(self)
+        twin.config = dataclasses.replace(self.config, token=token)
+        twin._metadata = twin.config.metadata(self._address)
+        return twin
 
     def close(self) -> None:
         """Close the connection; running streams end CANCELLED."""
@@ -221,6 +241,60 @@ class Client:
         """
         request = watermark_request(output, watermarking_config, z_threshold, ignore_repeated_ngrams, model)
         return evidence_of(self._unary(self._stub.DetectWatermark, request, timeout))
+
+    def tokenize(
+        self,
+        texts: str | Iterable[str],
+        *,
+        add_special_tokens: bool = True,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> list[list[int]]:
+        """Token ids of each text, as `generate` makes them. `timeout` in seconds."""
+        request = text_pb2.TokenizeRequest(
+            model=model, texts=[texts] if isinstance(texts, str) else texts, add_special_tokens=add_special_tokens
+        )
+        response: text_pb2.TokenizeResponse = self._unary(self._stub.Tokenize, request, timeout)
+        return [list(sequence.ids) for sequence in response.sequences]
+
+    def detokenize(
+        self,
+        sequences: Iterable[Sequence[int]],
+        *,
+        skip_special_tokens: bool = True,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> list[str]:
+        """Text of each run of token ids. `timeout` in seconds."""
+        request = text_pb2.DetokenizeRequest(
+            model=model,
+            sequences=[common_pb2.TokenIds(ids=ids) for ids in sequences],
+            skip_special_tokens=skip_special_tokens,
+        )
+        response: text_pb2.DetokenizeResponse = self._unary(self._stub.Detokenize, request, timeout)
+        return list(response.texts)
+
+    def render_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Iterable[Mapping[str, Any]] = (),
+        documents: Iterable[Mapping[str, str]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> tuple[str, list[int]]:
+        """The prompt that `chat` makes of a conversation: its text, and its token ids. `timeout` in seconds."""
+        options = {
+            "model": model,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        request = render_request(messages, tools, documents, chat_template_kwargs, options)
+        response: text_pb2.RenderChatResponse = self._unary(self._stub.RenderChat, request, timeout)
+        return response.text, list(response.token_ids)
 
     def list_models(self) -> list[text_pb2.Model]:
         """Models and adapters behind the router."""

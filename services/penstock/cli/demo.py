@@ -27,7 +27,7 @@ STOP_SECONDS = 60.0
 def run_demo() -> int:
     """Start, answer, show, stop; return the exit code. Raises StartupError when the stack cannot start."""
     allow_any_text()
-    say("Starting tokenizer, generation and router on the embedded model …")
+    say("Starting tokenizer, generation, router and gateway on the embedded model …")
     with running_stack() as ready:
         connection = ConnectionConfig(address=ready.addresses["router"])
         with open_client(connection) as client:
@@ -54,7 +54,7 @@ def _timings(stages: list[tuple[str, str]]) -> Table:
 
 
 def _addresses(ready: Report) -> Table:
-    table = Table("process", "gRPC", "metrics", title="Addresses", title_justify="left")
+    table = Table("process", "address", "metrics", title="Addresses", title_justify="left")
     for name, address in ready.addresses.items():
         table.add_row(name, address, f"http://{ready.metrics[name]}/metrics")
     return table
@@ -64,7 +64,8 @@ def _addresses(ready: Report) -> Table:
 def running_stack() -> Iterator[Report]:
     """Run `penstock serve` on free ports as a child, and yield its READY report; drain and end it afterwards."""
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-P", "-m", "penstock.cli.main", "serve", "--port", "0", "--metrics-port", "0"]
+    command = [sys.executable, "-P", "-m", "penstock.cli.main", "serve"]
+    command += ["--port", "0", "--metrics-port", "0", "--http-port", "0"]
     process = subprocess.Popen(
         [*command, "--report-fd", str(write_end), "--parent-pid", str(os.getpid())],
         pass_fds=(write_end,),

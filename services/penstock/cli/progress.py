@@ -31,7 +31,7 @@ from penstock.common.units import format_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.common.config import ServerConfig
+    from penstock.common.config import ProcessConfig
 
 # A stage that takes less is not shown.
 SHOWN_SECONDS = 1.0
@@ -360,14 +360,14 @@ def is_live(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty() and current_environment().get("TERM") not in (None, "", "dumb")
 
 
-def serve_display(config: ServerConfig) -> ProgressDisplay:
+def serve_display(config: ProcessConfig) -> ProgressDisplay:
     """Make the display of a service, on standard output, or in its log where that is JSON by choice."""
     if config.log_format == "json":
         return ProgressDisplay(LogLines())
     return ProgressDisplay(LiveLine(sys.stdout) if is_live(sys.stdout) else PlainLines(say))
 
 
-def parent_display(config: ServerConfig, service: str) -> ProgressDisplay:
+def parent_display(config: ProcessConfig, service: str) -> ProgressDisplay:
     """Make the display of a process whose children are services; it has a log for nothing else."""
     if config.log_format == "json":
         from penstock.common.logging import configure_logging

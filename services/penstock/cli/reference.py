@@ -21,7 +21,7 @@ from penstock.cli.pack_config import PackConfig
 from penstock.cli.serve.service_process import ROLES
 from penstock.cli.serve.tree import FRONT, TreeConfig
 from penstock.cli.trace import TraceConfig
-from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.common.config import ChannelConfig, ProcessConfig, ServerConfig
 from penstock.common.options import BoundOption, options_of
 
 HEAD = """# Configuration
@@ -32,11 +32,15 @@ the process with exit code 2 and one line that names it. This file is made from 
 `python -m penstock.cli.reference > docs/reference/configuration.md`.
 """
 _NO_DEFAULT = object()
-TREE = """`penstock serve [MODEL]` starts tokenizer, generation and router as one tree. It takes its own option below,
-all of [every service](#every-service), and the options of the three services, except those that two services have
+TREE = """`penstock serve [MODEL]` starts tokenizer, generation, router and [gateway](../guide/gateway.md) as one tree.
+It takes its own options below, all of [every service](#every-service), and the options of the four services, except
+those that two services have
 under one name (other than MODEL and `--served-model-name`) and those that connect the services, which it sets itself.
-These concern the router only, since the other processes listen on free loopback ports:
-{front}. Variables reach every process of the tree.
+These concern the router, and `--host` and `--insecure-bind` the gateway, since the other processes listen on free
+loopback ports: {front}. Variables reach every process of the tree.
+"""
+GATEWAY = """`penstock serve gateway`, [OpenAI's HTTP](../guide/gateway.md), and of those of every service these:
+{shared}.
 """
 INFER = """`penstock infer`; [the page](../guide/infer.md) explains them. It takes the options of `penstock complete`
 and of the connection above, and flags of the [generation service](#generation) for its own model, too; where one of
@@ -51,6 +55,7 @@ def configuration_markdown() -> str:
 
 def _sections() -> Iterator[str]:
     common = {bound.name for bound in options_of(ServerConfig)}
+    process = {bound.name for bound in options_of(ProcessConfig)}
     channel = {bound.name for bound in options_of(ChannelConfig)} - common
     yield "## The process tree\n"
     front = ", ".join(f"`--{name.replace('_', '-')}`" for name in sorted(FRONT))
@@ -60,12 +65,17 @@ def _sections() -> Iterator[str]:
     yield _table(bound for bound in options_of(ServerConfig) if bound.name not in ("port", "metrics_port"))
     for role in ROLES.values():
         yield f"## {role.name.capitalize()}\n"
-        yield f"`penstock serve {role.name}`, and those of [every service](#every-service).\n"
-        own = (common - {"port", "metrics_port"}) | channel
+        is_grpc = issubclass(role.config_class(), ServerConfig)
+        if is_grpc:
+            yield f"`penstock serve {role.name}`, and those of [every service](#every-service).\n"
+        else:
+            yield GATEWAY.format(shared=_flags(options_of(ProcessConfig)))
+        own = ((common if is_grpc else process) - {"port", "metrics_port"}) | channel
         yield _table(bound for bound in options_of(role.config_class()) if bound.name not in own)
         if issubclass(role.config_class(), ChannelConfig):
             yield "Towards the other services:\n"
-            yield _table(bound for bound in options_of(ChannelConfig) if bound.name in channel)
+            # Of the service itself: the gateway has its own words for one of them.
+            yield _table(bound for bound in options_of(role.config_class()) if bound.name in channel)
     yield "## Clients\n"
     yield "`penstock chat` and `penstock complete`.\n"
     yield _table([*options_of(SamplingConfig), *options_of(ConnectionConfig)])
@@ -98,6 +108,10 @@ def _sections() -> Iterator[str]:
     yield "## Packing\n"
     yield "`penstock pack MODEL OUTPUT`; [the page](../guide/packed-models.md) says what for.\n"
     yield _table(options_of(PackConfig))
+
+
+def _flags(options: Iterable[BoundOption]) -> str:
+    return ", ".join(f"`{bound.flag}`" for bound in options)
 
 
 def _models_options(connection: set[str]) -> Iterator[BoundOption]:

@@ -11,7 +11,10 @@ from penstock.common.errors import StartupError
 
 @dataclass(frozen=True)
 class BoundAddresses:
-    """Addresses at which a process answers, each `host:port`; `metrics` is None without a metrics endpoint."""
+    """Addresses at which a process answers, each `host:port`; `metrics` is None without a metrics endpoint.
+
+    `grpc` is that of the service itself, which for the gateway speaks HTTP.
+    """
 
     grpc: str
     metrics: str | None

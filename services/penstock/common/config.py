@@ -13,6 +13,7 @@ from penstock.common.options import BoundOption, load, option, options_of
 from penstock.common.ports import (
     GENERATION_METRICS_PORT,
     GENERATION_PORT,
+    HTTP_PORT,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
     TOKENIZER_METRICS_PORT,
@@ -24,12 +25,14 @@ __all__ = [
     "ENV_PREFIX",
     "GENERATION_METRICS_PORT",
     "GENERATION_PORT",
+    "HTTP_PORT",
     "ROUTER_METRICS_PORT",
     "ROUTER_PORT",
     "TOKENIZER_METRICS_PORT",
     "TOKENIZER_PORT",
     "BoundOption",
     "ChannelConfig",
+    "ProcessConfig",
     "ServerConfig",
     "TransportConfig",
     "child_environment",
@@ -65,10 +68,83 @@ class TransportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(TransportConfig):
-    """Configuration of a gRPC server with its metrics endpoint. Port 0 takes a free port."""
+class ProcessConfig:
+    """Configuration of a process that listens, whatever it speaks."""
 
     host: str = option("127.0.0.1", "Address to listen on.", group=NETWORK)
+    drain_grace_seconds: float = option(
+        30.0, "Time that live work has to finish after SIGTERM.", group=LIMITS, minimum=0
+    )
+    tls_cert: str | None = option(None, "Certificate chain (PEM): serve TLS.", group=SECURITY, metavar="FILE")
+    tls_key: str | None = option(None, "Private key of --tls-cert (PEM).", group=SECURITY, metavar="FILE")
+    tls_client_ca: str | None = option(
+        None, "Clients must show a certificate of this CA (PEM).", group=SECURITY, metavar="FILE"
+    )
+    insecure_bind: bool = option(False, "Allow plaintext on an address other than loopback.", group=SECURITY)
+    log_format: Literal["auto", "json", "console"] = option(
+        "auto",
+        "auto: console on a terminal, else JSON: then nothing but JSON lines is written to stderr.",
+        group=LOGGING,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Least severe level written.", group=LOGGING
+    )
+    debug: bool = option(False, "Tracebacks and exception texts on errors.", group=LOGGING)
+    tracing_endpoint: str | None = option(
+        None,
+        "Send traces to this OTLP/HTTP collector (http://host:4318), or append them to a file (file:PATH). Needs "
+        "penstock[tracing].",
+        group=TRACING,
+        metavar="URL",
+    )
+    tracing_sample_ratio: float = option(
+        1.0,
+        "Share of traces that begin here and are kept; a caller's traceparent decides for its own.",
+        group=TRACING,
+        minimum=0.0,
+        maximum=1.0,
+    )
+    tracing_service_name: str | None = option(
+        None, "service.name of the spans; by default penstock- and the service's role.", group=TRACING, metavar="NAME"
+    )
+    tracing_max_spans: int = option(4096, "Spans that wait to be sent; more are dropped.", group=TRACING, minimum=16)
+    tracing_export_seconds: float = option(
+        2.0, "Spans that have ended are sent this often.", group=TRACING, minimum=0.01
+    )
+    tracing_timeout_seconds: float = option(
+        5.0, "Time that the collector has to take spans, retries included.", group=TRACING, minimum=0.1
+    )
+    tracing_file_bytes: int = option(
+        256 << 20, "Largest file of traces; further spans are dropped.", group=TRACING, minimum=4096
+    )
+
+    @property
+    def is_tls(self) -> bool:
+        return self.tls_cert is not None
+
+    def validate(self) -> None:
+        """Check the options together. Subclasses call super().validate() first. Raises StartupError."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing, given = ("--tls-key", "--tls-cert") if self.tls_cert else ("--tls-cert", "--tls-key")
+            raise StartupError(f"{given} needs {missing}", flag=missing)
+        if self.tls_client_ca is not None and not self.is_tls:
+            raise StartupError("--tls-client-ca needs --tls-cert and --tls-key", flag="--tls-cert")
+        endpoint = self.tracing_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://", FILE_ENDPOINT)):
+            raise StartupError(
+                "--tracing-endpoint must begin with http://, https:// or file:", flag="--tracing-endpoint"
+            )
+        if not (self.is_tls or self.insecure_bind or is_loopback(self.host)):
+            raise StartupError(
+                f"refusing plaintext on {self.host}: give --tls-cert and --tls-key, or accept it with --insecure-bind",
+                flag="--insecure-bind",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(ProcessConfig, TransportConfig):
+    """Configuration of a gRPC server with its metrics endpoint. Port 0 takes a free port."""
+
     port: int = option(0, "gRPC port; 0 takes a free one.", group=NETWORK, minimum=0, maximum=65535)
     metrics_port: int = option(
         0, "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.", group=NETWORK, minimum=-1, maximum=65535
@@ -190,84 +266,17 @@ class ServerConfig(TransportConfig):
         group=LIMITS,
         minimum=0.0,
     )
-    drain_grace_seconds: float = option(
-        30.0, "Time that live work has to finish after SIGTERM.", group=LIMITS, minimum=0
-    )
-    tls_cert: str | None = option(None, "Certificate chain (PEM): serve TLS.", group=SECURITY, metavar="FILE")
-    tls_key: str | None = option(None, "Private key of --tls-cert (PEM).", group=SECURITY, metavar="FILE")
-    tls_client_ca: str | None = option(
-        None, "Clients must show a certificate of this CA (PEM).", group=SECURITY, metavar="FILE"
-    )
     auth_token_file: str | None = option(
         None,
         "Callers must send one of the bearer tokens in this file (one a line; re-read on change).",
         group=SECURITY,
         metavar="FILE",
     )
-    insecure_bind: bool = option(False, "Allow plaintext on an address other than loopback.", group=SECURITY)
-    log_format: Literal["auto", "json", "console"] = option(
-        "auto",
-        "auto: console on a terminal, else JSON: then nothing but JSON lines is written to stderr.",
-        group=LOGGING,
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "Least severe level written.", group=LOGGING
-    )
-    debug: bool = option(False, "Tracebacks and exception texts on errors.", group=LOGGING)
-    tracing_endpoint: str | None = option(
-        None,
-        "Send traces to this OTLP/HTTP collector (http://host:4318), or append them to a file (file:PATH). Needs "
-        "penstock[tracing].",
-        group=TRACING,
-        metavar="URL",
-    )
-    tracing_sample_ratio: float = option(
-        1.0,
-        "Share of traces that begin here and are kept; a caller's traceparent decides for its own.",
-        group=TRACING,
-        minimum=0.0,
-        maximum=1.0,
-    )
-    tracing_service_name: str | None = option(
-        None, "service.name of the spans; by default penstock- and the service's role.", group=TRACING, metavar="NAME"
-    )
-    tracing_max_spans: int = option(4096, "Spans that wait to be sent; more are dropped.", group=TRACING, minimum=16)
-    tracing_export_seconds: float = option(
-        2.0, "Spans that have ended are sent this often.", group=TRACING, minimum=0.01
-    )
-    tracing_timeout_seconds: float = option(
-        5.0, "Time that the collector has to take spans, retries included.", group=TRACING, minimum=0.1
-    )
-    tracing_file_bytes: int = option(
-        256 << 20, "Largest file of traces; further spans are dropped.", group=TRACING, minimum=4096
-    )
 
     @property
     def receive_limit_bytes(self) -> int:
         """Largest message that a caller may send, in bytes."""
         return self.max_message_bytes
-
-    @property
-    def is_tls(self) -> bool:
-        return self.tls_cert is not None
-
-    def validate(self) -> None:
-        """Check the options together. Subclasses call super().validate() first. Raises StartupError."""
-        if (self.tls_cert is None) != (self.tls_key is None):
-            missing, given = ("--tls-key", "--tls-cert") if self.tls_cert else ("--tls-cert", "--tls-key")
-            raise StartupError(f"{given} needs {missing}", flag=missing)
-        if self.tls_client_ca is not None and not self.is_tls:
-            raise StartupError("--tls-client-ca needs --tls-cert and --tls-key", flag="--tls-cert")
-        endpoint = self.tracing_endpoint
-        if endpoint is not None and not endpoint.startswith(("http://", "https://", FILE_ENDPOINT)):
-            raise StartupError(
-                "--tracing-endpoint must begin with http://, https:// or file:", flag="--tracing-endpoint"
-            )
-        if not (self.is_tls or self.insecure_bind or is_loopback(self.host)):
-            raise StartupError(
-                f"refusing plaintext on {self.host}: give --tls-cert and --tls-key, or accept it with --insecure-bind",
-                flag="--insecure-bind",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +305,7 @@ def from_env_and_flags(cls: type[C], overrides: Mapping[str, object] | None = No
     `overrides` is keyed by field name; None means absent, text is parsed. Raises StartupError naming the flag.
     """
     config = load(cls, overrides or {}, current_environment())
-    if isinstance(config, ServerConfig):
+    if isinstance(config, ProcessConfig):
         config.validate()
     return config
 

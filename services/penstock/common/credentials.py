@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import grpc
 
-from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.common.config import ChannelConfig, ProcessConfig, ServerConfig
 from penstock.common.errors import StartupError, Unauthenticated
 
 
@@ -37,7 +37,7 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     )
 
 
-def tls_context(config: ServerConfig, alpn: Sequence[str] = ("h2",)) -> ssl.SSLContext:
+def tls_context(config: ProcessConfig, alpn: Sequence[str] = ("h2",)) -> ssl.SSLContext:
     """Make the server's credentials for asyncio and plain sockets.
 
     `alpn`: protocols that the handshake offers; none for plain HTTP. Raises StartupError naming the file's flag,

@@ -38,6 +38,7 @@ from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.score_embed import ScoreEmbedFlow
 from penstock.router.frontend.score_embed_text import ScoreEmbedTexts
 from penstock.router.frontend.servicer import TextServicer
+from penstock.router.frontend.tokens import TokenFlow
 from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.metrics import RouterMetrics
 from penstock.router.tokenizer.detokenize import Detokenizer
@@ -98,10 +99,12 @@ class RouterApp:
             token_texts,
             metrics,
         )
+        pipeline = Pipeline(self._link, config)
+        self._tokens = TokenFlow(config, pipeline, self._link, self._pool, metrics)
         self._parts = Parts(
             config=config,
             link=self._link,
-            pipeline=Pipeline(self._link, config),
+            pipeline=pipeline,
             pool=self._pool,
             attempts=attempts,
             forecast=forecast,
@@ -122,7 +125,7 @@ class RouterApp:
     def register(self, server: grpc.aio.Server) -> None:
         """Add TextService and KServe's, and the services that are forwarded to backends."""
         flow = TextFlow(self._parts)
-        servicer = TextServicer(flow, self._score_embed, self._pool, self._link)
+        servicer = TextServicer(flow, self._score_embed, self._tokens, self._pool, self._link)
         text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
         kserve = KserveServicer(flow, self._pool, self._link, self._config.kserve_stream_requests)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, server)

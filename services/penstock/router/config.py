@@ -115,7 +115,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     max_items: int = option(
         256,
-        "Items of one Score, or texts of one Embed; backends have a bound of their own.",
+        "Items of one Score, or texts of one Embed, Tokenize or Detokenize; backends have a bound of their own.",
         group=ADMISSION,
         minimum=1,
     )

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -18,7 +19,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from penstock.common.addresses import BoundAddresses, join_address, require_free_port
-from penstock.common.config import ServerConfig
+from penstock.common.config import ProcessConfig, ServerConfig
 from penstock.common.credentials import TokenFile, Tokens
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
@@ -86,6 +87,34 @@ class HasTokens(Protocol):
     def token_files(self) -> Mapping[str, Tokens]:
         """Read them, by the gRPC service's name, or a method's ("/package.Service/Name"); called once, before the
         server is made. Raises StartupError."""
+
+
+class OwnServer(ABC):
+    """A service that is its own server and speaks no gRPC: what RunningServer is for the others."""
+
+    name: str
+    failed: asyncio.Future[BaseException]
+
+    @property
+    @abstractmethod
+    def addresses(self) -> BoundAddresses:
+        """Addresses after `listen`."""
+
+    @abstractmethod
+    async def listen(self) -> BoundAddresses:
+        """Open the port. Raises StartupError naming the flag."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Return when it serves. Raises StartupError."""
+
+    @abstractmethod
+    async def stop(self, *, drain: bool = True) -> None:
+        """Drain within the grace, stop, close. It is safe at any point of the life."""
+
+    @abstractmethod
+    def status_lines(self) -> list[str]:
+        """Return facts for the start-up print, known after start()."""
 
 
 class RunningServer:
@@ -224,8 +253,8 @@ class RunningServer:
 
 
 async def run_until_stopped(
-    service: Service,
-    config: ServerConfig,
+    service: Service | OwnServer,
+    config: ProcessConfig,
     *,
     registry: CollectorRegistry | None = None,
     on_listening: Callable[[BoundAddresses], None] | None = None,
@@ -239,13 +268,17 @@ async def run_until_stopped(
 
     Raises StartupError when it cannot start; everything is closed by then.
     """
-    running = RunningServer(service, config, registry, is_worker=gate is not None)
+    running: RunningServer | OwnServer
+    if isinstance(service, OwnServer):
+        running = service
+    else:
+        running = RunningServer(service, cast("ServerConfig", config), registry, is_worker=gate is not None)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_error)
     signalled: asyncio.Future[None] = loop.create_future()
     with _signals(lambda: None if signalled.done() else signalled.set_result(None)):
         try:
-            if gate is None:
+            if gate is None or isinstance(running, OwnServer):
                 addresses = await running.listen()
                 if on_listening is not None:
                     on_listening(addresses)
@@ -325,7 +358,7 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) ->
     _log.error("unhandled error in the event loop", exc_info=context.get("exception"))
 
 
-def _start_tracing(config: ServerConfig, service: str) -> Tracing:
+def _start_tracing(config: ProcessConfig, service: str) -> Tracing:
     """Make the tracer; OpenTelemetry is imported here. Raises StartupError, also where it is not installed."""
     try:
         from penstock.serving.trace_export import start_tracing

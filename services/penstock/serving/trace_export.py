@@ -32,7 +32,7 @@ from opentelemetry.trace import SpanKind as OtelKind
 from opentelemetry.trace import Tracer as OtelTracer
 
 from penstock import __version__
-from penstock.common.config import FILE_ENDPOINT, ServerConfig
+from penstock.common.config import FILE_ENDPOINT, ProcessConfig
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.tracing import Attributes, Span, SpanKind, TraceContext
@@ -45,7 +45,7 @@ _log = get_logger("penstock.tracing")
 class Tracing:
     """Tracer of a process; see common.tracing.Tracer. Spans are sent by a thread; what does not fit is dropped."""
 
-    def __init__(self, config: ServerConfig, service: str, exporter: SpanExporter) -> None:
+    def __init__(self, config: ProcessConfig, service: str, exporter: SpanExporter) -> None:
         """Make it. `service`: the process's role, for the default of service.name."""
         resource = Resource.create(
             {"service.name": config.tracing_service_name or f"penstock-{service}", "service.version": __version__}
@@ -243,7 +243,7 @@ def _value_json(value: object) -> dict[str, Any]:
     return {"stringValue": str(value)}
 
 
-def start_tracing(config: ServerConfig, service: str) -> Tracing:
+def start_tracing(config: ProcessConfig, service: str) -> Tracing:
     """Make the tracer of a process of the role `service`. Raises StartupError naming --tracing-endpoint."""
     endpoint = config.tracing_endpoint or ""
     if endpoint.startswith(FILE_ENDPOINT):

@@ -65,6 +65,21 @@ class TextServiceStub(object):
                 request_serializer=penstock_dot_v1_dot_text__pb2.DetectWatermarkTextRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_text__pb2.DetectWatermarkTextResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/penstock.v1.TextService/Tokenize',
+                request_serializer=penstock_dot_v1_dot_text__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_text__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/penstock.v1.TextService/Detokenize',
+                request_serializer=penstock_dot_v1_dot_text__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_text__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.RenderChat = channel.unary_unary(
+                '/penstock.v1.TextService/RenderChat',
+                request_serializer=penstock_dot_v1_dot_text__pb2.RenderChatRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_text__pb2.RenderChatResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/penstock.v1.TextService/ListModels',
                 request_serializer=penstock_dot_v1_dot_text__pb2.ListModelsRequest.SerializeToString,
@@ -124,6 +139,27 @@ class TextServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Encodes texts, as Generate does it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Decodes runs of ids, each at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenderChat(self, request, context):
+        """Renders a conversation into the prompt that Chat makes of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -163,6 +199,21 @@ def add_TextServiceServicer_to_server(servicer, server):
                     servicer.DetectWatermark,
                     request_deserializer=penstock_dot_v1_dot_text__pb2.DetectWatermarkTextRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_text__pb2.DetectWatermarkTextResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=penstock_dot_v1_dot_text__pb2.TokenizeRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_text__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=penstock_dot_v1_dot_text__pb2.DetokenizeRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_text__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'RenderChat': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenderChat,
+                    request_deserializer=penstock_dot_v1_dot_text__pb2.RenderChatRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_text__pb2.RenderChatResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -310,6 +361,87 @@ class TextService(object):
             '/penstock.v1.TextService/DetectWatermark',
             penstock_dot_v1_dot_text__pb2.DetectWatermarkTextRequest.SerializeToString,
             penstock_dot_v1_dot_text__pb2.DetectWatermarkTextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.TextService/Tokenize',
+            penstock_dot_v1_dot_text__pb2.TokenizeRequest.SerializeToString,
+            penstock_dot_v1_dot_text__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.TextService/Detokenize',
+            penstock_dot_v1_dot_text__pb2.DetokenizeRequest.SerializeToString,
+            penstock_dot_v1_dot_text__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenderChat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.TextService/RenderChat',
+            penstock_dot_v1_dot_text__pb2.RenderChatRequest.SerializeToString,
+            penstock_dot_v1_dot_text__pb2.RenderChatResponse.FromString,
             options,
             channel_credentials,
             insecure,

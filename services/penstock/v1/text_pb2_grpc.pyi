@@ -55,6 +55,12 @@ class TextServiceStub:
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_text_pb2.TokenizeRequest, _text_pb2.TokenizeResponse]
+    """Encodes texts, as Generate does it."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_text_pb2.DetokenizeRequest, _text_pb2.DetokenizeResponse]
+    """Decodes runs of ids, each at once."""
+    RenderChat: _grpc.UnaryUnaryMultiCallable[_text_pb2.RenderChatRequest, _text_pb2.RenderChatResponse]
+    """Renders a conversation into the prompt that Chat makes of it."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_text_pb2.ListModelsRequest, _text_pb2.ListModelsResponse]
     GetModel: _grpc.UnaryUnaryMultiCallable[_text_pb2.GetModelRequest, _text_pb2.GetModelResponse]
 
@@ -85,6 +91,12 @@ class TextServiceAsyncStub(TextServiceStub):
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
+    Tokenize: _aio.UnaryUnaryMultiCallable[_text_pb2.TokenizeRequest, _text_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Encodes texts, as Generate does it."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_text_pb2.DetokenizeRequest, _text_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Decodes runs of ids, each at once."""
+    RenderChat: _aio.UnaryUnaryMultiCallable[_text_pb2.RenderChatRequest, _text_pb2.RenderChatResponse]  # type: ignore[assignment]
+    """Renders a conversation into the prompt that Chat makes of it."""
     ListModels: _aio.UnaryUnaryMultiCallable[_text_pb2.ListModelsRequest, _text_pb2.ListModelsResponse]  # type: ignore[assignment]
     GetModel: _aio.UnaryUnaryMultiCallable[_text_pb2.GetModelRequest, _text_pb2.GetModelResponse]  # type: ignore[assignment]
 
@@ -142,6 +154,30 @@ class TextServiceServicer(metaclass=_abc_1.ABCMeta):
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _text_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_text_pb2.TokenizeResponse, _abc.Awaitable[_text_pb2.TokenizeResponse]]:
+        """Encodes texts, as Generate does it."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _text_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_text_pb2.DetokenizeResponse, _abc.Awaitable[_text_pb2.DetokenizeResponse]]:
+        """Decodes runs of ids, each at once."""
+
+    @_abc_1.abstractmethod
+    def RenderChat(
+        self,
+        request: _text_pb2.RenderChatRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_text_pb2.RenderChatResponse, _abc.Awaitable[_text_pb2.RenderChatResponse]]:
+        """Renders a conversation into the prompt that Chat makes of it."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -109,6 +109,8 @@ _FIXED = {
     "PENSTOCK_TEMPLATE_TIMEOUT_SECONDS": "60",
     "PENSTOCK_CONSTRAINT_COMPILE_SECONDS": "60",
     "PENSTOCK_DRAIN_GRACE_SECONDS": "120",
+    # Several trees run at a time: a gateway is part of those that ask for it by flag.
+    "PENSTOCK_HTTP_PORT": "-1",
 }
 
 

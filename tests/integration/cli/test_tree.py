@@ -163,7 +163,7 @@ async def test_the_demo_answers_shows_its_timings_and_leaves_nothing() -> None:
     for word in ("What is Penstock?", "prefill", "decode", "detokenize", "router", "/metrics"):
         assert word in shown
     addresses = [word for word in shown.split() if word.startswith("127.0.0.1:")]
-    assert len(addresses) == 3
+    assert len(addresses) == 4
     for address in addresses:
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*address.split(":"))

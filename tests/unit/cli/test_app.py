@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -140,7 +141,7 @@ def test_help_of_serve_groups_the_options() -> None:
     assert "--report-fd" not in shown
 
 
-@pytest.mark.parametrize("role", ["tokenizer", "generation", "router"])
+@pytest.mark.parametrize("role", ["tokenizer", "generation", "router", "gateway"])
 def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> None:
     shown = penstock("serve", role, "--help").stdout
     for bound in options_of(ROLES[role].config_class()):
@@ -157,6 +158,9 @@ def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> 
         (("serve", "--host", "0.0.0.0"), "--insecure-bind"),
         (("serve", "--generation-replicas", "0"), "--generation-replicas"),
         (("serve", "--tls-cert", "x.pem"), "--tls-key"),
+        (("serve", "--http-port", "70000"), "--http-port"),
+        (("serve", "--http-port", "0", "--tls-cert", "x.pem", "--tls-key", "y.pem"), "--http-port"),
+        (("serve", "gateway", "--router", "nowhere"), "--router"),
         (("serve", "--quantization", "int3"), "--quantization must be one of auto, none, int8, int4"),
         (("serve", "generation", "--kernels", "cuda"), "--kernels must be one of"),
         (("serve", "generation", "--tenant-slowdown", "1"), "--tenant-slowdown must be 0 or above 1"),
@@ -192,6 +196,14 @@ def test_what_cannot_start_is_one_line_that_names_the_flag(arguments: tuple[str,
     assert names in done.stderr
     assert "(change" not in done.stderr or names in done.stderr.partition("(change")[2]
     assert "Traceback" not in done.stderr
+
+
+def test_a_taken_http_port_is_said_at_once_with_the_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = penstock("serve", "--port", "0", "--metrics-port", "0", "--http-port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "is taken: give --http-port another one, or -1 for no HTTP gateway" in done.stderr
 
 
 def test_a_wrong_variable_is_named() -> None:

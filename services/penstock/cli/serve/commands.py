@@ -65,9 +65,9 @@ _add(
     EVERYTHING,
     tree_options(),
     run_tree,
-    "Serve MODEL with tokenizer, generation and router in one process tree.\n\n"
+    "Serve MODEL with tokenizer, generation, router and HTTP gateway in one process tree.\n\n"
     "MODEL is a folder or a Hugging Face hub id; the embedded demo model when left out. "
-    "One service alone: penstock serve tokenizer | generation | router.",
+    "One service alone: penstock serve tokenizer | generation | router | gateway.",
     cls=TreeCommand,
     hidden=True,
     epilog=EPILOG,
@@ -75,3 +75,4 @@ _add(
 _add_role(ROLES["tokenizer"], "Text to ids and back, and chat templates. Needs no torch.")
 _add_role(ROLES["generation"], "The model: token ids in, token ids out.")
 _add_role(ROLES["router"], "The public service: text in, text out, over any number of backends.")
+_add_role(ROLES["gateway"], "OpenAI's HTTP API in front of a router. Needs no torch.")

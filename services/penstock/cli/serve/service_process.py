@@ -1,4 +1,4 @@
-"""Service in this process: `penstock serve tokenizer|generation|router`."""
+"""Service in this process: `penstock serve tokenizer|generation|router|gateway`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.cli.progress import serve_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import Reporter
 from penstock.common.checkpoint import check_model
-from penstock.common.config import ServerConfig, from_env_and_flags
+from penstock.common.config import ProcessConfig, from_env_and_flags
 from penstock.common.environment import ENV_PREFIX, current_environment, prepare_environment
 from penstock.common.errors import StartupError
 from penstock.common.process import die_with_parent
@@ -45,18 +45,19 @@ class Role:
     preload_path: str | None = None
     # A light function from flags to flags: it reads files with more of them.
     flags_path: str | None = None
+    protocol: str = "gRPC"
 
     def flags(self, given: dict[str, object]) -> dict[str, object]:
         """Return the flags with those that files add. Raises StartupError."""
         return given if self.flags_path is None else cast("dict[str, object]", _load(self.flags_path)(given))
 
-    def begin(self, config: ServerConfig) -> tuple[Any, ...]:
+    def begin(self, config: ProcessConfig) -> tuple[Any, ...]:
         """Begin work that goes on while the application is imported; return the application's further arguments."""
         return () if self.preload_path is None else (_load(self.preload_path)(config),)
 
-    def config_class(self) -> type[ServerConfig]:
+    def config_class(self) -> type[ProcessConfig]:
         """Import the configuration dataclass (light)."""
-        return cast("type[ServerConfig]", _load(self.config_path))
+        return cast("type[ProcessConfig]", _load(self.config_path))
 
     def app_class(self) -> Callable[..., Any]:
         """Import the application. Raises StartupError when its dependencies are not installed."""
@@ -82,6 +83,7 @@ ROLES = {
             flags_path="penstock.generator.model_settings:with_model_config",
         ),
         Role("router", "penstock.router.config:RouterConfig", "penstock.router.app:RouterApp"),
+        Role("gateway", "penstock.gateway.config:GatewayConfig", "penstock.gateway.app:GatewayApp", protocol="HTTP"),
     )
 }
 
@@ -124,7 +126,7 @@ def begin_log(service: str, given: dict[str, Any]) -> None:
         log_crashes()
 
 
-def check_models(config: ServerConfig) -> None:
+def check_models(config: ProcessConfig) -> None:
     """Look for the models' folders, before seconds of imports. Raises StartupError naming MODEL or the flag."""
     check_model(getattr(config, "model", None))
     if (assistant := getattr(config, "assistant_model", None)) is not None:
@@ -161,7 +163,7 @@ def run_role(
         return reporter.give_up(error, debug=bool(overrides.get("debug")))
 
 
-def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | None) -> int:
+def _serve(role: Role, config: ProcessConfig, reporter: Reporter, gate: Gate | None) -> int:
     from penstock.common.logging import configure_logging
 
     prepare_environment(getattr(config, "threads", None))
@@ -198,7 +200,7 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
                 for line in service.status_lines():
                     say(f"  {line}")
                 metrics = f" · metrics http://{bound.metrics}/metrics" if bound.metrics else ""
-                say(f"READY {role.name} · gRPC {bound.grpc}{metrics} · {time.monotonic() - began:.1f} s")
+                say(f"READY {role.name} · {role.protocol} {bound.grpc}{metrics} · {time.monotonic() - began:.1f} s")
 
         return await run_until_stopped(
             service,

@@ -1,4 +1,4 @@
-"""Command `penstock serve [MODEL]`: tokenizer, generation × N and router as one process tree."""
+"""Command `penstock serve [MODEL]`: tokenizer, generation × N, router and HTTP gateway as one process tree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import signal
 import time
 from dataclasses import dataclass, field, fields
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, cast
 
 from penstock import __version__
 from penstock.cli.console import complain_or_log
@@ -14,11 +15,11 @@ from penstock.cli.flags import as_flags
 from penstock.cli.progress import ProgressDisplay, parent_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import READY, Report, Reporter
-from penstock.cli.serve.service_process import ROLES, begin_log, check_models
+from penstock.cli.serve.service_process import ROLES, Role, begin_log, check_models
 from penstock.cli.serve.supervisor import ChildEnded, ServiceProcess, Supervisor, first_of
 from penstock.common.addresses import require_free_port
 from penstock.common.checkpoint import model_name
-from penstock.common.config import ChannelConfig, ServerConfig, from_env_and_flags
+from penstock.common.config import HTTP_PORT, ChannelConfig, ServerConfig, from_env_and_flags
 from penstock.common.environment import ENV_PREFIX, current_environment, usable_cores
 from penstock.common.errors import StartupError
 from penstock.common.options import BoundOption, option, options_of
@@ -28,12 +29,13 @@ from penstock.common.progress import StageProgress
 MAX_LINES = 15
 # Options that the tree sets itself, or that are of no use inside it.
 WIRED = {
-    *("tokenizer", "backend", "start_timeout_seconds", "empty"),
+    *("tokenizer", "backend", "router", "start_timeout_seconds", "empty", "metrics_token_file"),
     # The tree has a tokenizer of its own, for the same MODEL.
     *("model_config", "tokenizer_path", "load_tokenizer"),
     *(field.name for field in fields(ChannelConfig)),
 }
-# Fields of ServerConfig for the one process that clients reach. The others go to every process.
+# Fields of ServerConfig for the router, which clients reach; the tree tells the gateway what it shall have of them. The
+# others go to every process.
 FRONT = {
     *("host", "port", "metrics_port", "health_socket"),
     *("tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "insecure_bind"),
@@ -52,6 +54,13 @@ class TreeConfig:
 
     generation_replicas: int = option(
         1, "Generation processes; each loads the model.", group="Process tree", minimum=1, maximum=64
+    )
+    http_port: int = option(
+        HTTP_PORT,
+        "Port of the HTTP gateway (OpenAI's API); 0 takes a free one, -1 has none. Beside TLS there is none.",
+        group="Process tree",
+        minimum=-1,
+        maximum=65535,
     )
 
 
@@ -83,7 +92,8 @@ def _own(role: str) -> set[str]:
 
 def role_arguments(role: str, given: dict[str, Any]) -> list[str]:
     """Make `serve ROLE --flag value …` from the tree's options."""
-    names = _own(role) | (_server_fields() - (set() if role == "router" else FRONT))
+    kept = set() if role == "router" else FRONT
+    names = _own(role) | (_server_fields() - kept)
     bound_options = {bound.name: bound for bound in options_of(ROLES[role].config_class())}
     arguments = ["serve", role]
     for name in [name for name in bound_options if name in names and name in given]:
@@ -100,6 +110,7 @@ class Tree:
     front: ServerConfig
     model: str
     reporter: Reporter
+    has_gateway: bool = False
     began: float = field(default_factory=time.monotonic)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
@@ -146,6 +157,13 @@ class Tree:
             return False
         router = await supervisor.start("router", self._router(tokenizer, backends))
         everyone = [*below, router]
+        if self.has_gateway:
+            if not await first_of([router.listening], self.ended, lambda _: None):
+                return False
+            # Of the router's variables, such as PENSTOCK_HOST, it has what `_gateway` says by flags.
+            # A token of its own would let everybody in who reaches its port.
+            without = front_variables() | {f"{ENV_PREFIX}CHANNEL_TOKEN_FILE"}
+            everyone.append(await supervisor.start("gateway", self._gateway(router), without=without))
         if not await first_of(
             [child.ready for child in everyone], self.ended, lambda index: self._show(everyone, everyone[index])
         ):
@@ -169,6 +187,18 @@ class Tree:
             arguments += ["--backend", backend.address]
         if self.front.auth_token_file is not None:
             arguments += ["--channel-token-file", self.front.auth_token_file]
+        return arguments
+
+    def _gateway(self, router: ServiceProcess) -> list[str]:
+        host, _, port = router.address.rpartition(":")
+        # Where the router listens on every address, loopback is one of them.
+        address = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+        arguments = [*role_arguments("gateway", self.given), *self._quiet()]
+        arguments += ["--port", str(self.config.http_port), "--router", f"{address}:{port}"]
+        arguments += ["--host", self.front.host, *(["--insecure-bind"] if self.front.insecure_bind else [])]
+        arguments += ["--start-timeout-seconds", FOREVER]
+        if self.front.auth_token_file is not None:
+            arguments += ["--metrics-token-file", self.front.auth_token_file]
         return arguments
 
     def _quiet(self) -> list[str]:
@@ -215,7 +245,8 @@ class Tree:
         self.reporter.send(Report(READY, addresses, metrics, lines))
         shown = ", ".join(f"http://{where}/metrics" for where in metrics.values())
         self._say(f"metrics: {shown or 'off'}")
-        self._say(f"READY · gRPC {addresses['router']} · {seconds:.1f} s")
+        http = f" · HTTP http://{addresses['gateway']}/v1" if "gateway" in addresses else ""
+        self._say(f"READY · gRPC {addresses['router']}{http} · {seconds:.1f} s")
 
 
 def front_variables() -> set[str]:
@@ -224,23 +255,54 @@ def front_variables() -> set[str]:
     return {bound.env for bound in options if bound.name in FRONT}
 
 
+def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfig) -> bool:
+    """True when a gateway is part of the tree.
+
+    Raises StartupError naming --http-port when it was asked for and cannot be, or when its port is taken.
+    """
+    if config.http_port < 0:
+        return False
+    is_asked = "http_port" in given or f"{ENV_PREFIX}HTTP_PORT" in current_environment()
+    why = None
+    if front.is_tls:
+        why = "the tree's gateway speaks no TLS: start `penstock serve gateway` with --tls-cert and --channel-tls-ca"
+    elif any(find_spec(name) is None for name in ("starlette", "uvicorn", "httptools")):
+        why = "the HTTP gateway is not installed: pip install 'penstock[gateway]'"
+    if why is not None:
+        if is_asked:
+            raise StartupError(why, flag="--http-port")
+        return False
+    if config.http_port and config.http_port in (front.port, front.metrics_port):
+        raise StartupError("--http-port is the port of another part: give another one", flag="--http-port")
+    try:
+        require_free_port(front.host, config.http_port, "--http-port")
+    except StartupError as error:
+        hint = "another one, or -1 for no HTTP gateway"
+        raise StartupError(f"{error.message}: give --http-port {hint}", flag=error.flag) from error
+    return True
+
+
 def _check(given: dict[str, Any]) -> tuple[ServerConfig, str]:
     """Return the router's configuration and the model's name.
 
     Faults that would stop a service later stop the tree now: a wrong option, a missing folder, a taken port.
     """
     read = {
-        role: from_env_and_flags(kind.config_class(), _only(given, _own(role) | _server_fields()))
+        role: from_env_and_flags(kind.config_class(), _only(given, (_own(role) | _server_fields()) & _names(kind)))
         for role, kind in ROLES.items()
     }
     for config in read.values():
         check_models(config)
-    front = read["router"]
+    front = cast("ServerConfig", read["router"])
     require_free_port(front.host, front.port, "--port")
     if front.metrics_port > 0:
         require_free_port(front.host, front.metrics_port, "--metrics-port")
     generation: Any = read["generation"]
     return front, generation.served_model_name or model_name(generation.model)
+
+
+def _names(role: Role) -> set[str]:
+    return {bound.name for bound in options_of(role.config_class())}
 
 
 def _only(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
@@ -260,6 +322,7 @@ def run_tree(
     try:
         config = from_env_and_flags(TreeConfig, _only(given, tree_names))
         front, model = _check(given)
-        return asyncio.run(Tree(given, config, front, model, reporter).run())
+        has_gateway = _wants_gateway(given, config, front)
+        return asyncio.run(Tree(given, config, front, model, reporter, has_gateway).run())
     except StartupError as error:
         return reporter.give_up(error, debug=bool(given.get("debug")))

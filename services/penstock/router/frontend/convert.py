@@ -80,6 +80,7 @@ def check_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetMode
         raise InvalidArgument(
             "inputs_embeds" if has_embeds else field,
             f"has {length} tokens; with one to generate at most {limit - 1} fit the context",
+            reason="PROMPT_TOO_LONG",
         )
 
 

@@ -7,6 +7,7 @@ from penstock.router.backends.pool import BackendPool
 from penstock.router.frontend.generate import TextFlow
 from penstock.router.frontend.score_embed import ScoreEmbedFlow
 from penstock.router.frontend.stream_writer import CHAT, GENERATE
+from penstock.router.frontend.tokens import TokenFlow
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, model_pb2, text_pb2, text_pb2_grpc
@@ -15,9 +16,12 @@ from penstock.v1 import common_pb2, model_pb2, text_pb2, text_pb2_grpc
 class TextServicer(text_pb2_grpc.TextServiceServicer):
     """Handlers of TextService. They write streams themselves: an async generator would cost a switch per message."""
 
-    def __init__(self, flow: TextFlow, score_embed: ScoreEmbedFlow, pool: BackendPool, link: TokenizerLink) -> None:
+    def __init__(
+        self, flow: TextFlow, score_embed: ScoreEmbedFlow, tokens: TokenFlow, pool: BackendPool, link: TokenizerLink
+    ) -> None:
         self._flow = flow
         self._score_embed = score_embed
+        self._tokens = tokens
         self._pool = pool
         self._link = link
 
@@ -42,6 +46,18 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
     ) -> text_pb2.DetectWatermarkTextResponse:
         """Return evidence of a watermark in a text or ids."""
         return await self._score_embed.detect_watermark(request, context)
+
+    async def Tokenize(self, request: text_pb2.TokenizeRequest, context: ServerCall) -> text_pb2.TokenizeResponse:  # type: ignore[override]
+        """Encode texts."""
+        return await self._tokens.tokenize(request, context)
+
+    async def Detokenize(self, request: text_pb2.DetokenizeRequest, context: ServerCall) -> text_pb2.DetokenizeResponse:  # type: ignore[override]
+        """Decode runs of ids."""
+        return await self._tokens.detokenize(request, context)
+
+    async def RenderChat(self, request: text_pb2.RenderChatRequest, context: ServerCall) -> text_pb2.RenderChatResponse:  # type: ignore[override]
+        """Return a conversation as the prompt that Chat makes of it."""
+        return await self._tokens.render_chat(request, context)
 
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: ServerCall) -> text_pb2.ListModelsResponse:  # type: ignore[override]
         """List every model that a backend serves or served, each followed by its adapters."""

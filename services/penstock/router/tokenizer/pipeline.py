@@ -43,6 +43,18 @@ class Pipeline:
 
     async def chat(self, request: text_pb2.ChatRequest, timeout: float | None) -> Prompt:
         """Return the prompt of Chat. Raises as TokenizerLink.apply_chat_template; its fields are the request's own."""
+        answer = await self.render(request, timeout)
+        return Prompt(
+            list(answer.token_ids),
+            opens_reasoning=prompt_opens_reasoning(answer.text),
+            template_seconds=answer.template_seconds,
+            tokenize_seconds=answer.tokenize_seconds,
+        )
+
+    async def render(
+        self, request: text_pb2.ChatRequest | text_pb2.RenderChatRequest, timeout: float | None
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        """Render a conversation and encode it. Raises as `chat`."""
         ask = tokenizer_pb2.ApplyChatTemplateRequest(messages=request.messages)
         if request.tools:
             ask.tools.extend(request.tools)
@@ -54,13 +66,7 @@ class Pipeline:
             ask.continue_final_message = request.continue_final_message
         if request.HasField("chat_template_kwargs"):
             ask.chat_template_kwargs.CopyFrom(request.chat_template_kwargs)
-        answer = await self._link.apply_chat_template(ask, timeout)
-        return Prompt(
-            list(answer.token_ids),
-            opens_reasoning=prompt_opens_reasoning(answer.text),
-            template_seconds=answer.template_seconds,
-            tokenize_seconds=answer.tokenize_seconds,
-        )
+        return await self._link.apply_chat_template(ask, timeout)
 
     async def negative_prompt(self, config: config_pb2.GenerationConfig, timeout: float | None) -> None:
         """Replace `negative_prompt_text` of `config` by ids: generation takes no text."""

@@ -1,0 +1,134 @@
+"""Parts that OpenAI's answers share: ids, reasons, usage, log-probabilities, and bytes of events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock_client import Choice, Delta, LogprobEntry, Timings, Usage
+
+# Names of FinishReason -> OpenAI's. `stop_reason` beside it tells the string or id.
+_REASONS: Mapping[str, str] = {
+    "LENGTH": "length",
+    "MAX_TIME": "length",
+    "ABORTED": "length",
+    "TOOL_CALLS": "tool_calls",
+}
+DONE = b"data: [DONE]\n\n"
+
+
+def dumps(value: Any) -> bytes:
+    """JSON as bytes. A half of a character pair, which no UTF-8 has, becomes `?`."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + dumps(value) + b"\n\n"
+
+
+def finish_reason(choice: Choice) -> str:
+    """OpenAI's word for the end of a sequence."""
+    return _REASONS.get(choice.finish_reason or "", "stop")
+
+
+def stop_reason(choice: Choice) -> str | int | None:
+    """The stop string or id that ended it, as vLLM tells it."""
+    return choice.stop_string if choice.stop_string is not None else choice.stop_token_id
+
+
+class Head:
+    """Fields with which every answer and chunk of one request begins."""
+
+    def __init__(self, prefix: str, kind: str, request_id: str, model: str) -> None:
+        self.fields: dict[str, Any] = {
+            "id": f"{prefix}-{request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def with_(self, **more: Any) -> dict[str, Any]:
+        """The fields, and more."""
+        return {**self.fields, **more}
+
+
+def usage_of(usages: Iterable[Usage], *, no_output: bool = False) -> dict[str, Any]:
+    """OpenAI's usage of several requests together. `no_output`: the tokens that were made are not part of the
+    answer."""
+    usages = list(usages)
+
+    def total(name: str) -> int:
+        return sum(getattr(usage, name) for usage in usages)
+
+    prompt, completion = total("prompt_tokens"), 0 if no_output else total("completion_tokens")
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": total("cached_tokens")},
+        "completion_tokens_details": {
+            "reasoning_tokens": total("reasoning_tokens"),
+            "accepted_prediction_tokens": total("accepted_draft_tokens"),
+            "rejected_prediction_tokens": total("rejected_draft_tokens"),
+        },
+    }
+
+
+def extras(started: Any, finished: Any) -> dict[str, Any]:
+    """Penstock's own part of an answer: the seconds of every stage, the seed, and warnings."""
+    timings = Timings.of(finished.timings)
+    shown = {name: getattr(timings, name) for name in Timings.__dataclass_fields__ if name != "proto"}
+    return {
+        "timings": {name: round(seconds, 6) for name, seconds in shown.items() if seconds is not None},
+        "seed": started.seed,
+        "warnings": list(started.warnings),
+    }
+
+
+def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    """Log-probabilities of a chat answer."""
+    return {
+        "content": [
+            {**_chat_token(entry), "top_logprobs": [_chat_token(other) for other in entry.top]} for entry in entries
+        ],
+        "refusal": None,
+    }
+
+
+def _chat_token(entry: LogprobEntry) -> dict[str, Any]:
+    return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.text.encode("utf-8", "replace"))}
+
+
+class TextLogprobs:
+    """Log-probabilities of a completion: four lists of equal length."""
+
+    def __init__(self, offset: int = 0) -> None:
+        """Begin at character `offset` of the text."""
+        self._offset = offset
+
+    def lists(self, entries: Iterable[LogprobEntry]) -> dict[str, Any]:
+        """The lists of the next tokens. A prompt's first token has no log-probability: null."""
+        tokens, logprobs, tops, offsets = [], [], [], []
+        for entry in entries:
+            tokens.append(entry.text)
+            # A rank begins at 1: without one nothing was chosen.
+            logprobs.append(entry.logprob if entry.rank else None)
+            tops.append({other.text: other.logprob for other in reversed(entry.top)} if entry.rank else None)
+            offsets.append(self._offset)
+            self._offset += len(entry.text)
+        return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
+
+
+def tool_call_pieces(delta: Delta) -> list[dict[str, Any]]:
+    """Pieces of tool calls as OpenAI streams them: id, type and name come once, with the first piece."""
+    pieces: list[dict[str, Any]] = []
+    for piece in delta.tool_calls:
+        function: dict[str, Any] = {"arguments": piece.arguments}
+        made: dict[str, Any] = {"index": piece.index, "function": function}
+        if piece.name:
+            made |= {"id": piece.id, "type": "function", "function": {"name": piece.name, **function}}
+        pieces.append(made)
+    return pieces

@@ -1,0 +1,243 @@
+"""Gateway process: OpenAI's HTTP in front of a router, of which it is a plain client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+from penstock_client import AsyncClient, ClientConfig, KeepAliveConfig, TLSConfig
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock import __version__
+from penstock.common.addresses import BoundAddresses
+from penstock.common.credentials import TokenFile, check_channel_files
+from penstock.common.errors import StartupError
+from penstock.common.logging import get_logger
+from penstock.common.metrics import add_process_metrics
+from penstock.gateway.answers import dumps
+from penstock.gateway.chat import chat_completions
+from penstock.gateway.completions import completions
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.endpoint import Clients, Endpoint, Handler, Places
+from penstock.gateway.errors import HttpError, error_bytes, no_route
+from penstock.gateway.http_server import HttpServer
+from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.text_routes import (
+    apply_template,
+    detokenize,
+    embeddings,
+    get_model,
+    list_models,
+    list_options,
+    score,
+    tokenize,
+)
+from penstock.serving.channels import open_channel, watch_health
+from penstock.serving.server import OwnServer
+
+ROUTER_SERVICE = "penstock.v1.TextService"
+# Seconds between tries to watch the router's health.
+_RETRY_SECONDS = 0.5
+# Seconds after the drain for last bytes to leave.
+_CLOSE_SECONDS = 0.5
+_POST: dict[str, Handler] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/v1/embeddings": embeddings,
+    "/v1/score": score,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+    "/apply-template": apply_template,
+}
+_GET: dict[str, Handler] = {
+    "/v1/models": list_models,
+    "/v1/models/{name:path}": get_model,
+    "/options": list_options,
+}
+_log = get_logger("penstock.gateway")
+
+
+class GatewayApp(OwnServer):
+    """The gateway as a service that listens by itself."""
+
+    name = "gateway"
+
+    def __init__(self, config: GatewayConfig, registry: CollectorRegistry) -> None:
+        """Make it inside the event loop that will serve it. Raises StartupError naming the flag of a bad file."""
+        config.validate()
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._config, self._registry = config, registry
+        check_channel_files(config)
+        try:
+            self._client = AsyncClient(config.router, _client_config(config))
+        except ValueError as error:
+            # A token for a router that is neither on this machine nor behind TLS.
+            raise StartupError(
+                "--channel-token-file needs --channel-tls for a router that is not loopback", flag="--channel-tls"
+            ) from error
+        self._clients = Clients(self._client, config)
+        self._metrics = GatewayMetrics(registry)
+        self._places = Places(config.max_requests)
+        self._server = HttpServer(self._application(), config)
+        self._metrics.running.set_function(lambda: self._places.running)
+        self._metrics.connections.set_function(lambda: self._server.connections)
+        self._tokens = (
+            TokenFile(config.metrics_token_file, "--metrics-token-file") if config.metrics_token_file else None
+        )
+        self._router_serves = asyncio.Event()
+        self._health: asyncio.Task[None] | None = None
+        self._address = ""
+
+    @property
+    def addresses(self) -> BoundAddresses:
+        """See OwnServer; metrics are at the same port."""
+        return BoundAddresses(self._address, self._address)
+
+    @property
+    def is_draining(self) -> bool:
+        """True from the beginning of a drain on."""
+        return self._places.is_draining
+
+    async def listen(self) -> BoundAddresses:
+        """Open the port; until `start` returns, /health answers 503."""
+        add_process_metrics(self._registry)
+        self._address = await self._server.listen()
+        _log.info("listening", http=self._address)
+        return self.addresses
+
+    async def start(self) -> None:
+        """Return once the router serves. Raises StartupError naming --router."""
+        if not self._clients.passes_tokens:
+            _log.warning("callers' tokens are not passed on: the connection to the router is in the clear")
+        self._health = asyncio.create_task(self._follow_health())
+        seconds = self._config.start_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._router_serves.wait()
+        except TimeoutError:
+            raise StartupError(
+                f"no router that serves at {self._config.router} within {seconds:g} s", flag="--router"
+            ) from None
+        _log.info("ready", service=self.name)
+
+    async def stop(self, *, drain: bool = True) -> None:
+        """Refuse new requests, wait within the grace for live ones, close."""
+        if drain:
+            try:
+                async with asyncio.timeout(self._config.drain_grace_seconds):
+                    await self._places.drain()
+            except TimeoutError:
+                _log.warning("drain grace is over, live requests end now", requests=self._places.running)
+        self._places.is_draining = True
+        await self._server.close(_CLOSE_SECONDS)
+        if self._health is not None:
+            self._health.cancel()
+            await asyncio.gather(self._health, return_exceptions=True)
+        await self._client.close()
+
+    def status_lines(self) -> list[str]:
+        """Lines for the start-up print."""
+        scheme = "https" if self._config.is_tls else "http"
+        return [f"OpenAI's API at {scheme}://{self._address}/v1, router {self._config.router}"]
+
+    async def _follow_health(self) -> None:
+        """Know at all times whether the router serves."""
+        # Health needs no token.
+        channel = open_channel(self._config.router, replace(self._config, channel_token_file=None))
+        async with channel:
+            while True:
+                with contextlib.suppress(grpc.RpcError):
+                    async with contextlib.aclosing(watch_health(channel, ROUTER_SERVICE)) as updates:
+                        async for is_serving in updates:
+                            (self._router_serves.set if is_serving else self._router_serves.clear)()
+                self._router_serves.clear()
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    def _application(self) -> Starlette:
+        def route(path: str, handler: Handler, method: str) -> Route:
+            endpoint = Endpoint(
+                path,
+                handler,
+                clients=self._clients,
+                config=self._config,
+                places=self._places,
+                metrics=self._metrics,
+                has_body=method == "POST",
+            )
+            return Route(path, endpoint, methods=[method])
+
+        plain = {"/health": self._answer_health, "/version": self._answer_version, "/metrics": self._answer_metrics}
+        origins = list(self._config.allowed_origin)
+        browsers = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-penstock-ignored-fields", "retry-after"],
+        )
+        return Starlette(
+            routes=[
+                *(route(path, handler, "POST") for path, handler in _POST.items()),
+                *(route(path, handler, "GET") for path, handler in _GET.items()),
+                *(Route(path, handler, methods=["GET"]) for path, handler in plain.items()),
+            ],
+            middleware=[browsers] if origins else [],
+            exception_handlers={404: self._no_route, 405: self._no_method},
+        )
+
+    async def _answer_health(self, request: Request) -> Response:
+        """Answer 200 while the router serves and this process takes requests, else 503."""
+        is_up = self._router_serves.is_set() and not self._places.is_draining
+        return _json({"status": "ok" if is_up else "unavailable"}, 200 if is_up else 503)
+
+    async def _answer_version(self, request: Request) -> Response:
+        return _json({"version": __version__}, 200)
+
+    async def _answer_metrics(self, request: Request) -> Response:
+        if self._tokens is not None and not self._tokens.accepts(request.headers.get("authorization")):
+            error = HttpError(401, "/metrics needs a bearer token of --metrics-token-file", reason="UNAUTHENTICATED")
+            return Response(error_bytes(error, {}), 401, {"www-authenticate": "Bearer"}, "application/json")
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _no_route(self, request: Request, _: Exception) -> Response:
+        self._metrics.requests("other", "404").inc()
+        return Response(error_bytes(no_route(), {}), 404, media_type="application/json")
+
+    async def _no_method(self, request: Request, _: Exception) -> Response:
+        self._metrics.requests("other", "405").inc()
+        error = HttpError(405, "this path takes another method", reason="METHOD_NOT_ALLOWED")
+        return Response(error_bytes(error, {}), 405, media_type="application/json")
+
+
+def _json(value: object, status: int) -> Response:
+    return Response(dumps(value), status, media_type="application/json")
+
+
+def _client_config(config: GatewayConfig) -> ClientConfig:
+    """The client's side of the configuration. Raises StartupError for an unreadable token file."""
+    tls = None
+    if config.is_channel_tls:
+        ca, cert, key = (
+            Path(path).expanduser() if path else None
+            for path in (config.channel_tls_ca, config.channel_tls_cert, config.channel_tls_key)
+        )
+        tls = TLSConfig(ca_file=ca, cert_file=cert, key_file=key, server_name=config.channel_tls_server_name)
+    token = None
+    if config.channel_token_file is not None:
+        tokens = TokenFile(config.channel_token_file, "--channel-token-file")
+        token = tokens.authorization().partition(" ")[2]
+    return ClientConfig(
+        tls=tls,
+        token=token,
+        keepalive=KeepAliveConfig(interval=config.keepalive_seconds, timeout=config.keepalive_timeout_seconds),
+        max_receive_bytes=config.max_message_bytes,
+    )

@@ -1,0 +1,201 @@
+"""`/v1/chat/completions`: a conversation in, an answer out, whole or as events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from penstock_client import AsyncStream, Choice, Completion, Usage
+
+from penstock.common.errors import InvalidArgument
+from penstock.gateway.answers import (
+    DONE,
+    Head,
+    chat_logprobs,
+    dumps,
+    event,
+    extras,
+    finish_reason,
+    stop_reason,
+    tool_call_pieces,
+    usage_of,
+)
+from penstock.gateway.endpoint import Answer, HttpCall
+from penstock.gateway.request_fields import Fields, checked, messages_of, options_of, tools_of
+
+
+async def chat_completions(call: HttpCall) -> Answer:
+    """Answer a conversation. Raises PenstockError."""
+    fields = Fields(call)
+    is_stream = fields.get("stream", bool, False)
+    wants_usage = include_usage(fields)
+    options = options_of(fields, call)
+    wants_logprobs = _take_logprobs(fields, options, call)
+    stream = open_chat(fields, call, options)
+    if is_stream:
+        return _events(stream, call, wants_logprobs=wants_logprobs, wants_usage=wants_usage)
+    async with stream:
+        completion = await stream.result()
+    call.request_id = completion.started.request_id
+    return dumps(_whole(completion, wants_logprobs=wants_logprobs))
+
+
+def open_chat(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStream:
+    """Take what is left of a chat's fields, report the ignored ones, and send the request."""
+    messages = messages_of(fields.raw("messages"), call)
+    tools = tools_of(fields.raw("tools"))
+    if not _uses_tools(fields):
+        tools = ()
+    documents = fields.get("documents", list, [])
+    variables = dict(fields.get("chat_template_kwargs", dict, {}))
+    if (effort := fields.maybe("reasoning_effort", str)) is not None:
+        variables.setdefault("reasoning_effort", effort)
+    options["model"] = fields.get("model", str, "")
+    fields.done()
+    return checked(
+        options,
+        lambda: call.client.chat(
+            messages,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=variables or None,
+            timeout=call.config.answer_seconds,
+            **options,
+        ),
+    )
+
+
+def _uses_tools(fields: Fields) -> bool:
+    """False for tool_choice none. Raises InvalidArgument for choices that the router cannot force yet."""
+    choice = fields.raw("tool_choice")
+    if choice in (None, "auto", "none"):
+        return choice != "none"
+    # Here a forced call will go into the request, once the router takes one.
+    raise InvalidArgument("tool_choice", "must be auto or none: a call cannot be forced yet")
+
+
+def include_usage(fields: Fields) -> bool:
+    """Take stream_options. Raises InvalidArgument."""
+    options = fields.maybe("stream_options", dict) or {}
+    return options.get("include_usage") is True
+
+
+def _take_logprobs(fields: Fields, options: dict[str, Any], call: HttpCall) -> bool:
+    """Take logprobs and top_logprobs; the second needs the first. Raises InvalidArgument."""
+    wants, top = fields.get("logprobs", bool, False), fields.maybe("top_logprobs", int)
+    if top is not None and not wants:
+        raise InvalidArgument("top_logprobs", "needs logprobs: true")
+    if wants:
+        options["top_logprobs"] = top or 0
+    call.names["top_logprobs"] = "top_logprobs"
+    return wants
+
+
+def _whole(completion: Completion, *, wants_logprobs: bool) -> dict[str, Any]:
+    started = completion.started
+    head = Head("chatcmpl", "chat.completion", started.request_id, started.model)
+    return head.with_(
+        choices=[_choice(choice, wants_logprobs=wants_logprobs) for choice in completion.choices],
+        usage=usage_of([completion.usage]),
+        system_fingerprint=None,
+        penstock=extras(started, completion.finished),
+    )
+
+
+def _choice(choice: Choice, *, wants_logprobs: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in choice.tool_calls
+        ]
+    made = {
+        "index": choice.index,
+        "message": message,
+        "logprobs": chat_logprobs(choice.logprobs) if wants_logprobs else None,
+        "finish_reason": finish_reason(choice),
+        "stop_reason": stop_reason(choice),
+    }
+    if choice.token_ids:
+        made["token_ids"] = choice.token_ids
+    return made
+
+
+async def _events(
+    stream: AsyncStream, call: HttpCall, *, wants_logprobs: bool, wants_usage: bool
+) -> AsyncIterator[bytes]:
+    """Chunks of a streamed answer, in OpenAI's order: role, deltas, reasons, usage, [DONE]."""
+    begun: set[int] = set()
+    head: Head | None = None
+    template = b""
+    # What a chunk of plain text has around its text, by index: only the text is new for a token.
+    around: dict[int, tuple[bytes, bytes]] = {}
+
+    def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return template + dumps([choice]) + tail
+
+    # With include_usage every chunk but the last has a usage of null.
+    tail = b',"usage":null}\n\n' if wants_usage else b"}\n\n"
+    async with stream:
+        state = stream.state
+        async for delta in stream:
+            if head is None:
+                head = _head(state.started, call)
+                template = _opened(head)
+            index = delta.index
+            first = b""
+            if index not in begun:
+                begun.add(index)
+                first = chunk(index, {"role": "assistant", "content": ""})
+            if delta.text and not (delta.reasoning or delta.tool_calls or wants_logprobs or delta.token_ids):
+                if index not in around:
+                    made = chunk(index, {"content": "\0"})
+                    before, _, after = made.partition(b'"\\u0000"')
+                    around[index] = (before, after)
+                before, after = around[index]
+                yield first + before + dumps(delta.text) + after
+                continue
+            content: dict[str, Any] = {}
+            if delta.reasoning:
+                content["reasoning_content"] = delta.reasoning
+            if delta.text:
+                content["content"] = delta.text
+            if delta.tool_calls:
+                content["tool_calls"] = tool_call_pieces(delta)
+            more: dict[str, Any] = {}
+            if wants_logprobs and delta.logprobs:
+                more["logprobs"] = chat_logprobs(delta.logprobs)
+            if delta.token_ids:
+                more["token_ids"] = delta.token_ids
+            if content or more:
+                first += chunk(index, content, **more)
+            if first:
+                yield first
+        started, finished = state.started, state.finished
+        if head is None:
+            head = _head(started, call)
+            template = _opened(head)
+        last = b""
+        for index in sorted(state.choices):
+            choice = state.choices[index]
+            if index not in begun:
+                last += chunk(index, {"role": "assistant", "content": ""})
+            last += chunk(index, {}, finish_reason=finish_reason(choice), stop_reason=stop_reason(choice))
+        own = extras(started, finished)
+        if wants_usage and finished is not None:
+            last += event(head.with_(choices=[], usage=usage_of([Usage.of(finished.usage)]), penstock=own))
+        yield last + DONE
+
+
+def _head(started: Any, call: HttpCall) -> Head:
+    call.request_id = started.request_id
+    return Head("chatcmpl", "chat.completion.chunk", started.request_id, started.model)
+
+
+def _opened(head: Head) -> bytes:
+    """Bytes of a chunk up to its choices."""
+    return b"data: " + dumps(head.fields)[:-1] + b',"choices":'

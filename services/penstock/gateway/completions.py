@@ -1,0 +1,297 @@
+"""`/v1/completions`: texts or token ids in, their continuations out; echo and logprobs as lm-eval reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock_client import AsyncStream, Choice, Completion, Delta, LogprobEntry, Usage
+
+from penstock.common.errors import InvalidArgument
+from penstock.gateway.answers import (
+    DONE,
+    Head,
+    TextLogprobs,
+    dumps,
+    event,
+    extras,
+    finish_reason,
+    stop_reason,
+    usage_of,
+)
+from penstock.gateway.chat import include_usage
+from penstock.gateway.endpoint import Answer, HttpCall
+from penstock.gateway.request_fields import Fields, checked, options_of, token_lists
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A request that was read: prompts, options, and how its answer looks."""
+
+    prompts: Sequence[str | list[int]]
+    options: dict[str, Any]
+    is_stream: bool
+    wants_usage: bool
+    # Alternatives that `logprobs` asks for; None: no log-probabilities.
+    logprobs: int | None
+    echo: bool
+    # max_tokens 0: the engine makes one token, which is left out.
+    no_output: bool
+    call: HttpCall
+    # Answers of one prompt.
+    count: int = field(default=1)
+
+    def open(self, prompt: str | list[int]) -> AsyncStream:
+        """Send the request for one prompt."""
+        call = self.call
+        return checked(
+            self.options,
+            lambda: call.client.generate(prompt, timeout=call.config.answer_seconds, **self.options),
+        )
+
+
+async def completions(call: HttpCall) -> Answer:
+    """Complete prompts. Raises PenstockError."""
+    plan = _read(call)
+    if plan.is_stream:
+        return _events(plan)
+    answers = await _all(plan)
+    started = answers[0].started
+    call.request_id = started.request_id
+    head = Head("cmpl", "text_completion", started.request_id, started.model)
+    numbers = itertools.count()
+    return dumps(
+        head.with_(
+            choices=[_choice(plan, answer, choice, next(numbers)) for answer in answers for choice in answer.choices],
+            usage=usage_of((answer.usage for answer in answers), no_output=plan.no_output),
+            system_fingerprint=None,
+            penstock=extras(started, answers[0].finished),
+        )
+    )
+
+
+def _read(call: HttpCall) -> _Plan:
+    fields = Fields(call)
+    prompts = token_lists(fields.raw("prompt"), "prompt")
+    if len(prompts) > call.config.max_prompts:
+        raise InvalidArgument("prompt", f"must have at most {call.config.max_prompts} entries", reason="TOO_MANY")
+    is_stream, echo = fields.get("stream", bool, False), fields.get("echo", bool, False)
+    wants_usage = include_usage(fields)
+    options = options_of(fields, call)
+    # true is vLLM's and llama.cpp's for the chosen token alone.
+    asked = fields.raw("logprobs")
+    logprobs = {True: 0, False: None}[asked] if isinstance(asked, bool) else fields.maybe("logprobs", int)
+    if fields.raw("suffix"):
+        raise InvalidArgument("suffix", "is not supported")
+    no_output = options.get("max_new_tokens") == 0
+    if no_output:
+        options["max_new_tokens"] = 1
+    if echo:
+        options["echo"] = True
+    if logprobs is not None:
+        options["top_logprobs"], call.names["top_logprobs"] = logprobs, "logprobs"
+        if echo:
+            options["prompt_logprobs"], call.names["prompt_logprobs"] = logprobs, "logprobs"
+    if no_output:
+        # Tells output from the echo.
+        options["return_token_ids"] = True
+    options["model"] = fields.get("model", str, "")
+    fields.done()
+    if options.get("request_id") and len(prompts) > 1:
+        raise InvalidArgument("request_id", "is for one prompt")
+    count = options.get("num_return_sequences") or 1
+    return _Plan(prompts, options, is_stream, wants_usage, logprobs, echo, no_output, call, count)
+
+
+async def _all(plan: _Plan) -> list[Completion]:
+    """Answers of all prompts, in order. The first error ends the others."""
+    turns = asyncio.Semaphore(plan.call.config.concurrent_prompts)
+
+    async def answer(prompt: str | list[int]) -> Completion:
+        async with turns, plan.open(prompt) as stream:
+            return await stream.result() if not plan.no_output else await _echo_only(stream)
+
+    if len(plan.prompts) == 1:
+        return [await answer(plan.prompts[0])]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(prompt)) for prompt in plan.prompts]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _echo_only(stream: AsyncStream) -> Completion:
+    """The answer to a request for no token: its choices hold the echo alone."""
+    echoes: dict[int, str] = {}
+    async for delta in stream:
+        if not delta.token_ids:
+            echoes[delta.index] = echoes.get(delta.index, "") + delta.text
+    completion = stream.state.completion()
+    for choice in completion.choices:
+        _cut(choice, echoes.get(choice.index, ""))
+    return completion
+
+
+def _cut(choice: Choice, echo: str) -> None:
+    choice.text, choice.finish_reason, choice.stop_string, choice.stop_token_id = echo, "LENGTH", None, None
+    choice.token_ids.clear()
+    choice.logprobs.clear()
+
+
+def _prompt_entries(started: Any) -> list[LogprobEntry]:
+    """The prompt's log-probabilities; the first token has none."""
+    return [
+        LogprobEntry(
+            one.chosen.token_id,
+            one.chosen.text,
+            one.chosen.logprob,
+            one.chosen.rank,
+            tuple(LogprobEntry(top.token_id, top.text, top.logprob, top.rank) for top in one.top),
+        )
+        for one in started.prompt_logprobs
+    ]
+
+
+def _choice(plan: _Plan, answer: Completion, choice: Choice, number: int) -> dict[str, Any]:
+    logprobs = None
+    if plan.logprobs is not None:
+        entries = [*(_prompt_entries(answer.started) if plan.echo else ()), *choice.logprobs]
+        logprobs = TextLogprobs().lists(entries)
+    made: dict[str, Any] = {
+        "index": number,
+        "text": choice.text,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason(choice),
+        "stop_reason": stop_reason(choice),
+    }
+    if choice.token_ids:
+        made["token_ids"] = choice.token_ids
+    if "prompt_logprobs" in plan.options and not plan.echo:
+        made["prompt_logprobs"] = TextLogprobs().lists(_prompt_entries(answer.started))
+    return made
+
+
+class _Chunks:
+    """Chunks of a streamed answer."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self._head: Head | None = None
+        self._opened = b""
+        self._tail = b',"usage":null}\n\n' if plan.wants_usage else b"}\n\n"
+        # Choices whose prompt's log-probabilities were sent.
+        self._lists: dict[int, TextLogprobs] = {}
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def begin(self, started: Any) -> None:
+        """Take the facts that all chunks begin with, of whichever prompt is first."""
+        if self._head is None:
+            self._plan.call.request_id = started.request_id
+            self._head = Head("cmpl", "text_completion", started.request_id, started.model)
+            self._opened = b"data: " + dumps(self._head.fields)[:-1] + b',"choices":'
+
+    def delta(self, number: int, delta: Delta, started: Any) -> bytes:
+        """Chunk of new text of one choice; `number` counts choices over all prompts."""
+        plan = self._plan
+        if plan.no_output and delta.token_ids:
+            return self._text(number, "", self._entries(number, (), started))
+        if plan.logprobs is not None or delta.token_ids:
+            entries = self._entries(number, delta.logprobs, started)
+            return self._text(number, delta.text, entries, token_ids=delta.token_ids)
+        if not delta.text:
+            return b""
+        if number not in self._around:
+            before, _, after = self._text(number, "\0", None).partition(b'"\\u0000"')
+            self._around[number] = (before, after)
+        before, after = self._around[number]
+        return before + dumps(delta.text) + after
+
+    def _entries(self, number: int, entries: Sequence[LogprobEntry], started: Any) -> dict[str, Any] | None:
+        if self._plan.logprobs is None:
+            return None
+        front: list[LogprobEntry] = []
+        if number not in self._lists:
+            self._lists[number] = TextLogprobs()
+            front = _prompt_entries(started) if self._plan.echo else []
+        return self._lists[number].lists([*front, *entries])
+
+    def _text(self, number: int, text: str, logprobs: Any, *, token_ids: Sequence[int] = ()) -> bytes:
+        choice: dict[str, Any] = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": None}
+        if token_ids:
+            choice["token_ids"] = token_ids
+        return self._opened + dumps([choice]) + self._tail
+
+    def end(self, number: int, choice: Choice) -> bytes:
+        """Chunk with the reason for which a choice ended."""
+        reason, matched = finish_reason(choice), stop_reason(choice)
+        if self._plan.no_output:
+            reason, matched = "length", None
+        ended = {"index": number, "text": "", "logprobs": None, "finish_reason": reason, "stop_reason": matched}
+        return self._opened + dumps([ended]) + self._tail
+
+    def usage(self, usages: list[Usage], own: dict[str, Any]) -> bytes:
+        """Chunk with the usage, where it was asked for."""
+        if not self._plan.wants_usage or self._head is None:
+            return b""
+        total = usage_of(usages, no_output=self._plan.no_output)
+        return event(self._head.with_(choices=[], usage=total, penstock=own))
+
+
+async def _events(plan: _Plan) -> AsyncIterator[bytes]:
+    """Chunks of all prompts' answers as they come, then usage and [DONE]."""
+    chunks, states = _Chunks(plan), []
+    if len(plan.prompts) == 1:
+        async with plan.open(plan.prompts[0]) as stream:
+            states.append(stream.state)
+            async for piece in _pieces(plan, chunks, stream, 0):
+                yield piece
+    else:
+        # Bounded: a reader that stops holds the prompts' streams up, not memory.
+        pieces: asyncio.Queue[bytes | None] = asyncio.Queue(plan.call.config.concurrent_prompts)
+        turns = asyncio.Semaphore(plan.call.config.concurrent_prompts)
+
+        async def follow(prompt: str | list[int], first: int) -> None:
+            async with turns, plan.open(prompt) as stream:
+                async for piece in _pieces(plan, chunks, stream, first):
+                    await pieces.put(piece)
+                states.append(stream.state)
+
+        async def follow_all() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, prompt in enumerate(plan.prompts):
+                        group.create_task(follow(prompt, number * plan.count))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            finally:
+                # Full only where nobody reads any more.
+                await pieces.put(None)
+
+        task = asyncio.create_task(follow_all())
+        try:
+            while (queued := await pieces.get()) is not None:
+                yield queued
+            await task
+        finally:
+            task.cancel()
+            while not pieces.empty():
+                pieces.get_nowait()
+            await asyncio.gather(task, return_exceptions=True)
+    usages = [Usage.of(state.finished.usage) for state in states if state.finished is not None]
+    yield chunks.usage(usages, extras(states[0].started, states[0].finished)) + DONE
+
+
+async def _pieces(plan: _Plan, chunks: _Chunks, stream: AsyncStream, first: int) -> AsyncIterator[bytes]:
+    """Chunks of one prompt, whose choices count from `first`."""
+    state = stream.state
+    async for delta in stream:
+        started = state.started
+        chunks.begin(started)
+        if piece := chunks.delta(first + delta.index, delta, started):
+            yield piece
+    chunks.begin(state.started)
+    yield b"".join(chunks.end(first + index, state.choices[index]) for index in sorted(state.choices))

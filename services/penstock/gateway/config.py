@@ -1,0 +1,72 @@
+"""Configuration of the HTTP gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.common.config import HTTP_PORT, ROUTER_PORT, ChannelConfig, ProcessConfig, option
+from penstock.common.errors import StartupError
+
+NETWORK, LIMITS, BROWSERS = "Network", "Limits", "Browsers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(ProcessConfig, ChannelConfig):
+    """Configuration of the gateway process: OpenAI's HTTP in front of a router."""
+
+    port: int = option(HTTP_PORT, "HTTP port; 0 takes a free one.", group=NETWORK, minimum=0, maximum=65535)
+    router: str = option(f"127.0.0.1:{ROUTER_PORT}", "Router to call, host:port.", group=NETWORK, metavar="ADDRESS")
+    start_timeout_seconds: float = option(
+        60.0, "Time that the router has to be ready at the start.", group=NETWORK, minimum=0.1
+    )
+    channel_token_file: str | None = option(
+        None,
+        "Send the first bearer token of this file for callers that show none; it lets everybody in who reaches the "
+        "port. A caller's own token goes before it.",
+        group="Connections to other services",
+        metavar="FILE",
+    )
+    metrics_token_file: str | None = option(
+        None,
+        "/metrics needs one of the bearer tokens in this file (one a line; re-read on change).",
+        group="TLS and authentication",
+        metavar="FILE",
+    )
+    allowed_origin: tuple[str, ...] = option(
+        (), "Origin whose pages may call from a browser (CORS), * for any; none by default.", group=BROWSERS
+    )
+
+    max_body_bytes: int = option(4 << 20, "Largest body of a request.", group=LIMITS, minimum=1024)
+    body_seconds: float = option(60.0, "Time until the body of a request is whole.", group=LIMITS, minimum=0.1)
+    max_header_bytes: int = option(64 << 10, "Request line and headers of a request.", group=LIMITS, minimum=1024)
+    header_seconds: float = option(
+        10.0, "Time for a connection's TLS handshake, and for the headers of a request.", group=LIMITS, minimum=0.1
+    )
+    idle_seconds: float = option(
+        75.0, "A connection without a request is closed after so long.", group=LIMITS, minimum=1.0
+    )
+    max_connections: int = option(2048, "Connections at a time; more are closed at once.", group=LIMITS, minimum=1)
+    max_requests: int = option(1024, "Requests at work at a time; more are refused with 429.", group=LIMITS, minimum=1)
+    answer_seconds: float | None = option(
+        None, "Deadline of a request, which travels to the engine; none when left out.", group=LIMITS, minimum=0.1
+    )
+    stalled_reader_seconds: float = option(
+        60.0, "A reader of an answer that takes nothing for so long is cut off.", group=LIMITS, minimum=0.1
+    )
+    max_prompts: int = option(256, "Prompts of one request of /v1/completions.", group=LIMITS, minimum=1)
+    concurrent_prompts: int = option(16, "Of these so many are with the router at once.", group=LIMITS, minimum=1)
+    max_ignored_fields: int = option(
+        32, "Unknown fields of a request that x-penstock-ignored-fields lists.", group=LIMITS, minimum=0
+    )
+
+    def validate(self) -> None:
+        """Raises StartupError naming the flag."""
+        super().validate()
+        host, _, port = self.router.rpartition(":")
+        if not host or not port.isdigit():
+            raise StartupError(f"--router {self.router!r}: expected host:port", flag="--router")
+
+    @property
+    def is_channel_tls(self) -> bool:
+        """True when calls to the router go through TLS."""
+        return bool(self.channel_tls or self.channel_tls_ca or self.channel_tls_cert)

@@ -1,0 +1,337 @@
+"""One HTTP request from its headers to its end: bounds, body, answer or stream, errors, readers that leave or stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from penstock_client import AsyncClient
+
+from penstock.common.credentials import bearer_token
+from penstock.common.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    PenstockError,
+    Unauthenticated,
+    Unavailable,
+    from_rpc_error,
+)
+from penstock.common.logging import get_logger
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.errors import HttpError, error_bytes, error_headers, internal, status_of
+from penstock.gateway.http_server import ABORT
+from penstock.gateway.metrics import GatewayMetrics
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+# Whole answer as JSON, or an answer in pieces.
+Answer = bytes | AsyncIterator[bytes]
+
+_JSON = (b"content-type", b"application/json")
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx would collect the pieces.
+    (b"x-accel-buffering", b"no"),
+]
+_GONE = 499
+_log = get_logger("penstock.gateway")
+
+
+@dataclass(slots=True)
+class HttpCall:
+    """Facts of a request for its handler, and of the answer from it."""
+
+    body: dict[str, Any]
+    client: AsyncClient
+    config: GatewayConfig
+    # Last part of a path such as /v1/models/NAME.
+    tail: str = ""
+    # Option -> the name by which the request set it.
+    names: dict[str, str] = field(default_factory=dict)
+    # Fields that nothing reads.
+    ignored: list[str] = field(default_factory=list)
+    # Known before the answer begins.
+    request_id: str = ""
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers that every answer has."""
+        found = [(b"x-request-id", self.request_id.encode("ascii", "ignore"))] if self.request_id else []
+        if self.ignored:
+            shown = [name for name in self.ignored if name.isascii() and name.isprintable()]
+            listed = ", ".join(name[:64] for name in shown[: self.config.max_ignored_fields])
+            found.append((b"x-penstock-ignored-fields", listed.encode()))
+        return found
+
+
+Handler = Callable[[HttpCall], Awaitable[Answer]]
+
+
+class Clients:
+    """Clients of the router: one connection, a view of it for each caller's token."""
+
+    def __init__(self, client: AsyncClient, config: GatewayConfig) -> None:
+        self._client = client
+        host = config.router.rpartition(":")[0].strip("[]")
+        # A token must not travel in the clear; a router without tokens does not miss it.
+        self._passes_tokens = config.is_channel_tls or host in ("localhost", "127.0.0.1", "::1")
+
+    @property
+    def passes_tokens(self) -> bool:
+        """True when callers' tokens reach the router."""
+        return self._passes_tokens
+
+    def of(self, authorization: bytes | None) -> AsyncClient:
+        """Return the client for a caller with this header. Raises Unauthenticated for a token that is none."""
+        token = bearer_token(authorization)
+        if not token or not self._passes_tokens:
+            return self._client
+        try:
+            text = token.decode("ascii")
+        except UnicodeDecodeError:
+            text = "\n"
+        if not text.isprintable():
+            raise Unauthenticated("the bearer token has characters that no token has", reason="UNAUTHENTICATED")
+        return self._client.with_token(text)
+
+
+class Places:
+    """Bound on requests at work, and the drain."""
+
+    def __init__(self, most: int) -> None:
+        self.running = 0
+        self.is_draining = False
+        self._most = most
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def enter(self) -> None:
+        """Take a place. Raises HttpError 429 at the bound, Unavailable in a drain."""
+        if self.is_draining:
+            raise Unavailable("the gateway is shutting down", reason="DRAINING", retry_after_seconds=1.0)
+        if self.running >= self._most:
+            raise HttpError(
+                429,
+                "as many requests are at work as --max-requests allows",
+                reason="MAX_REQUESTS",
+                retry_after_seconds=1.0,
+            )
+        self.running += 1
+        self._empty.clear()
+
+    def leave(self) -> None:
+        """Give the place back."""
+        self.running -= 1
+        if not self.running:
+            self._empty.set()
+
+    async def drain(self) -> None:
+        """Refuse new requests; return once those at work have ended."""
+        self.is_draining = True
+        await self._empty.wait()
+
+
+class Endpoint:
+    """ASGI application of one route: JSON in, JSON or server-sent events out."""
+
+    def __init__(
+        self,
+        route: str,
+        handler: Handler,
+        *,
+        clients: Clients,
+        config: GatewayConfig,
+        places: Places,
+        metrics: GatewayMetrics,
+        has_body: bool = True,
+    ) -> None:
+        self._route, self._handler, self._has_body = route, handler, has_body
+        self._clients, self._config, self._places, self._metrics = clients, config, places, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; never raises but when its task is cancelled from outside."""
+        begin = time.monotonic()
+        exchange = _Exchange(scope, receive, send, self._config, self._metrics, begin)
+        call: HttpCall | None = None
+        try:
+            self._places.enter()
+        except PenstockError as error:
+            # The body is not read: uvicorn closes the connection where there is one.
+            await exchange.refuse(error, call)
+        else:
+            try:
+                headers = dict(scope["headers"])
+                body = await exchange.read_body(headers) if self._has_body else {}
+                client = self._clients.of(headers.get(b"authorization"))
+                tail = str(scope.get("path_params", {}).get("name", ""))
+                call = HttpCall(body, client, self._config, tail)
+                await exchange.run(self._handler, call)
+            except PenstockError as error:
+                await exchange.refuse(error, call)
+            finally:
+                self._places.leave()
+        self._metrics.requests(self._route, str(exchange.status)).inc()
+        self._metrics.duration.observe(time.monotonic() - begin)
+
+
+class _Exchange:
+    """The reader's side of one request."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, config: GatewayConfig, metrics: GatewayMetrics, begin: float
+    ) -> None:
+        self.status = 0
+        self._scope, self._receive, self._send = scope, receive, send
+        self._config, self._metrics, self._begin = config, metrics, begin
+        self._task = asyncio.current_task()
+        self._is_gone = False
+        self._has_stalled = False
+        # Time at which the send under way began.
+        self._sending_since: float | None = None
+
+    async def read_body(self, headers: Mapping[bytes, bytes]) -> dict[str, Any]:
+        """Return the body, a JSON object. Raises HttpError and InvalidArgument."""
+        most, body = self._config.max_body_bytes, bytearray()
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and len(length) < 20 and int(length) > most:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._config.body_seconds):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        self._is_gone = True
+                        raise HttpError(_GONE, "the caller left", reason="CLIENT_GONE")
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise HttpError(
+                408, f"the body was not whole within {self._config.body_seconds:g} s", reason="BODY_TIMEOUT"
+            ) from None
+        return _parsed(bytes(body))
+
+    def _too_large(self) -> HttpError:
+        return HttpError(
+            413,
+            f"the body has more than {self._config.max_body_bytes} bytes (--max-body-bytes)",
+            reason="BODY_TOO_LARGE",
+        )
+
+    async def run(self, handler: Handler, call: HttpCall) -> None:
+        """Let the handler answer, as long as there is a reader. Raises PenstockError while nothing is sent."""
+        watcher = asyncio.create_task(self._watch())
+        try:
+            answer = await _checked(handler(call))
+            if isinstance(answer, bytes):
+                await self._send_whole(200, answer, call.headers())
+            else:
+                await self._stream(answer, call)
+        except asyncio.CancelledError:
+            if not self._is_gone or self._task is None or self._task.uncancel():
+                raise
+            self.status = _GONE
+            (self._metrics.stalled if self._has_stalled else self._metrics.left).inc()
+        finally:
+            watcher.cancel()
+
+    async def _watch(self) -> None:
+        """Cancel the request when its reader has gone, or takes nothing for too long."""
+        stalled, loop = self._config.stalled_reader_seconds, asyncio.get_running_loop()
+        gone = asyncio.ensure_future(self._receive())
+        try:
+            while not gone.done():
+                await asyncio.wait([gone], timeout=stalled / 4)
+                since = self._sending_since
+                if since is not None and loop.time() - since > stalled:
+                    self._has_stalled = True
+                    self._scope["extensions"][ABORT]["call"]()
+                    break
+        finally:
+            gone.cancel()
+        self._is_gone = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _stream(self, pieces: AsyncIterator[bytes], call: HttpCall) -> None:
+        """Send pieces as they come. The first is awaited before the status is sent: until then an error has one."""
+        clock = asyncio.get_running_loop().time
+        try:
+            first = await _checked(anext(pieces))
+            self._metrics.first_token.observe(time.monotonic() - self._begin)
+            self.status = 200
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *call.headers()]})
+            await self._send({"type": "http.response.body", "body": first, "more_body": True})
+            try:
+                async for piece in pieces:
+                    self._sending_since = clock()
+                    await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                    self._sending_since = None
+            except (PenstockError, grpc.RpcError) as error:
+                # The status has gone: the error is an event, after which [DONE] does not come.
+                known = error if isinstance(error, PenstockError) else from_rpc_error(error)
+                self.status = status_of(known)
+                last = b"data: " + error_bytes(known, call.names) + b"\n\n"
+                await self._send({"type": "http.response.body", "body": last, "more_body": True})
+            except Exception:
+                _log.exception("a stream failed", route=self._scope.get("path"))
+                self.status = 500
+                last = b"data: " + error_bytes(internal(), call.names) + b"\n\n"
+                await self._send({"type": "http.response.body", "body": last, "more_body": True})
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if (close := getattr(pieces, "aclose", None)) is not None:
+                await close()
+
+    async def refuse(self, error: PenstockError, call: HttpCall | None) -> None:
+        """Answer with an error."""
+        self.status = status_of(error)
+        if self._is_gone:
+            return
+        headers = [*error_headers(error), *(call.headers() if call is not None else ())]
+        if call is None and self.status in (408, 413):
+            # What is left of the body is not read.
+            headers.append((b"connection", b"close"))
+        await self._send_whole(self.status, error_bytes(error, call.names if call is not None else {}), headers)
+
+    async def _send_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        length = (b"content-length", str(len(body)).encode())
+        await self._send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *headers]})
+        self._sending_since = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self._sending_since = None
+
+
+async def _checked(work: Awaitable[Any]) -> Any:
+    """Await `work`. Raises PenstockError for all that goes wrong in it."""
+    try:
+        return await work
+    except PenstockError:
+        raise
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    except TimeoutError as error:
+        raise DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED") from error
+    except Exception as error:
+        _log.exception("a request failed")
+        raise internal() from error
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    """Return a JSON object. Raises InvalidArgument."""
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        raise InvalidArgument("body", "must be a JSON object (UTF-8)", reason="MALFORMED_MESSAGE") from None
+    if not isinstance(parsed, dict):
+        raise InvalidArgument("body", "must be a JSON object", reason="MALFORMED_MESSAGE")
+    return parsed

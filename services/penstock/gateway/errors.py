@@ -1,0 +1,103 @@
+"""Errors as OpenAI's API has them: a status and `{"error": {…}}`, with Penstock's reason and field inside."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from penstock.common.errors import Internal, InvalidArgument, NotFound, PenstockError
+
+_Code = grpc.StatusCode
+_STATUSES: Mapping[_Code, tuple[int, str]] = {
+    _Code.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    _Code.FAILED_PRECONDITION: (400, "invalid_request_error"),
+    _Code.UNAUTHENTICATED: (401, "authentication_error"),
+    _Code.PERMISSION_DENIED: (403, "permission_error"),
+    _Code.NOT_FOUND: (404, "not_found_error"),
+    _Code.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    _Code.CANCELLED: (499, "cancelled_error"),
+    _Code.INTERNAL: (500, "server_error"),
+    _Code.ABORTED: (500, "server_error"),
+    _Code.UNIMPLEMENTED: (501, "server_error"),
+    _Code.UNAVAILABLE: (503, "service_unavailable_error"),
+    _Code.DEADLINE_EXCEEDED: (504, "timeout_error"),
+}
+# OpenAI's codes, where it has one for a reason of ours; else it is the reason in small letters.
+_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
+# Messages of the protos, which HTTP's fields are not in.
+_SECTIONS = ("config", "stop", "output", "constraint")
+
+
+class HttpError(PenstockError):
+    """A fault of HTTP itself, with the status that tells it."""
+
+    def __init__(self, status: int, message: str, *, reason: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message, reason=reason, retry_after_seconds=retry_after_seconds)
+        self.status = status
+
+
+def status_of(error: PenstockError) -> int:
+    """Status of an answer that is this error."""
+    return error.status if isinstance(error, HttpError) else _STATUSES.get(error.code, (500, ""))[0]
+
+
+def error_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return OpenAI's object. `names`: how the request spelt an option, by the option's name."""
+    if isinstance(error, HttpError):
+        kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+    else:
+        kind = _STATUSES.get(error.code, (500, "server_error"))[1]
+    # The body as a whole is no parameter.
+    param = None if error.field in (None, "body") else http_name(error.field or "", names)
+    message = error.message
+    if isinstance(error, InvalidArgument) and param is not None:
+        # In the request's own words.
+        message = f"{param}: {error.description}"
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": param,
+            "code": _CODES.get(error.reason, error.reason.lower()),
+            "reason": error.reason,
+            "field": error.field,
+        }
+    }
+
+
+def error_bytes(error: PenstockError, names: Mapping[str, str]) -> bytes:
+    """`error_body` as JSON."""
+    return json.dumps(error_body(error, names), ensure_ascii=False).encode("utf-8", "replace")
+
+
+def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:
+    """Headers that tell when to try again, or not to: OpenAI's clients obey both."""
+    if error.retry_after_seconds is not None:
+        # Whole seconds are all that the header has.
+        return [(b"retry-after", str(max(1, math.ceil(error.retry_after_seconds))).encode())]
+    if status_of(error) == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    # A request that no free place would help, such as one that is too large for the pool.
+    return [(b"x-should-retry", b"false")] if error.code is _Code.RESOURCE_EXHAUSTED else []
+
+
+def http_name(field: str, names: Mapping[str, str]) -> str:
+    """Name of a proto's field as the request has it: `config.max_new_tokens` may be `max_tokens`."""
+    section, _, rest = field.partition(".")
+    name = rest if section in _SECTIONS and rest else field
+    head, bracket, tail = name.partition("[")
+    return names.get(head, head) + bracket + tail
+
+
+def internal() -> Internal:
+    """The error of a fault that is in the log."""
+    return Internal("internal error; the log has the cause", reason="INTERNAL")
+
+
+def no_route() -> NotFound:
+    """The error of an unknown path."""
+    return NotFound("no such path; docs/guide/gateway.md lists those that there are", reason="PATH_NOT_FOUND")

@@ -1,0 +1,43 @@
+"""Prometheus metrics of the gateway: everything under `penstock_gateway_`. Labels come from closed sets only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from penstock.common.histograms import StepHistogram
+from penstock.common.metrics import LATENCY_BUCKETS
+
+PREFIX = "penstock_gateway_"
+
+
+class GatewayMetrics:
+    """Metrics of one gateway process. `route` is a path of the table of routes, or `other`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        requests = Counter(
+            PREFIX + "http_requests_total",
+            "Requests ended, by route and status.",
+            ("route", "status"),
+            registry=registry,
+        )
+        # Looking a counter up takes three times as long as counting.
+        self.requests: Callable[..., Counter] = cache(requests.labels)
+        self.running = Gauge(PREFIX + "http_requests_in_flight", "Requests at work.", registry=registry)
+        self.connections = Gauge(PREFIX + "http_connections", "Open connections.", registry=registry)
+        self.first_token = StepHistogram(
+            PREFIX + "time_to_first_token_seconds",
+            "Request received to first bytes of a streamed answer.",
+            {},
+            LATENCY_BUCKETS,
+            registry,
+        )
+        self.duration = StepHistogram(
+            PREFIX + "http_request_duration_seconds", "Request received to its end.", {}, LATENCY_BUCKETS, registry
+        )
+        self.left = Counter(PREFIX + "readers_left_total", "Readers that left before the end.", registry=registry)
+        self.stalled = Counter(
+            PREFIX + "readers_stalled_total", "Readers cut off since they took nothing for too long.", registry=registry
+        )

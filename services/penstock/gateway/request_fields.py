@@ -1,0 +1,281 @@
+"""Fields of a JSON body: read by name and type, and turned into options of generate().
+
+Every option of the table (`penstock_client.GenerationOptions`) is a field under its own name. OpenAI's and vLLM's names
+for some of them come on top. A field that nothing has read when the request is made is reported as ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from penstock_client import GenerationOptions, check_options
+
+from penstock.common.errors import InvalidArgument
+from penstock.gateway.endpoint import HttpCall
+from penstock.generation.options.table import CONFIG
+
+T = TypeVar("T")
+# Options by their own names, except those that a route sets itself.
+_OWN_NAMES = frozenset(GenerationOptions.__optional_keys__) - {
+    *("config", "model", "top_logprobs", "echo"),
+    # Tensors have no place in JSON answers.
+    *("output_scores", "output_logits", "output_hidden_states", "output_attentions", "scores_top_k", "tensor_steps"),
+}
+_TENSORS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+# OpenAI's and vLLM's names of options. The first that is set wins.
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "max_new_tokens": ("max_completion_tokens", "max_tokens"),
+    "min_new_tokens": ("min_tokens",),
+    "num_return_sequences": ("n",),
+    "stop_strings": ("stop",),
+    "include_stop_string_in_output": ("include_stop_str_in_output",),
+    "typical_p": ("typical",),
+}
+# vLLM's names of constraints, within `structured_outputs` and as fields of their own.
+_CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+# Options that ask for sampling when nothing else says how to decode.
+_SAMPLING = tuple(name for name, spec in CONFIG.items() if spec.is_sampling_only)
+# Options that choose another mode than sampling.
+_MODES = (
+    *("do_sample", "num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "force_words_ids", "constraints"),
+)
+_TOGETHER = re.compile(r"options '(\w+)' and '(\w+)' do not go together")
+_NAMED = re.compile(r"option '(\w+)': (.*)", re.DOTALL)
+# Words for JSON's types.
+_WORDS: Mapping[Any, str] = {
+    str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object",
+}  # fmt: skip
+
+
+class Fields:
+    """A body of which fields are taken one by one."""
+
+    def __init__(self, call: HttpCall) -> None:
+        self._call = call
+        self._body = call.body
+        self._taken: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return self._body.get(name) is not None
+
+    def raw(self, name: str) -> Any:
+        """Take a field as it is; None where it is absent or null."""
+        self._taken.add(name)
+        return self._body.get(name)
+
+    def get(self, name: str, kind: type[T], default: T) -> T:
+        """Take a field of a type. Raises InvalidArgument naming it."""
+        value = self.raw(name)
+        return default if value is None else typed(value, kind, name)
+
+    def maybe(self, name: str, kind: type[T]) -> T | None:
+        """Take a field of a type, None where it is absent or null. Raises InvalidArgument naming it."""
+        value = self.raw(name)
+        return None if value is None else typed(value, kind, name)
+
+    def done(self) -> None:
+        """Report the fields that nothing has taken; null asks for nothing."""
+        self._call.ignored += [
+            name for name, value in self._body.items() if name not in self._taken and value is not None
+        ]
+
+
+def typed(value: Any, kind: type[T], name: str) -> T:
+    """Return `value`, which must be of a JSON type. Raises InvalidArgument naming the field."""
+    is_bool = isinstance(value, bool)
+    if kind is float and isinstance(value, int) and not is_bool:
+        return float(value)  # type: ignore[return-value]
+    if not isinstance(value, kind) or (is_bool and kind is not bool):
+        raise InvalidArgument(name, f"must be {_WORDS[kind]}")
+    return value
+
+
+def options_of(fields: Fields, call: HttpCall) -> dict[str, Any]:
+    """Take the options of generate() from a body. Raises InvalidArgument naming a field."""
+    options: dict[str, Any] = {}
+
+    def put(option: str, name: str, value: Any) -> None:
+        if value is not None and options.get(option) is None:
+            options[option], call.names[option] = value, name
+
+    for option, names in _OTHER_NAMES.items():
+        for name in names:
+            put(option, name, fields.raw(name))
+    for name in _OWN_NAMES:
+        if name in fields:
+            put(name, name, fields.raw(name))
+    for name in _TENSORS:
+        if fields.raw(name):
+            raise InvalidArgument(name, "tensors are not available over HTTP: use the gRPC service")
+    if options.get("top_k") == -1:
+        # vLLM's for off.
+        options["top_k"] = 0
+    _take_constraints(fields, put)
+    _take_beams(fields, put)
+    _choose_sampling(options)
+    return options
+
+
+def _take_constraints(fields: Fields, put: Callable[[str, str, Any], None]) -> None:
+    """Take response_format, structured_outputs and guided_*."""
+    form = fields.maybe("response_format", dict)
+    if form is not None:
+        kind = form.get("type")
+        if kind == "json_object":
+            put("json_object", "response_format", True)
+        elif kind == "json_schema":
+            within = form.get("json_schema")
+            schema = within.get("schema") if isinstance(within, dict) else None
+            if not isinstance(schema, dict | bool):
+                raise InvalidArgument("response_format.json_schema.schema", "must be a JSON Schema")
+            put("json_schema", "response_format.json_schema.schema", schema)
+        elif kind != "text":
+            raise InvalidArgument("response_format.type", "must be text, json_object or json_schema")
+    outputs = fields.maybe("structured_outputs", dict) or {}
+    for name, option in _CONSTRAINTS.items():
+        put(option, f"structured_outputs.{name}", outputs.get(name))
+        put(option, f"guided_{name}", fields.raw(f"guided_{name}"))
+    if outputs.get("json_object"):
+        put("json_object", "structured_outputs.json_object", True)
+    if fields.raw("guided_json_object"):
+        put("json_object", "guided_json_object", True)
+    unknown = outputs.keys() - _CONSTRAINTS.keys() - {"json_object"}
+    if any(outputs[name] is not None for name in unknown):
+        raise InvalidArgument("structured_outputs", "takes json, regex, choice, grammar or json_object")
+
+
+def _take_beams(fields: Fields, put: Callable[[str, str, Any], None]) -> None:
+    """Take vLLM's use_beam_search, whose `n` beams all come back."""
+    if fields.maybe("use_beam_search", bool):
+        put("num_beams", "use_beam_search", fields.raw("best_of") or fields.raw("n") or 1)
+        put("do_sample", "use_beam_search", False)
+
+
+def _choose_sampling(options: dict[str, Any]) -> None:
+    """Set do_sample as OpenAI's clients mean it: a temperature above 0, or several answers, ask for sampling.
+
+    Where nothing of the kind is set, the model's generation_config.json decides, as with generate().
+    """
+    if any(options.get(name) is not None for name in _MODES):
+        return
+    if options.get("temperature") == 0:
+        options["do_sample"] = False
+        count = options.get("num_return_sequences")
+        if isinstance(count, int) and count > 1:
+            raise InvalidArgument("n", "must be 1 with temperature 0: all answers would be the same")
+    elif any(options.get(name) is not None for name in _SAMPLING) or (options.get("num_return_sequences") or 1) != 1:
+        options["do_sample"] = True
+
+
+def checked(options: Mapping[str, Any], make: Callable[[], T]) -> T:
+    """Return `make()`, which makes a request of the options. Raises InvalidArgument for a value of a wrong type."""
+    try:
+        return make()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _named(error, options) from None
+
+
+def _named(error: Exception, options: Mapping[str, Any]) -> InvalidArgument:
+    """Return the error that names the option whose value cannot be sent."""
+    if (pair := _TOGETHER.match(str(error))) is not None:
+        return InvalidArgument(pair[1], f"does not go together with {pair[2]}")
+    found = _NAMED.match(str(error))
+    if found is not None:
+        return InvalidArgument(found[1], _description(found[2]))
+    for name, value in options.items():
+        try:
+            check_options(**{name: value})
+        except (TypeError, ValueError, OverflowError):
+            return InvalidArgument(name, "has a value of a wrong type, or out of range")
+    return InvalidArgument("body", "has a value of a wrong type, or out of range")
+
+
+def _description(text: str) -> str:
+    """Our own sentences stay; protobuf's and Python's may repeat the value."""
+    is_ours = text.startswith(("must ", "is for ", "unknown"))
+    return text if is_ours else "has a value of a wrong type, or out of range"
+
+
+def token_lists(value: Any, name: str) -> list[str | list[int]]:
+    """Return prompts: a text, ids, or a list of either. Raises InvalidArgument naming the entry."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument(name, "must be a text, a list of token ids, or a list of either")
+    if _is_id(value[0]):
+        return [_ids(value, name)]
+    return [entry if isinstance(entry, str) else _ids(entry, f"{name}[{number}]") for number, entry in enumerate(value)]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not all(_is_id(each) and 0 <= each < 1 << 32 for each in value):
+        raise InvalidArgument(name, "must be a text or a list of token ids")
+    return value
+
+
+def messages_of(value: Any, call: HttpCall) -> list[dict[str, Any]]:
+    """Return a conversation as the client takes it. Raises InvalidArgument naming message and field."""
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument("messages", "must be a list with at least one message")
+    return [_message(message, f"messages[{number}]", call) for number, message in enumerate(value)]
+
+
+def _message(message: Any, where: str, call: HttpCall) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidArgument(where, "must be an object")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidArgument(f"{where}.role", "must be a text such as user")
+    # OpenAI's newer name; templates know the older one.
+    made: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    for key, value in message.items():
+        if value is None or key == "role":
+            continue
+        if key == "content":
+            made["content"] = value
+        elif key in ("name", "tool_call_id"):
+            made[key] = typed(value, str, f"{where}.{key}")
+        elif key in ("reasoning_content", "reasoning"):
+            made["reasoning_content"] = typed(value, str, f"{where}.{key}")
+        elif key == "tool_calls":
+            made[key] = _tool_calls(value, f"{where}.{key}")
+        else:
+            call.ignored.append(f"messages[].{key}")
+    return made
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    made = []
+    for number, each in enumerate(typed(calls, list, where)):
+        at = f"{where}[{number}]"
+        function = typed(typed(each, dict, at).get("function"), dict, f"{at}.function")
+        arguments = function.get("arguments", "{}")
+        made.append(
+            {
+                "id": typed(each.get("id", ""), str, f"{at}.id"),
+                "name": typed(function.get("name"), str, f"{at}.function.name"),
+                "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+            }
+        )
+    return made
+
+
+def tools_of(value: Any) -> Sequence[Mapping[str, Any]]:
+    """Return tools as the client takes them. Raises InvalidArgument naming tool and field."""
+    tools = typed(value, list, "tools") if value is not None else []
+    for number, tool in enumerate(tools):
+        at = f"tools[{number}]"
+        if typed(tool, dict, at).get("type", "function") != "function":
+            raise InvalidArgument(f"{at}.type", "must be function")
+        function = typed(tool.get("function"), dict, f"{at}.function")
+        typed(function.get("name"), str, f"{at}.function.name")
+        typed(function.get("description") or "", str, f"{at}.function.description")
+        typed(function.get("parameters") or {}, dict, f"{at}.function.parameters")
+    return [{name: given for name, given in tool["function"].items() if given is not None} for tool in tools]

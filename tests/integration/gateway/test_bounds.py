@@ -1,0 +1,267 @@
+"""Readers that leave or stop, tokens, drain, bounds of HTTP: a gateway before a router with a scripted backend."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from factories.servers.emitting_backend import count_up
+from factories.servers.gateway import Gateway, running_gateway
+from factories.servers.router import backend, running_router, until
+from penstock.common.errors import ResourceExhausted, StartupError
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+# More than any test reads.
+ENDLESS = count_up(1_000_000)
+
+
+class Connection:
+    """A plain connection, for what no HTTP client would do."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @staticmethod
+    async def to(gateway: Gateway) -> Connection:
+        """Open one that buffers little."""
+        return Connection(*await asyncio.open_connection(*gateway.host_port, limit=4096))
+
+    def post(self, path: str, body: Any, *headers: str) -> None:
+        """Send a request."""
+        data = json.dumps(body).encode()
+        head = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(data)}", *headers, "", ""]
+        self.writer.write("\r\n".join(head).encode() + data)
+
+    async def status(self) -> int:
+        """Read the status line."""
+        return int((await self.reader.readline()).split()[1])
+
+    async def until_closed(self) -> bytes:
+        """Read all that comes until the other side closes."""
+        try:
+            return await self.reader.read(-1)
+        except ConnectionError:
+            return b""
+
+    def close(self) -> None:
+        """Hang up."""
+        self.writer.transport.abort()
+
+
+def client_of(gateway: Gateway, key: str = "none") -> openai.AsyncOpenAI:
+    """OpenAI's client, without tries of its own."""
+    return openai.AsyncOpenAI(base_url=gateway.url, api_key=key, max_retries=0, timeout=60)
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+async def test_a_reader_that_leaves_frees_its_request(is_stream: bool) -> None:
+    async with (
+        backend(script=ENDLESS, obeys_budget=False, step_seconds=0.001) as one,
+        running_router(one) as router,
+        running_gateway(router.server.address) as gateway,
+    ):
+        connection = await Connection.to(gateway)
+        connection.post("/v1/chat/completions", {"messages": HELLO, "stream": is_stream})
+        await until(lambda: one.steps > 5)
+        assert gateway.metric("http_requests_in_flight") == 1
+        connection.close()
+        await until(lambda: len(one.aborted) == 1)
+        await until(lambda: gateway.metric("http_requests_in_flight") == 0)
+        assert gateway.metric("readers_left_total") == 1
+        assert gateway.metric("http_requests_total", route="/v1/chat/completions", status="499") == 1
+
+
+async def test_a_reader_that_stops_is_cut_off_and_the_others_go_on() -> None:
+    async with (
+        backend(script=ENDLESS, obeys_budget=False) as one,
+        running_router(one, max_buffered_bytes=1 << 16) as router,
+        running_gateway(router.server.address, stalled_reader_seconds=0.5) as gateway,
+    ):
+        stopped = await Connection.to(gateway)
+        stopped.post("/v1/chat/completions", {"messages": HELLO, "stream": True})
+        assert await stopped.status() == 200
+        stopped.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        stream = await client_of(gateway).chat.completions.create(
+            model="penstock-demo", messages=HELLO, stream=True, max_tokens=50
+        )
+        count = 0
+        async for _ in stream:
+            count += 1
+            if count > 200:
+                break
+        assert count > 200
+        await stream.close()
+        await until(lambda: gateway.metric("http_requests_in_flight") == 0)
+        await until(lambda: len(one.aborted) == 2)
+        # The router may have given the request up before the gateway did.
+        assert gateway.metric("readers_stalled_total") <= 1
+        stopped.close()
+
+
+async def test_tokens_are_the_routers_matter(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("right\n")
+    async with (
+        backend() as one,
+        running_router(one, auth_token_file=str(tokens)) as router,
+        running_gateway(router.server.address, metrics_token_file=str(tokens)) as gateway,
+    ):
+        answer = await client_of(gateway, "right").chat.completions.create(model="penstock-demo", messages=HELLO)
+        assert answer.choices[0].message.content
+        for wrong in ("wrong", "wr\u00f6ng"):
+            connection = await Connection.to(gateway)
+            connection.post("/v1/chat/completions", {"messages": HELLO}, f"authorization: Bearer {wrong}")
+            assert await connection.status() == 401
+            connection.close()
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await client_of(gateway, "wrong").models.list()
+        assert caught.value.code == "invalid_api_key"
+        connection = await Connection.to(gateway)
+        connection.writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await connection.status() == 401
+        connection.close()
+
+
+async def test_the_gateways_own_token_is_for_callers_without_one(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("right\n")
+    async with (
+        backend() as one,
+        running_router(one, auth_token_file=str(tokens)) as router,
+        running_gateway(router.server.address, channel_token_file=str(tokens)) as gateway,
+    ):
+        for headers, status in (((), 200), (("authorization: Bearer wrong",), 401)):
+            connection = await Connection.to(gateway)
+            connection.post("/v1/chat/completions", {"messages": HELLO}, *headers)
+            assert await connection.status() == status
+            connection.close()
+
+
+async def test_overload_is_429_with_the_time_to_wait() -> None:
+    wait = ResourceExhausted("full", reason="QUEUE_FULL", retry_after_seconds=2.5)
+    never = ResourceExhausted("too large", reason="REQUEST_TOO_LARGE")
+    async with backend() as one, running_router(one) as router, running_gateway(router.server.address) as gateway:
+        for error, header in ((wait, "retry-after"), (never, "x-should-retry")):
+            one.refuse = error
+            with pytest.raises(openai.RateLimitError) as caught:
+                await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
+            assert caught.value.response.headers[header]
+
+
+async def test_an_error_in_a_stream_is_an_event() -> None:
+    async with (
+        backend(script=ENDLESS, obeys_budget=False, step_seconds=0.001) as one,
+        running_router(one, failover_wait_seconds=0.1) as router,
+        running_gateway(router.server.address) as gateway,
+    ):
+        stream = await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
+        await anext(stream)
+        await one.stop()
+        with pytest.raises(openai.APIError) as caught:
+            [chunk async for chunk in stream]
+        assert caught.value.type == "server_error"
+
+
+async def test_requests_at_work_are_bounded_and_drained() -> None:
+    async with (
+        backend(allowance=3) as one,
+        running_router(one) as router,
+        running_gateway(router.server.address, max_requests=1) as gateway,
+    ):
+        stream = await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO)
+        assert caught.value.response.headers["retry-after"] == "1"
+        stopping = asyncio.create_task(gateway.app.stop())
+        await until(lambda: gateway.app.is_draining)
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO)
+        assert refused.value.status_code == 503
+        await one.allow(None)
+        assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "stop"
+        await stopping
+
+
+async def test_bodies_headers_and_connections_are_bounded() -> None:
+    async with (
+        backend() as one,
+        running_router(one) as router,
+        running_gateway(
+            router.server.address,
+            max_body_bytes=1024,
+            max_header_bytes=2048,
+            header_seconds=0.3,
+            body_seconds=0.3,
+            max_connections=4,
+        ) as gateway,
+    ):
+        large = await Connection.to(gateway)
+        large.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 2000}]})
+        assert await large.status() == 413
+        large.close()
+        slow = await Connection.to(gateway)
+        slow.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        assert await slow.status() == 408
+        slow.close()
+        silent, endless = await Connection.to(gateway), await Connection.to(gateway)
+        endless.writer.write(b"GET /health HTTP/1.1\r\n" + b"x-a: b\r\n" * 1000)
+        assert await endless.until_closed() == b""
+        assert await silent.until_closed() == b""
+        await until(lambda: gateway.metric("http_connections") == 0)
+        held = [await Connection.to(gateway) for _ in range(4)]
+        one_more = await Connection.to(gateway)
+        assert await one_more.until_closed() == b""
+        for connection in held:
+            connection.close()
+
+
+async def test_pages_of_other_origins_may_call_only_when_they_are_named() -> None:
+    async with backend() as one, running_router(one) as router:
+        for settings, allowed in (({}, False), ({"allowed_origin": ("https://chat.example",)}, True)):
+            async with running_gateway(router.server.address, **settings) as gateway:
+                connection = await Connection.to(gateway)
+                connection.writer.write(
+                    b"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\norigin: https://chat.example\r\n"
+                    b"access-control-request-method: POST\r\nconnection: close\r\n\r\n"
+                )
+                answer = await connection.until_closed()
+                assert (b"access-control-allow-origin" in answer) == allowed
+                connection.close()
+
+
+async def test_health_follows_the_router() -> None:
+    async with (
+        backend() as one,
+        running_router(one, failover_wait_seconds=0.1) as router,
+        running_gateway(router.server.address) as gateway,
+    ):
+        await one.stop()
+
+        async def status() -> int:
+            connection = await Connection.to(gateway)
+            connection.writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            found = await connection.status()
+            connection.close()
+            return found
+
+        async with asyncio.timeout(60):
+            while await status() != 503:
+                pass
+        with pytest.raises(openai.InternalServerError) as caught:
+            await (
+                client_of(gateway)
+                .with_options(timeout=30)
+                .chat.completions.create(model="penstock-demo", messages=HELLO, extra_body={})
+            )
+        assert caught.value.status_code == 503
+
+
+async def test_a_start_without_a_router_names_the_flag() -> None:
+    with pytest.raises(StartupError) as caught:
+        async with running_gateway("127.0.0.1:1", start_timeout_seconds=0.2):
+            pass
+    assert caught.value.flag == "--router"
