@@ -19,7 +19,7 @@ import pytest
 import yaml
 from factories.source_tree import ROOT
 from penstock.cli.serve.service_process import ROLES
-from penstock.common.config import ServerConfig
+from penstock.common.config import ServerConfig, from_env_and_flags
 from penstock.common.options import options_of
 
 CHART = ROOT / "deploy" / "helm" / "penstock"
@@ -140,12 +140,19 @@ def check_addresses(documents: tuple[Document, ...]) -> None:
 
 
 def check_flags(documents: tuple[Document, ...]) -> None:
-    """Each flag is one of `penstock serve SERVICE`."""
+    """Each service takes its command line: the flags are its own, and their values together make a configuration."""
     for name, template in pods(documents).items():
         if name in ROLES:
-            known = {bound.flag for bound in options_of(ROLES[name].config_class())}
-            flags = {argument.split("=")[0] for argument in container(template)["args"] if argument.startswith("--")}
-            assert flags - known == set()
+            arguments = container(template)["args"]
+            fields = {bound.flag: bound.name for bound in options_of(ROLES[name].config_class())}
+            pairs = [argument.partition("=")[::2] for argument in arguments if argument.startswith("--")]
+            assert [flag for flag, _ in pairs if flag not in fields] == []
+            config = from_env_and_flags(
+                ROLES[name].config_class(), {fields[flag]: text or True for flag, text in pairs}
+            )
+            assert config.host == "0.0.0.0"
+            positional = [argument for argument in arguments if not argument.startswith("--")]
+            assert len(positional) <= (name in ("tokenizer", "generation"))
 
 
 def check_pods(documents: tuple[Document, ...]) -> None:

@@ -52,7 +52,9 @@
 {{- end }}
 {{- if eq .name "gateway" }}
 - --router={{ include "penstock.name" (dict "root" .root "name" "router") }}:{{ include "penstock.port" (dict "name" "router") }}
-- --start-timeout-seconds={{ include "penstock.flagValue" $values.gateway.startSeconds }}
+{{- end }}
+{{- if not $served }}
+- --start-timeout-seconds={{ include "penstock.flagValue" (index $values .name).startSeconds }}
 {{- end }}
 {{- if $values.tls.enabled }}
 - --tls-cert=/etc/penstock/tls/tls.crt
