@@ -122,7 +122,7 @@ def check_references(documents: tuple[Document, ...]) -> None:
 
 
 def check_addresses(documents: tuple[Document, ...]) -> None:
-    """What router and gateway call is a service and a port of it."""
+    """Router and gateway call a service each at a port of it."""
     ports = {
         f"{service['metadata']['name']}:{port['port']}"
         for service in of_kind(documents, "Service")
