@@ -36,7 +36,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients sdks wheels numerics sanitize soak chaos safeguards fuzz lint types stubs docs site bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients sdks wheels numerics sanitize soak chaos safeguards fuzz lint types stubs docs site charts bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -107,9 +107,15 @@ docs: $(VENV)/.dev  ## rewrite what is made from the code: docs/reference, the d
 	@$(BIN)/python tools/metrics_table.py
 	@$(BIN)/python tools/make_dashboard.py
 	@$(BIN)/python tools/option_tables.py
+	@$(BIN)/python tools/chart_values.py
 
 site: $(VENV)/.site  ## the documentation as a site, in build/site; a broken link, anchor or table of contents fails it
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+charts: $(VENV)/.dev  ## get helm, write what is made from the chart, and hold every combination of its values against Kubernetes' schemas
+	@test -x $(BIN)/helm || $(BIN)/python tools/get_helm.py $(BIN)
+	@HELM=$(BIN)/helm $(BIN)/python tools/chart_values.py
+	@HELM=$(BIN)/helm $(BIN)/python -m pytest -q -m "slow or not slow" tests/unit/deploy
 
 bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhead a step
 	@$(BIN)/python benchmarks/overhead.py
