@@ -1,0 +1,52 @@
+// An answer that grows by the chunks of a streamed chat completion.
+
+const MOST_TOKENS_KEPT = 8192;
+
+/** Fields of a turn that is an answer without content yet. */
+export function emptyAnswer() {
+  return { role: "assistant", content: "", reasoning: "", calls: [], tokens: [], finish: null };
+}
+
+/** Puts one choice's delta into its answer. */
+export function takeChoice(answer, choice) {
+  const delta = choice.delta ?? {};
+  answer.content += delta.content ?? "";
+  answer.reasoning += delta.reasoning_content ?? delta.reasoning ?? "";
+  for (const piece of delta.tool_calls ?? []) takeCall(answer.calls, piece);
+  for (const token of choice.logprobs?.content ?? []) {
+    if (answer.tokens.length < MOST_TOKENS_KEPT) answer.tokens.push(tokenOf(token));
+  }
+  if (choice.finish_reason) answer.finish = choice.finish_reason;
+}
+
+function takeCall(calls, piece) {
+  const index = piece.index ?? calls.length;
+  const call = (calls[index] ??= { id: "", name: "", arguments: "" });
+  call.id ||= piece.id ?? "";
+  call.name += piece.function?.name ?? "";
+  call.arguments += piece.function?.arguments ?? "";
+}
+
+function tokenOf({ token, logprob, bytes, top_logprobs: top }) {
+  const alternatives = (top ?? []).map((one) => ({ token: one.token, logprob: rounded(one.logprob) }));
+  return { token, logprob: rounded(logprob), bytes: bytes ?? null, top: alternatives };
+}
+
+function rounded(logprob) {
+  return Math.round(logprob * 1000) / 1000;
+}
+
+/** Puts usage, timings and warnings, which come with a chunk of their own, into `record`. */
+export function takeFacts(record, chunk) {
+  if (chunk.usage) record.usage = chunk.usage;
+  const own = chunk.penstock ?? {};
+  if (own.timings) record.timings = own.timings;
+  if (own.warnings?.length) record.warnings = own.warnings;
+  if (own.seed !== undefined && own.seed !== null) record.seed = own.seed;
+}
+
+/** The text that each token adds: a character of several tokens belongs to the last of them. */
+export function tokenTexts(tokens) {
+  const decoder = new TextDecoder();
+  return tokens.map(({ token, bytes }) => (bytes ? decoder.decode(Uint8Array.from(bytes), { stream: true }) : token));
+}

@@ -1,0 +1,130 @@
+// What a reader does with conversations: send, stop, retry, edit, answer a tool, compare.
+
+import { addTurn, choose, newConversation, pathTo } from "./conversation.mjs";
+import { requestBody } from "./request.mjs";
+import { run } from "./run.mjs";
+import { defaultSettings, readSettings } from "./settings.mjs";
+
+export class Session {
+  /** `on`: shown() the conversation changed, grew(turn), running() a run began or ended. */
+  constructor(api, store, on) {
+    Object.assign(this, { api, store, on, table: [], runs: new Map() });
+    this.conversation = store.list()[0] ?? newConversation(defaultSettings());
+  }
+
+  get isRunning() {
+    return this.runs.has(this.conversation.id);
+  }
+
+  /** Begins a conversation with the settings of this one. */
+  begin() {
+    this.open(newConversation(readSettings(structuredClone(this.conversation.settings))));
+  }
+
+  open(conversation) {
+    this.conversation = conversation;
+    this.on.shown();
+  }
+
+  remove(id) {
+    this.runs.get(id)?.abort();
+    this.store.remove(id);
+    if (id === this.conversation.id) this.open(this.store.list()[0] ?? newConversation(defaultSettings()));
+    else this.on.shown();
+  }
+
+  stop() {
+    this.runs.get(this.conversation.id)?.abort();
+  }
+
+  /** Asks `text` at the end of the branch that is shown. Throws BadSetting. */
+  send(text) {
+    this.ask(this.conversation.leaf, [{ role: "user", content: text }]);
+  }
+
+  /** Gives the results of an answer's tool calls. */
+  giveResults(turn, texts) {
+    this.ask(turn.id, turn.calls.map((call, at) => ({ role: "tool", call: call.id, content: texts[at] })));
+  }
+
+  /** An edited question is asked anew; an edited answer stands beside the first. */
+  edit(turn, text) {
+    if (turn.role === "user") return this.ask(turn.parent, [{ role: "user", content: text }]);
+    const { role, model, reasoning, calls } = turn;
+    addTurn(this.conversation, turn.parent, { role, model, reasoning, calls, content: text, tokens: [], edited: true });
+    this.changed();
+  }
+
+  /** Answers a question again, or the question of an answer. */
+  retry(turn) {
+    this.check();
+    const parent = turn.role === "user" ? turn.id : turn.parent;
+    void this.answer(parent);
+  }
+
+  choose(turn) {
+    choose(this.conversation, turn);
+    this.changed();
+  }
+
+  /** Goes on with one of two compared answers. */
+  keep(turn) {
+    const pair = turn.pair;
+    for (const other of Object.values(this.conversation.turns)) if (other.pair === pair) delete other.pair;
+    this.choose(turn);
+  }
+
+  changed() {
+    this.conversation.updated = Date.now();
+    this.store.save(this.conversation);
+    this.on.shown();
+  }
+
+  ask(parent, turns) {
+    this.check();
+    let last = parent;
+    for (const fields of turns) last = addTurn(this.conversation, last, fields).id;
+    void this.answer(last);
+  }
+
+  /** Throws BadSetting before anything is changed. */
+  check() {
+    const { conversation, table } = this;
+    for (const side of conversation.settings.compare ? ["A", "B"] : ["A"]) requestBody(conversation, null, side, table);
+  }
+
+  async answer(parent) {
+    const { conversation, table } = this;
+    if (this.isRunning) this.stop();
+    const abort = new AbortController();
+    this.runs.set(conversation.id, abort);
+    const pair = conversation.settings.compare ? crypto.randomUUID() : undefined;
+    const one = (side) => run({
+      api: this.api, conversation, parent, signal: abort.signal,
+      body: requestBody(conversation, parent, side, table),
+      fields: pair ? { pair, side } : {},
+      onturn: (turn, isNew) => this.heard(conversation, turn, isNew),
+    });
+    const answers = await Promise.all(pair ? [one("A"), one("B")] : [one("A")]);
+    if (pair) conversation.leaf = answers[0].id;
+    conversation.updated = Date.now();
+    if (this.store.conversations.has(conversation.id)) this.store.save(conversation);
+    if (this.runs.get(conversation.id) === abort) this.runs.delete(conversation.id);
+    if (conversation === this.conversation) this.on.shown();
+    this.on.running(answers);
+  }
+
+  heard(conversation, turn, isNew) {
+    if (isNew) this.store.save(conversation);
+    if (conversation !== this.conversation) return;
+    if (isNew) {
+      this.on.shown();
+      this.on.running();
+    } else this.on.grew(turn);
+  }
+
+  /** The last question of the branch that is shown. */
+  lastQuestion() {
+    return pathTo(this.conversation).findLast((turn) => turn.role === "user");
+  }
+}
