@@ -69,7 +69,7 @@ def _uses_tools(fields: Fields) -> bool:
     """False for tool_choice none. Raises InvalidArgument for choices that the router cannot force yet."""
     choice = fields.raw("tool_choice")
     if choice in (None, "auto", "none"):
-        return choice != "none"
+        return bool(choice != "none")
     # Here a forced call will go into the request, once the router takes one.
     raise InvalidArgument("tool_choice", "must be auto or none: a call cannot be forced yet")
 

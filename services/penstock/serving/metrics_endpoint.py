@@ -60,7 +60,7 @@ def start_metrics_server(
     Raises StartupError naming --metrics-port or a file's flag, OSError for a bad PEM.
     """
     # A series more for every counter and histogram, and nothing that process_start_time_seconds does not tell.
-    disable_created_metrics()
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config and config.auth_token_file else None
     context = tls_context(config, alpn=()) if config is not None and config.is_tls else None
     try:

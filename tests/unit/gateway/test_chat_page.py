@@ -63,7 +63,7 @@ def test_the_policy_allows_scripts_of_this_origin_only(client: TestClient) -> No
 def test_a_file_that_is_known_is_not_sent_again(client: TestClient) -> None:
     first = client.get("/page/main.mjs")
     assert first.headers["cache-control"] == "no-cache"
-    for known in (first.headers["etag"], f'W/{first.headers["etag"]}', f'"other", {first.headers["etag"]}', "*"):
+    for known in (first.headers["etag"], f"W/{first.headers['etag']}", f'"other", {first.headers["etag"]}', "*"):
         again = client.get("/page/main.mjs", headers={"if-none-match": known})
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", first.headers["etag"])
     assert client.get("/page/main.mjs", headers={"if-none-match": '"other"'}).status_code == 200
@@ -81,7 +81,9 @@ def test_the_page_is_read_and_not_written_to(client: TestClient) -> None:
 
 def test_no_module_makes_html_of_text() -> None:
     for path in MODULES:
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", path.read_text()), path
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", path.read_text()
+        ), path
 
 
 def test_nothing_is_inline_and_nothing_comes_from_elsewhere() -> None:

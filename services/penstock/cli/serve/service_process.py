@@ -17,7 +17,7 @@ from penstock.cli.progress import serve_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import Reporter
 from penstock.common.checkpoint import check_model
-from penstock.common.config import ProcessConfig, from_env_and_flags
+from penstock.common.config import ProcessConfig, ServerConfig, from_env_and_flags
 from penstock.common.environment import ENV_PREFIX, current_environment, prepare_environment
 from penstock.common.errors import StartupError
 from penstock.common.process import die_with_parent
@@ -154,7 +154,7 @@ def run_role(
         overrides = role.flags(overrides)
         config = from_env_and_flags(role.config_class(), overrides)
         check_models(config)
-        if getattr(config, "processes", 1) > 1:
+        if isinstance(config, ServerConfig) and getattr(config, "processes", 1) > 1:
             from penstock.cli.serve.workers import run_workers
 
             return run_workers(role.name, overrides, config, reporter)
