@@ -243,6 +243,19 @@ async def test_calls_need_the_token_that_other_calls_need(tmp_path: Path) -> Non
         assert texts(await stub.ModelInfer(infer(), metadata=(("authorization", "Bearer secret"),)))
 
 
+async def test_bytes_of_a_stream_that_are_no_request_are_refused() -> None:
+    async with (
+        backend() as one,
+        kserve(one) as (_, router),
+        grpc.aio.insecure_channel(router.server.address) as channel,
+    ):
+        stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            # A string of one byte that is no UTF-8, as the model's name.
+            _ = [answer async for answer in stream(iter([b"\x0a\x01\xff"]))]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_requests_of_a_stream_beyond_its_bound_wait_for_those_before_them() -> None:
     async with backend() as one, kserve(one, kserve_stream_requests=1) as (stub, _):
         requests = [infer(id=str(number), stream=True) for number in range(3)]

@@ -223,8 +223,8 @@ class _InferStream:
                     group.create_task(self._serve(request))
                     # The call's own id is the first one's; a task has a copy of the context.
                     current_request_id.set(new_request_id())
-        except* (PenstockError, grpc.aio.InternalError, grpc.aio.AbortError) as errors:
-            # One is enough: they end the call.
+        except* Exception as errors:
+            # One is enough to end the call, and what is around the handler knows it: also bytes that are no message.
             failed = errors
         else:
             return
