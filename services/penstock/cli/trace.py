@@ -35,7 +35,7 @@ _SHOWN = (
 # Colours of services, by their order; the same in light and dark.
 _COLOURS = ("#4a7bd0", "#2f9e77", "#c2762d", "#8a63c9", "#b3475f")
 _ERROR = "#d03b3b"
-_ROW, _LEFT, _WIDTH, _RIGHT = 24, 250, 520, 330
+_ROW, _LEFT, _WIDTH, _RIGHT = 24, 280, 520, 300
 # A bar takes what the terminal has beside the other columns.
 _BAR_CHARS, _LEAST_BAR_CHARS, _BESIDE_BAR_CHARS = 48, 16, 76
 
