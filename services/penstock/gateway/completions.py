@@ -44,6 +44,18 @@ class _Plan:
     # Answers of one prompt.
     count: int = field(default=1)
 
+    def is_output(self, delta: Delta, begun: set[int], number: int) -> bool:
+        """True for a delta of new tokens, of a request whose ids are returned. `begun`: choices whose echo has begun.
+
+        An echo's first delta has the ids of the prompt; where the echo is long, others follow that have text alone.
+        """
+        if not delta.token_ids:
+            return False
+        if not self.echo or number in begun:
+            return True
+        begun.add(number)
+        return False
+
     def open(self, prompt: str | list[int]) -> AsyncStream:
         """Send the request for one prompt."""
         call = self.call
@@ -112,7 +124,7 @@ async def _all(plan: _Plan) -> list[Completion]:
 
     async def answer(prompt: str | list[int]) -> Completion:
         async with turns, plan.open(prompt) as stream:
-            return await stream.result() if not plan.no_output else await _echo_only(stream)
+            return await stream.result() if not plan.no_output else await _echo_only(plan, stream)
 
     if len(plan.prompts) == 1:
         return [await answer(plan.prompts[0])]
@@ -124,11 +136,12 @@ async def _all(plan: _Plan) -> list[Completion]:
     return [task.result() for task in tasks]
 
 
-async def _echo_only(stream: AsyncStream) -> Completion:
+async def _echo_only(plan: _Plan, stream: AsyncStream) -> Completion:
     """The answer to a request for no token: its choices hold the echo alone."""
     echoes: dict[int, str] = {}
+    begun: set[int] = set()
     async for delta in stream:
-        if not delta.token_ids:
+        if not plan.is_output(delta, begun, delta.index):
             echoes[delta.index] = echoes.get(delta.index, "") + delta.text
     completion = stream.state.completion()
     for choice in completion.choices:
@@ -186,6 +199,8 @@ class _Chunks:
         # Choices whose prompt's log-probabilities were sent.
         self._lists: dict[int, TextLogprobs] = {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
+        # Choices whose echo has begun.
+        self._echoes: set[int] = set()
 
     def begin(self, started: Any) -> None:
         """Take the facts that all chunks begin with, of whichever prompt is first."""
@@ -197,8 +212,10 @@ class _Chunks:
     def delta(self, number: int, delta: Delta, started: Any) -> bytes:
         """Chunk of new text of one choice; `number` counts choices over all prompts."""
         plan = self._plan
-        if plan.no_output and delta.token_ids:
-            return self._text(number, "", self._entries(number, (), started))
+        if plan.no_output:
+            is_output = plan.is_output(delta, self._echoes, number)
+            text, entries = "" if is_output else delta.text, self._entries(number, (), started)
+            return self._text(number, text, entries) if text or (entries and entries["tokens"]) else b""
         if plan.logprobs is not None or delta.token_ids:
             entries = self._entries(number, delta.logprobs, started)
             return self._text(number, delta.text, entries, token_ids=delta.token_ids)

@@ -231,15 +231,20 @@ def test_constraints_by_vllms_names(served: Served, field: str) -> None:
         {},
         {"logprobs": 2},
         {"echo": True, "logprobs": 1},
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
+        {"echo": True, "max_tokens": 0, "n": 2, "seed": 1},
         {"prompt": ["Penstock is", "The capital of"], "n": 2, "seed": 1},
     ],
-    ids=["plain", "logprobs", "echo", "prompts"],
+    ids=["plain", "logprobs", "echo", "echo alone", "echoes alone", "prompts"],
 )
 def test_a_streamed_completion_says_what_the_whole_one_says(served: Served, fields: dict[str, Any]) -> None:
     body = {"prompt": "Penstock serves", "max_tokens": 6, "ignore_eos": True, **fields}
     if "n" not in fields:
         body["temperature"] = 0
-    whole = Completion.model_validate(served.json("/v1/completions", body))
+    # As the client makes it, which does not validate: a prompt's first token has no log-probability, and the type does
+    # not know it.
+    answer = served.json("/v1/completions", body)
+    whole = Completion.construct(**answer) if "echo" in fields else Completion.model_validate(answer)
     streamed: dict[int, dict[str, Any]] = {}
     for event in served.events("/v1/completions", body):
         for choice in event["choices"]:
