@@ -80,6 +80,12 @@ class ProcessConfig:
     tls_client_ca: str | None = option(
         None, "Clients must show a certificate of this CA (PEM).", group=SECURITY, metavar="FILE"
     )
+    health_socket: str | None = option(
+        None,
+        "Unix socket that tells SERVING or NOT_SERVING to who connects: for the container's own check, whatever TLS.",
+        group=NETWORK,
+        metavar="PATH",
+    )
     insecure_bind: bool = option(False, "Allow plaintext on an address other than loopback.", group=SECURITY)
     log_format: Literal["auto", "json", "console"] = option(
         "auto",
@@ -157,12 +163,6 @@ class ServerConfig(ProcessConfig, TransportConfig):
         "A connection to the metrics port has so long for its TLS handshake and its request, and for each write.",
         group=NETWORK,
         minimum=0.1,
-    )
-    health_socket: str | None = option(
-        None,
-        "Unix socket that tells SERVING or NOT_SERVING to who connects: for the container's own check, whatever TLS.",
-        group=NETWORK,
-        metavar="PATH",
     )
     transport: Literal["asyncio", "grpc"] = option(
         "asyncio",

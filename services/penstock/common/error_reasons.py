@@ -121,6 +121,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("BACKEND_PROTOCOL", "INTERNAL", "a generation service broke the protocol", "compare the versions of router and backend; the router's log says what it broke"),
     _row("TOKENIZER_PROTOCOL", "INTERNAL", "the tokenizer broke the protocol", "compare the versions of router and tokenizer"),
     _row("PATH_NOT_FOUND", "NOT_FOUND", "the HTTP gateway has no such path", "take one of the gateway's page"),
+    _row("ORIGIN_NOT_ALLOWED", "HTTP-403", "a page of another origin calls the HTTP gateway from a browser", "let it in: `--allowed-origin`"),
     _row("METHOD_NOT_ALLOWED", "HTTP-405", "a path of the HTTP gateway takes another method", "GET or POST, as the gateway's page says"),
     _row("BODY_TIMEOUT", "HTTP-408", "the body of a request did not come in time", "send it faster, or raise `--body-seconds`"),
     _row("BODY_TOO_LARGE", "HTTP-413", "the body of a request is too large", "shorten it, or raise `--max-body-bytes`"),

@@ -35,7 +35,9 @@ def finish_reason(choice: Choice) -> str:
 
 
 def stop_reason(choice: Choice) -> str | int | None:
-    """The stop string or id that ended it, as vLLM tells it."""
+    """The stop string or id that ended it, as vLLM tells it: of an end-of-sequence token nothing."""
+    if choice.finish_reason == "STOP_EOS":
+        return None
     return choice.stop_string if choice.stop_string is not None else choice.stop_token_id
 
 

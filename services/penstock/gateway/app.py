@@ -9,7 +9,8 @@ from pathlib import Path
 
 import grpc
 from penstock_client import AsyncClient, ClientConfig, KeepAliveConfig, TLSConfig
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -27,7 +28,7 @@ from penstock.gateway.answers import dumps
 from penstock.gateway.chat import chat_completions
 from penstock.gateway.completions import completions
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.endpoint import Clients, Endpoint, Handler, Places
+from penstock.gateway.endpoint import Clients, Endpoint, Handler, Places, call_metadata
 from penstock.gateway.errors import HttpError, error_bytes, no_route
 from penstock.gateway.http_server import HttpServer
 from penstock.gateway.metrics import GatewayMetrics
@@ -42,7 +43,8 @@ from penstock.gateway.text_routes import (
     tokenize,
 )
 from penstock.serving.channels import open_channel, watch_health
-from penstock.serving.server import OwnServer
+from penstock.serving.health_socket import HealthSocket
+from penstock.serving.server import OwnServer, open_tracing
 
 ROUTER_SERVICE = "penstock.v1.TextService"
 # Seconds between tries to watch the router's health.
@@ -87,6 +89,7 @@ class GatewayApp(OwnServer):
         self._clients = Clients(self._client, config)
         self._metrics = GatewayMetrics(registry)
         self._places = Places(config.max_requests)
+        self._tracing = open_tracing(config, self.name)
         self._server = HttpServer(self._application(), config)
         self._metrics.running.set_function(lambda: self._places.running)
         self._metrics.connections.set_function(lambda: self._server.connections)
@@ -95,6 +98,7 @@ class GatewayApp(OwnServer):
         )
         self._router_serves = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
+        self._health_socket = HealthSocket(config.health_socket, lambda: self._is_up) if config.health_socket else None
         self._address = ""
 
     @property
@@ -107,9 +111,18 @@ class GatewayApp(OwnServer):
         """True from the beginning of a drain on."""
         return self._places.is_draining
 
+    @property
+    def _is_up(self) -> bool:
+        """True while the router serves and this process takes requests."""
+        return self._router_serves.is_set() and not self._places.is_draining
+
     async def listen(self) -> BoundAddresses:
         """Open the port; until `start` returns, /health answers 503."""
         add_process_metrics(self._registry)
+        # As the other processes' metrics are.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        if self._health_socket is not None:
+            await self._health_socket.open()
         self._address = await self._server.listen()
         _log.info("listening", http=self._address)
         return self.addresses
@@ -143,6 +156,11 @@ class GatewayApp(OwnServer):
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
         await self._client.close()
+        if self._health_socket is not None:
+            await self._health_socket.close()
+        if self._tracing is not None:
+            # It sends what is left, and waits for that.
+            await asyncio.to_thread(self._tracing.close)
 
     def status_lines(self) -> list[str]:
         """Lines for the start-up print."""
@@ -171,11 +189,19 @@ class GatewayApp(OwnServer):
                 config=self._config,
                 places=self._places,
                 metrics=self._metrics,
+                tracer=self._tracing,
                 has_body=method == "POST",
             )
             return Route(path, endpoint, methods=[method])
 
-        plain = {"/health": self._answer_health, "/version": self._answer_version, "/metrics": self._answer_metrics}
+        plain = {
+            "/health": self._answer_health,
+            # As at the metrics port of the other processes.
+            "/healthz": self._answer_alive,
+            "/readyz": self._answer_health,
+            "/version": self._answer_version,
+            "/metrics": self._answer_metrics,
+        }
         origins = list(self._config.allowed_origin)
         browsers = Middleware(
             CORSMiddleware,
@@ -196,8 +222,10 @@ class GatewayApp(OwnServer):
 
     async def _answer_health(self, request: Request) -> Response:
         """Answer 200 while the router serves and this process takes requests, else 503."""
-        is_up = self._router_serves.is_set() and not self._places.is_draining
-        return _json({"status": "ok" if is_up else "unavailable"}, 200 if is_up else 503)
+        return _json({"status": "ok"}, 200) if self._is_up else _json({"status": "unavailable"}, 503)
+
+    async def _answer_alive(self, request: Request) -> Response:
+        return _json({"status": "ok"}, 200)
 
     async def _answer_version(self, request: Request) -> Response:
         return _json({"version": __version__}, 200)
@@ -206,7 +234,8 @@ class GatewayApp(OwnServer):
         if self._tokens is not None and not self._tokens.accepts(request.headers.get("authorization")):
             error = HttpError(401, "/metrics needs a bearer token of --metrics-token-file", reason="UNAUTHENTICATED")
             return Response(error_bytes(error, {}), 401, {"www-authenticate": "Bearer"}, "application/json")
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._registry), headers={"content-type": content_type})
 
     async def _no_route(self, request: Request, _: Exception) -> Response:
         self._metrics.requests("other", "404").inc()
@@ -240,4 +269,5 @@ def _client_config(config: GatewayConfig) -> ClientConfig:
         token=token,
         keepalive=KeepAliveConfig(interval=config.keepalive_seconds, timeout=config.keepalive_timeout_seconds),
         max_receive_bytes=config.max_message_bytes,
+        call_metadata=call_metadata,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock_client import AsyncStream, Choice, Completion, Delta, LogprobEntry, Usage
@@ -43,6 +43,20 @@ class _Plan:
     call: HttpCall
     # Answers of one prompt.
     count: int = field(default=1)
+    # Texts of the first ids of prompts of ids, by the prompt's place; for an echo with log-probabilities.
+    first_texts: dict[int, str] = field(default_factory=dict)
+
+    def is_output(self, delta: Delta, begun: set[int], number: int) -> bool:
+        """True for a delta of new tokens, of a request whose ids are returned. `begun`: choices whose echo has begun.
+
+        An echo's first delta has the ids of the prompt; where the echo is long, others follow that have text alone.
+        """
+        if not delta.token_ids:
+            return False
+        if not self.echo or number in begun:
+            return True
+        begun.add(number)
+        return False
 
     def open(self, prompt: str | list[int]) -> AsyncStream:
         """Send the request for one prompt."""
@@ -56,6 +70,8 @@ class _Plan:
 async def completions(call: HttpCall) -> Answer:
     """Complete prompts. Raises PenstockError."""
     plan = _read(call)
+    if plan.echo and plan.logprobs is not None:
+        plan.first_texts = await _first_texts(plan)
     if plan.is_stream:
         return _events(plan)
     answers = await _all(plan)
@@ -65,7 +81,11 @@ async def completions(call: HttpCall) -> Answer:
     numbers = itertools.count()
     return dumps(
         head.with_(
-            choices=[_choice(plan, answer, choice, next(numbers)) for answer in answers for choice in answer.choices],
+            choices=[
+                _choice(plan, answer, choice, next(numbers), prompt)
+                for prompt, answer in enumerate(answers)
+                for choice in answer.choices
+            ],
             usage=usage_of((answer.usage for answer in answers), no_output=plan.no_output),
             system_fingerprint=None,
             penstock=extras(started, answers[0].finished),
@@ -112,7 +132,7 @@ async def _all(plan: _Plan) -> list[Completion]:
 
     async def answer(prompt: str | list[int]) -> Completion:
         async with turns, plan.open(prompt) as stream:
-            return await stream.result() if not plan.no_output else await _echo_only(stream)
+            return await stream.result() if not plan.no_output else await _echo_only(plan, stream)
 
     if len(plan.prompts) == 1:
         return [await answer(plan.prompts[0])]
@@ -124,11 +144,12 @@ async def _all(plan: _Plan) -> list[Completion]:
     return [task.result() for task in tasks]
 
 
-async def _echo_only(stream: AsyncStream) -> Completion:
+async def _echo_only(plan: _Plan, stream: AsyncStream) -> Completion:
     """The answer to a request for no token: its choices hold the echo alone."""
     echoes: dict[int, str] = {}
+    begun: set[int] = set()
     async for delta in stream:
-        if not delta.token_ids:
+        if not plan.is_output(delta, begun, delta.index):
             echoes[delta.index] = echoes.get(delta.index, "") + delta.text
     completion = stream.state.completion()
     for choice in completion.choices:
@@ -142,9 +163,25 @@ def _cut(choice: Choice, echo: str) -> None:
     choice.logprobs.clear()
 
 
-def _prompt_entries(started: Any) -> list[LogprobEntry]:
-    """The prompt's log-probabilities; the first token has none."""
-    return [
+async def _first_texts(plan: _Plan) -> dict[int, str]:
+    """Texts of first ids: with a first token's log-probability, which there is none of, its text is missing, too."""
+    firsts = {number: prompt[:1] for number, prompt in enumerate(plan.prompts) if prompt and isinstance(prompt, list)}
+    if not firsts:
+        return {}
+    call, skips = plan.call, plan.options.get("skip_special_tokens")
+    call.names["sequences"] = "prompt"
+    texts = await call.client.detokenize(
+        firsts.values(),
+        skip_special_tokens=skips is not False,
+        model=plan.options["model"],
+        timeout=call.config.answer_seconds,
+    )
+    return dict(zip(firsts, texts, strict=True))
+
+
+def _prompt_entries(plan: _Plan, prompt: int, started: Any) -> list[LogprobEntry]:
+    """Log-probabilities of the prompt at a place; the first token has none."""
+    entries = [
         LogprobEntry(
             one.chosen.token_id,
             one.chosen.text,
@@ -154,12 +191,20 @@ def _prompt_entries(started: Any) -> list[LogprobEntry]:
         )
         for one in started.prompt_logprobs
     ]
+    if entries:
+        text = plan.first_texts.get(prompt, "")
+        if isinstance(whole := plan.prompts[prompt], str):
+            # All that the others leave of it: nothing, where the first is a control token that was added.
+            rest = "".join(entry.text for entry in entries[1:])
+            text = whole[: len(whole) - len(rest)] if whole.endswith(rest) else ""
+        entries[0] = replace(entries[0], text=text)
+    return entries
 
 
-def _choice(plan: _Plan, answer: Completion, choice: Choice, number: int) -> dict[str, Any]:
+def _choice(plan: _Plan, answer: Completion, choice: Choice, number: int, prompt: int) -> dict[str, Any]:
     logprobs = None
     if plan.logprobs is not None:
-        entries = [*(_prompt_entries(answer.started) if plan.echo else ()), *choice.logprobs]
+        entries = [*(_prompt_entries(plan, prompt, answer.started) if plan.echo else ()), *choice.logprobs]
         logprobs = TextLogprobs().lists(entries)
     made: dict[str, Any] = {
         "index": number,
@@ -171,7 +216,7 @@ def _choice(plan: _Plan, answer: Completion, choice: Choice, number: int) -> dic
     if choice.token_ids:
         made["token_ids"] = choice.token_ids
     if "prompt_logprobs" in plan.options and not plan.echo:
-        made["prompt_logprobs"] = TextLogprobs().lists(_prompt_entries(answer.started))
+        made["prompt_logprobs"] = TextLogprobs().lists(_prompt_entries(plan, prompt, answer.started))
     return made
 
 
@@ -186,6 +231,8 @@ class _Chunks:
         # Choices whose prompt's log-probabilities were sent.
         self._lists: dict[int, TextLogprobs] = {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
+        # Choices whose echo has begun.
+        self._echoes: set[int] = set()
 
     def begin(self, started: Any) -> None:
         """Take the facts that all chunks begin with, of whichever prompt is first."""
@@ -197,8 +244,10 @@ class _Chunks:
     def delta(self, number: int, delta: Delta, started: Any) -> bytes:
         """Chunk of new text of one choice; `number` counts choices over all prompts."""
         plan = self._plan
-        if plan.no_output and delta.token_ids:
-            return self._text(number, "", self._entries(number, (), started))
+        if plan.no_output:
+            is_output = plan.is_output(delta, self._echoes, number)
+            text, entries = "" if is_output else delta.text, self._entries(number, (), started)
+            return self._text(number, text, entries) if text or (entries and entries["tokens"]) else b""
         if plan.logprobs is not None or delta.token_ids:
             entries = self._entries(number, delta.logprobs, started)
             return self._text(number, delta.text, entries, token_ids=delta.token_ids)
@@ -216,7 +265,7 @@ class _Chunks:
         front: list[LogprobEntry] = []
         if number not in self._lists:
             self._lists[number] = TextLogprobs()
-            front = _prompt_entries(started) if self._plan.echo else []
+            front = _prompt_entries(self._plan, number // self._plan.count, started) if self._plan.echo else []
         return self._lists[number].lists([*front, *entries])
 
     def _text(self, number: int, text: str, logprobs: Any, *, token_ids: Sequence[int] = ()) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,19 @@ from penstock.common.errors import (
     Unavailable,
     from_rpc_error,
 )
-from penstock.common.logging import get_logger
+from penstock.common.logging import bind_trace, get_logger
+from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, current_request_id
+from penstock.common.tracing import (
+    TRACEPARENT_KEY,
+    TRACESTATE_KEY,
+    Span,
+    SpanKind,
+    Tracer,
+    current_span,
+    exemplar,
+    outgoing,
+    parse_context,
+)
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import HttpError, error_bytes, error_headers, internal, status_of
 from penstock.gateway.http_server import ABORT
@@ -40,7 +52,10 @@ _EVENTS = [
     # nginx would collect the pieces.
     (b"x-accel-buffering", b"no"),
 ]
+_TRACE_KEYS = (TRACEPARENT_KEY, TRACESTATE_KEY)
 _GONE = 499
+# Values of Sec-Fetch-Site for requests that no other site's page has sent.
+_OWN_SITES = (b"same-origin", b"none")
 _log = get_logger("penstock.gateway")
 
 
@@ -57,12 +72,12 @@ class HttpCall:
     names: dict[str, str] = field(default_factory=dict)
     # Fields that nothing reads.
     ignored: list[str] = field(default_factory=list)
-    # Known before the answer begins.
+    # That of the caller, or a new one; later that of the router, where several requests are made of this one.
     request_id: str = ""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers that every answer has."""
-        found = [(b"x-request-id", self.request_id.encode("ascii", "ignore"))] if self.request_id else []
+        found = _id_header(self.request_id)
         if self.ignored:
             shown = [name for name in self.ignored if name.isascii() and name.isprintable()]
             listed = ", ".join(name[:64] for name in shown[: self.config.max_ignored_fields])
@@ -71,6 +86,16 @@ class HttpCall:
 
 
 Handler = Callable[[HttpCall], Awaitable[Answer]]
+
+
+def _id_header(request_id: str) -> list[tuple[bytes, bytes]]:
+    return [(REQUEST_ID_KEY.encode(), request_id.encode("ascii", "ignore"))] if request_id else []
+
+
+def call_metadata() -> tuple[tuple[str, str], ...]:
+    """Return metadata for a call to the router: the request's id, and the trace that it belongs to."""
+    request_id = current_request_id.get()
+    return (*(((REQUEST_ID_KEY, request_id),) if request_id else ()), *outgoing())
 
 
 class Clients:
@@ -149,15 +174,40 @@ class Endpoint:
         config: GatewayConfig,
         places: Places,
         metrics: GatewayMetrics,
+        tracer: Tracer | None = None,
         has_body: bool = True,
     ) -> None:
+        """Make it. Without `has_body` it is a GET, which no span tells of and every page may send."""
         self._route, self._handler, self._has_body = route, handler, has_body
+        self._tracer = tracer
         self._clients, self._config, self._places, self._metrics = clients, config, places, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; never raises but when its task is cancelled from outside."""
         begin = time.monotonic()
+        headers = dict(scope["headers"])
+        request_id = accept_request_id(headers.get(REQUEST_ID_KEY.encode(), b"").decode("latin-1"))
+        current_request_id.set(request_id)
+        # Of the request before it on the connection, where that was read ahead.
+        current_span.set(None)
+        span = self._begin_span(headers, scope) if self._tracer is not None and self._has_body else None
         exchange = _Exchange(scope, receive, send, self._config, self._metrics, begin)
+        exchange.request_id = request_id
+        try:
+            await self._answer(exchange, scope, headers)
+        except asyncio.CancelledError:
+            exchange.status, exchange.reason = 503, "DRAIN_GRACE_OVER"
+            raise
+        except Exception:
+            # Nothing is known of what was sent: uvicorn answers 500, or hangs up.
+            exchange.status, exchange.reason = 500, "INTERNAL"
+            raise
+        finally:
+            trace_id = "" if span is None else _end_span(span, exchange)
+            self._metrics.requests(self._route, str(exchange.status)).inc()
+            self._metrics.duration.observe_traced(time.monotonic() - begin, trace_id)
+
+    async def _answer(self, exchange: _Exchange, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         call: HttpCall | None = None
         try:
             self._places.enter()
@@ -166,18 +216,60 @@ class Endpoint:
             await exchange.refuse(error, call)
         else:
             try:
-                headers = dict(scope["headers"])
-                body = await exchange.read_body(headers) if self._has_body else {}
+                if self._has_body:
+                    _refuse_other_sites(headers, self._config.allowed_origin)
+                # A GET's body, which hardly one has, is taken off the connection and not looked at.
+                sent = await exchange.read_body(headers)
+                body = _parsed(sent) if self._has_body else {}
                 client = self._clients.of(headers.get(b"authorization"))
                 tail = str(scope.get("path_params", {}).get("name", ""))
-                call = HttpCall(body, client, self._config, tail)
+                call = HttpCall(body, client, self._config, tail, request_id=exchange.request_id)
                 await exchange.run(self._handler, call)
             except PenstockError as error:
                 await exchange.refuse(error, call)
             finally:
                 self._places.leave()
-        self._metrics.requests(self._route, str(exchange.status)).inc()
-        self._metrics.duration.observe(time.monotonic() - begin)
+
+    def _begin_span(self, headers: Mapping[bytes, bytes], scope: Scope) -> Span:
+        """Begin the request's span, in the caller's trace where it names one."""
+        assert self._tracer is not None
+        parent = parse_context(*(headers.get(key.encode(), b"").decode("latin-1") for key in _TRACE_KEYS))
+        method = str(scope["method"])
+        attributes = {
+            "http.request.method": method,
+            "http.route": self._route,
+            "url.path": self._route,
+            "url.scheme": str(scope["scheme"]),
+        }
+        span = self._tracer.start(f"{method} {self._route}", SpanKind.SERVER, parent, attributes)
+        current_span.set(span)
+        bind_trace(span.context.trace_id)
+        return span
+
+
+def _end_span(span: Span, exchange: _Exchange) -> str:
+    """End the span of a request; return its exemplar."""
+    span.set({"http.response.status_code": exchange.status})
+    if exchange.reason:
+        span.fail(exchange.reason, is_fault=exchange.status >= 500)
+    span.end()
+    return span.exemplar
+
+
+def _refuse_other_sites(headers: Mapping[bytes, bytes], allowed: Sequence[str]) -> None:
+    """Raise HttpError for a page of another origin: a browser sends its text without asking first, and only keeps the
+    answer from it.
+
+    By Sec-Fetch-Site (https://www.w3.org/TR/fetch-metadata/), else by Origin beside Host. Callers that are no browsers
+    send none of them.
+    """
+    origin = headers.get(b"origin")
+    if origin is None or "*" in allowed or origin.decode("latin-1") in allowed:
+        return
+    site = headers.get(b"sec-fetch-site")
+    is_own = site in _OWN_SITES if site is not None else origin.partition(b"://")[2] == headers.get(b"host")
+    if not is_own:
+        raise HttpError(403, "a page of another origin (--allowed-origin lets it in)", reason="ORIGIN_NOT_ALLOWED")
 
 
 class _Exchange:
@@ -187,6 +279,9 @@ class _Exchange:
         self, scope: Scope, receive: Receive, send: Send, config: GatewayConfig, metrics: GatewayMetrics, begin: float
     ) -> None:
         self.status = 0
+        # Reason of the error that it ended with; for the span.
+        self.reason = ""
+        self.request_id = ""
         self._scope, self._receive, self._send = scope, receive, send
         self._config, self._metrics, self._begin = config, metrics, begin
         self._task = asyncio.current_task()
@@ -195,8 +290,8 @@ class _Exchange:
         # Time at which the send under way began.
         self._sending_since: float | None = None
 
-    async def read_body(self, headers: Mapping[bytes, bytes]) -> dict[str, Any]:
-        """Return the body, a JSON object. Raises HttpError and InvalidArgument."""
+    async def read_body(self, headers: Mapping[bytes, bytes]) -> bytes:
+        """Return the body. Raises HttpError."""
         most, body = self._config.max_body_bytes, bytearray()
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and len(length) < 20 and int(length) > most:
@@ -217,7 +312,7 @@ class _Exchange:
             raise HttpError(
                 408, f"the body was not whole within {self._config.body_seconds:g} s", reason="BODY_TIMEOUT"
             ) from None
-        return _parsed(bytes(body))
+        return bytes(body)
 
     def _too_large(self) -> HttpError:
         return HttpError(
@@ -238,7 +333,7 @@ class _Exchange:
         except asyncio.CancelledError:
             if not self._is_gone or self._task is None or self._task.uncancel():
                 raise
-            self.status = _GONE
+            self.status, self.reason = _GONE, "CLIENT_GONE"
             (self._metrics.stalled if self._has_stalled else self._metrics.left).inc()
         finally:
             watcher.cancel()
@@ -266,7 +361,7 @@ class _Exchange:
         clock = asyncio.get_running_loop().time
         try:
             first = await _checked(anext(pieces))
-            self._metrics.first_token.observe(time.monotonic() - self._begin)
+            self._metrics.first_token.observe_traced(time.monotonic() - self._begin, exemplar())
             self.status = 200
             await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *call.headers()]})
             await self._send({"type": "http.response.body", "body": first, "more_body": True})
@@ -278,12 +373,12 @@ class _Exchange:
             except (PenstockError, grpc.RpcError) as error:
                 # The status has gone: the error is an event, after which [DONE] does not come.
                 known = error if isinstance(error, PenstockError) else from_rpc_error(error)
-                self.status = status_of(known)
+                self.status, self.reason = status_of(known), known.reason
                 last = b"data: " + error_bytes(known, call.names) + b"\n\n"
                 await self._send({"type": "http.response.body", "body": last, "more_body": True})
             except Exception:
                 _log.exception("a stream failed", route=self._scope.get("path"))
-                self.status = 500
+                self.status, self.reason = 500, "INTERNAL"
                 last = b"data: " + error_bytes(internal(), call.names) + b"\n\n"
                 await self._send({"type": "http.response.body", "body": last, "more_body": True})
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -293,10 +388,10 @@ class _Exchange:
 
     async def refuse(self, error: PenstockError, call: HttpCall | None) -> None:
         """Answer with an error."""
-        self.status = status_of(error)
+        self.status, self.reason = status_of(error), error.reason
         if self._is_gone:
             return
-        headers = [*error_headers(error), *(call.headers() if call is not None else ())]
+        headers = [*error_headers(error), *(call.headers() if call is not None else _id_header(self.request_id))]
         if call is None and self.status in (408, 413):
             # What is left of the body is not read.
             headers.append((b"connection", b"close"))

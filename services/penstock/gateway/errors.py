@@ -26,6 +26,8 @@ _STATUSES: Mapping[_Code, tuple[int, str]] = {
     _Code.UNAVAILABLE: (503, "service_unavailable_error"),
     _Code.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
+# Faults of HTTP itself; all others are of the request.
+_HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # OpenAI's codes, where it has one for a reason of ours; else it is the reason in small letters.
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
 # Messages of the protos, which HTTP's fields are not in.
@@ -48,7 +50,7 @@ def status_of(error: PenstockError) -> int:
 def error_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]:
     """Return OpenAI's object. `names`: how the request spelt an option, by the option's name."""
     if isinstance(error, HttpError):
-        kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+        kind = _HTTP_TYPES.get(error.status, "invalid_request_error")
     else:
         kind = _STATUSES.get(error.code, (500, "server_error"))[1]
     # The body as a whole is no parameter.

@@ -66,12 +66,19 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
 
+def _is_fault(record: logging.LogRecord) -> bool:
+    """False for a request that `HttpServer.close` ended."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 class HttpServer:
     """Server of one ASGI application. Belongs to one event loop."""
 
     def __init__(self, app: Any, config: GatewayConfig) -> None:
-        # Its own log would have a line for each connection that a scanner spoils.
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        log = logging.getLogger("uvicorn.error")
+        # Its warnings are a line for each connection that a scanner spoils; its errors are faults of ours.
+        log.setLevel(logging.ERROR)
+        log.addFilter(_is_fault)
         self._bounds = config
         self._config = Config(
             app,

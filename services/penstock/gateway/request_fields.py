@@ -15,7 +15,7 @@ from penstock_client import GenerationOptions, check_options
 
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.endpoint import HttpCall
-from penstock.generation.options.table import CONFIG
+from penstock.generation.options.table import CONFIG, SECTIONS
 
 T = TypeVar("T")
 # Options by their own names, except those that a route sets itself.
@@ -48,6 +48,10 @@ _NAMED = re.compile(r"option '(\w+)': (.*)", re.DOTALL)
 _WORDS: Mapping[Any, str] = {
     str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object",
 }  # fmt: skip
+
+
+_KINDS: Mapping[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
+_HINTS = {name: spec.kind.hint for rows in SECTIONS.values() for name, spec in rows.items()}
 
 
 class Fields:
@@ -184,19 +188,26 @@ def _named(error: Exception, options: Mapping[str, Any]) -> InvalidArgument:
         return InvalidArgument(pair[1], f"does not go together with {pair[2]}")
     found = _NAMED.match(str(error))
     if found is not None:
-        return InvalidArgument(found[1], _description(found[2]))
+        is_ours = found[2].startswith(("must ", "is for ", "unknown"))
+        return InvalidArgument(found[1], found[2] if is_ours else _wrong(found[1], options.get(found[1])))
     for name, value in options.items():
         try:
             check_options(**{name: value})
         except (TypeError, ValueError, OverflowError):
-            return InvalidArgument(name, "has a value of a wrong type, or out of range")
+            return InvalidArgument(name, _wrong(name, value))
     return InvalidArgument("body", "has a value of a wrong type, or out of range")
 
 
-def _description(text: str) -> str:
-    """Our own sentences stay; protobuf's and Python's may repeat the value."""
-    is_ours = text.startswith(("must ", "is for ", "unknown"))
-    return text if is_ours else "has a value of a wrong type, or out of range"
+def _wrong(name: str, value: Any) -> str:
+    """Description of a value that protobuf refused; its own words, and Python's, may repeat the value."""
+    kind = _KINDS.get(_HINTS.get(name, ""))
+    if kind is None:
+        return "has a value of a wrong type, or out of range"
+    try:
+        typed(value, kind, name)
+    except InvalidArgument as error:
+        return error.description
+    return "is out of range"
 
 
 def token_lists(value: Any, name: str) -> list[str | list[int]]:
@@ -206,15 +217,18 @@ def token_lists(value: Any, name: str) -> list[str | list[int]]:
     if not isinstance(value, list) or not value:
         raise InvalidArgument(name, "must be a text, a list of token ids, or a list of either")
     if _is_id(value[0]):
-        return [_ids(value, name)]
-    return [entry if isinstance(entry, str) else _ids(entry, f"{name}[{number}]") for number, entry in enumerate(value)]
+        return [ids_of(value, name)]
+    return [
+        entry if isinstance(entry, str) else ids_of(entry, f"{name}[{number}]") for number, entry in enumerate(value)
+    ]
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _ids(value: Any, name: str) -> list[int]:
+def ids_of(value: Any, name: str) -> list[int]:
+    """Return token ids. Raises InvalidArgument naming the field."""
     if not isinstance(value, list) or not all(_is_id(each) and 0 <= each < 1 << 32 for each in value):
         raise InvalidArgument(name, "must be a text or a list of token ids")
     return value

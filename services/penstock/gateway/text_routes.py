@@ -14,7 +14,7 @@ from typing import Any
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.gateway.answers import dumps, usage_of
 from penstock.gateway.endpoint import Answer, HttpCall
-from penstock.gateway.request_fields import Fields, checked, messages_of, token_lists, tools_of, typed
+from penstock.gateway.request_fields import Fields, checked, ids_of, messages_of, tools_of, typed
 from penstock.generation.options.limits import DEFAULT_LIMITS
 from penstock.generation.options.table import SECTIONS
 
@@ -52,7 +52,10 @@ async def embeddings(call: HttpCall) -> Answer:
     """Answer `/v1/embeddings`. Raises InvalidArgument for ids, which the router does not embed."""
     fields = Fields(call)
     given = fields.raw("input")
-    texts = [given] if isinstance(given, str) else typed(given, list, "input")
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list):
+        raise InvalidArgument("input", "must be a text or a list of texts")
+    call.names["texts"] = "input"
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidArgument(f"input[{number}]", "must be a text; token ids are not supported")
@@ -104,7 +107,10 @@ async def score(call: HttpCall) -> Answer:
         prompt = fields.get("prompt", str, "")
         given = fields.raw("continuation")
         continuations = given if isinstance(given, list) else [given]
-        items += [(prompt, typed(one, str, "continuation")) for one in continuations]
+        for one in continuations:
+            if not isinstance(one, str):
+                raise InvalidArgument("continuation", "must be a text or a list of texts")
+            items.append((prompt, one))
     if not items:
         raise InvalidArgument("items", "must be a list of objects with prompt and continuation")
     top, model = fields.maybe("top_logprobs", int), fields.get("model", str, "")
@@ -203,9 +209,11 @@ async def tokenize(call: HttpCall) -> Answer:
 async def detokenize(call: HttpCall) -> Answer:
     """Answer `/detokenize`: the text of ids."""
     fields = Fields(call)
-    (ids,) = token_lists([fields.raw("tokens")], "tokens")
-    if isinstance(ids, str):
+    given = fields.raw("tokens")
+    if not isinstance(given, list):
         raise InvalidArgument("tokens", "must be a list of token ids")
+    call.names["sequences"] = "tokens"
+    ids = ids_of(given, "tokens")
     skip, model = fields.get("skip_special_tokens", bool, False), fields.get("model", str, "")
     fields.done()
     (text,) = await call.client.detokenize(

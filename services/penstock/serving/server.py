@@ -140,7 +140,7 @@ class RunningServer:
         control = service.control_services if isinstance(service, HasControlServices) else ()
         self.health = Health(service.grpc_services, control)
         tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config.auth_token_file else None
-        self._tracing = _start_tracing(config, service.name) if config.tracing_endpoint is not None else None
+        self._tracing = open_tracing(config, service.name)
         self.calls = CallInterceptor(
             GrpcServerMetrics(self.registry),
             tracer=self._tracing,
@@ -358,8 +358,13 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) ->
     _log.error("unhandled error in the event loop", exc_info=context.get("exception"))
 
 
-def _start_tracing(config: ProcessConfig, service: str) -> Tracing:
-    """Make the tracer; OpenTelemetry is imported here. Raises StartupError, also where it is not installed."""
+def open_tracing(config: ProcessConfig, service: str) -> Tracing | None:
+    """Make the tracer of a process, None without --tracing-endpoint. OpenTelemetry is imported here.
+
+    Raises StartupError, also where it is not installed.
+    """
+    if config.tracing_endpoint is None:
+        return None
     try:
         from penstock.serving.trace_export import start_tracing
     except ModuleNotFoundError as error:

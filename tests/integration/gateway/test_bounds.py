@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from factories.servers.emitting_backend import count_up
 from factories.servers.gateway import Gateway, running_gateway
 from factories.servers.router import backend, running_router, until
 from penstock.common.errors import ResourceExhausted, StartupError
+from penstock.serving import health_probe
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 # More than any test reads.
@@ -28,7 +30,12 @@ class Connection:
     @staticmethod
     async def to(gateway: Gateway) -> Connection:
         """Open one that buffers little."""
-        return Connection(*await asyncio.open_connection(*gateway.host_port, limit=4096))
+        own = socket.socket()
+        # Before it connects: the window that the other side is told follows from it.
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        own.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(own, gateway.host_port)
+        return Connection(*await asyncio.open_connection(sock=own, limit=4096))
 
     def post(self, path: str, body: Any, *headers: str) -> None:
         """Send a request."""
@@ -85,9 +92,7 @@ async def test_a_reader_that_stops_is_cut_off_and_the_others_go_on() -> None:
         stopped.post("/v1/chat/completions", {"messages": HELLO, "stream": True})
         assert await stopped.status() == 200
         stopped.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        stream = await client_of(gateway).chat.completions.create(
-            model="penstock-demo", messages=HELLO, stream=True, max_tokens=50
-        )
+        stream = await client_of(gateway).chat.completions.create(model="penstock-demo", messages=HELLO, stream=True)
         count = 0
         async for _ in stream:
             count += 1
@@ -231,6 +236,68 @@ async def test_pages_of_other_origins_may_call_only_when_they_are_named() -> Non
                 answer = await connection.until_closed()
                 assert (b"access-control-allow-origin" in answer) == allowed
                 connection.close()
+
+
+async def test_a_page_of_another_origin_cannot_send_even_what_browsers_do_not_ask_about() -> None:
+    foreign, own = "origin: https://evil.example", "origin: http://x"
+    async with backend() as one, running_router(one) as router:
+        for settings, cases in (
+            (
+                {},
+                (
+                    ((foreign,), 403),
+                    ((foreign, "sec-fetch-site: cross-site"), 403),
+                    (("origin: null", "sec-fetch-site: same-site"), 403),
+                    # A proxy may have changed Host: the browser's own word goes before it.
+                    ((foreign, "sec-fetch-site: same-origin"), 200),
+                    # As `Connection.post` names the host.
+                    ((own,), 200),
+                ),
+            ),
+            ({"allowed_origin": ("https://evil.example",)}, (((foreign, "sec-fetch-site: cross-site"), 200),)),
+        ):
+            async with running_gateway(router.server.address, **settings) as gateway:
+                for headers, status in cases:
+                    connection = await Connection.to(gateway)
+                    connection.post("/tokenize", {"prompt": "x"}, *headers, "content-type: text/plain")
+                    assert await connection.status() == status, headers
+                    connection.close()
+
+
+async def test_a_callers_request_id_is_that_of_its_answer_and_of_the_routers_request() -> None:
+    async with backend() as one, running_router(one) as router, running_gateway(router.server.address) as gateway:
+        client = client_of(gateway).with_options(default_headers={"x-request-id": "mine-1"})
+        answer = await client.chat.completions.create(model="penstock-demo", messages=HELLO)
+        assert (answer.id, answer._request_id) == ("chatcmpl-mine-1", "mine-1")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="penstock-demo", messages=[])
+        assert caught.value.request_id == "mine-1"
+        odd = client_of(gateway).with_options(default_headers={"x-request-id": "no {id}"})
+        listed = await odd.chat.completions.with_raw_response.create(model="penstock-demo", messages=HELLO)
+        assert len(listed.headers["x-request-id"]) == 32
+
+
+async def test_a_get_with_a_body_is_answered_and_the_connection_goes_on() -> None:
+    async with backend() as one, running_router(one) as router, running_gateway(router.server.address) as gateway:
+        connection = await Connection.to(gateway)
+        connection.writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+        assert await connection.status() == 200
+        assert b"penstock-demo" in await connection.reader.readuntil(b"]}")
+        connection.writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert await connection.status() == 200
+        connection.close()
+
+
+async def test_the_containers_check_asks_by_a_socket(tmp_path: Path) -> None:
+    path = tmp_path / "health.sock"
+    async with (
+        backend() as one,
+        running_router(one) as router,
+        running_gateway(router.server.address, health_socket=str(path)) as gateway,
+    ):
+        assert await asyncio.to_thread(health_probe.main, [str(path)]) == 0
+        await gateway.app.stop()
+        assert not path.exists()
 
 
 async def test_health_follows_the_router() -> None:

@@ -231,15 +231,20 @@ def test_constraints_by_vllms_names(served: Served, field: str) -> None:
         {},
         {"logprobs": 2},
         {"echo": True, "logprobs": 1},
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
+        {"echo": True, "max_tokens": 0, "n": 2, "seed": 1},
         {"prompt": ["Penstock is", "The capital of"], "n": 2, "seed": 1},
     ],
-    ids=["plain", "logprobs", "echo", "prompts"],
+    ids=["plain", "logprobs", "echo", "echo alone", "echoes alone", "prompts"],
 )
 def test_a_streamed_completion_says_what_the_whole_one_says(served: Served, fields: dict[str, Any]) -> None:
     body = {"prompt": "Penstock serves", "max_tokens": 6, "ignore_eos": True, **fields}
     if "n" not in fields:
         body["temperature"] = 0
-    whole = Completion.model_validate(served.json("/v1/completions", body))
+    # As the client makes it, which does not validate: a prompt's first token has no log-probability, and the type does
+    # not know it.
+    answer = served.json("/v1/completions", body)
+    whole = Completion.construct(**answer) if "echo" in fields else Completion.model_validate(answer)
     streamed: dict[int, dict[str, Any]] = {}
     for event in served.events("/v1/completions", body):
         for choice in event["choices"]:
@@ -277,11 +282,30 @@ def test_lm_eval_reads_the_log_probabilities_of_a_continuation(served: Served, m
     assert answer["usage"]["completion_tokens"] == max_tokens
     scored = served.json("/v1/score", {"items": [{"prompt": context, "continuation": continuation}]})["data"][0]
     assert sum(found["token_logprobs"][begin:end]) == pytest.approx(scored["score"], abs=1e-3)
+    assert "".join(found["tokens"][: len(tokens[1])]) == context + continuation
+    assert found["text_offset"][begin] == len(context)
     greedy = all(
         logprob == max(top.values())
         for logprob, top in zip(found["token_logprobs"][begin:end], found["top_logprobs"][begin:end], strict=True)
     )
     assert greedy == scored["is_greedy"]
+
+
+def test_an_echo_has_the_text_of_its_first_token_too(served: Served) -> None:
+    text = "The capital of France is"
+    ids = served.json("/tokenize", {"prompt": text})["tokens"]
+    for prompt in (text, ids, [text, ids], [ids[:1]]):
+        answer = served.json("/v1/completions", {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0})
+        for choice in answer["choices"]:
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"] == ("The" if prompt == [ids[:1]] else text)
+
+
+def test_the_end_of_an_answer_is_told_as_vllm_tells_it(served: Served) -> None:
+    body = {"messages": QUESTION, "temperature": 0, "max_tokens": 64}
+    (ended,) = served.json("/v1/chat/completions", body)["choices"]
+    assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", None)
+    (stopped,) = served.json("/v1/chat/completions", {**body, "stop": ["serves"]})["choices"]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", "serves")
 
 
 def test_text_of_no_new_token_is_the_echo(served: Served) -> None:
@@ -318,7 +342,10 @@ def test_models_and_facts(served: Served) -> None:
     assert served.json("/version")["version"]
     options = {row["name"]: row for row in served.json("/options")["data"]}
     assert options["temperature"]["minimum"] == 0
-    assert 'penstock_gateway_http_requests_total{route="/v1/models",status="200"}' in served.ask("/metrics")[2].decode()
+    metrics = served.ask("/metrics")[2].decode()
+    assert 'penstock_gateway_http_requests_total{route="/v1/models",status="200"}' in metrics
+    assert "_created" not in metrics
+    assert (served.ask("/healthz")[0], served.ask("/readyz")[0]) == (200, 200)
 
 
 BAD: dict[str, tuple[str, Any, int, str | None]] = {
@@ -412,6 +439,30 @@ def test_a_bad_request_gets_openais_shape(served: Served, path: str, body: Any, 
         assert error["message"]
         assert error["code"]
         assert error["reason"].isupper()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/v1/embeddings", {}, "input", "must be a text or a list of texts"),
+        ("/v1/embeddings", {"input": []}, "input", "must have between 1 and 256 entries"),
+        ("/v1/embeddings", {"input": ["a", 3]}, "input[1]", "must be a text; token ids are not supported"),
+        ("/v1/score", {}, "items", "must be a list of objects with prompt and continuation"),
+        ("/v1/score", {"prompt": "a"}, "continuation", "must be a text or a list of texts"),
+        ("/tokenize", {}, "prompt", "must be a text"),
+        ("/detokenize", {}, "tokens", "must be a list of token ids"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens", "must be a text or a list of token ids"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": "3"}, "max_tokens", "must be a whole number"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1 << 40}, "max_tokens", "is out of range"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else None,
+)
+def test_an_error_names_the_field_and_says_how_it_must_be(
+    served: Served, path: str, body: Any, param: str, message: str
+) -> None:
+    status, _, text = served.ask(path, body)
+    error = json.loads(text)["error"]
+    assert (status, error["param"], error["message"]) == (400, param, f"{param}: {message}")
 
 
 def test_openais_client_raises_its_own_errors(served: Served) -> None:
