@@ -75,7 +75,7 @@ def _about(result: dict[str, Any]) -> str:
     where, what = result["environment"], result["settings"]
     text = (
         f"{what['model']}, random weights, {what['dtype']}, {what['threads']} threads, "
-        f"{what['rounds']} rounds in turns; "
+        f"{what['rounds']} rounds in turns{_adapters(what)}; "
         f"commit {where['commit']}, {where['time']}, {where['cores']} cores of an {where['cpu']}, "
         f"load average {where['load_average']:.1f} at the start."
     )
@@ -85,6 +85,14 @@ def _about(result: dict[str, Any]) -> str:
         shown = ", ".join(f"{name} {peak / 1e9:.0f} GOP/s" for name, peak in peaks.items())
         text += f" Limits measured in the run: {bandwidth / 1e9:.1f} GB/s; {shown}."
     return text
+
+
+def _adapters(settings: dict[str, Any]) -> str:
+    # Files from before there were any lack the fields.
+    if not settings.get("adapters"):
+        return ""
+    ranks = " and ".join(map(str, settings["adapter_ranks"]))
+    return f", requests over {settings['adapters']} LoRA adapters of rank {ranks}"
 
 
 def _table(header: list[str], lines: list[list[str]]) -> str:

@@ -9,6 +9,7 @@ Every engine is a process that loads once; then for every round and workload eac
 asleep, so that a machine's drift in speed is the same for all. A first round warms up and does not count. Prompts are
 random ids, others in every round and the same for all engines; outputs are greedy and of the length that was asked for.
 The machine's bandwidth and peak are measured before and after. `python benchmarks/report.py FILE` shows its tables.
+With `--adapters 8` every request is of one of eight random LoRA adapters. The limit's share counts the model alone.
 Engines other than Penstock and transformers are used when they are installed (`make peers`; docs/guide/benchmarks.md).
 """
 
@@ -27,9 +28,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import report
-from benchmarks._arguments import at_least, names, refuse
+from benchmarks._arguments import at_least, names, numbers, refuse
 from benchmarks._processes import ending_with_us, stop_on_sigterm
 from benchmarks._report import environment
+from benchmarks.adapters import adapter_folders
 from benchmarks.cells import WORKLOADS, Workload, figures, medians, tokens_needed
 from benchmarks.checkpoints import CACHE, resolve
 from benchmarks.engines import ENGINES
@@ -53,6 +55,7 @@ class Bench:
         self.workloads = [WORKLOADS[name] for name in options.workloads]
         folder = resolve(options.model, options.cache)
         self.model = Model.read(folder)
+        adapters = tuple(map(str, adapter_folders(folder, options.adapters, options.adapter_ranks, options.cache)))
         self.settings = {
             name: Settings(
                 str(folder),
@@ -62,6 +65,7 @@ class Bench:
                 CONTEXT,
                 str(options.cache),
                 options.option.get(name, {}),
+                adapters,
             )
             for name in options.engines
         }
@@ -174,7 +178,8 @@ class Bench:
     def _write(self, load_average: float) -> dict[str, Any]:
         options = self.options
         settings = {
-            name: getattr(options, name) for name in ("model", "dtype", "threads", "rounds", "warmup", "passive")
+            name: getattr(options, name)
+            for name in ("model", "dtype", "threads", "rounds", "warmup", "passive", "adapters", "adapter_ranks")
         }
         result = {
             "benchmark": "workloads",
@@ -224,6 +229,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default="qwen2.5-0.5b", help="qwen2.5-0.5b, llama-3.2-1b or a folder")
     made.add_argument("--dtype", choices=list(BYTES_PER_WEIGHT), default="bf16")
     made.add_argument("--threads", type=at_least(1), default=2, help="of every engine")
+    made.add_argument("--adapters", type=at_least(0), default=0, help="LoRA adapters; requests take them in turn")
+    made.add_argument("--adapter-ranks", type=numbers, default="8,16", help="of the adapters in turn, with commas")
     made.add_argument("--option", action="append", default=[], metavar="ENGINE.KEY=VALUE", help="an engine's own")
     made.add_argument(
         "--include",

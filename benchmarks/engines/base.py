@@ -29,6 +29,8 @@ class Settings:
     cache: str
     # The engine's own options, as KEY=VALUE of --option ENGINE.KEY=VALUE.
     options: dict[str, str] = field(default_factory=dict)
+    # Folders of LoRA adapters, as PEFT saves them; request i of a run takes that at i modulo their number.
+    adapters: tuple[str, ...] = ()
 
     def converted(self, name: str) -> Path:
         """Return the path for a form of the model that an engine converts for itself."""
@@ -56,8 +58,18 @@ class TokenTimes:
 class Adapter(ABC):
     """One engine in this process. Called in the order prepare, load, run…, close, from one thread."""
 
+    # True where `run` honours Settings.adapters.
+    takes_adapters = False
+
     def __init__(self, settings: Settings) -> None:
+        """Raises Unsupported for adapters that the engine does not take."""
+        if settings.adapters and not self.takes_adapters:
+            raise Unsupported("requests of several LoRA adapters at once")
         self.settings = settings
+
+    def adapter(self, request: int) -> int:
+        """Return the place of a request's adapter among Settings.adapters, which must not be empty."""
+        return request % len(self.settings.adapters)
 
     @abstractmethod
     def prepare(self) -> None:

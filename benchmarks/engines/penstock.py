@@ -46,8 +46,15 @@ def _kv_bytes_per_token(settings: Settings) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
 
 
+def named_adapters(settings: Settings) -> dict[str, str]:
+    """{name: folder} of the adapters; that of request i is "i"."""
+    return {str(number): folder for number, folder in enumerate(settings.adapters)}
+
+
 class PenstockEngine(Adapter):
     """Requests go to EngineLoop.submit, tokens come back on the event loop as the service gets them."""
+
+    takes_adapters = True
 
     def prepare(self) -> None:
         """See Adapter."""
@@ -66,6 +73,9 @@ class PenstockEngine(Adapter):
         from penstock.generation.startup.load import load
 
         given: dict[str, object] = {**self._options, "model": self.settings.model}
+        if adapters := named_adapters(self.settings):
+            given["lora"] = tuple(f"{name}={folder}" for name, folder in adapters.items())
+            given["max_adapters"] = str(len(adapters))
         config = from_env_and_flags(GenerationServiceConfig, given)
         self._loaded: Any = load(config, "bench", lambda percent: None)
         self._engine = Engine(self._loaded.engine_config, self._loaded.runner, self._loaded.token_bytes)
@@ -93,7 +103,8 @@ class PenstockEngine(Adapter):
             request_id = str(next(self._ids))
             self._index[request_id] = index
             params = SamplingParams(tokens, ignore_eos=True)
-            self._loop.submit(Request(request_id, prompt, params, time.monotonic()))
+            adapter = self._loaded.adapters.bring(str(self.adapter(index))) if self.settings.adapters else None
+            self._loop.submit(Request(request_id, prompt, params, time.monotonic(), adapter=adapter))
         await self._done
         return self._times.times
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.base import Adapter, TokenTimes
-from benchmarks.engines.penstock import service_options
+from benchmarks.engines.penstock import named_adapters, service_options
 
 
 class PenstockStack(Adapter):
     """Every request is a stream of TextService.Generate: token ids in; text and ids out, detokenised by the way."""
+
+    takes_adapters = True
 
     def prepare(self) -> None:
         """See Adapter."""
@@ -27,6 +29,10 @@ class PenstockStack(Adapter):
         from factories.servers.stack import Stack
 
         flags = [part for name, value in self._options.items() for part in ("--" + name.replace("_", "-"), value)]
+        adapters = named_adapters(self.settings)
+        flags += [part for name, folder in adapters.items() for part in ("--lora", f"{name}={folder}")]
+        if adapters:
+            flags += ["--max-adapters", str(len(adapters))]
         self._stack = Stack(model=Path(self.settings.model), generation_flags=tuple(flags))
         # Whatever ends this process, SIGTERM in the middle of loading too.
         atexit.register(self._stack.stop)
@@ -45,7 +51,10 @@ class PenstockStack(Adapter):
         return self._runner.run(self._run(prompts, outputs))
 
     async def _run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
-        requests = [_request(prompt, tokens) for prompt, tokens in zip(prompts, outputs, strict=True)]
+        requests = [
+            _request(prompt, tokens, str(self.adapter(index)) if self.settings.adapters else "")
+            for index, (prompt, tokens) in enumerate(zip(prompts, outputs, strict=True))
+        ]
         times = TokenTimes(len(prompts))
 
         async def stream(index: int, request: Any) -> None:
@@ -80,7 +89,7 @@ class PenstockStack(Adapter):
             self._stack.stop()
 
 
-def _request(prompt: list[int], tokens: int) -> Any:
+def _request(prompt: list[int], tokens: int, adapter: str) -> Any:
     from penstock.v1 import common_pb2, config_pb2, text_pb2
 
     return text_pb2.GenerateTextRequest(
@@ -88,4 +97,5 @@ def _request(prompt: list[int], tokens: int) -> Any:
         config=config_pb2.GenerationConfig(max_new_tokens=tokens, do_sample=False),
         stop=config_pb2.StopConfig(ignore_eos=True),
         output=config_pb2.OutputConfig(return_token_ids=True),
+        adapter=adapter,
     )

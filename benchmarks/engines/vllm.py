@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32", "int8": "bfloat16"}
 
 class Vllm(Adapter):
     """LLMEngine with the prefix cache on; it compiles the model while it loads, unless --option vllm.eager=1."""
+
+    takes_adapters = True
 
     def prepare(self) -> None:
         """See Adapter."""
@@ -48,10 +51,27 @@ class Vllm(Adapter):
             max_num_seqs=64,
             enable_prefix_caching=True,
             enforce_eager=bool(int(self.settings.options.get("eager", "0"))),
+            **self._lora_arguments(),
         )
         self._engine: Any = LLMEngine.from_engine_args(arguments)
         self._ids = itertools.count()
         self.run([[1, 2, 3]], [2])
+
+    def _lora_arguments(self) -> dict[str, Any]:
+        folders = self.settings.adapters
+        if not folders:
+            return {}
+        ranks = [json.loads((Path(folder) / "adapter_config.json").read_text())["r"] for folder in folders]
+        return {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": max(ranks)}
+
+    def _lora(self, number: int) -> Any:
+        """Return the adapter of a request, or None."""
+        if not self.settings.adapters:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        place = self.adapter(number)
+        return LoRARequest(str(place), place + 1, self.settings.adapters[place])
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
         """See Adapter."""
@@ -69,7 +89,8 @@ class Vllm(Adapter):
                 output_kind=RequestOutputKind.DELTA,
             )
             index[request_id := str(next(self._ids))] = number
-            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+            lora = self._lora(number)
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 times.add(index[output.request_id], len(output.outputs[0].token_ids))

@@ -35,7 +35,7 @@ class Worker:
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Bring the engine up; how long that took, beside how long reading the weights' files takes."""
         module, _, name = self._adapter_name.partition(":")
-        chosen = Settings(**settings)
+        chosen = Settings(**{**settings, "adapters": tuple(settings["adapters"])})
         adapter: Adapter = getattr(importlib.import_module(module), name)(chosen)
         adapter.prepare()
         reading = _read_seconds(Path(chosen.model))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from benchmarks.adapters import adapter_folders
 from benchmarks.engines import w8a8
 from benchmarks.engines.base import Settings, Unsupported
 from benchmarks.engines.vllm import Vllm
@@ -134,3 +135,19 @@ def test_the_adapter_makes_the_checkpoint_once(
     assert made == [tmp_path / "model.w8a8"]
     with pytest.raises(Unsupported, match="no int4 weights"):
         Vllm(Settings(str(checkpoint), "int4", 1, 64, 64, str(tmp_path))).prepare()
+
+
+def test_adapters_change_the_seven_linear_layers_of_their_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    folders = adapter_folders(checkpoint, 3, (8, 16), tmp_path)
+    assert [json.loads((folder / "adapter_config.json").read_text())["r"] for folder in folders] == [8, 16, 8]
+    tensors = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+    layers = {name.removesuffix(".weight") for name in LAYERS}
+    assert set(tensors[0]) == {f"base_model.model.{name}.lora_{side}.weight" for name in layers for side in "AB"}
+    weights_before = weights(checkpoint)
+    for name in layers:
+        outputs, inputs = weights_before[f"{name}.weight"].shape
+        assert tensors[1][f"base_model.model.{name}.lora_A.weight"].shape == (16, inputs)
+        assert tensors[1][f"base_model.model.{name}.lora_B.weight"].shape == (outputs, 16)
+    # Each its own; made once.
+    assert not torch.equal(*(next(iter(tensors[number].values())) for number in (0, 2)))
+    assert adapter_folders(checkpoint, 3, (8, 16), tmp_path) == folders

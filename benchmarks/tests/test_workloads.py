@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmarks._report import STDOUT, Table, save
 from benchmarks.cells import HEADLINES, WORKLOADS, Workload, figures, medians, tokens_needed
+from benchmarks.engines.base import Settings, Unsupported
+from benchmarks.engines.penstock import PenstockEngine
+from benchmarks.engines.transformers import Generate
 from benchmarks.report import best_peer, markdown, ratio, read, rows_of
 from benchmarks.roofline import Machine, Model, ideal
 from benchmarks.workloads import parser, skipped
@@ -98,6 +101,20 @@ def test_the_report_names_engines_that_took_no_part() -> None:
     assert "| penstock / best other | 2.00 |" in text
     assert "| openvino | **10.0** |" in text
     assert "`vllm` took no part: not installed." in text
+
+
+def test_the_report_names_the_adapters() -> None:
+    found = result([row("W2", "penstock", 20.0)], {})
+    assert "LoRA" not in markdown(found)
+    found["settings"] |= {"adapters": 8, "adapter_ranks": [8, 16]}
+    assert "1 rounds in turns, requests over 8 LoRA adapters of rank 8 and 16;" in markdown(found)
+
+
+def test_an_engine_without_adapters_refuses_them() -> None:
+    settings = Settings("model", "bf16", 1, 64, 64, "cache", adapters=("a", "b"))
+    with pytest.raises(Unsupported, match="LoRA"):
+        Generate(settings)
+    assert [PenstockEngine(settings).adapter(request) for request in range(3)] == [0, 1, 0]
 
 
 def test_a_run_without_a_row_has_no_empty_table() -> None:
