@@ -16,6 +16,7 @@ from factories.engine.fake_engine import engine_config, request, run
 from factories.engine.model_engine import model_engine
 from penstock.generation.core.request import Request
 from penstock.generation.models.language_model import LanguageModel
+from penstock.generation.startup.load import window_of
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -260,7 +261,8 @@ def check_ids(folder: Path, model: LanguageModel, new_tokens: int = 64) -> None:
         found = run(engine, *requests())
         ids = [found[str(place)].ids[0] for place in range(len(prompts))]
         assert ids == wanted, f"together {ids}, by generate() {wanted}"
-    assert engine.stats.preemptions > 0
+    # Where every layer lets go what left its window there is room for all (tests/numerics of windows preempt them).
+    assert engine.stats.preemptions > 0 or window_of(model)
     assert engine.stats.prefix_hit_tokens > 0
 
 

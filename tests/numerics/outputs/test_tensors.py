@@ -22,6 +22,7 @@ from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.startup.load import window_of
 from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
@@ -271,9 +272,10 @@ def test_top_k_and_chosen_steps_cut_what_travels(pair: Pair) -> None:
 
 
 def test_a_preempted_request_has_its_tensors_once(pair: Pair) -> None:
-    """Room for about one of three requests at full length."""
-    config = engine_config(block_size=4, num_blocks=22, max_batch_tokens=30, max_running_sequences=4)
-    items: list[Request] = [request(prompt(20, seed), max_new_tokens=30, tensors=EVERYTHING) for seed in range(3)]
+    """Room for about one of three requests at full length; with a window they only grow until it is full."""
+    length, blocks, tokens = (3, 7, 8) if window_of(pair.ours) else (20, 22, 30)
+    config = engine_config(block_size=4, num_blocks=blocks, max_batch_tokens=tokens, max_running_sequences=4)
+    items: list[Request] = [request(prompt(length, seed), max_new_tokens=30, tensors=EVERYTHING) for seed in range(3)]
     engine = model_engine(pair.ours, config)
     answers = run(engine, *items)
     assert engine.stats.preemptions
@@ -281,7 +283,7 @@ def test_a_preempted_request_has_its_tensors_once(pair: Pair) -> None:
         answer = answers[item.request_id]
         steps = steps_of(answer)
         assert len(steps) == 30
-        check_rows(pair, prompt(20, seed), answer.ids[0], steps)
+        check_rows(pair, prompt(length, seed), answer.ids[0], steps)
 
 
 def test_beam_sequences_carry_none(pair: Pair) -> None:
