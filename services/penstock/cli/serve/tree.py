@@ -245,7 +245,8 @@ class Tree:
         self.reporter.send(Report(READY, addresses, metrics, lines))
         shown = ", ".join(f"http://{where}/metrics" for where in metrics.values())
         self._say(f"metrics: {shown or 'off'}")
-        http = f" · HTTP http://{addresses['gateway']}/v1" if "gateway" in addresses else ""
+        at = f"http://{addresses.get('gateway')}"
+        http = f" · chat page {at}/ · HTTP {at}/v1" if "gateway" in addresses else ""
         self._say(f"READY · gRPC {addresses['router']}{http} · {seconds:.1f} s")
 
 

@@ -13,14 +13,16 @@ import { BadSetting, readTools, requestBody, structure } from "../../../../servi
 import { defaultSettings, readSettings } from "../../../../services/penstock/gateway/page/chat/settings.mjs";
 import { Store } from "../../../../services/penstock/gateway/page/chat/store.mjs";
 
-const TEMPERATURE = { name: "temperature", kind: "float", doc: "Heat.", bounds: { low: 0 } };
-const TOP_H = { name: "top_h", kind: "float", doc: "", bounds: { low: 0, high: 1, above: true } };
+const TEMPERATURE = { name: "temperature", kind: "float", doc: "Heat.", minimum: 0 };
+const TOP_H = { name: "top_h", kind: "float", doc: "", minimum: 0, maximum: 1, minimum_excluded: true };
 const TABLE = [
   TEMPERATURE, TOP_H,
-  { name: "num_beams", kind: "int", doc: "Beams.", bounds: { low: 1 }, limit: 16 },
+  { name: "num_beams", kind: "int", doc: "Beams.", minimum: 1, most: 16 },
   { name: "do_sample", kind: "bool", doc: "Sample." },
   { name: "stop_strings", kind: "strings", doc: "Stop." },
-  { name: "logit_bias", kind: "logit_bias", doc: "Bias." },
+  { name: "logit_bias", kind: "logit_bias", type: "Mapping[int, float]", doc: "Bias.", most: 1024 },
+  { name: "early_stopping", kind: "early_stopping", doc: "Beams.", choices: [true, false, "never"] },
+  { name: "negative_prompt", kind: "prompt", type: "str", doc: "Away from." },
 ];
 
 function talk() {
@@ -115,6 +117,9 @@ test("values are read by their kinds", () => {
   assert.deepEqual(value("stop_strings", "a\nb c"), { value: ["a", "b c"] });
   assert.deepEqual(value("stop_strings", '["\\n\\n"]'), { value: ["\n\n"] });
   assert.deepEqual(value("logit_bias", '{"5": -1}'), { value: { 5: -1 } });
+  assert.deepEqual(value("early_stopping", "false"), { value: false });
+  assert.deepEqual(value("early_stopping", "never"), { value: "never" });
+  assert.deepEqual(value("negative_prompt", "[1]"), { value: "[1]" });
   assert.equal(controlOf({ kind: "int", choices: ["a"] }), "choice");
 });
 
@@ -133,7 +138,7 @@ test("a request carries changed options only", () => {
   conversation.settings.options.A = { temperature: "0.5", num_beams: " " };
   conversation.settings.options.B = { num_beams: "2" };
   const body = requestBody(conversation, "t1", "A", TABLE);
-  assert.deepEqual(Object.keys(body).sort(), ["messages", "penstock", "stream", "stream_options", "temperature"]);
+  assert.deepEqual(Object.keys(body).sort(), ["messages", "stream", "stream_options", "temperature"]);
   assert.equal(requestBody(conversation, "t1", "B", TABLE).num_beams, 2);
 });
 
@@ -188,12 +193,15 @@ test("an answer grows by its chunks", () => {
   takeChoice(answer, { delta: { tool_calls: [{ index: 0, function: { arguments: "{}" } }] }, finish_reason: "tool_calls" });
   assert.deepEqual(answer, {
     role: "assistant", content: "A", reasoning: "Hm", calls: [{ id: "c", name: "f", arguments: "{}" }], finish: "tool_calls",
-    tokens: [{ token: "A", logprob: -0.123, bytes: [65], top: [{ token: "B", logprob: -2 }] }],
+    tokens: [{ token: "A", logprob: -0.123, top: [{ token: "B", logprob: -2 }] }],
   });
 });
 
 test("a character of several tokens belongs to the last of them", () => {
-  assert.deepEqual(tokenTexts([{ token: "a", bytes: [97] }, { token: "?", bytes: [0xc3] }, { token: "?", bytes: [0xa9] }]), ["a", "", "é"]);
+  const tokens = (...texts) => texts.map((token) => ({ token }));
+  assert.deepEqual(tokenTexts(tokens("Hi", " \uFFFD", "\uFFFD", " you", "<end>"), "Hi 👋 you"), ["Hi", "", " 👋", " you", "<end>"]);
+  assert.deepEqual(tokenTexts(tokens("a", "\uFFFD", "\uFFFD"), "aé"), ["a", "", "é"]);
+  assert.deepEqual(tokenTexts(tokens("a", "\uFFFD"), "a"), ["a", ""]);
 });
 
 test("figures", () => {
@@ -206,8 +214,8 @@ test("figures", () => {
 });
 
 test("errors keep the server's reason and field", () => {
-  const problem = problemOf({ error: { message: "no", type: "invalid_request_error", param: "top_p", penstock: { reason: "INVALID_ARGUMENT", field: "config.top_p" } } }, 400);
-  assert.deepEqual(problem.toJSON(), { message: "no", status: 400, reason: "INVALID_ARGUMENT", field: "config.top_p", retryAfter: 0 });
+  const problem = problemOf({ error: { message: "no", type: "invalid_request_error", param: "top_p", code: "invalid_argument", reason: "INVALID_ARGUMENT", field: "config.top_p" } }, 400);
+  assert.deepEqual(problem.toJSON(), { message: "no", status: 400, reason: "INVALID_ARGUMENT", field: "top_p", retryAfter: 0 });
   assert.equal(problemOf(null, 502).message, "the server answered 502");
 });
 
@@ -243,7 +251,7 @@ test("a full store gives up probabilities before conversations, and says when no
   const memory = new Memory(6000);
   const store = new Store(memory, (text) => told.push(text));
   const first = talk();
-  first.answer.tokens = Array.from({ length: 60 }, () => ({ token: "aaaaaaaaaa", logprob: -1, bytes: null, top: [] }));
+  first.answer.tokens = Array.from({ length: 60 }, () => ({ token: "aaaaaaaaaa", logprob: -1, top: [] }));
   store.save(first.conversation);
   const second = talk();
   second.answer.content = "b".repeat(1500);

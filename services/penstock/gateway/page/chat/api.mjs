@@ -16,7 +16,7 @@ export class Api {
   }
 
   options() {
-    return this.json("options").then((answer) => (Array.isArray(answer) ? answer : answer.options ?? answer.data ?? []));
+    return this.json("options").then((answer) => answer.data ?? []);
   }
 
   /** Yields the chunks of a streamed chat completion. Throws Problem; an abort ends it with AbortError. */
