@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { emptyAnswer, takeChoice, takeFacts, tokenTexts } from "../../../../services/penstock/gateway/page/chat/answer.mjs";
+import { decoded, encoded } from "../../../../services/penstock/gateway/page/chat/api.mjs";
 import { addTurn, branches, choose, messagesTo, newConversation, pairOf, pathTo, readConversation, titleOf } from "../../../../services/penstock/gateway/page/chat/conversation.mjs";
 import { events } from "../../../../services/penstock/gateway/page/chat/event_stream.mjs";
 import { percent, stagesOf, tokensPerSecond } from "../../../../services/penstock/gateway/page/chat/figures.mjs";
@@ -18,6 +19,7 @@ const TOP_H = { name: "top_h", kind: "float", doc: "", minimum: 0, maximum: 1, m
 const TABLE = [
   TEMPERATURE, TOP_H,
   { name: "num_beams", kind: "int", doc: "Beams.", minimum: 1, most: 16 },
+  { name: "seed", kind: "int", doc: "Same.", minimum: 0, maximum: 2 ** 63 },
   { name: "do_sample", kind: "bool", doc: "Sample." },
   { name: "stop_strings", kind: "strings", doc: "Stop." },
   { name: "logit_bias", kind: "logit_bias", type: "Mapping[int, float]", doc: "Bias.", most: 1024 },
@@ -113,6 +115,7 @@ test("values are read by their kinds", () => {
   assert.deepEqual(value("temperature", "0,5"), { value: 0.5 });
   assert.deepEqual(value("temperature", ""), {});
   assert.deepEqual(value("num_beams", "4"), { value: 4 });
+  assert.deepEqual(value("seed", "9223372036854775807"), { value: 9223372036854775807n });
   assert.deepEqual(value("do_sample", "true"), { value: true });
   assert.deepEqual(value("stop_strings", "a\nb c"), { value: ["a", "b c"] });
   assert.deepEqual(value("stop_strings", '["\\n\\n"]'), { value: ["\n\n"] });
@@ -125,7 +128,7 @@ test("values are read by their kinds", () => {
 
 for (const [name, text, error] of [
   ["temperature", "-1", "at least 0"], ["temperature", "hot", "must be a number"], ["top_h", "0", "above 0"], ["top_h", "1.5", "at most 1"],
-  ["num_beams", "2.5", "whole"], ["num_beams", "0", "at least 1"], ["num_beams", "17", "at most 16"], ["num_beams", "9".repeat(17), "exactly"],
+  ["num_beams", "2.5", "whole"], ["num_beams", "0", "at least 1"], ["num_beams", "17", "at most 16"], ["num_beams", "9".repeat(17), "at most 16"],
   ["do_sample", "maybe", "true or false"], ["stop_strings", "[1]", "list of texts"], ["logit_bias", "{", "not JSON"],
 ]) {
   test(`${name} refuses ${JSON.stringify(text)}`, () => {
@@ -195,6 +198,12 @@ test("an answer grows by its chunks", () => {
     role: "assistant", content: "A", reasoning: "Hm", calls: [{ id: "c", name: "f", arguments: "{}" }], finish: "tool_calls",
     tokens: [{ token: "A", logprob: -0.123, top: [{ token: "B", logprob: -2 }] }],
   });
+});
+
+test("seeds keep all of their digits, on both ways", () => {
+  assert.equal(encoded({ seed: 9223372036854775807n, model: "m", none: undefined }), '{"seed":9223372036854775807,"model":"m"}');
+  assert.equal(decoded('{"choices":[],"penstock":{"timings":{},"seed":5645065306890380123}}').penstock.seed, "5645065306890380123");
+  assert.equal(decoded('{"choices":[{"delta":{"content":"\\"seed\\":5"}}]}').penstock, undefined);
 });
 
 test("a character of several tokens belongs to the last of them", () => {

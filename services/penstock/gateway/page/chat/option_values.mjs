@@ -40,8 +40,8 @@ function readChoice(option, typed) {
 function readInteger(option, typed) {
   if (!/^[+-]?\d+$/.test(typed)) return { error: "must be a whole number" };
   const value = Number(typed);
-  if (!Number.isSafeInteger(value)) return { error: "is larger than a browser can send exactly (2^53 - 1)" };
-  return checked(option, value);
+  // A seed may have more digits than a double.
+  return checked(option, Number.isSafeInteger(value) ? value : BigInt(typed));
 }
 
 function readNumber(option, typed) {
