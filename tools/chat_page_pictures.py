@@ -13,25 +13,22 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from factories.servers.chat_page import Reader, find_chromium, running_chromium, served_page  # noqa: E402
-from playwright.sync_api import Browser  # noqa: E402
+from playwright.sync_api import Browser, expect  # noqa: E402
 
 OUT = ROOT / "docs" / "guide" / "images"
 # Pages load quickly, and the repository stays small.
 MOST_BYTES = 150_000
-QUESTION = "What is Penstock?"
 
 
 def _light(browser: Browser, url: str) -> Reader:
-    """A conversation, and the stages of an answer as a table."""
+    """A conversation with Markdown, and an answer's stages as a bar."""
     reader = Reader.open(browser, url, viewport={"width": 1200, "height": 740}, color_scheme="light")
     reader.part("system").get_by_role("textbox").fill("Answer in one or two sentences.")
     reader.option("temperature").fill("0")
     # The first answer of a process is slower than others.
     reader.ask("Hello")
     reader.page.get_by_role("button", name="New conversation").click()
-    reader.ask(QUESTION)
-    answer = reader.ask("Count from 1 to 20.")
-    answer.locator(".timings summary").click()
+    reader.ask("What happens to a request?")
     reader.page.locator("#ask").focus()
     reader.page.locator("#settings").evaluate("element => { element.scrollTop = 0; }")
     return reader
@@ -54,7 +51,7 @@ def _dark(browser: Browser, url: str) -> Reader:
 
 
 def _phone(browser: Browser, url: str) -> Reader:
-    """A tool call with a box for its result."""
+    """A tool call with its result, and an answer's stages as a table."""
     reader = Reader.open(browser, url, viewport={"width": 390, "height": 760}, has_touch=True, is_mobile=True)
     reader.page.get_by_role("button", name="Settings", exact=True).click()
     reader.part("tools").get_by_role("button", name="Put in an example").click()
@@ -63,7 +60,9 @@ def _phone(browser: Browser, url: str) -> Reader:
     answer = reader.ask("What is the weather in Paris?")
     answer.get_by_role("textbox", name="Result of get_weather").fill('{"temperature": 21, "sky": "clear"}')
     answer.get_by_role("button", name="Send the result").click()
+    expect(reader.answers).to_have_count(2)
     reader.await_end()
+    reader.answers.last.locator(".timings summary").click()
     return reader
 
 

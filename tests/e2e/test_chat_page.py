@@ -7,6 +7,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,6 +315,23 @@ def test_light_and_dark_are_chosen_and_kept(reader: Reader) -> None:
     dark = reader.page.evaluate(ground)
     reader.page.reload()
     assert light != dark == reader.page.evaluate(ground)
+
+
+def test_a_server_with_tokens_asks_for_one_and_says_when_it_is_wrong(browser: Browser, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("good-token-of-the-test\n")
+    with served_page("--auth-token-file", str(tokens)) as address:
+        page = browser.new_context().new_page()
+        page.goto(address)
+        for token, told in (("wrong", "This server wants a bearer token."), ("good-token-of-the-test", "refused this token")):
+            dialog = page.get_by_role("dialog")
+            expect(dialog).to_contain_text(told)
+            dialog.get_by_label("Token").fill(token)
+            dialog.get_by_role("button", name="Continue").click()
+        reader = Reader(page)
+        reader.await_model()
+        expect(reader.ask(QUESTION).locator(".markdown")).to_contain_text("Penstock")
+        page.context.close()
 
 
 @pytest.mark.parametrize("width", [1280, 700, 360])

@@ -219,7 +219,7 @@ test("figures", () => {
   assert.deepEqual(stagesOf(record.timings).map(({ name, seconds }) => [name, Math.round(seconds * 10)]), [["prefill", 1], ["decode", 5], ["other", 1]]);
   assert.equal(tokensPerSecond(record), 20);
   assert.equal(tokensPerSecond({ usage: { completion_tokens: 1 } }), null);
-  assert.deepEqual([percent(0), percent(Math.log(0.5)), percent(-20)], ["100%", "50.0%", "2e-7%"]);
+  assert.deepEqual([0, Math.log(0.5), Math.log(0.0003), -20].map(percent), ["100%", "50.0%", "0.03%", "<0.001%"]);
 });
 
 test("errors keep the server's reason and field", () => {
