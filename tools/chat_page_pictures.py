@@ -63,6 +63,7 @@ def _phone(browser: Browser, url: str) -> Reader:
     expect(reader.answers).to_have_count(2)
     reader.await_end()
     reader.answers.last.locator(".timings summary").click()
+    expect(reader.answers.last.locator("table")).to_be_in_viewport(ratio=1)
     return reader
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("playwright", reason="playwright is not installed (the extra dev); last run recorded in docs/learn/testing.md")
-from factories.servers.chat_page import Reader, find_chromium, running_chromium, served_page
-from playwright.sync_api import Browser, expect
+NO_PLAYWRIGHT = "playwright is not installed (the extra dev); last run recorded in docs/learn/testing.md"
+pytest.importorskip("playwright", reason=NO_PLAYWRIGHT)
+from factories.servers.chat_page import Reader, find_chromium, running_chromium, served_page  # noqa: E402
+from playwright.sync_api import Browser, FloatRect, Locator, expect  # noqa: E402
 
 pytestmark = pytest.mark.clients
 QUESTION = "What is Penstock?"
@@ -68,6 +69,13 @@ def sent(reader: Reader) -> list[dict[str, Any]]:
         "request", lambda request: bodies.append(request.post_data_json) if "/chat/" in request.url else None
     )
     return bodies
+
+
+def box_of(element: Locator) -> FloatRect:
+    """Place and size of an element that is shown, in pixels of the window."""
+    box = element.bounding_box()
+    assert box is not None
+    return box
 
 
 def test_a_chat_shows_the_apis_answer_and_its_figures(reader: Reader, url: str) -> None:
@@ -148,9 +156,9 @@ def test_two_sets_of_options_answer_side_by_side_and_one_is_kept(reader: Reader)
     left, right = (reader.page.locator(".pair .turn").nth(side) for side in (0, 1))
     expect(left.locator(".side")).to_have_text("A")
     expect(right.locator(".figures")).to_contain_text("3 tokens")
-    first, second = (one.bounding_box() for one in (left, right))
-    assert first is not None and second is not None
-    assert first["y"] == second["y"] and first["x"] + first["width"] <= second["x"]
+    first, second = box_of(left), box_of(right)
+    assert first["y"] == second["y"]
+    assert first["x"] + first["width"] <= second["x"]
     right.get_by_role("button", name="Go on with this").click()
     expect(reader.page.locator(".pair")).to_have_count(0)
     kept = reader.answers.locator(".markdown").inner_text()
@@ -182,8 +190,9 @@ def test_a_character_of_several_tokens_is_whole(reader: Reader) -> None:
 def test_structured_output_is_sent_and_obeyed(reader: Reader) -> None:
     reader.structure("regex", "(yes|no), because [a-z]{3,9}\\.")
     expect(reader.ask("Is it?").locator(".markdown")).to_have_text(re.compile(r"^(yes|no), because [a-z]{3,9}\.$"))
-    schema = {"type": "object", "properties": {"gpu": {"type": "boolean"}}, "required": ["gpu"], "additionalProperties": False}
-    reader.structure("json_schema", json.dumps(schema))
+    reader.structure(
+        "json_schema", '{"type": "object", "properties": {"gpu": {"type": "boolean"}}, "required": ["gpu"]}'
+    )
     answer = reader.ask("A GPU?").locator(".code pre")
     assert isinstance(json.loads(answer.inner_text())["gpu"], bool)
 
@@ -229,9 +238,8 @@ def test_html_of_the_model_stays_text(reader: Reader) -> None:
 
 
 def test_the_policy_stops_scripts_that_got_in(reader: Reader) -> None:
-    assert reader.page.evaluate(
-        "() => { try { document.body.innerHTML = '<b>x</b>'; return 'taken'; } catch (error) { return error.name; } }"
-    ) == "TypeError"
+    script = "try { document.body.innerHTML = '<b>x</b>'; return 'taken'; } catch (error) { return error.name; }"
+    assert reader.page.evaluate(f"() => {{ {script} }}") == "TypeError"
     reader.complaints.clear()
 
 
@@ -248,7 +256,8 @@ def test_a_value_out_of_bounds_is_told_beside_its_field(reader: Reader) -> None:
     bodies = sent(reader)
     reader.set("top_p", "3")
     reader.send(QUESTION)
-    expect(reader.page.locator('[data-option="top_p"] .field-error')).to_have_text("top_p must be at least 0, at most 1")
+    told = reader.page.locator('[data-option="top_p"] .field-error')
+    expect(told).to_have_text("top_p must be at least 0, at most 1")
     expect(reader.option("top_p")).to_be_focused()
     assert bodies == []
 
@@ -285,7 +294,8 @@ def test_the_system_prompt_and_a_line_by_shift_are_sent(reader: Reader) -> None:
     box.press("Enter")
     expect(reader.answers).to_have_count(1)
     reader.await_end()
-    assert bodies[0]["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one\ntwo"}]
+    system, user = bodies[0]["messages"]
+    assert (system, user["content"]) == ({"role": "system", "content": "Be brief."}, "one\ntwo")
 
 
 def test_conversations_outlive_a_reload(reader: Reader) -> None:
@@ -323,7 +333,8 @@ def test_a_server_with_tokens_asks_for_one_and_says_when_it_is_wrong(browser: Br
     with served_page("--auth-token-file", str(tokens)) as address:
         page = browser.new_context().new_page()
         page.goto(address)
-        for token, told in (("wrong", "This server wants a bearer token."), ("good-token-of-the-test", "refused this token")):
+        tries = (("wrong", "This server wants a bearer token."), ("good-token-of-the-test", "refused this token"))
+        for token, told in tries:
             dialog = page.get_by_role("dialog")
             expect(dialog).to_contain_text(told)
             dialog.get_by_label("Token").fill(token)
@@ -347,11 +358,11 @@ def test_nothing_leaves_the_window_with_its_sides_closed(browser: Browser, url: 
     if reader.page.locator("#side").is_visible():
         reader.page.get_by_role("button", name="Conversations", exact=True).click()
     reader.ask("What is the weather in Paris?")
-    middle = reader.page.locator("#middle").bounding_box()
-    assert middle == {"x": 0, "y": 0, "width": width, "height": 740}
+    assert box_of(reader.page.locator("#middle")) == {"x": 0, "y": 0, "width": width, "height": 740}
     for one in reader.page.locator("#middle :is(.card, .ask, header button)").all():
-        box = one.bounding_box()
-        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width
+        box = box_of(one)
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
     reader.page.context.close()
 
 
@@ -362,7 +373,7 @@ def test_a_phone_shows_compared_answers_below_each_other(browser: Browser, url: 
     reader.page.keyboard.press("Escape")
     expect(reader.page.locator("#settings")).to_be_hidden()
     reader.ask(QUESTION)
-    first, second = (one.bounding_box() for one in reader.page.locator(".pair .turn").all())
-    assert first is not None and second is not None
-    assert first["x"] == second["x"] and first["y"] + first["height"] <= second["y"]
+    first, second = (box_of(one) for one in reader.page.locator(".pair .turn").all())
+    assert first["x"] == second["x"]
+    assert first["y"] + first["height"] <= second["y"]
     reader.page.context.close()

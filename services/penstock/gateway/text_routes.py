@@ -159,7 +159,8 @@ def _choices(hint: str) -> list[Any] | None:
     parts = hint.split(" | ")
     if hint == "bool" or not all(part == "bool" or part.startswith("Literal[") for part in parts):
         return None
-    return [value for part in parts for value in ([True, False] if part == "bool" else json.loads(part[len("Literal") :]))]
+    values = ([True, False] if part == "bool" else json.loads(part.removeprefix("Literal")) for part in parts)
+    return [value for some in values for value in some]
 
 
 def _rows() -> Iterable[dict[str, Any]]:

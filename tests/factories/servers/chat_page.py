@@ -29,7 +29,8 @@ def find_chromium() -> str | None:
 def served_page(*flags: str) -> Iterator[str]:
     """Run the whole tree over the demo model; gives the page's address."""
     port = free_port()
-    process = start(None, "--http-port", str(port), "--kv-memory", "64MiB", "--threads", "1", "--dtype", "float32", *flags)
+    engine = ("--kv-memory", "64MiB", "--threads", "1", "--dtype", "float32")
+    process = start(None, "--http-port", str(port), *engine, *flags)
     try:
         process.wait_ready()
         _await_health(f"http://127.0.0.1:{port}/health", process)

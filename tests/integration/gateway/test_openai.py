@@ -337,7 +337,8 @@ def test_embeddings_are_the_same_in_both_encodings(served: Served) -> None:
 
 def test_the_root_is_the_chat_page(served: Served) -> None:
     status, headers, body = served.ask("/")
-    assert status == 200 and b"<title>Penstock</title>" in body
+    assert status == 200
+    assert b"<title>Penstock</title>" in body
     assert "script-src 'self'" in headers["content-security-policy"]
     assert served.ask("/page/main.mjs")[0] == 200
     assert served.ask("/page/nothing.mjs")[0] == 404

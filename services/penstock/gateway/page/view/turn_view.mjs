@@ -105,7 +105,7 @@ export class TurnView {
       el("div", { class: "actions" },
         this.branchControls(),
         isDone && turn.content && copyButton("Copy text", () => turn.content),
-        isDone && button(icon("retry"), this.isAnswer ? "Retry" : "Answer again", () => acts.retry(turn), { class: "quiet" }),
+        isDone && !turn.problem && button(icon("retry"), this.isAnswer ? "Retry" : "Answer again", () => acts.retry(turn), { class: "quiet" }),
         isDone && !isEmpty && button(icon("edit"), "Edit", () => this.edit(), { class: "quiet" }),
         isDone && turn.pair && !isEmpty && button(icon("done"), "Go on with this", () => acts.keep(turn), { class: "small-button", label: true })),
     );
