@@ -227,7 +227,7 @@ def test_a_tool_call_is_shown_and_its_result_is_answered(reader: Reader) -> None
 
 
 def test_html_of_the_model_stays_text(reader: Reader) -> None:
-    """What the model says is forced, so that it is as bad as can be."""
+    """The model is forced to say it."""
     said = "**bold** <img src=x onerror=document.title=1> <script>document.title=2</script> [a](javascript:alert(1))"
     reader.structure("choice", said)
     answer = reader.ask("Say it").locator(".markdown")

@@ -57,7 +57,8 @@ class TreeConfig:
     )
     http_port: int = option(
         HTTP_PORT,
-        "Port of the HTTP gateway (OpenAI's API); 0 takes a free one, -1 has none. Beside TLS there is none.",
+        "Port of the HTTP gateway (OpenAI's API, the chat page); 0 takes a free one, -1 has none. "
+        "Beside TLS there is none.",
         group="Process tree",
         minimum=-1,
         maximum=65535,
