@@ -61,7 +61,7 @@ numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=nati
 slow: $(VENV)/.dev  ## the tests marked slow
 	@$(BIN)/python -m pytest -q -m slow $(TESTS)
 
-clients: $(VENV)/.dev  ## clients in Go, Java, C++, TypeScript and Ruby, tritonclient, the client's wheel (docs/learn/testing.md: Debian packages)
+clients: $(VENV)/.dev  ## clients in Go, Java, C++, TypeScript and Ruby, tritonclient, the client's wheel, the chat page in Chromium (docs/learn/testing.md: Debian packages)
 	@$(BIN)/python -m pytest -q -m clients tests/e2e
 
 sdks: $(VENV)/.dev  ## packages for Go, npm, Java, C++ and Ruby, and the protos, in build/sdks; SDKS="go java" makes some (clients/sdks/README.md)

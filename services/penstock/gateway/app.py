@@ -1,4 +1,4 @@
-"""Gateway process: OpenAI's HTTP in front of a router, of which it is a plain client."""
+"""Gateway process: OpenAI's HTTP and a chat page in front of a router, of which it is a plain client."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from penstock.common.logging import get_logger
 from penstock.common.metrics import add_process_metrics
 from penstock.gateway.answers import dumps
 from penstock.gateway.chat import chat_completions
+from penstock.gateway.chat_page import page_routes
 from penstock.gateway.completions import completions
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import Clients, Endpoint, Handler, Places, call_metadata
@@ -165,7 +166,8 @@ class GatewayApp(OwnServer):
     def status_lines(self) -> list[str]:
         """Lines for the start-up print."""
         scheme = "https" if self._config.is_tls else "http"
-        return [f"OpenAI's API at {scheme}://{self._address}/v1, router {self._config.router}"]
+        address = f"{scheme}://{self._address}"
+        return [f"chat page at {address}/, OpenAI's API at {address}/v1, router {self._config.router}"]
 
     async def _follow_health(self) -> None:
         """Know at all times whether the router serves."""
@@ -215,6 +217,7 @@ class GatewayApp(OwnServer):
                 *(route(path, handler, "POST") for path, handler in _POST.items()),
                 *(route(path, handler, "GET") for path, handler in _GET.items()),
                 *(Route(path, handler, methods=["GET"]) for path, handler in plain.items()),
+                *page_routes(),
             ],
             middleware=[browsers] if origins else [],
             exception_handlers={404: self._no_route, 405: self._no_method},

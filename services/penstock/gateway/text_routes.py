@@ -154,6 +154,15 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+def _choices(hint: str) -> list[Any] | None:
+    """All values of a type that has few; None for others."""
+    parts = hint.split(" | ")
+    if hint == "bool" or not all(part == "bool" or part.startswith("Literal[") for part in parts):
+        return None
+    values = ([True, False] if part == "bool" else json.loads(part.removeprefix("Literal")) for part in parts)
+    return [value for some in values for value in some]
+
+
 def _rows() -> Iterable[dict[str, Any]]:
     for section, specs in SECTIONS.items():
         for name, spec in specs.items():
@@ -171,6 +180,7 @@ def _rows() -> Iterable[dict[str, Any]]:
                 "most": getattr(DEFAULT_LIMITS, spec.limit) if spec.limit else None,
                 "default": _plain(spec.default),
                 "allowed": spec.allowed,
+                "choices": _choices(spec.kind.hint),
                 "effect": spec.scope.value,
                 "group": spec.flags,
             }

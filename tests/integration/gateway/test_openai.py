@@ -335,6 +335,15 @@ def test_embeddings_are_the_same_in_both_encodings(served: Served) -> None:
         assert sum(value * value for value in one.embedding) == pytest.approx(1.0, abs=1e-4)
 
 
+def test_the_root_is_the_chat_page(served: Served) -> None:
+    status, headers, body = served.ask("/")
+    assert status == 200
+    assert b"<title>Penstock</title>" in body
+    assert "script-src 'self'" in headers["content-security-policy"]
+    assert served.ask("/page/main.mjs")[0] == 200
+    assert served.ask("/page/nothing.mjs")[0] == 404
+
+
 def test_models_and_facts(served: Served) -> None:
     assert [model.id for model in served.client.models.list()] == ["penstock-demo"]
     assert isinstance(served.client.models.retrieve("penstock-demo"), Model)
@@ -342,6 +351,8 @@ def test_models_and_facts(served: Served) -> None:
     assert served.json("/version")["version"]
     options = {row["name"]: row for row in served.json("/options")["data"]}
     assert options["temperature"]["minimum"] == 0
+    assert options["early_stopping"]["choices"] == [True, False, "never"]
+    assert options["do_sample"]["choices"] is None
     metrics = served.ask("/metrics")[2].decode()
     assert 'penstock_gateway_http_requests_total{route="/v1/models",status="200"}' in metrics
     assert "_created" not in metrics

@@ -57,7 +57,8 @@ class TreeConfig:
     )
     http_port: int = option(
         HTTP_PORT,
-        "Port of the HTTP gateway (OpenAI's API); 0 takes a free one, -1 has none. Beside TLS there is none.",
+        "Port of the HTTP gateway (OpenAI's API, the chat page); 0 takes a free one, -1 has none. "
+        "Beside TLS there is none.",
         group="Process tree",
         minimum=-1,
         maximum=65535,
@@ -245,7 +246,8 @@ class Tree:
         self.reporter.send(Report(READY, addresses, metrics, lines))
         shown = ", ".join(f"http://{where}/metrics" for where in metrics.values())
         self._say(f"metrics: {shown or 'off'}")
-        http = f" · HTTP http://{addresses['gateway']}/v1" if "gateway" in addresses else ""
+        at = f"http://{addresses.get('gateway')}"
+        http = f" · chat page {at}/ · HTTP {at}/v1" if "gateway" in addresses else ""
         self._say(f"READY · gRPC {addresses['router']}{http} · {seconds:.1f} s")
 
 

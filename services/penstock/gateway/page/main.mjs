@@ -18,6 +18,9 @@ import { TurnsView } from "./view/turns_view.mjs";
 const SAVED_AFTER_MILLISECONDS = 400;
 const $ = (id) => document.getElementById(id);
 
+let saving = 0;
+let tokensShown = false;
+
 applyTheme();
 
 const status = $("status");
@@ -43,7 +46,7 @@ const acts = {
 const composer = new Composer(acts);
 $("ask-place").append(composer.element);
 const turns = new TurnsView($("turns"), $("latest"), acts, welcome);
-const session = new Session(api, store, { shown: showAll, grew: (turn) => turns.grow(turn), running: showRunning });
+const session = new Session(api, store, { opened: showAll, turned: showTurns, grew: (turn) => turns.grow(turn), running: showRunning });
 const settingsPanel = new SettingsPanel($("settings-body"), settingsChanged);
 const sidebar = new Sidebar($("side-body"), {
   begin: () => { session.begin(); closeDrawers(); composer.box.focus(); },
@@ -80,11 +83,17 @@ function welcome() {
 }
 
 function showAll() {
-  turns.show(session.conversation);
   settingsPanel.show(session.conversation.settings, session.table);
   composer.show(session.conversation.settings);
-  composer.running(session.isRunning);
+  tokensShown = session.conversation.settings.probabilities;
   $("model").value = session.conversation.settings.model || $("model").options[0]?.value || "";
+  showTurns();
+}
+
+/** Shows the turns anew, and leaves the settings to the reader, who may be typing there. */
+function showTurns() {
+  turns.show(session.conversation);
+  composer.running(session.isRunning);
   document.title = `${titleOf(session.conversation)} – Penstock`;
   showList();
 }
@@ -100,9 +109,6 @@ function showRunning(ended) {
   if (first.problem) say(`The answer failed: ${first.problem.message}`);
   else say(first.stopped ? "Stopped" : `Answered in ${duration(first.elapsed)}`);
 }
-
-let saving = 0;
-let tokensShown = false;
 
 function settingsChanged() {
   const { conversation } = session;
@@ -164,6 +170,8 @@ for (const [id, name, label, act] of [
   ["side-toggle", "menu", "Conversations", () => toggleDrawer("side")],
   ["theme-toggle", "theme", "Light or dark", toggleTheme],
   ["settings-toggle", "settings", "Settings", () => toggleDrawer("settings")],
+  ["side-close", "close", "Close the conversations", () => toggleDrawer("side", false)],
+  ["settings-close", "close", "Close the settings", () => toggleDrawer("settings", false)],
   ["latest", "down", "To the newest text", null],
 ]) {
   const made = $(id);

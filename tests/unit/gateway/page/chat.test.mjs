@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { emptyAnswer, takeChoice, takeFacts, tokenTexts } from "../../../../services/penstock/gateway/page/chat/answer.mjs";
+import { decoded, encoded } from "../../../../services/penstock/gateway/page/chat/api.mjs";
 import { addTurn, branches, choose, messagesTo, newConversation, pairOf, pathTo, readConversation, titleOf } from "../../../../services/penstock/gateway/page/chat/conversation.mjs";
 import { events } from "../../../../services/penstock/gateway/page/chat/event_stream.mjs";
 import { percent, stagesOf, tokensPerSecond } from "../../../../services/penstock/gateway/page/chat/figures.mjs";
@@ -13,14 +14,17 @@ import { BadSetting, readTools, requestBody, structure } from "../../../../servi
 import { defaultSettings, readSettings } from "../../../../services/penstock/gateway/page/chat/settings.mjs";
 import { Store } from "../../../../services/penstock/gateway/page/chat/store.mjs";
 
-const TEMPERATURE = { name: "temperature", kind: "float", doc: "Heat.", bounds: { low: 0 } };
-const TOP_H = { name: "top_h", kind: "float", doc: "", bounds: { low: 0, high: 1, above: true } };
+const TEMPERATURE = { name: "temperature", kind: "float", doc: "Heat.", minimum: 0 };
+const TOP_H = { name: "top_h", kind: "float", doc: "", minimum: 0, maximum: 1, minimum_excluded: true };
 const TABLE = [
   TEMPERATURE, TOP_H,
-  { name: "num_beams", kind: "int", doc: "Beams.", bounds: { low: 1 }, limit: 16 },
+  { name: "num_beams", kind: "int", doc: "Beams.", minimum: 1, most: 16 },
+  { name: "seed", kind: "int", doc: "Same.", minimum: 0, maximum: 2 ** 63 },
   { name: "do_sample", kind: "bool", doc: "Sample." },
   { name: "stop_strings", kind: "strings", doc: "Stop." },
-  { name: "logit_bias", kind: "logit_bias", doc: "Bias." },
+  { name: "logit_bias", kind: "logit_bias", type: "Mapping[int, float]", doc: "Bias.", most: 1024 },
+  { name: "early_stopping", kind: "early_stopping", doc: "Beams.", choices: [true, false, "never"] },
+  { name: "negative_prompt", kind: "prompt", type: "str", doc: "Away from." },
 ];
 
 function talk() {
@@ -111,16 +115,20 @@ test("values are read by their kinds", () => {
   assert.deepEqual(value("temperature", "0,5"), { value: 0.5 });
   assert.deepEqual(value("temperature", ""), {});
   assert.deepEqual(value("num_beams", "4"), { value: 4 });
+  assert.deepEqual(value("seed", "9223372036854775807"), { value: 9223372036854775807n });
   assert.deepEqual(value("do_sample", "true"), { value: true });
   assert.deepEqual(value("stop_strings", "a\nb c"), { value: ["a", "b c"] });
   assert.deepEqual(value("stop_strings", '["\\n\\n"]'), { value: ["\n\n"] });
   assert.deepEqual(value("logit_bias", '{"5": -1}'), { value: { 5: -1 } });
+  assert.deepEqual(value("early_stopping", "false"), { value: false });
+  assert.deepEqual(value("early_stopping", "never"), { value: "never" });
+  assert.deepEqual(value("negative_prompt", "[1]"), { value: "[1]" });
   assert.equal(controlOf({ kind: "int", choices: ["a"] }), "choice");
 });
 
 for (const [name, text, error] of [
   ["temperature", "-1", "at least 0"], ["temperature", "hot", "must be a number"], ["top_h", "0", "above 0"], ["top_h", "1.5", "at most 1"],
-  ["num_beams", "2.5", "whole"], ["num_beams", "0", "at least 1"], ["num_beams", "17", "at most 16"], ["num_beams", "9".repeat(17), "exactly"],
+  ["num_beams", "2.5", "whole"], ["num_beams", "0", "at least 1"], ["num_beams", "17", "at most 16"], ["num_beams", "9".repeat(17), "at most 16"],
   ["do_sample", "maybe", "true or false"], ["stop_strings", "[1]", "list of texts"], ["logit_bias", "{", "not JSON"],
 ]) {
   test(`${name} refuses ${JSON.stringify(text)}`, () => {
@@ -133,7 +141,7 @@ test("a request carries changed options only", () => {
   conversation.settings.options.A = { temperature: "0.5", num_beams: " " };
   conversation.settings.options.B = { num_beams: "2" };
   const body = requestBody(conversation, "t1", "A", TABLE);
-  assert.deepEqual(Object.keys(body).sort(), ["messages", "penstock", "stream", "stream_options", "temperature"]);
+  assert.deepEqual(Object.keys(body).sort(), ["messages", "stream", "stream_options", "temperature"]);
   assert.equal(requestBody(conversation, "t1", "B", TABLE).num_beams, 2);
 });
 
@@ -188,12 +196,21 @@ test("an answer grows by its chunks", () => {
   takeChoice(answer, { delta: { tool_calls: [{ index: 0, function: { arguments: "{}" } }] }, finish_reason: "tool_calls" });
   assert.deepEqual(answer, {
     role: "assistant", content: "A", reasoning: "Hm", calls: [{ id: "c", name: "f", arguments: "{}" }], finish: "tool_calls",
-    tokens: [{ token: "A", logprob: -0.123, bytes: [65], top: [{ token: "B", logprob: -2 }] }],
+    tokens: [{ token: "A", logprob: -0.123, top: [{ token: "B", logprob: -2 }] }],
   });
 });
 
+test("seeds keep all of their digits, on both ways", () => {
+  assert.equal(encoded({ seed: 9223372036854775807n, model: "m", none: undefined }), '{"seed":9223372036854775807,"model":"m"}');
+  assert.equal(decoded('{"choices":[],"penstock":{"timings":{},"seed":5645065306890380123}}').penstock.seed, "5645065306890380123");
+  assert.equal(decoded('{"choices":[{"delta":{"content":"\\"seed\\":5"}}]}').penstock, undefined);
+});
+
 test("a character of several tokens belongs to the last of them", () => {
-  assert.deepEqual(tokenTexts([{ token: "a", bytes: [97] }, { token: "?", bytes: [0xc3] }, { token: "?", bytes: [0xa9] }]), ["a", "", "é"]);
+  const tokens = (...texts) => texts.map((token) => ({ token }));
+  assert.deepEqual(tokenTexts(tokens("Hi", " \uFFFD", "\uFFFD", " you", "<end>"), "Hi 👋 you"), ["Hi", "", " 👋", " you", "<end>"]);
+  assert.deepEqual(tokenTexts(tokens("a", "\uFFFD", "\uFFFD"), "aé"), ["a", "", "é"]);
+  assert.deepEqual(tokenTexts(tokens("a", "\uFFFD"), "a"), ["a", ""]);
 });
 
 test("figures", () => {
@@ -202,12 +219,12 @@ test("figures", () => {
   assert.deepEqual(stagesOf(record.timings).map(({ name, seconds }) => [name, Math.round(seconds * 10)]), [["prefill", 1], ["decode", 5], ["other", 1]]);
   assert.equal(tokensPerSecond(record), 20);
   assert.equal(tokensPerSecond({ usage: { completion_tokens: 1 } }), null);
-  assert.deepEqual([percent(0), percent(Math.log(0.5)), percent(-20)], ["100%", "50.0%", "2e-7%"]);
+  assert.deepEqual([0, Math.log(0.5), Math.log(0.0003), -20].map(percent), ["100%", "50.0%", "0.03%", "<0.001%"]);
 });
 
 test("errors keep the server's reason and field", () => {
-  const problem = problemOf({ error: { message: "no", type: "invalid_request_error", param: "top_p", penstock: { reason: "INVALID_ARGUMENT", field: "config.top_p" } } }, 400);
-  assert.deepEqual(problem.toJSON(), { message: "no", status: 400, reason: "INVALID_ARGUMENT", field: "config.top_p", retryAfter: 0 });
+  const problem = problemOf({ error: { message: "no", type: "invalid_request_error", param: "top_p", code: "invalid_argument", reason: "INVALID_ARGUMENT", field: "config.top_p" } }, 400);
+  assert.deepEqual(problem.toJSON(), { message: "no", status: 400, reason: "INVALID_ARGUMENT", field: "top_p", retryAfter: 0 });
   assert.equal(problemOf(null, 502).message, "the server answered 502");
 });
 
@@ -243,7 +260,7 @@ test("a full store gives up probabilities before conversations, and says when no
   const memory = new Memory(6000);
   const store = new Store(memory, (text) => told.push(text));
   const first = talk();
-  first.answer.tokens = Array.from({ length: 60 }, () => ({ token: "aaaaaaaaaa", logprob: -1, bytes: null, top: [] }));
+  first.answer.tokens = Array.from({ length: 60 }, () => ({ token: "aaaaaaaaaa", logprob: -1, top: [] }));
   store.save(first.conversation);
   const second = talk();
   second.answer.content = "b".repeat(1500);

@@ -1,6 +1,9 @@
 // An answer that grows by the chunks of a streamed chat completion.
 
 const MOST_TOKENS_KEPT = 8192;
+const PART = "\uFFFD";
+// Characters that a run of such tokens may make; what is further off is another part of the answer.
+const LONGEST_RUN = 64;
 
 /** Fields of a turn that is an answer without content yet. */
 export function emptyAnswer() {
@@ -27,9 +30,9 @@ function takeCall(calls, piece) {
   call.arguments += piece.function?.arguments ?? "";
 }
 
-function tokenOf({ token, logprob, bytes, top_logprobs: top }) {
+function tokenOf({ token, logprob, top_logprobs: top }) {
   const alternatives = (top ?? []).map((one) => ({ token: one.token, logprob: rounded(one.logprob) }));
-  return { token, logprob: rounded(logprob), bytes: bytes ?? null, top: alternatives };
+  return { token, logprob: rounded(logprob), top: alternatives };
 }
 
 function rounded(logprob) {
@@ -45,8 +48,26 @@ export function takeFacts(record, chunk) {
   if (own.seed !== undefined && own.seed !== null) record.seed = own.seed;
 }
 
-/** The text that each token adds: a character of several tokens belongs to the last of them. */
-export function tokenTexts(tokens) {
-  const decoder = new TextDecoder();
-  return tokens.map(({ token, bytes }) => (bytes ? decoder.decode(Uint8Array.from(bytes), { stream: true }) : token));
+/**
+ * The text that each token adds. A part of a character comes as U+FFFD: the character itself, which `text` has, belongs to the
+ * last of its tokens, and the others are empty.
+ */
+export function tokenTexts(tokens, text) {
+  const texts = tokens.map(({ token }) => token);
+  let place = 0;
+  let parts = 0;
+  tokens.forEach(({ token }, at) => {
+    if (token.includes(PART)) {
+      parts += 1;
+      texts[at] = "";
+      return;
+    }
+    const found = text.indexOf(token, place);
+    const isNear = found >= 0 && found - place <= LONGEST_RUN;
+    if (parts && isNear) texts[at - 1] = text.slice(place, found);
+    if (isNear) place = found + token.length;
+    parts = 0;
+  });
+  if (parts && text.length - place <= LONGEST_RUN) texts[texts.length - 1] = text.slice(place);
+  return texts;
 }

@@ -16,13 +16,13 @@ export class Api {
   }
 
   options() {
-    return this.json("options").then((answer) => (Array.isArray(answer) ? answer : answer.options ?? answer.data ?? []));
+    return this.json("options").then((answer) => answer.data ?? []);
   }
 
   /** Yields the chunks of a streamed chat completion. Throws Problem; an abort ends it with AbortError. */
   async *chat(body, signal) {
     const response = await this.fetch("v1/chat/completions", {
-      method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal,
+      method: "POST", headers: { "content-type": "application/json" }, body: encoded(body), signal,
     });
     let isWhole = false;
     try {
@@ -31,7 +31,7 @@ export class Api {
           isWhole = true;
           break;
         }
-        const chunk = JSON.parse(data);
+        const chunk = decoded(data);
         if (chunk.error) throw problemOf(chunk, response.status);
         yield chunk;
       }
@@ -74,6 +74,20 @@ export class Api {
     if (token) sessionStorage.setItem(TOKEN, token);
     else sessionStorage.removeItem(TOKEN);
   }
+}
+
+/** A body as JSON. Integers that a double would round are BigInts, at the top only. */
+export function encoded(body) {
+  const fields = Object.entries(body).filter(([, value]) => value !== undefined);
+  return `{${fields.map(([name, value]) => `${JSON.stringify(name)}:${typeof value === "bigint" ? value : JSON.stringify(value)}`).join(",")}}`;
+}
+
+/** A chunk of a stream; the seed, which has up to 63 bits, is a text with all of its digits. */
+export function decoded(data) {
+  const chunk = JSON.parse(data);
+  // The chunk with our own part has no text of the model, which could look like a seed.
+  if (chunk.penstock && !chunk.choices?.length) chunk.penstock.seed = /"seed":\s*(\d+)/.exec(data)?.[1];
+  return chunk;
 }
 
 async function refused(response) {

@@ -6,8 +6,13 @@ export const FORMAT = 1;
 const ROLES = new Set(["user", "assistant", "tool"]);
 const MOST_TURNS = 10000;
 
+/** An id that no other conversation or pair has. randomUUID is there on localhost and behind TLS only. */
+export function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
 export function newConversation(settings, now = Date.now()) {
-  return { format: FORMAT, id: crypto.randomUUID(), title: "", created: now, updated: now, settings, turns: {}, next: 1, leaf: null };
+  return { format: FORMAT, id: newId(), title: "", created: now, updated: now, settings, turns: {}, next: 1, leaf: null };
 }
 
 /** Adds a turn below `parent` (null: at the root) and shows its branch. */

@@ -42,5 +42,6 @@ export function speed(perSecond) {
 export function percent(logprob) {
   const share = Math.exp(logprob) * 100;
   if (share >= 99.95) return "100%";
-  return share >= 0.1 ? `${share.toFixed(1)}%` : `${share.toExponential(0)}%`;
+  if (share >= 0.1) return `${share.toFixed(1)}%`;
+  return share >= 0.001 ? `${Number(share.toPrecision(1))}%` : "<0.001%";
 }

@@ -17,17 +17,20 @@ export const GROUPS = [
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "ngram_memory_num_tokens", "ngram_memory_match",
     "lookahead_window", "lookahead_ngram_size", "lookahead_guesses",
   ]],
-  ["Guidance", ["guidance_scale", "negative_prompt", "negative_prompt_text", "negative_prompt_ids"]],
+  ["Guidance", ["guidance_scale", "negative_prompt", "negative_prompt_ids"]],
   ["Stopping", ["stop_token_ids", "ignore_eos", "include_stop_string_in_output", "eos_token_id", "stopping_criteria"]],
   ["Tokens and biases", [
     "logit_bias", "sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "allowed_token_ids",
-    "allowed_token_trie", "forced_bos_token_id", "forced_eos_token_id", "bos_token_id", "pad_token_id",
+    "allowed_token_trie", "forced_bos_token_id", "forced_eos_token_id", "bos_token_id", "pad_token_id", "token_healing",
   ]],
   ["More", []],
 ];
 
-// The page has switches of its own for these.
-const ELSEWHERE = new Set(["top_logprobs", "json_schema", "json_object", "regex", "grammar", "choice"]);
+// The page has a switch of its own for the first; a chat's answer has no place for the others.
+const ELSEWHERE = new Set([
+  "top_logprobs", "prompt_logprobs", "return_token_ids", "echo", "output_scores", "output_logits", "output_hidden_states", "output_attentions",
+  "scores_top_k", "tensor_steps",
+]);
 
 /** Returns `[title, options]` of the groups that have some which `search` matches. */
 export function grouped(table, search = "") {

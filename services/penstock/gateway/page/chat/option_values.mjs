@@ -1,19 +1,13 @@
 // Values of options as they are typed: text to JSON values, and checks against the table that the server gives.
 
-const INTEGERS = new Set(["int", "integer", "entries", "token_id"]);
-const NUMBERS = new Set(["float", "number", "float32"]);
-const FLAGS = new Set(["bool", "boolean", "flag"]);
+// The server's kinds -> controls; a kind that is not here has parts.
+const CONTROLS = { bool: "flag", int: "integer", float: "number", str: "text", strings: "strings" };
 
 /** The control that an option needs: flag, choice, integer, number, text, strings, or json for values with parts. */
 export function controlOf(option) {
-  const kind = String(option.kind ?? "").toLowerCase();
   if (option.choices?.length) return "choice";
-  if (FLAGS.has(kind)) return "flag";
-  if (INTEGERS.has(kind)) return "integer";
-  if (NUMBERS.has(kind)) return "number";
-  if (kind === "text" || kind === "str" || kind === "string") return "text";
-  if (kind === "strings" || kind === "stop_strings") return "strings";
-  return "json";
+  // A prompt is a text, or ids.
+  return CONTROLS[option.kind] ?? CONTROLS[option.type] ?? "json";
 }
 
 /** Reads the text of an option: `{ value }`, `{ error }`, or `{}` where it is not set. */
@@ -46,8 +40,8 @@ function readChoice(option, typed) {
 function readInteger(option, typed) {
   if (!/^[+-]?\d+$/.test(typed)) return { error: "must be a whole number" };
   const value = Number(typed);
-  if (!Number.isSafeInteger(value)) return { error: "is larger than a browser can send exactly (2^53 - 1)" };
-  return checked(option, value);
+  // A seed may have more digits than a double.
+  return checked(option, Number.isSafeInteger(value) ? value : BigInt(typed));
 }
 
 function readNumber(option, typed) {
@@ -56,11 +50,10 @@ function readNumber(option, typed) {
 }
 
 function checked(option, value) {
-  const { low = null, high = null, above = false, below = false } = option.bounds ?? {};
-  const isLow = low !== null && (above ? value <= low : value < low);
-  const most = typeof option.limit === "number" && Number.isInteger(value) ? option.limit : null;
-  const isHigh = (high !== null && (below ? value >= high : value > high)) || (most !== null && value > most);
-  return isLow || isHigh ? { error: `must be ${boundsText(option)}` } : { value };
+  const { minimum = null, maximum = null, most = null } = option;
+  const isLow = minimum !== null && (option.minimum_excluded ? value <= minimum : value < minimum);
+  const isHigh = maximum !== null && (option.maximum_excluded ? value >= maximum : value > maximum);
+  return isLow || isHigh || (most !== null && value > most) ? { error: `must be ${boundsText(option)}` } : { value };
 }
 
 function readStrings(text) {
@@ -79,12 +72,13 @@ function readJson(typed) {
   }
 }
 
-/** The bounds of an option in words; empty where there are none. */
+/** The bounds of an option in words; empty where there are none. `most` is the server's own bound, of numbers or of entries. */
 export function boundsText(option) {
-  const { low = null, high = null, above = false, below = false } = option.bounds ?? {};
+  const { minimum = null, maximum = null, most = null } = option;
+  const isNumber = ["integer", "number"].includes(controlOf(option));
   const parts = [];
-  if (low !== null) parts.push(above ? `above ${low}` : `at least ${low}`);
-  if (high !== null) parts.push(below ? `below ${high}` : `at most ${high}`);
-  if (typeof option.limit === "number" && high === null) parts.push(`at most ${option.limit}`);
+  if (minimum !== null) parts.push(`${option.minimum_excluded ? "above" : "at least"} ${minimum}`);
+  if (maximum !== null && maximum <= Number.MAX_SAFE_INTEGER) parts.push(`${option.maximum_excluded ? "below" : "at most"} ${maximum}`);
+  if (most !== null) parts.push(`at most ${most}${isNumber ? "" : most === 1 ? " entry" : " entries"}`);
   return parts.join(", ");
 }

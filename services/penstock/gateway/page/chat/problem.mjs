@@ -19,11 +19,10 @@ export function problemOf(body, status = 0, retryAfter = 0) {
   const error = body?.error;
   if (typeof error === "string") return new Problem(error, { status, retryAfter });
   if (!error || typeof error.message !== "string") return new Problem(`the server answered ${status}`, { status, retryAfter });
-  const own = error.penstock ?? {};
-  const reason = own.reason ?? error.reason ?? error.code ?? error.type ?? "";
-  const field = own.field ?? error.param ?? error.field ?? "";
-  const waits = retryAfter || Number(own.retry_after_seconds ?? 0) || 0;
-  return new Problem(error.message, { status, reason: String(reason ?? ""), field: String(field ?? ""), retryAfter: waits });
+  // A proxy before the server may know OpenAI's fields only.
+  const reason = error.reason ?? error.code ?? error.type ?? "";
+  const field = error.param ?? error.field ?? "";
+  return new Problem(error.message, { status, reason: String(reason), field: String(field), retryAfter });
 }
 
 /** Makes a Problem of a failed fetch. */

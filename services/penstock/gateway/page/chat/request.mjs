@@ -22,10 +22,9 @@ export function requestBody(conversation, end, side, table) {
     stream_options: { include_usage: true },
     ...changedOptions(settings.options[side], table, side),
     ...structure(settings.structure),
-    ...(tools.length && { tools, tool_choice: toolChoice(settings.toolChoice) }),
+    ...(tools.length && { tools, tool_choice: settings.toolChoice }),
     ...(settings.probabilities && { logprobs: true, top_logprobs: settings.alternatives }),
     ...(settings.reasoning && { chat_template_kwargs: { enable_thinking: settings.reasoning === "on" } }),
-    penstock: { timings: true },
   };
 }
 
@@ -61,10 +60,6 @@ export function readTools(text) {
     if (typeof bare?.name !== "string") throw new BadSetting("tools", `tool ${index + 1} has no name`);
     return { type: "function", function: bare };
   });
-}
-
-function toolChoice(name) {
-  return ["auto", "none", "required"].includes(name) ? name : { type: "function", function: { name } };
 }
 
 function parsed(text, part, subject) {

@@ -1,12 +1,12 @@
 // What a reader does with conversations: send, stop, retry, edit, answer a tool, compare.
 
-import { addTurn, choose, newConversation, pathTo } from "./conversation.mjs";
+import { addTurn, choose, newId, newConversation, pathTo } from "./conversation.mjs";
 import { requestBody } from "./request.mjs";
 import { run } from "./run.mjs";
 import { defaultSettings, readSettings } from "./settings.mjs";
 
 export class Session {
-  /** `on`: shown() the conversation changed, grew(turn), running() a run began or ended. */
+  /** `on`: opened() another conversation, turned() its turns changed, grew(turn), running(ended) a run began or ended. */
   constructor(api, store, on) {
     Object.assign(this, { api, store, on, table: [], runs: new Map() });
     this.conversation = store.list()[0] ?? newConversation(defaultSettings());
@@ -23,14 +23,14 @@ export class Session {
 
   open(conversation) {
     this.conversation = conversation;
-    this.on.shown();
+    this.on.opened();
   }
 
   remove(id) {
     this.runs.get(id)?.abort();
     this.store.remove(id);
     if (id === this.conversation.id) this.open(this.store.list()[0] ?? newConversation(defaultSettings()));
-    else this.on.shown();
+    else this.on.turned();
   }
 
   stop() {
@@ -77,7 +77,7 @@ export class Session {
   changed() {
     this.conversation.updated = Date.now();
     this.store.save(this.conversation);
-    this.on.shown();
+    this.on.turned();
   }
 
   ask(parent, turns) {
@@ -98,7 +98,7 @@ export class Session {
     if (this.isRunning) this.stop();
     const abort = new AbortController();
     this.runs.set(conversation.id, abort);
-    const pair = conversation.settings.compare ? crypto.randomUUID() : undefined;
+    const pair = conversation.settings.compare ? newId() : undefined;
     const one = (side) => run({
       api: this.api, conversation, parent, signal: abort.signal,
       body: requestBody(conversation, parent, side, table),
@@ -110,7 +110,7 @@ export class Session {
     conversation.updated = Date.now();
     if (this.store.conversations.has(conversation.id)) this.store.save(conversation);
     if (this.runs.get(conversation.id) === abort) this.runs.delete(conversation.id);
-    if (conversation === this.conversation) this.on.shown();
+    if (conversation === this.conversation) this.on.turned();
     this.on.running(answers);
   }
 
@@ -118,7 +118,7 @@ export class Session {
     if (isNew) this.store.save(conversation);
     if (conversation !== this.conversation) return;
     if (isNew) {
-      this.on.shown();
+      this.on.turned();
       this.on.running();
     } else this.on.grew(turn);
   }

@@ -10,6 +10,9 @@ export const STRUCTURES = {
   choice: { label: "One of these lines", placeholder: "yes\nno" },
 };
 
+/** Values of tool_choice that the server takes. */
+export const TOOL_CHOICES = ["auto", "none"];
+
 export function defaultSettings() {
   return {
     model: "", system: "", options: { A: {}, B: {} }, compare: false, probabilities: false, alternatives: 5,
@@ -32,6 +35,7 @@ export function readSettings(value) {
   if (Object.hasOwn(STRUCTURES, value.structure?.kind)) {
     settings.structure = { kind: value.structure.kind, text: String(value.structure.text ?? "") };
   }
+  if (!TOOL_CHOICES.includes(settings.toolChoice)) settings.toolChoice = "auto";
   settings.alternatives = Math.min(20, Math.max(0, Math.trunc(settings.alternatives)));
   return settings;
 }

@@ -1,6 +1,6 @@
 // Conversations in the browser's localStorage: one entry each, so that a change writes one.
 
-import { FORMAT, readConversation } from "./conversation.mjs";
+import { FORMAT, newId, readConversation } from "./conversation.mjs";
 import { readSettings } from "./settings.mjs";
 
 const PREFIX = "penstock.conversation.";
@@ -86,7 +86,7 @@ export class Store {
       }
     });
     for (const conversation of read) {
-      if (this.conversations.has(conversation.id)) conversation.id = crypto.randomUUID();
+      if (this.conversations.has(conversation.id)) conversation.id = newId();
       this.save(conversation);
     }
     return read;

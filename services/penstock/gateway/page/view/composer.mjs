@@ -49,6 +49,8 @@ export class Composer {
   }
 
   running(isRunning) {
+    // The focus does not go with the button.
+    if (!isRunning && document.activeElement === this.stop) this.box.focus();
     this.send.hidden = isRunning;
     this.stop.hidden = !isRunning;
   }

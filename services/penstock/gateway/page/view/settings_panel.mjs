@@ -2,7 +2,7 @@
 
 import { grouped } from "../chat/option_groups.mjs";
 import { BadSetting, readTools, structure } from "../chat/request.mjs";
-import { STRUCTURES } from "../chat/settings.mjs";
+import { STRUCTURES, TOOL_CHOICES } from "../chat/settings.mjs";
 import { button, el, fill, freshId } from "./dom.mjs";
 import { icon } from "./icons.mjs";
 import { optionField } from "./option_field.mjs";
@@ -77,7 +77,7 @@ export class SettingsPanel {
       return el("div", { class: "switch" }, el("label", { for: id }, label), box, el("p", { class: "doc", id: `${id}-doc` }, doc));
     };
     const id = freshId("reasoning");
-    const reasoning = el("select", { id }, [["", "as the template does"], ["on", "on"], ["off", "off"]].map(([value, name]) => el("option", { value }, name)));
+    const reasoning = el("select", { id }, [["", "template default"], ["on", "on"], ["off", "off"]].map(([value, name]) => el("option", { value }, name)));
     reasoning.value = settings.reasoning;
     reasoning.addEventListener("change", () => {
       settings.reasoning = reasoning.value;
@@ -162,15 +162,9 @@ export class SettingsPanel {
     const box = el("textarea", { id, rows: 6, spellcheck: "false", class: "mono", placeholder: "JSON: a list of functions", value: settings.tools });
     const error = el("p", { class: "field-error", role: "alert" });
     const choiceId = freshId("choice");
-    const choice = el("select", { id: choiceId });
-    const look = () => {
-      error.textContent = problemIn(() => readTools(settings.tools));
-      const names = error.textContent ? [] : readTools(settings.tools).map((tool) => tool.function.name);
-      const values = ["auto", "none", "required", ...names];
-      fill(choice, values.map((value) => el("option", { value }, value)));
-      if (!values.includes(settings.toolChoice)) settings.toolChoice = "auto";
-      choice.value = settings.toolChoice;
-    };
+    const choice = el("select", { id: choiceId }, TOOL_CHOICES.map((value) => el("option", { value }, value)));
+    choice.value = settings.toolChoice;
+    const look = () => { error.textContent = problemIn(() => readTools(settings.tools)); };
     const typed = () => {
       settings.tools = box.value;
       look();

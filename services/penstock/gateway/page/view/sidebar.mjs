@@ -8,7 +8,7 @@ import { icon } from "./icons.mjs";
 export class Sidebar {
   /** `acts`: begin(), open(conversation), remove(id), rename(conversation, title), exported(list), imported(text). */
   constructor(element, acts) {
-    this.acts = acts;
+    Object.assign(this, { element, acts });
     this.list = el("ul", { class: "conversations" });
     const file = el("input", { type: "file", accept: "application/json,.json", hidden: true, "aria-label": "File of conversations" });
     file.addEventListener("change", async () => {
@@ -21,13 +21,15 @@ export class Sidebar {
       this.list,
       el("div", { class: "side-foot" },
         button(icon("upload"), "Import", () => file.click(), { label: true, class: "quiet" }),
-        button(icon("download"), "Export all", () => acts.exported(this.shown), { label: true, class: "quiet" }), file),
+        button(icon("download"), "Export all", () => acts.exported(this.shown), { label: true, class: "quiet", "data-exports": true }), file),
     );
   }
 
   show(conversations, current) {
     this.shown = conversations;
-    fill(this.list, conversations.map((one) => this.row(one, one.id === current.id)));
+    const rows = conversations.map((one) => this.row(one, one.id === current.id));
+    fill(this.list, rows.length ? rows : el("li", { class: "none" }, "None yet. They are kept in this browser only."));
+    this.element.querySelector("[data-exports]").disabled = !rows.length;
   }
 
   row(conversation, isCurrent) {

@@ -3,18 +3,23 @@
 import { duration, speed, stagesOf, tokensPerSecond } from "../chat/figures.mjs";
 import { el } from "./dom.mjs";
 
+/** True for a warning that an option was left at its default. */
+export function isOfDefault(warning) {
+  return /^[\w.]+ is unset: /.test(warning);
+}
+
 /** Makes the figures of a finished turn; null for one that has none. */
 export function timingsView(turn) {
   const perSecond = tokensPerSecond(turn);
   const cached = turn.usage?.prompt_tokens_details?.cached_tokens;
   const figures = [
     turn.firstToken != null && ["first token", duration(turn.firstToken)],
-    perSecond && ["speed", speed(perSecond)],
+    perSecond && ["", speed(perSecond)],
     turn.usage && ["tokens", `${turn.usage.completion_tokens}`],
     turn.elapsed != null && ["total", duration(turn.elapsed)],
   ].filter(Boolean);
   if (!figures.length) return null;
-  const line = figures.map(([name, value]) => el("span", { class: "figure" }, el("b", {}, value), ` ${name}`));
+  const line = figures.map(([name, value]) => el("span", { class: "figure" }, el("b", {}, value), name && ` ${name}`));
   const stages = turn.timings ? stagesOf(turn.timings) : [];
   if (!stages.length) return el("div", { class: "timings" }, el("div", { class: "figures" }, line));
   return el("details", { class: "timings" }, el("summary", {}, el("span", { class: "figures" }, line), bar(stages)), table(stages, turn, cached));
@@ -36,6 +41,6 @@ function table(stages, turn, cached) {
     el("tr", {}, el("td", {}, el("i", { class: `dot stage-${name}` }), label), el("td", { class: "number" }, duration(seconds)), el("td", {}, doc)),
   );
   const prompt = turn.usage ? `${turn.usage.prompt_tokens} prompt tokens${cached ? `, ${cached} of them from the prefix cache` : ""}` : "";
-  const facts = [prompt, turn.seed !== undefined && `seed ${turn.seed}`, turn.finish && `ended by ${turn.finish}`].filter(Boolean);
+  const facts = [prompt, turn.seed !== undefined && `seed ${turn.seed}`, turn.finish && `ended by ${turn.finish}`, ...(turn.warnings ?? []).filter(isOfDefault)].filter(Boolean);
   return el("div", {}, el("table", {}, el("tbody", {}, rows)), el("p", { class: "small" }, facts.join(" · ")));
 }

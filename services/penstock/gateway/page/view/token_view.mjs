@@ -22,7 +22,7 @@ function visible(text) {
 /** Shows tokens as they come. */
 export class TokenView {
   constructor() {
-    this.shown = 0;
+    this.shown = [];
     this.tokens = [];
     this.text = el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens of the answer; arrow keys go through them" });
     this.tip = el("div", { class: "tip", hidden: true, role: "status" });
@@ -34,14 +34,18 @@ export class TokenView {
     this.text.addEventListener("keydown", (event) => this.move(event));
   }
 
-  update(tokens) {
+  /** `text` is that of the answer. */
+  update(tokens, text) {
     this.tokens = tokens;
-    const texts = tokenTexts(tokens);
-    for (let at = this.shown; at < tokens.length; at += 1) {
-      const classes = `token p${levelOf(tokens[at].logprob)}${texts[at] ? "" : " part"}`;
-      this.text.append(el("span", { class: classes, "data-at": at }, visible(texts[at])));
-    }
-    this.shown = tokens.length;
+    const texts = tokenTexts(tokens, text);
+    texts.forEach((shown, at) => {
+      if (shown === this.shown[at]) return;
+      // A character may become whole later.
+      const span = this.text.children[at] ?? this.text.appendChild(el("span", { "data-at": at }));
+      span.className = `token p${levelOf(tokens[at].logprob)}${shown ? "" : " part"}`;
+      span.textContent = visible(shown);
+    });
+    this.shown = texts;
   }
 
   move(event) {
@@ -50,10 +54,10 @@ export class TokenView {
       event.stopPropagation();
       this.show(null);
     }
-    if (!step || !this.shown) return;
+    if (!step || !this.shown.length) return;
     event.preventDefault();
     const now = this.current ? Number(this.current.dataset.at) + step : 0;
-    this.show(this.text.children[Math.min(this.shown - 1, Math.max(0, now))]);
+    this.show(this.text.children[Math.min(this.shown.length - 1, Math.max(0, now))]);
   }
 
   show(token) {
@@ -70,7 +74,8 @@ export class TokenView {
 
   /** Puts the tip under the token, or above it, within the view. */
   place(token) {
-    const box = token.getClientRects()[0];
+    // Of a token over a line break the second part, which has its letters.
+    const box = [...token.getClientRects()].at(-1);
     const own = this.element.getBoundingClientRect();
     const left = Math.min(box.left - own.left, own.width - this.tip.offsetWidth);
     const isLow = box.bottom + this.tip.offsetHeight + GAP > window.innerHeight;

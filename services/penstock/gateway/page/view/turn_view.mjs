@@ -6,7 +6,7 @@ import { button, el, fill, freshId } from "./dom.mjs";
 import { icon } from "./icons.mjs";
 import { MarkdownView, codeElement } from "./markdown_view.mjs";
 import { problemView } from "./problem_view.mjs";
-import { timingsView } from "./timings_bar.mjs";
+import { isOfDefault, timingsView } from "./timings_bar.mjs";
 import { TokenView } from "./token_view.mjs";
 import { toolCards } from "./tool_card.mjs";
 
@@ -61,7 +61,7 @@ export class TurnView {
     const { turn } = this;
     if (this.acts.showsTokens() && turn.tokens.length) {
       this.tokens ??= new TokenView();
-      this.tokens.update(turn.tokens);
+      this.tokens.update(turn.tokens, turn.reasoning + turn.content);
       this.put(this.tokens.element);
     } else if (turn.json && !turn.running) {
       this.put(codeElement(indented(turn.content), "json"));
@@ -96,17 +96,18 @@ export class TurnView {
   showFoot() {
     const { turn, acts } = this;
     const isDone = !turn.running;
-    const notes = [turn.stopped && "Stopped.", turn.finish === "length" && "Cut at the longest length.", ...(turn.warnings ?? [])].filter(Boolean);
+    const isEmpty = this.isAnswer && !turn.content && !turn.calls.length;
+    const notes = [turn.stopped && "Stopped.", turn.finish === "length" && "Cut at the longest length.", ...warningsOf(turn)].filter(Boolean);
     fill(
       this.foot,
-      isDone && this.isAnswer && timingsView(turn),
+      isDone && this.isAnswer && !(turn.problem && isEmpty) && timingsView(turn),
       isDone && notes.map((note) => el("p", { class: "note small" }, note)),
       el("div", { class: "actions" },
         this.branchControls(),
         isDone && turn.content && copyButton("Copy text", () => turn.content),
-        isDone && button(icon("retry"), this.isAnswer ? "Retry" : "Answer again", () => acts.retry(turn), { class: "quiet" }),
-        isDone && button(icon("edit"), "Edit", () => this.edit(), { class: "quiet" }),
-        isDone && turn.pair && button(icon("done"), "Go on with this", () => acts.keep(turn), { class: "small-button", label: true })),
+        isDone && !turn.problem && button(icon("retry"), this.isAnswer ? "Retry" : "Answer again", () => acts.retry(turn), { class: "quiet" }),
+        isDone && !isEmpty && button(icon("edit"), "Edit", () => this.edit(), { class: "quiet" }),
+        isDone && turn.pair && !isEmpty && button(icon("done"), "Go on with this", () => acts.keep(turn), { class: "small-button", label: true })),
     );
   }
 
@@ -145,6 +146,11 @@ export class TurnView {
       button(icon("close"), "Cancel", cancel, { label: true, class: "small-button" })));
     box.focus();
   }
+}
+
+/** Warnings of what the request set; a default that was left is a fact among the timings. */
+function warningsOf({ warnings = [] }) {
+  return warnings.filter((text) => !isOfDefault(text));
 }
 
 function indented(text) {

@@ -15,6 +15,8 @@ export class TurnsView {
     this.pending = new Set();
     this.follows = true;
     element.addEventListener("scroll", () => this.look());
+    // What is unfolded at the end stays in view.
+    element.addEventListener("toggle", () => this.follows && this.toEnd(), true);
     latest.addEventListener("click", () => this.toEnd());
   }
 
