@@ -565,6 +565,7 @@ class DecodeStreamOpen(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    KEPT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_STRINGS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_IN_OUTPUT_FIELD_NUMBER: _builtins.int
@@ -583,6 +584,10 @@ class DecodeStreamOpen(_message.Message):
     it is only where token_ids complete it.
     """
     @_builtins.property
+    def kept_special_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Special tokens that stay in the text where others are skipped: markers of tool calls and reasoning."""
+
+    @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Text that may be the beginning of one of these is held back."""
 
@@ -598,6 +603,7 @@ class DecodeStreamOpen(_message.Message):
         self,
         *,
         model: _builtins.str = ...,
+        kept_special_tokens: _abc.Iterable[_builtins.str] | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         stop_strings: _abc.Iterable[_builtins.str] | None = ...,
         include_stop_string_in_output: _builtins.bool = ...,
@@ -608,7 +614,7 @@ class DecodeStreamOpen(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "include_stop_string_in_output", b"include_stop_string_in_output", "model", b"model", "prefix_is_cut", b"prefix_is_cut", "prefix_token_ids", b"prefix_token_ids", "resumed_token_ids", b"resumed_token_ids", "return_open_end", b"return_open_end", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "include_stop_string_in_output", b"include_stop_string_in_output", "kept_special_tokens", b"kept_special_tokens", "model", b"model", "prefix_is_cut", b"prefix_is_cut", "prefix_token_ids", b"prefix_token_ids", "resumed_token_ids", b"resumed_token_ids", "return_open_end", b"return_open_end", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
+
+from google.protobuf import json_format
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.common.pace import Demand
@@ -211,6 +213,16 @@ def wants_tensors(output: config_pb2.OutputConfig) -> bool:
     return output.output_scores or output.output_logits or output.output_hidden_states or output.output_attentions
 
 
+def parses_tools(request: text_pb2.ChatRequest) -> bool:
+    """True when tool calls are taken out of the text: tools are offered, and may be called."""
+    return bool(request.tools) and not request.tool_choice.none
+
+
+def schemas_of(request: text_pb2.ChatRequest) -> dict[str, dict[str, Any]]:
+    """Return the JSON Schemas of the tools' parameters by name."""
+    return {tool.name: json_format.MessageToDict(tool.parameters) for tool in request.tools}
+
+
 def skips_special_tokens(request: PublicRequest) -> bool:
     """True when special tokens are no text, which is the default."""
     return request.output.skip_special_tokens if request.output.HasField("skip_special_tokens") else True
@@ -229,6 +241,8 @@ def to_decode_options(
     )
     if request.output.HasField("skip_special_tokens"):
         options.skip_special_tokens = request.output.skip_special_tokens
+    if isinstance(request, text_pb2.ChatRequest):
+        options.kept_special_tokens.extend(prompt.chat.kept_for(with_tools=parses_tools(request)))
     if isinstance(request, text_pb2.GenerateTextRequest):
         context = context_of(prompt.token_ids, skips_special_tokens(request))
         options.prefix_token_ids.extend(context)

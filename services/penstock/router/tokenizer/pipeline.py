@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from penstock.common.errors import Internal, InvalidArgument
 from penstock.router.chat.chat_output import prompt_opens_reasoning
+from penstock.router.chat.formats import DEFAULT, ChatFormat, choose_format
 from penstock.router.config import RouterConfig
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
@@ -20,16 +21,32 @@ class Prompt:
     # The client's text, for echo.
     text: str | None = None
     opens_reasoning: bool = False
+    # Format of a chat's answer.
+    chat: ChatFormat = DEFAULT
     template_seconds: float | None = None
     tokenize_seconds: float | None = None
 
 
 class Pipeline:
-    """Makes prompts. Has no state; shared by all handlers."""
+    """Makes prompts. Has no state but the format of chats; shared by all handlers."""
 
     def __init__(self, link: TokenizerLink, config: RouterConfig) -> None:
         self._link = link
+        self._config = config
         self._parse_special = config.allow_control_tokens_in_text
+        self._chat_format: ChatFormat | None = None
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """Format of the model's chats, by its template: the tokenizer stays the same as long as this process."""
+        if self._chat_format is None:
+            if self._link.info is None:
+                return DEFAULT
+            config = self._config
+            self._chat_format = choose_format(
+                self._link.info.chat_template, config.tool_format, config.reasoning_format
+            )
+        return self._chat_format
 
     async def text(self, request: text_pb2.GenerateTextRequest, timeout: float | None) -> Prompt:
         """Return the prompt of Generate, empty without one. Raises InvalidArgument naming `prompt`, and as
@@ -44,9 +61,11 @@ class Pipeline:
     async def chat(self, request: text_pb2.ChatRequest, timeout: float | None) -> Prompt:
         """Return the prompt of Chat. Raises as TokenizerLink.apply_chat_template; its fields are the request's own."""
         answer = await self.render(request, timeout)
+        chat = self.chat_format
         return Prompt(
             list(answer.token_ids),
-            opens_reasoning=prompt_opens_reasoning(answer.text),
+            opens_reasoning=prompt_opens_reasoning(answer.text, chat.reasoning),
+            chat=chat,
             template_seconds=answer.template_seconds,
             tokenize_seconds=answer.tokenize_seconds,
         )
