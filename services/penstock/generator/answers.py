@@ -30,7 +30,12 @@ from penstock.text.text_decoder import TextDecoder
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
 # Ends after which a chat that ended in calls ended by them.
-_ENDED_BY_MODEL = (FinishReason.STOP_EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING)
+_ENDED_BY_MODEL = (
+    FinishReason.STOP_EOS,
+    FinishReason.STOP_TOKEN,
+    FinishReason.STOP_STRING,
+    FinishReason.CONSTRAINT_DONE,
+)
 
 
 class AnswerReader:

@@ -137,6 +137,13 @@ class _Call:
         request, pipeline = self._request, self._parts.pipeline
         if isinstance(request, text_pb2.ChatRequest):
             prompt = await pipeline.chat(request, self._left())
+            if convert.forces_calls(request):
+                await pipeline.force_calls(
+                    prompt,
+                    convert.forced_schemas(request),
+                    is_single=bool(request.tool_choice.function) or convert.allows_one_call(request),
+                    timeout=self._left(),
+                )
         else:
             prompt = await pipeline.text(request, self._left())
         convert.begin_prompt(prompt, request, self._info())
@@ -193,7 +200,7 @@ class _Call:
             parse_tools=convert.parses_tools(request),
             in_reasoning=prompt.opens_reasoning,
             schemas=convert.schemas_of(request),
-            max_calls=1 if request.HasField("parallel_tool_calls") and not request.parallel_tool_calls else 0,
+            max_calls=1 if convert.allows_one_call(request) else 0,
         )
 
     async def _stream(

@@ -6,7 +6,9 @@ import time
 from dataclasses import dataclass
 
 from penstock.common.errors import Internal, InvalidArgument
+from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import prompt_opens_reasoning
+from penstock.router.chat.forced_calls import forced_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat, choose_format
 from penstock.router.config import RouterConfig
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
@@ -23,6 +25,8 @@ class Prompt:
     opens_reasoning: bool = False
     # Format of a chat's answer.
     chat: ChatFormat = DEFAULT
+    # Grammar of the calls that it must answer with.
+    constraint: config_pb2.Constraint | None = None
     template_seconds: float | None = None
     tokenize_seconds: float | None = None
 
@@ -35,6 +39,7 @@ class Pipeline:
         self._config = config
         self._parse_special = config.allow_control_tokens_in_text
         self._chat_format: ChatFormat | None = None
+        self._marker_ids: dict[str, int] | None = None
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -86,6 +91,22 @@ class Pipeline:
         if request.HasField("chat_template_kwargs"):
             ask.chat_template_kwargs.CopyFrom(request.chat_template_kwargs)
         return await self._link.apply_chat_template(ask, timeout)
+
+    async def force_calls(self, prompt: Prompt, schemas: Schemas, *, is_single: bool, timeout: float | None) -> None:
+        """Set the prompt's `constraint`: calls of these tools. Raises as TokenizerLink.encode."""
+        if self._marker_ids is None:
+            markers = prompt.chat.kept_for(with_tools=True)
+            request = tokenizer_pb2.EncodeRequest(texts=markers, add_special_tokens=False, parse_special_tokens=True)
+            answer = await self._link.encode(request, timeout)
+            self._marker_ids = {
+                marker: found.ids[0]
+                for marker, found in zip(markers, answer.encodings, strict=True)
+                if len(found.ids) == 1
+            }
+        grammar = forced_grammar(
+            prompt.chat, schemas, self._marker_ids, is_single=is_single, in_reasoning=prompt.opens_reasoning
+        )
+        prompt.constraint = config_pb2.Constraint(grammar=grammar)
 
     async def negative_prompt(self, config: config_pb2.GenerationConfig, timeout: float | None) -> None:
         """Replace `negative_prompt_text` of `config` by ids: generation takes no text."""
