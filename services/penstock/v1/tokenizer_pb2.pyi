@@ -784,6 +784,8 @@ class GetTokenizerResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MODEL_MAX_LENGTH_FIELD_NUMBER: _builtins.int
+    TOOL_TEMPLATE_FIELD_NUMBER: _builtins.int
+    RESPONSE_TEMPLATE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     vocab_size: _builtins.int
     """Entries, added tokens included."""
@@ -797,6 +799,10 @@ class GetTokenizerResponse(_message.Message):
     tokenizer_fingerprint: _builtins.str
     """Lower-case hex sha256 over the tokenizer alone; a model's is compared with it."""
     model_max_length: _builtins.int
+    tool_template: _builtins.str
+    """The chat template of requests with tools, where it is not the default one."""
+    response_template: _builtins.str
+    """transformers' response_template as JSON text; empty when the model has none."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -820,10 +826,12 @@ class GetTokenizerResponse(_message.Message):
         fingerprint: _builtins.str = ...,
         tokenizer_fingerprint: _builtins.str = ...,
         model_max_length: _builtins.int | None = ...,
+        tool_template: _builtins.str = ...,
+        response_template: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_model_max_length", b"_model_max_length", "_pad_token_id", b"_pad_token_id", "_unk_token_id", b"_unk_token_id", "bos_token_id", b"bos_token_id", "model_max_length", b"model_max_length", "pad_token_id", b"pad_token_id", "unk_token_id", b"unk_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_model_max_length", b"_model_max_length", "_pad_token_id", b"_pad_token_id", "_unk_token_id", b"_unk_token_id", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "model", b"model", "model_max_length", b"model_max_length", "pad_token_id", b"pad_token_id", "special_token_ids", b"special_token_ids", "template_names", b"template_names", "tokenizer_fingerprint", b"tokenizer_fingerprint", "unk_token_id", b"unk_token_id", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_model_max_length", b"_model_max_length", "_pad_token_id", b"_pad_token_id", "_unk_token_id", b"_unk_token_id", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "model", b"model", "model_max_length", b"model_max_length", "pad_token_id", b"pad_token_id", "response_template", b"response_template", "special_token_ids", b"special_token_ids", "template_names", b"template_names", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tool_template", b"tool_template", "unk_token_id", b"unk_token_id", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

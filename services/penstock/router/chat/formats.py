@@ -209,27 +209,37 @@ REASONING_NAMES = tuple(row.name for row in REASONING)
 AUTO, NONE = "auto", "none"
 
 
-def choose_format(template: str, tools: str = AUTO, reasoning: str = AUTO) -> ChatFormat:
+def choose_format(
+    template: str, tools: str = AUTO, reasoning: str = AUTO, *, response_template: str = ""
+) -> ChatFormat:
     """Choose the formats of a model by the text of its chat template, or by name.
 
-    Hermes and <think> where no row fits. Raises StartupError naming the flag for a name that no row has.
+    transformers' `response_template`, JSON text, has the first word where its markers are known. Hermes and <think>
+    where no row fits. Raises StartupError naming the flag for a name that no row has.
     """
-    row = _named(TOOLS, tools, "--tool-format") if tools != AUTO else _fitting(template)
+    row = _named(TOOLS, tools, "--tool-format") if tools != AUTO else None
+    # Markers in it may be regular expressions.
+    told = response_template.replace("\\", "")
+    row = row or _fitting(told) or _fitting(template) or HERMES
     thought: ReasoningFormat | None
     if reasoning == NONE:
         thought = None
     elif reasoning != AUTO:
         thought = _named(REASONING, reasoning, "--reasoning-format")
     else:
-        thought = next((one for one in REASONING if any(mark in template for mark in one.marks)), THINK)
+        thought = _thought(told) or _thought(template) or THINK
     return ChatFormat(row, thought)
 
 
-def _fitting(template: str) -> ToolFormat:
+def _thought(template: str) -> ReasoningFormat | None:
+    return next((one for one in REASONING if any(mark in template for mark in one.marks)), None)
+
+
+def _fitting(template: str) -> ToolFormat | None:
     for row in TOOLS:
         if any(all(mark in template for mark in marks) for marks in row.marks):
             return row
-    return HERMES
+    return None
 
 
 def _named(rows: tuple[RowT, ...], name: str, flag: str) -> RowT:

@@ -47,9 +47,12 @@ class Pipeline:
         if self._chat_format is None:
             if self._link.info is None:
                 return DEFAULT
-            config = self._config
+            info, config = self._link.info, self._config
             self._chat_format = choose_format(
-                self._link.info.chat_template, config.tool_format, config.reasoning_format
+                info.chat_template + info.tool_template,
+                config.tool_format,
+                config.reasoning_format,
+                response_template=info.response_template,
             )
         return self._chat_format
 

@@ -369,6 +369,19 @@ def test_template_chooses_its_formats(template: str, tools: str, reasoning: str)
     assert (chat.tools.name, chat.reasoning.name if chat.reasoning else "") == (tools, reasoning)
 
 
+def test_markers_of_a_response_template_win_over_those_of_the_chat_template() -> None:
+    told = json.dumps(
+        {
+            "fields": {
+                "thinking": {"open": "[THINK]", "close": "[/THINK]"},
+                "tool_calls": {"open_pattern": r"\[TOOL_CALLS\](?P<name>\w+)\[ARGS\]"},
+            }
+        }
+    )
+    chat = choose_format("<tool_call> <think>", response_template=told)
+    assert (chat.tools.name, chat.reasoning and chat.reasoning.name) == ("mistral", "mistral")
+
+
 def test_name_wins_over_the_template() -> None:
     assert choose_format("[TOOL_CALLS]", "glm4", "granite").tools.name == "glm4"
 
