@@ -143,6 +143,7 @@ class AnswerReader:
                     request.stop_strings,
                     skip_special=request.skip_special,
                     include_stop=request.include_stop,
+                    kept=request.kept_tokens,
                 )
             text = decoder.push(emission.token_ids)
         except IndexError:
