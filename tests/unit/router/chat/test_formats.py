@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -221,6 +222,13 @@ def test_split_at_every_place_and_at_all_of_them_gives_the_same(example: Example
     assert parse(example.format, list(example.text)) == whole
     for place in range(1, len(example.text)):
         assert parse(example.format, [example.text[:place], example.text[place:]]) == whole
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=named)
+def test_every_byte_for_itself_gives_the_same(example: Example) -> None:
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    pieces = [decode(bytes([byte])) for byte in example.text.encode()]
+    assert parse(example.format, pieces) == parse(example.format, [example.text])
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=named)
