@@ -54,7 +54,7 @@ def written(grammar: str, begin: str, seed: int, most: int = 4000) -> str:
     while len(ids) < most:
         choices = allowed(state)
         if choices & set(EOS):
-            return text_tokenizer().decode(ids, skip_special_tokens=False)
+            return str(text_tokenizer().decode(ids, skip_special_tokens=False))
         ids.append(draw.choice(sorted(choices)))
         assert state.advance(ids[-1])
     raise AssertionError("it does not end")
