@@ -30,6 +30,7 @@ from penstock_client._options import (
     generate_request,
     generate_requests,
     render_request,
+    set_tool_choice,
 )
 from penstock_client._score_embed import (
     embed_request,
@@ -187,15 +188,21 @@ class AsyncClient:
         tools: Iterable[Mapping[str, Any]] = (),
         documents: Iterable[Mapping[str, str]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
         timeout: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncStream:
         """Answer a conversation: a list of {"role", "content"} mappings, or a string for one user message.
 
+        `tool_choice`: "auto", "none", "required" (a call is forced) or a tool's name. `parallel_tool_calls` False: at
+        most one call is returned.
+
         A content is a text, or OpenAI's list of parts, of which only those of text are read: InvalidArgument names
         any other.
         """
         request = chat_request(messages, tools, documents, chat_template_kwargs, options)
+        set_tool_choice(request, tool_choice, parallel_tool_calls)
         return self._stream(self._stub.Chat, request, timeout)
 
     def _stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> AsyncStream:

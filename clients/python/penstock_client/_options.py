@@ -153,6 +153,24 @@ def chat_request(
     return request
 
 
+def set_tool_choice(
+    request: text_pb2.ChatRequest, tool_choice: str | Mapping[str, Any] | None, parallel_tool_calls: bool | None
+) -> None:
+    """Set the choice: "auto", "none", "required", a tool's name, or OpenAI's object with one. Raises ValueError."""
+    if isinstance(tool_choice, Mapping):
+        function = tool_choice.get("function", tool_choice)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise ValueError("tool_choice: an object needs the name of a function")
+        request.tool_choice.function = name
+    elif tool_choice in ("none", "required"):
+        setattr(request.tool_choice, tool_choice, True)
+    elif tool_choice not in (None, "auto"):
+        request.tool_choice.function = tool_choice
+    if parallel_tool_calls is not None:
+        request.parallel_tool_calls = parallel_tool_calls
+
+
 def render_request(
     messages: Messages,
     tools: Iterable[Mapping[str, Any]],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 from penstock_client import AsyncStream, Choice, Completion, Usage
 
@@ -44,8 +44,8 @@ def open_chat(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncS
     """Take what is left of a chat's fields, report the ignored ones, and send the request."""
     messages = messages_of(fields.raw("messages"), call)
     tools = tools_of(fields.raw("tools"))
-    if not _uses_tools(fields):
-        tools = ()
+    choice = _tool_choice(fields.raw("tool_choice"))
+    parallel = fields.maybe("parallel_tool_calls", bool)
     documents = fields.get("documents", list, [])
     variables = dict(fields.get("chat_template_kwargs", dict, {}))
     if (effort := fields.maybe("reasoning_effort", str)) is not None:
@@ -59,19 +59,23 @@ def open_chat(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncS
             tools=tools,
             documents=documents,
             chat_template_kwargs=variables or None,
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
             timeout=call.config.answer_seconds,
             **options,
         ),
     )
 
 
-def _uses_tools(fields: Fields) -> bool:
-    """False for tool_choice none. Raises InvalidArgument for choices that the router cannot force yet."""
-    choice = fields.raw("tool_choice")
-    if choice in (None, "auto", "none"):
-        return bool(choice != "none")
-    # Here a forced call will go into the request, once the router takes one.
-    raise InvalidArgument("tool_choice", "must be auto or none: a call cannot be forced yet")
+def _tool_choice(choice: Any) -> str | dict[str, str] | None:
+    """Return the choice as the client takes it. Raises InvalidArgument."""
+    if choice in (None, "auto", "none", "required"):
+        return cast("str | None", choice)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidArgument("tool_choice", 'must be auto, none, required, or {"function": {"name": …}}')
+    return {"name": name}
 
 
 def include_usage(fields: Fields) -> bool:

@@ -30,7 +30,12 @@ from penstock.text.text_decoder import TextDecoder
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
 # Ends after which a chat that ended in calls ended by them.
-_ENDED_BY_MODEL = (FinishReason.STOP_EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING)
+_ENDED_BY_MODEL = (
+    FinishReason.STOP_EOS,
+    FinishReason.STOP_TOKEN,
+    FinishReason.STOP_STRING,
+    FinishReason.CONSTRAINT_DONE,
+)
 
 
 class AnswerReader:
@@ -138,6 +143,7 @@ class AnswerReader:
                     request.stop_strings,
                     skip_special=request.skip_special,
                     include_stop=request.include_stop,
+                    kept=request.kept_tokens,
                 )
             text = decoder.push(emission.token_ids)
         except IndexError:

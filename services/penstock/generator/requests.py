@@ -15,8 +15,10 @@ from penstock_client._options import chat_request, generate_request
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generation.options.hf_json import IRRELEVANT_FIELDS
 from penstock.generator.text import LocalTokenizer
-from penstock.router.chat.chat_output import ChatParser, prompt_opens_reasoning
-from penstock.router.frontend.convert import begin_prompt, skips_special_tokens, to_template
+from penstock.router.chat.call_block import Schemas
+from penstock.router.chat.chat_output import ChatParser, make_parser, prompt_opens_reasoning
+from penstock.router.chat.formats import DEFAULT, ChatFormat
+from penstock.router.frontend.convert import begin_prompt, schemas_of, skips_special_tokens, to_template
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.tokenizer.convert import conversation
 from penstock.v1 import common_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
@@ -50,6 +52,8 @@ class LocalRequest:
     # Set in a chat.
     parses_tools: bool = False
     opens_reasoning: bool = False
+    chat: ChatFormat = DEFAULT
+    schemas: Schemas = field(default_factory=dict)
     is_chat: bool = False
     stop_strings: list[str] = field(default_factory=list)
     include_stop: bool = False
@@ -58,7 +62,14 @@ class LocalRequest:
         """Return a parser of one answer's reasoning and tool calls; None where it is no chat."""
         if not self.is_chat:
             return None
-        return ChatParser(parse_tools=self.parses_tools, in_reasoning=self.opens_reasoning)
+        return make_parser(
+            self.chat, parse_tools=self.parses_tools, in_reasoning=self.opens_reasoning, schemas=self.schemas
+        )
+
+    @property
+    def kept_tokens(self) -> tuple[str, ...]:
+        """Special tokens that the parser must see."""
+        return self.chat.kept_for(with_tools=self.parses_tools) if self.is_chat else ()
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -137,7 +148,8 @@ class RequestMaker:
         text, ids = self._needed("a conversation").encode_chat(conversation(ask))
         local = self._local(request, Prompt(ids), None)
         local.is_chat, local.parses_tools = True, bool(request.tools)
-        local.opens_reasoning = prompt_opens_reasoning(text)
+        local.chat, local.schemas = self._needed("a conversation").chat_format, schemas_of(request)
+        local.opens_reasoning = prompt_opens_reasoning(text, local.chat.reasoning)
         return local
 
     def _local(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
+from penstock.router.chat.formats import ChatFormat, choose_format
 from penstock.text.detokenizer import Detokenizer
 from penstock.text.text_decoder import TextDecoder
 from penstock.tokenizer.bundle import TokenizerBundle
@@ -149,12 +150,26 @@ class LocalTokenizer:
             rendered: Rendered = self._templates.result(wanted, answer_to(self._renderer, wanted))
             return rendered.text, self._text.encode_rendered(rendered.text, rendered.marked)
 
+    @property
+    def chat_format(self) -> ChatFormat:
+        """Format of reasoning and tool calls, by the chat templates."""
+        templates = self._templates
+        told = self._vocabulary.bundle.response_template
+        return choose_format(templates.default + templates.for_tools, response_template=told)
+
     def decoder(
-        self, context: Sequence[int] | None, stop_strings: Sequence[str], *, skip_special: bool, include_stop: bool
+        self,
+        context: Sequence[int] | None,
+        stop_strings: Sequence[str],
+        *,
+        skip_special: bool,
+        include_stop: bool,
+        kept: Sequence[str] = (),
     ) -> TextDecoder:
         """Return the decoder of one sequence's output. `context`: the prompt whose text it goes on with; None: it
-        begins anew. Raises IndexError for a prompt's id outside the vocabulary."""
-        made: Detokenizer = self._decoders.make(skip_special)
+        begins anew. `kept`: special tokens that are not skipped. Raises IndexError for a prompt's id outside the
+        vocabulary."""
+        made: Detokenizer = self._decoders.make(skip_special, kept)
         decoder = TextDecoder(made, stop_strings, include_stop)
         if context is not None:
             end = self._end_of(context, skip_special)

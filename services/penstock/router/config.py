@@ -17,6 +17,7 @@ from penstock.common.config import (
 from penstock.common.errors import StartupError
 from penstock.common.options import option
 
+CHATS = "Tool calls and reasoning"
 SERVICES, ADMISSION, ROUTING, FAILURE = "Other services", "Admission", "Routing", "Failure handling"
 STREAMING = "Streaming"
 
@@ -238,6 +239,30 @@ class RouterConfig(ServerConfig, ChannelConfig):
         "not answer pings either. Keep it below --tokenizer-wait-seconds: the rest is for another one.",
         group=FAILURE,
         minimum=0.05,
+    )
+
+    tool_format: Literal[
+        "auto",
+        "harmony",
+        "deepseek_v32",
+        "deepseek_v3",
+        "deepseek_v31",
+        "kimi_k2",
+        "minimax_m2",
+        "seed_oss",
+        "glm4",
+        "qwen3_coder",
+        "mistral",
+        "phi4",
+        "granite",
+        "llama4",
+        "llama3",
+        "hermes",
+    ] = option("auto", "Format of the model's tool calls; auto: as its chat template has it.", group=CHATS)
+    reasoning_format: Literal["auto", "none", "mistral", "seed", "kimi", "granite", "think"] = option(
+        "auto",
+        "Format of the model's reasoning; auto: as its chat template has it; none: it stays in the text.",
+        group=CHATS,
     )
 
     max_buffered_bytes: int = option(

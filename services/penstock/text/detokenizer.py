@@ -20,6 +20,8 @@ from typing import Literal, Protocol, cast
 from penstock.text.decode_table import Table
 
 REPLACEMENT = "\ufffd"
+# A model has one or two formats of chats; each table takes as much as the vocabulary.
+_MAX_KEPT_TABLES = 4
 TableKind = Literal["byte_level", "byte_fallback"]
 
 
@@ -196,6 +198,8 @@ class DecodeTable:
         self.strip = strip
         self.strip_count = strip_count
         self._skipping = table.without(special_ids)
+        # Tables in which some special tokens stay, by their texts.
+        self._keeping: dict[tuple[str, ...], Table] = {}
 
     def context(self, ids: Sequence[int], skip_special_tokens: bool) -> Sequence[int]:
         """Return the end of `ids` that a decoder's state depends on: from its last id of whole characters on."""
@@ -208,9 +212,24 @@ class DecodeTable:
                 break
         return ids[begin:]
 
-    def make(self, skip_special_tokens: bool) -> Detokenizer:
-        """Make a detokenizer for one sequence."""
+    def make(self, skip_special_tokens: bool, kept: Sequence[str] = ()) -> Detokenizer:
+        """Make a detokenizer for one sequence. `kept`: special tokens that are not skipped."""
         table = self._skipping if skip_special_tokens else self.table
+        if kept and skip_special_tokens:
+            table = self._keep(tuple(kept))
         if self.kind == "byte_level":
             return ByteLevelDetokenizer(table)
         return ByteFallbackDetokenizer(table, self.strip, self.strip_count)
+
+    def _keep(self, kept: tuple[str, ...]) -> Table:
+        """Return the table in which the special tokens `kept` stay; the few of a model are made once."""
+        known = tuple(sorted({text for index in self.special_ids if (text := self.table.text[index]) in kept if text}))
+        if not known:
+            return self._skipping
+        found = self._keeping.get(known)
+        if found is None:
+            if len(self._keeping) >= _MAX_KEPT_TABLES:
+                self._keeping.clear()
+            skipped = [index for index in self.special_ids if self.table.text[index] not in known]
+            found = self._keeping[known] = self.table.without(skipped)
+        return found

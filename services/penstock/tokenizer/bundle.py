@@ -18,6 +18,8 @@ class TokenizerBundle:
     special_tokens: dict[str, str]
     # Template texts by name; a folder's only template is "default".
     templates: dict[str, str]
+    # response_template of tokenizer_config.json as JSON text; empty when there is none.
+    response_template: str = ""
     # None when the tokenizer has no limit.
     model_max_length: int | None = None
     padding_side: str = "right"

@@ -67,6 +67,11 @@ class ChatTemplates:
         return self._templates.get("default", "")
 
     @property
+    def for_tools(self) -> str:
+        """Text of the template of conversations with tools; empty where it is the default one."""
+        return self._templates.get("tool_use", "")
+
+    @property
     def renderer_settings(self) -> dict[str, Any]:
         """Return the settings for template_process.Renderer."""
         return self._settings

@@ -110,7 +110,11 @@ class DecodeSession:
             raise SequenceError("MODEL_NOT_FOUND: this tokenizer serves another model")
         self._check_stops(options)
         skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
-        sequence = TextDecoder(self._factory.make(skip), options.stop_strings, options.include_stop_string_in_output)
+        sequence = TextDecoder(
+            self._factory.make(skip, options.kept_special_tokens),
+            options.stop_strings,
+            options.include_stop_string_in_output,
+        )
         sequence.replay(
             options.prefix_token_ids,
             options.resumed_token_ids,

@@ -149,6 +149,7 @@ class DetokenizerFactory:
         self._tokenizer = tokenizer
         self._id_limit = id_limit
         self._clean_up = clean_up
+        self._special_ids = special_ids
         plan = plan_of(json.loads(tokenizer.to_str())["decoder"])
         self._table = None if plan is None else plan.table(tokenizer, id_limit, special_ids)
 
@@ -162,15 +163,22 @@ class DetokenizerFactory:
         """Table of the whole decoder; None when it is no table."""
         return self._table if self._clean_up is None else None
 
-    def make(self, skip_special_tokens: bool) -> Detokenizer:
-        """Make a detokenizer for one sequence."""
-        plain = self._make_plain(skip_special_tokens)
+    def make(self, skip_special_tokens: bool, kept: Sequence[str] = ()) -> Detokenizer:
+        """Make a detokenizer for one sequence. `kept`: special tokens that are not skipped."""
+        plain = self._make_plain(skip_special_tokens, kept)
         return plain if self._clean_up is None else CleanedUpDetokenizer(plain, self._clean_up)
 
-    def _make_plain(self, skip_special_tokens: bool) -> Detokenizer:
+    def _make_plain(self, skip_special_tokens: bool, kept: Sequence[str]) -> Detokenizer:
         if self._table is not None:
-            return self._table.make(skip_special_tokens)
+            return self._table.make(skip_special_tokens, kept)
         tokenizer = self._tokenizer
+        keeps = {self._tokenizer.token_to_id(token) for token in kept}.intersection(self._special_ids)
+        if skip_special_tokens and keeps:
+            skipped = frozenset(self._special_ids) - keeps
+            return WindowDetokenizer(
+                lambda ids: tokenizer.decode([one for one in ids if one not in skipped], skip_special_tokens=False),
+                self._id_limit,
+            )
         return WindowDetokenizer(
             lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), self._id_limit
         )

@@ -35,6 +35,7 @@ def load(folder: Path) -> TokenizerBundle:
     return TokenizerBundle(
         backend=backend.to_str(),
         special_tokens=dict(tokenizer.special_tokens_map),
+        response_template=_json_text(getattr(tokenizer, "response_template", None)),
         templates=template if isinstance(template, dict) else {"default": template} if template else {},
         model_max_length=int(limit) if limit and limit < LARGE_INTEGER else None,
         padding_side=tokenizer.padding_side,
@@ -45,6 +46,14 @@ def load(folder: Path) -> TokenizerBundle:
         id_limit=_id_limit(tokenizer, folder),
         generation_eos_token_ids=_generation_eos(folder),
     )
+
+
+def _json_text(value: object) -> str:
+    """JSON text of a value that a folder may have; empty without one, or where it is none."""
+    try:
+        return json.dumps(value) if value else ""
+    except (TypeError, ValueError):
+        return ""
 
 
 def _id_limit(tokenizer: Any, folder: Path) -> int:

@@ -153,6 +153,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             special_token_ids=list(vocabulary.marks.control_tokens),
             chat_template=service.templates.default,
             template_names=service.templates.names,
+            tool_template=service.templates.for_tools,
+            response_template=vocabulary.bundle.response_template,
             fingerprint=service.fingerprint,
             tokenizer_fingerprint=service.tokenizer_fingerprint,
             model_max_length=vocabulary.bundle.model_max_length,

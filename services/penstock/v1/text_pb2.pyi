@@ -131,6 +131,8 @@ class ChatRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     add_generation_prompt: _builtins.bool
     """Default true."""
@@ -141,6 +143,8 @@ class ChatRequest(_message.Message):
     cache_salt: _builtins.str
     request_id: _builtins.str
     session_id: _builtins.str
+    parallel_tool_calls: _builtins.bool
+    """Default true. False: at most one call is returned, and a forced choice allows one only."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_tokenizer_pb2.Message]: ...
     @_builtins.property
@@ -159,6 +163,10 @@ class ChatRequest(_message.Message):
     def constraint(self) -> _config_pb2.Constraint: ...
     @_builtins.property
     def metadata(self) -> _struct_pb2.Struct: ...
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Unset: the model chooses between text and calls."""
+
     def __init__(
         self,
         *,
@@ -179,21 +187,59 @@ class ChatRequest(_message.Message):
         request_id: _builtins.str = ...,
         session_id: _builtins.str = ...,
         metadata: _struct_pb2.Struct | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs", "config", b"config", "constraint", b"constraint", "continue_final_message", b"continue_final_message", "metadata", b"metadata", "output", b"output", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs", "config", b"config", "constraint", b"constraint", "continue_final_message", b"continue_final_message", "metadata", b"metadata", "output", b"output", "parallel_tool_calls", b"parallel_tool_calls", "stop", b"stop", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "adapter", b"adapter", "add_generation_prompt", b"add_generation_prompt", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "config", b"config", "constraint", b"constraint", "continue_final_message", b"continue_final_message", "documents", b"documents", "messages", b"messages", "metadata", b"metadata", "model", b"model", "output", b"output", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "stop", b"stop", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_parallel_tool_calls", b"_parallel_tool_calls", "adapter", b"adapter", "add_generation_prompt", b"add_generation_prompt", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "config", b"config", "constraint", b"constraint", "continue_final_message", b"continue_final_message", "documents", b"documents", "messages", b"messages", "metadata", b"metadata", "model", b"model", "output", b"output", "parallel_tool_calls", b"parallel_tool_calls", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "stop", b"stop", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
     _WhichOneofReturnType__continue_final_message: _TypeAlias = _typing.Literal["continue_final_message"]  # noqa: Y015
     _WhichOneofArgType__continue_final_message: _TypeAlias = _typing.Literal["_continue_final_message", b"_continue_final_message"]  # noqa: Y015
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__continue_final_message) -> _WhichOneofReturnType__continue_final_message | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
 
 Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """A choice that is made for the model, enforced by a grammar: not together with a constraint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUIRED_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    NONE_FIELD_NUMBER: _builtins.int
+    required: _builtins.bool
+    """Calls of any of the tools (must be true)."""
+    function: _builtins.str
+    """Calls of the tool of this name."""
+    none: _builtins.bool
+    """Text only: calls are not taken apart (must be true)."""
+    def __init__(
+        self,
+        *,
+        required: _builtins.bool = ...,
+        function: _builtins.str = ...,
+        none: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["function", b"function", "kind", b"kind", "none", b"none", "required", b"required"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["function", b"function", "kind", b"kind", "none", b"none", "required", b"required"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["required", "function", "none"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class TextDelta(_message.Message):

@@ -565,6 +565,7 @@ class DecodeStreamOpen(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    KEPT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_STRINGS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_IN_OUTPUT_FIELD_NUMBER: _builtins.int
@@ -583,6 +584,10 @@ class DecodeStreamOpen(_message.Message):
     it is only where token_ids complete it.
     """
     @_builtins.property
+    def kept_special_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Special tokens that stay in the text where others are skipped: markers of tool calls and reasoning."""
+
+    @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Text that may be the beginning of one of these is held back."""
 
@@ -598,6 +603,7 @@ class DecodeStreamOpen(_message.Message):
         self,
         *,
         model: _builtins.str = ...,
+        kept_special_tokens: _abc.Iterable[_builtins.str] | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         stop_strings: _abc.Iterable[_builtins.str] | None = ...,
         include_stop_string_in_output: _builtins.bool = ...,
@@ -608,7 +614,7 @@ class DecodeStreamOpen(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "include_stop_string_in_output", b"include_stop_string_in_output", "model", b"model", "prefix_is_cut", b"prefix_is_cut", "prefix_token_ids", b"prefix_token_ids", "resumed_token_ids", b"resumed_token_ids", "return_open_end", b"return_open_end", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "include_stop_string_in_output", b"include_stop_string_in_output", "kept_special_tokens", b"kept_special_tokens", "model", b"model", "prefix_is_cut", b"prefix_is_cut", "prefix_token_ids", b"prefix_token_ids", "resumed_token_ids", b"resumed_token_ids", "return_open_end", b"return_open_end", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
@@ -778,6 +784,8 @@ class GetTokenizerResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MODEL_MAX_LENGTH_FIELD_NUMBER: _builtins.int
+    TOOL_TEMPLATE_FIELD_NUMBER: _builtins.int
+    RESPONSE_TEMPLATE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     vocab_size: _builtins.int
     """Entries, added tokens included."""
@@ -791,6 +799,10 @@ class GetTokenizerResponse(_message.Message):
     tokenizer_fingerprint: _builtins.str
     """Lower-case hex sha256 over the tokenizer alone; a model's is compared with it."""
     model_max_length: _builtins.int
+    tool_template: _builtins.str
+    """The chat template of requests with tools, where it is not the default one."""
+    response_template: _builtins.str
+    """transformers' response_template as JSON text; empty when the model has none."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -814,10 +826,12 @@ class GetTokenizerResponse(_message.Message):
         fingerprint: _builtins.str = ...,
         tokenizer_fingerprint: _builtins.str = ...,
         model_max_length: _builtins.int | None = ...,
+        tool_template: _builtins.str = ...,
+        response_template: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_model_max_length", b"_model_max_length", "_pad_token_id", b"_pad_token_id", "_unk_token_id", b"_unk_token_id", "bos_token_id", b"bos_token_id", "model_max_length", b"model_max_length", "pad_token_id", b"pad_token_id", "unk_token_id", b"unk_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_model_max_length", b"_model_max_length", "_pad_token_id", b"_pad_token_id", "_unk_token_id", b"_unk_token_id", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "model", b"model", "model_max_length", b"model_max_length", "pad_token_id", b"pad_token_id", "special_token_ids", b"special_token_ids", "template_names", b"template_names", "tokenizer_fingerprint", b"tokenizer_fingerprint", "unk_token_id", b"unk_token_id", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_model_max_length", b"_model_max_length", "_pad_token_id", b"_pad_token_id", "_unk_token_id", b"_unk_token_id", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "model", b"model", "model_max_length", b"model_max_length", "pad_token_id", b"pad_token_id", "response_template", b"response_template", "special_token_ids", b"special_token_ids", "template_names", b"template_names", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tool_template", b"tool_template", "unk_token_id", b"unk_token_id", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -24,6 +24,18 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+FORCED = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Oslo", "Paris"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
 SCHEMA = {
     "type": "object",
     "properties": {"gpu": {"type": "boolean"}},
@@ -403,7 +415,8 @@ BAD: dict[str, tuple[str, Any, int, str | None]] = {
         "top_logprobs",
     ),
     "stream as text": ("chat", {"messages": QUESTION, "stream": "yes"}, 400, "stream"),
-    "a forced call": ("chat", {"messages": QUESTION, "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
+    "a forced call without tools": ("chat", {"messages": QUESTION, "tool_choice": "required"}, 400, "tool_choice"),
+    "an unknown choice": ("chat", {"messages": QUESTION, "tools": [TOOL], "tool_choice": "all"}, 400, "tool_choice"),
     "a tool without a name": (
         "chat",
         {"messages": QUESTION, "tools": [{"type": "function", "function": {}}]},
@@ -489,3 +502,24 @@ def test_openais_client_raises_its_own_errors(served: Served) -> None:
     assert served.ask("/v1/nothing")[0] == 404
     assert served.ask("/v1/completions")[0] == 405
     assert served.ask("/v1/chat/completions", raw=b"{")[0] == 400
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_forced_call_parses_and_holds_to_its_schema(served: Served, choice: Any) -> None:
+    body = {"messages": QUESTION, "tools": [FORCED], "tool_choice": choice, "max_tokens": 200, "temperature": 0}
+    body["parallel_tool_calls"] = False
+    whole = ChatCompletion.model_validate(served.json("/v1/chat/completions", body)).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.tool_calls is not None
+    (call,) = whole.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Paris")
+    streamed = joined(served.events("/v1/chat/completions", body))[0]
+    assert [one[1:] for one in streamed["calls"].values()] == [[call.function.name, call.function.arguments]]
+
+
+def test_forced_call_without_the_tool_names_the_field(served: Served) -> None:
+    body = {"messages": QUESTION, "tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}
+    status, _, text = served.ask("/v1/chat/completions", body)
+    assert (status, json.loads(text)["error"]["param"]) == (400, "tool_choice.function")

@@ -1,4 +1,4 @@
-"""Parser of a chat model's text: `<think>…</think>`, `<tool_call>{json}</tool_call>` and the rest.
+"""Parser of a chat model's text: thoughts, tool calls and the rest, in the model's own format.
 
 It works on text as it arrives. Its output does not depend on how the text is split, and text without such tags comes
 out as it went in.
@@ -7,15 +7,16 @@ out as it went in.
 from __future__ import annotations
 
 import enum
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from penstock.router.chat.tool_calls import OPEN_TAG, CallResult, ToolCallPiece, ToolCallReader
-
-THINK_OPEN = "<think>"
-THINK_CLOSE = "</think>"
+from penstock.router.chat.call_block import CallBlock, Program, Schemas
+from penstock.router.chat.call_programs import harmony
+from penstock.router.chat.formats import DEFAULT, THINK, ChatFormat, ReasoningFormat
+from penstock.router.chat.tool_calls import CallResult, ToolCallPiece, ToolCallReader
 
 
 @dataclass(slots=True)
@@ -31,9 +32,12 @@ class _State(enum.Enum):
     START = 1
     REASONING = 2
     AFTER_REASONING = 3
-    CONTENT = 4
-    AFTER_CALL = 5
-    CALL = 6
+    BEGIN = 4
+    CONTENT = 5
+    AFTER_CALL = 6
+    CALL = 7
+    HEADER = 8
+    BODY = 9
 
 
 def new_call_id() -> str:
@@ -41,9 +45,14 @@ def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def prompt_opens_reasoning(prompt: str) -> bool:
+def prompt_opens_reasoning(prompt: str, reasoning: ReasoningFormat | None = THINK) -> bool:
     """True when the rendered prompt ends inside a thought, as templates that force thinking do."""
-    return prompt.rstrip().endswith(THINK_OPEN)
+    return reasoning is not None and prompt.rstrip().endswith(reasoning.opens)
+
+
+def make_parser(chat: ChatFormat, **settings: Any) -> ChatParser:
+    """Make the parser of one returned answer; `settings` are ChatParser's."""
+    return (HarmonyParser if chat.tools.is_harmony else ChatParser)(chat=chat, **settings)
 
 
 class ChatParser:
@@ -58,14 +67,23 @@ class ChatParser:
         *,
         parse_tools: bool,
         in_reasoning: bool = False,
+        chat: ChatFormat = DEFAULT,
+        schemas: Schemas | None = None,
+        max_calls: int = 0,
         max_head_chars: int = 65536,
         make_id: Callable[[], str] = new_call_id,
     ) -> None:
+        """Make it. `schemas`: JSON Schemas of the offered tools' parameters, by name; formats without types read by
+        them. `max_calls`: further calls are dropped; 0: none is."""
         self._parse_tools = parse_tools
-        self._state = _State.REASONING if in_reasoning else _State.START
+        self._format = chat.tools
+        self._thought = chat.reasoning or THINK
+        self._schemas = schemas or {}
+        self._max_calls = max_calls
+        self._state = _State.REASONING if in_reasoning else _State.START if chat.reasoning else _State.BEGIN
         self._reasoning_started = False
         self._held = ""
-        self._call: ToolCallReader | None = None
+        self._call: ToolCallReader | CallBlock | None = None
         self._calls = 0
         self._max_head_chars = max_head_chars
         self._make_id = make_id
@@ -106,6 +124,8 @@ class ChatParser:
         elif self._state is _State.CALL and self._call is not None:
             result = self._call.finish()
             self._take_call(result, piece)
+            if result.rest.strip():
+                piece.text, self._ends_in_calls = piece.text + result.rest, False
         elif self._state is _State.AFTER_CALL:
             # The held text is white space, or white space and the beginning of another tag.
             if held.strip():
@@ -120,13 +140,26 @@ class ChatParser:
 
     def _start(self, piece: ChatPiece) -> bool:
         stripped = self._held.lstrip()
-        if stripped.startswith(THINK_OPEN):
-            self._held = stripped[len(THINK_OPEN) :]
+        if stripped.startswith(self._thought.opens):
+            self._held = stripped[len(self._thought.opens) :]
             self._state = _State.REASONING
             return True
-        if THINK_OPEN.startswith(stripped):
+        if self._thought.opens.startswith(stripped):
             return False
-        self._state = _State.CONTENT
+        self._state = _State.BEGIN
+        return self._begin(piece)
+
+    def _begin(self, piece: ChatPiece) -> bool:
+        """At the beginning of the content: in some formats a call has no marker there."""
+        stripped = self._held.lstrip()
+        if not self._parse_tools or not self._format.starts:
+            self._state = _State.CONTENT
+        elif not stripped:
+            return False
+        elif stripped.startswith(self._format.starts):
+            self._open_call(self._held[: len(self._held) - len(stripped)])
+        else:
+            self._state = _State.CONTENT
         return True
 
     def _reasoning(self, piece: ChatPiece) -> bool:
@@ -134,8 +167,8 @@ class ChatParser:
             self._held = self._held.lstrip("\n")
             if not self._held:
                 return False
-        end = self._held.find(THINK_CLOSE)
-        keep = end if end >= 0 else len(self._held) - _overlap(self._held, THINK_CLOSE)
+        end = self._held.find(self._thought.closes)
+        keep = end if end >= 0 else len(self._held) - _overlap(self._held, self._thought.closes)
         thought = self._held[:keep].rstrip("\n")
         if thought:
             piece.reasoning += thought
@@ -143,14 +176,14 @@ class ChatParser:
         if end < 0:
             self._held = self._held[len(thought) :]
             return False
-        self._held = self._held[end + len(THINK_CLOSE) :]
+        self._held = self._held[end + len(self._thought.closes) :]
         self._state = _State.AFTER_REASONING
         return True
 
     def _after_reasoning(self, piece: ChatPiece) -> bool:
         self._held = self._held.lstrip("\n")
         if self._held:
-            self._state = _State.CONTENT
+            self._state = _State.BEGIN
         return bool(self._held)
 
     def _content(self, piece: ChatPiece) -> bool:
@@ -158,30 +191,45 @@ class ChatParser:
             piece.text += self._held
             self._held = ""
             return False
-        begin = self._held.find(OPEN_TAG)
-        keep = begin if begin >= 0 else len(self._held) - _overlap(self._held, OPEN_TAG)
+        begin, opened = _find_first(self._held, self._format.opens)
+        keep = begin if begin >= 0 else len(self._held) - _overlap(self._held, *self._format.opens)
         piece.text += self._held[:keep]
         self._held = self._held[keep:]
         if begin < 0:
             return False
-        self._open_call()
+        self._open_call(opened)
         return True
 
     def _after_call(self, piece: ChatPiece) -> bool:
         stripped = self._held.lstrip()
-        if stripped.startswith(OPEN_TAG):
+        opened = next((one for one in self._format.opens if stripped.startswith(one)), "")
+        if opened:
             self._held = stripped
-            self._open_call()
+            self._open_call(opened)
             return True
-        if OPEN_TAG.startswith(stripped):
+        if not stripped or any(one.startswith(stripped) for one in self._format.opens):
             return False
         self._state, self._ends_in_calls = _State.CONTENT, False
         return True
 
-    def _open_call(self) -> None:
-        self._held = self._held[len(OPEN_TAG) :]
-        self._call = ToolCallReader(self._calls, self._make_id(), self._max_head_chars)
+    def _open_call(self, opened: str) -> None:
+        self._held = self._held[len(opened) :]
+        program = self._format.program
+        if program is None:
+            self._call = ToolCallReader(self._calls, self._make_id(), self._max_head_chars)
+        else:
+            self._call = self._block(program, opened)
         self._state = _State.CALL
+
+    def _block(self, program: Program, opened: str) -> CallBlock:
+        return CallBlock(
+            program,
+            opened,
+            first_index=self._calls,
+            make_id=self._make_id,
+            max_chars=self._max_head_chars,
+            schemas=self._schemas,
+        )
 
     def _in_call(self, piece: ChatPiece) -> bool:
         if self._call is None:
@@ -193,30 +241,128 @@ class ChatParser:
         return bool(self._held)
 
     def _take_call(self, result: CallResult, piece: ChatPiece) -> None:
-        piece.tool_calls += result.pieces
+        piece.tool_calls += [one for one in result.pieces if not 0 < self._max_calls <= one.index]
         if not result.closed:
             return
         self._call = None
+        self._calls += result.calls
         if result.raw:
             piece.text += result.raw
             self._state, self._ends_in_calls = _State.CONTENT, False
             return
-        self._calls += 1
         self._state, self._ends_in_calls = _State.AFTER_CALL, result.complete
 
     _STEPS: ClassVar[Mapping[_State, Callable[[ChatParser, ChatPiece], bool]]] = {
         _State.START: _start,
         _State.REASONING: _reasoning,
         _State.AFTER_REASONING: _after_reasoning,
+        _State.BEGIN: _begin,
         _State.CONTENT: _content,
         _State.AFTER_CALL: _after_call,
         _State.CALL: _in_call,
     }
 
 
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest proper prefix of `tag` that `text` ends with."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
+class HarmonyParser(ChatParser):
+    """Parser of gpt-oss's messages: the channel analysis is reasoning, a recipient makes a call, all else is text."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._state = _State.HEADER
+        self._is_analysis = False
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._state is _State.BODY and self._is_analysis
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    def finish(self) -> ChatPiece:
+        if self._state not in (_State.HEADER, _State.BODY):
+            return super().finish()
+        piece, held = ChatPiece(), self._held
+        self._held = ""
+        if self._state is _State.BODY:
+            self._put(piece, held)
+        elif held.strip() and ("to=" in held or not _may_be_header(held)):
+            piece.text, self._ends_in_calls = held, False
+        return piece
+
+    def _header(self, piece: ChatPiece) -> bool:
+        if not _may_be_header(self._held):
+            self._state, self._is_analysis = _State.BODY, False
+            return True
+        end = self._held.find(_MESSAGE)
+        if end < 0:
+            if len(self._held) <= self._max_head_chars:
+                return False
+            self._state, self._is_analysis = _State.BODY, False
+            return True
+        header, self._held = self._held[:end], self._held[end + len(_MESSAGE) :]
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None and self._parse_tools:
+            opened = header + _MESSAGE
+            self._call = self._block(harmony(recipient[1].removeprefix("functions.")), opened)
+            self._state = _State.CALL
+            return True
+        self._is_analysis = "<|channel|>analysis" in header
+        self._state = _State.BODY
+        return True
+
+    def _body(self, piece: ChatPiece) -> bool:
+        begin, end = _find_first(self._held, _ENDS)
+        keep = begin if begin >= 0 else len(self._held) - _overlap(self._held, *_ENDS)
+        self._put(piece, self._held[:keep])
+        self._held = self._held[keep:]
+        if begin < 0:
+            return False
+        # <|start|> begins the next header, the others end this message.
+        self._held = self._held[0 if end == _START else len(end) :]
+        self._state = _State.HEADER
+        return bool(self._held)
+
+    def _put(self, piece: ChatPiece, text: str) -> None:
+        if self._is_analysis:
+            piece.reasoning += text
+        elif text:
+            piece.text += text
+            self._ends_in_calls = False
+
+    def _take_call(self, result: CallResult, piece: ChatPiece) -> None:
+        super()._take_call(result, piece)
+        if result.closed:
+            self._state, self._is_analysis = _State.HEADER, False
+
+    _STEPS: ClassVar[Mapping[_State, Callable[[Any, ChatPiece], bool]]] = {
+        _State.HEADER: _header,
+        _State.BODY: _body,
+        _State.CALL: ChatParser._in_call,
+    }
+
+
+_START, _MESSAGE = "<|start|>", "<|message|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>", _START)
+_RECIPIENT = re.compile(r"(?:^|\s|>)to=([^\s<]+)")
+
+
+def _may_be_header(text: str) -> bool:
+    """True when `text` begins a message's header, or may be the beginning of one."""
+    text = text.lstrip()
+    return any(text.startswith(one) or one.startswith(text) for one in (_START, "<|channel|>", "to=", _MESSAGE))
+
+
+def _find_first(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
+    """Place of the first of `tags` in `text`, and that one; -1 when there is none."""
+    found = [(place, tag) for tag in tags if (place := text.find(tag)) >= 0]
+    return min(found) if found else (-1, "")
+
+
+def _overlap(text: str, *tags: str) -> int:
+    """Length of the longest proper prefix of one of `tags` that `text` ends with."""
+    for length in range(min(max(map(len, tags), default=1) - 1, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(len(tag) > length and tag.startswith(tail) for tag in tags):
             return length
     return 0

@@ -33,6 +33,8 @@ class CallResult:
     complete: bool = False
     raw: str = ""
     rest: str = ""
+    # Set with `closed`: calls that began.
+    calls: int = 0
 
 
 class _Phase(enum.Enum):
@@ -68,6 +70,7 @@ class ToolCallReader:
             self._read_arguments(result)
         if self._phase is _Phase.TAIL and not result.closed:
             self._read_tail(result)
+        result.calls = int(result.closed and not result.raw)
         return result
 
     def finish(self) -> CallResult:
@@ -77,14 +80,15 @@ class ToolCallReader:
             self._read_whole(self._buffer, result, OPEN_TAG + self._buffer)
         else:
             result.complete = self._phase is _Phase.TAIL and self._well_formed
+        result.calls = int(not result.raw)
         return result
 
     def _read_head(self, result: CallResult) -> None:
         match = _HEAD.match(self._buffer)
         close = self._buffer.find(CLOSE_TAG)
         if match is not None and not 0 <= close < match.end():
-            name = _loads(match.group(1))
-            if isinstance(name, str) and _is_text(name):
+            name = loads(match.group(1))
+            if isinstance(name, str) and is_text(name):
                 result.pieces.append(ToolCallPiece(self._index, self._call_id, name))
                 self._buffer = self._buffer[match.end() :]
                 self._phase = _Phase.ARGUMENTS
@@ -97,10 +101,10 @@ class ToolCallReader:
             result.closed, result.raw = True, OPEN_TAG + self._buffer
 
     def _read_whole(self, body: str, result: CallResult, raw: str) -> None:
-        call = _loads(body)
+        call = loads(body)
         name = call.get("name") if isinstance(call, dict) else None
-        text = _argument_text(call.get("arguments", call.get("parameters", {}))) if isinstance(call, dict) else None
-        if not isinstance(name, str) or not _is_text(name) or text is None:
+        text = argument_text(call.get("arguments", call.get("parameters", {}))) if isinstance(call, dict) else None
+        if not isinstance(name, str) or not is_text(name) or text is None:
             result.raw = raw
             return
         result.pieces += [
@@ -118,7 +122,7 @@ class ToolCallReader:
         self._buffer = self._buffer[taken:]
         if end is not None:
             self._phase = _Phase.TAIL
-            self._well_formed = isinstance(_loads("".join(self._arguments)), dict)
+            self._well_formed = isinstance(loads("".join(self._arguments)), dict)
             self._arguments.clear()
 
     def _scan(self, text: str) -> int | None:
@@ -154,7 +158,7 @@ class ToolCallReader:
         result.rest = self._buffer[close + len(CLOSE_TAG) :]
 
 
-def _loads(text: str) -> object:
+def loads(text: str) -> object:
     try:
         value: object = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -167,19 +171,19 @@ def _refuse(constant: str) -> object:
     raise ValueError(constant)
 
 
-def _argument_text(arguments: object) -> str | None:
+def argument_text(arguments: object) -> str | None:
     """JSON text of arguments, or None when there is none that a message could carry."""
     if isinstance(arguments, str):
-        return arguments if _is_text(arguments) else None
+        return arguments if is_text(arguments) else None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        return text if _is_text(text) else json.dumps(arguments, allow_nan=False)
+        return text if is_text(text) else json.dumps(arguments, allow_nan=False)
     except (ValueError, RecursionError):
         # A number too large for a float.
         return None
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
     """True when the value has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         value.encode()

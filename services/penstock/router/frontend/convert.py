@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
+
+from google.protobuf import json_format
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.common.pace import Demand
@@ -49,8 +51,29 @@ def check(request: PublicRequest, config: RouterConfig) -> None:
             raise InvalidArgument("messages", "must not be empty")
         if request.output.echo:
             raise InvalidArgument("output.echo", "is available in Generate only")
+        _check_tool_choice(request)
     elif request.WhichOneof("prompt") is None and not request.HasField("inputs_embeds"):
         raise InvalidArgument("prompt", "text or token_ids must be set, or inputs_embeds")
+
+
+def _check_tool_choice(request: text_pb2.ChatRequest) -> None:
+    refuse_unknown_fields(request.tool_choice, "tool_choice")
+    if not forces_calls(request):
+        return
+    if not request.tools:
+        raise InvalidArgument("tool_choice", "needs tools")
+    if request.HasField("constraint"):
+        raise InvalidArgument("tool_choice", "cannot be combined with constraint: a call is forced by a grammar, too")
+    if request.continue_final_message:
+        raise InvalidArgument("tool_choice", "cannot be combined with continue_final_message")
+    name = request.tool_choice.function
+    if name and all(tool.name != name for tool in request.tools):
+        raise InvalidArgument("tool_choice.function", "is the name of none of the tools")
+
+
+def forces_calls(request: text_pb2.ChatRequest) -> bool:
+    """True when the answer must be calls."""
+    return bool(request.tool_choice.required or request.tool_choice.function)
 
 
 def begin_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> None:
@@ -131,6 +154,8 @@ def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgum
     field = _FIELDS.get(error.field or "", error.field or "request")
     if field == "prompt":
         field = prompt_field(request)
+    elif field.startswith("constraint") and isinstance(request, text_pb2.ChatRequest) and forces_calls(request):
+        return InvalidArgument("tools", f"cannot be forced: {error.description}", reason=error.reason)
     elif field == "config.negative_prompt_ids" and request.config.HasField("negative_prompt_text"):
         field = "config.negative_prompt_text"
     return error if field == error.field else InvalidArgument(field, error.description, reason=error.reason)
@@ -143,7 +168,7 @@ def to_template(
     template = generation_pb2.GenerateRequest(
         prompt_token_ids=prompt.token_ids,
         stop=request.stop if request.HasField("stop") else None,
-        constraint=request.constraint if request.HasField("constraint") else None,
+        constraint=request.constraint if request.HasField("constraint") else prompt.constraint,
         seed=request.config.seed if request.config.HasField("seed") else secrets.randbits(63),
         cache_salt=salt,
         fair_share_key=key,
@@ -211,6 +236,36 @@ def wants_tensors(output: config_pb2.OutputConfig) -> bool:
     return output.output_scores or output.output_logits or output.output_hidden_states or output.output_attentions
 
 
+def parses_tools(request: text_pb2.ChatRequest) -> bool:
+    """True when tool calls are taken out of the text: tools are offered, and may be called."""
+    return bool(request.tools) and not request.tool_choice.none
+
+
+def schemas_of(request: text_pb2.ChatRequest) -> dict[str, dict[str, Any]]:
+    """Return the JSON Schemas of the tools' parameters by name."""
+    return {tool.name: _plain(json_format.MessageToDict(tool.parameters)) for tool in request.tools}
+
+
+def forced_schemas(request: text_pb2.ChatRequest) -> dict[str, dict[str, Any]]:
+    """Return the schemas of the tools that may be called."""
+    name = request.tool_choice.function
+    return {tool: schema for tool, schema in schemas_of(request).items() if name in ("", tool)}
+
+
+def allows_one_call(request: text_pb2.ChatRequest) -> bool:
+    """True when an answer has at most one call."""
+    return request.HasField("parallel_tool_calls") and not request.parallel_tool_calls
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a Struct with whole numbers as such, and fields in one order: a Struct keeps none."""
+    if isinstance(value, dict):
+        return {key: _plain(value[key]) for key in sorted(value)}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def skips_special_tokens(request: PublicRequest) -> bool:
     """True when special tokens are no text, which is the default."""
     return request.output.skip_special_tokens if request.output.HasField("skip_special_tokens") else True
@@ -229,6 +284,8 @@ def to_decode_options(
     )
     if request.output.HasField("skip_special_tokens"):
         options.skip_special_tokens = request.output.skip_special_tokens
+    if isinstance(request, text_pb2.ChatRequest):
+        options.kept_special_tokens.extend(prompt.chat.kept_for(with_tools=parses_tools(request)))
     if isinstance(request, text_pb2.GenerateTextRequest):
         context = context_of(prompt.token_ids, skips_special_tokens(request))
         options.prefix_token_ids.extend(context)

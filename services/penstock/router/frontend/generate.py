@@ -23,7 +23,7 @@ from penstock.common.logging import get_logger
 from penstock.common.pace import Demand
 from penstock.common.request_context import current_request_id, new_request_id
 from penstock.common.tracing import SpanKind, stage
-from penstock.router.chat.chat_output import ChatParser
+from penstock.router.chat.chat_output import ChatParser, make_parser
 from penstock.router.frontend import convert
 from penstock.router.frontend.admission import fair_share_key, tenant_of
 from penstock.router.frontend.drain import GraceEnd, grace_over
@@ -137,6 +137,13 @@ class _Call:
         request, pipeline = self._request, self._parts.pipeline
         if isinstance(request, text_pb2.ChatRequest):
             prompt = await pipeline.chat(request, self._left())
+            if convert.forces_calls(request):
+                await pipeline.force_calls(
+                    prompt,
+                    convert.forced_schemas(request),
+                    is_single=bool(request.tool_choice.function) or convert.allows_one_call(request),
+                    timeout=self._left(),
+                )
         else:
             prompt = await pipeline.text(request, self._left())
         convert.begin_prompt(prompt, request, self._info())
@@ -187,7 +194,14 @@ class _Call:
         request = self._request
         if not isinstance(request, text_pb2.ChatRequest):
             return None
-        return partial(ChatParser, parse_tools=bool(request.tools), in_reasoning=prompt.opens_reasoning)
+        return partial(
+            make_parser,
+            prompt.chat,
+            parse_tools=convert.parses_tools(request),
+            in_reasoning=prompt.opens_reasoning,
+            schemas=convert.schemas_of(request),
+            max_calls=1 if convert.allows_one_call(request) else 0,
+        )
 
     async def _stream(
         self, state: RequestState, prompt: Prompt, place: _Place, coming: Sequence[_Place], grace_end: GraceEnd

@@ -29,6 +29,8 @@ _ENDED_BY_MODEL = (
     common_pb2.FINISH_REASON_STOP_EOS,
     common_pb2.FINISH_REASON_STOP_TOKEN,
     common_pb2.FINISH_REASON_STOP_STRING,
+    # The grammar of a forced call.
+    common_pb2.FINISH_REASON_CONSTRAINT_DONE,
 )
 
 

@@ -285,6 +285,8 @@ def _text_of(piece: Piece, table: DecodeTable) -> str | PenstockError:
 def _opened(options: tokenizer_pb2.DecodeStreamOpen, table: DecodeTable) -> TextDecoder:
     """Make the decoder of a new sequence. Raises IndexError when an id of the prompt is not in the table."""
     skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
-    decoder = TextDecoder(table.make(skip), options.stop_strings, options.include_stop_string_in_output)
+    decoder = TextDecoder(
+        table.make(skip, options.kept_special_tokens), options.stop_strings, options.include_stop_string_in_output
+    )
     decoder.replay(options.prefix_token_ids, (), is_cut=options.prefix_is_cut, with_open_end=options.return_open_end)
     return decoder

@@ -6,7 +6,10 @@ import time
 from dataclasses import dataclass
 
 from penstock.common.errors import Internal, InvalidArgument
+from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import prompt_opens_reasoning
+from penstock.router.chat.forced_calls import forced_grammar
+from penstock.router.chat.formats import DEFAULT, ChatFormat, choose_format
 from penstock.router.config import RouterConfig
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
@@ -20,16 +23,38 @@ class Prompt:
     # The client's text, for echo.
     text: str | None = None
     opens_reasoning: bool = False
+    # Format of a chat's answer.
+    chat: ChatFormat = DEFAULT
+    # Grammar of the calls that it must answer with.
+    constraint: config_pb2.Constraint | None = None
     template_seconds: float | None = None
     tokenize_seconds: float | None = None
 
 
 class Pipeline:
-    """Makes prompts. Has no state; shared by all handlers."""
+    """Makes prompts. Has no state but the format of chats; shared by all handlers."""
 
     def __init__(self, link: TokenizerLink, config: RouterConfig) -> None:
         self._link = link
+        self._config = config
         self._parse_special = config.allow_control_tokens_in_text
+        self._chat_format: ChatFormat | None = None
+        self._marker_ids: dict[str, int] | None = None
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """Format of the model's chats, by its template: the tokenizer stays the same as long as this process."""
+        if self._chat_format is None:
+            if self._link.info is None:
+                return DEFAULT
+            info, config = self._link.info, self._config
+            self._chat_format = choose_format(
+                info.chat_template + info.tool_template,
+                config.tool_format,
+                config.reasoning_format,
+                response_template=info.response_template,
+            )
+        return self._chat_format
 
     async def text(self, request: text_pb2.GenerateTextRequest, timeout: float | None) -> Prompt:
         """Return the prompt of Generate, empty without one. Raises InvalidArgument naming `prompt`, and as
@@ -44,9 +69,11 @@ class Pipeline:
     async def chat(self, request: text_pb2.ChatRequest, timeout: float | None) -> Prompt:
         """Return the prompt of Chat. Raises as TokenizerLink.apply_chat_template; its fields are the request's own."""
         answer = await self.render(request, timeout)
+        chat = self.chat_format
         return Prompt(
             list(answer.token_ids),
-            opens_reasoning=prompt_opens_reasoning(answer.text),
+            opens_reasoning=prompt_opens_reasoning(answer.text, chat.reasoning),
+            chat=chat,
             template_seconds=answer.template_seconds,
             tokenize_seconds=answer.tokenize_seconds,
         )
@@ -67,6 +94,22 @@ class Pipeline:
         if request.HasField("chat_template_kwargs"):
             ask.chat_template_kwargs.CopyFrom(request.chat_template_kwargs)
         return await self._link.apply_chat_template(ask, timeout)
+
+    async def force_calls(self, prompt: Prompt, schemas: Schemas, *, is_single: bool, timeout: float | None) -> None:
+        """Set the prompt's `constraint`: calls of these tools. Raises as TokenizerLink.encode."""
+        if self._marker_ids is None:
+            markers = prompt.chat.kept_for(with_tools=True)
+            request = tokenizer_pb2.EncodeRequest(texts=markers, add_special_tokens=False, parse_special_tokens=True)
+            answer = await self._link.encode(request, timeout)
+            self._marker_ids = {
+                marker: found.ids[0]
+                for marker, found in zip(markers, answer.encodings, strict=True)
+                if len(found.ids) == 1
+            }
+        grammar = forced_grammar(
+            prompt.chat, schemas, self._marker_ids, is_single=is_single, in_reasoning=prompt.opens_reasoning
+        )
+        prompt.constraint = config_pb2.Constraint(grammar=grammar)
 
     async def negative_prompt(self, config: config_pb2.GenerationConfig, timeout: float | None) -> None:
         """Replace `negative_prompt_text` of `config` by ids: generation takes no text."""

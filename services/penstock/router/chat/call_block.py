@@ -1,0 +1,392 @@
+"""Reading of a block of tool calls by a program: a generator that asks for text and waits where there is not enough.
+
+A program asks only questions whose answer the text alone decides, never its pieces, so any split of a text gives the
+same calls. What no call can be made of comes back as text; a call that breaks off after its name stays, incomplete.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, TypeAlias
+
+from penstock.router.chat.tool_calls import CallResult, ToolCallPiece, argument_text, is_text, loads
+
+Steps: TypeAlias = Generator[None, None, Any]
+Program: TypeAlias = "Callable[[CallBlock], Steps]"
+# Parameters' JSON Schemas by the name of a tool.
+Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
+# The usual order of keys: the arguments that follow can be streamed as they come.
+_HEAD = re.compile(
+    r'\{\s*(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)',
+    re.DOTALL,
+)
+_NAMES = {"true": True, "false": False, "null": None}
+
+
+class _Broken(Exception):
+    """The text is no call."""
+
+
+class _Cut(Exception):
+    """The text ended within a call."""
+
+
+class CallBlock:
+    """Calls behind one opening marker. Programs use the methods that are generators, and `begin`, `add` and `end`."""
+
+    def __init__(
+        self,
+        program: Program,
+        opened: str,
+        *,
+        first_index: int,
+        make_id: Callable[[], str],
+        max_chars: int,
+        schemas: Schemas,
+    ) -> None:
+        """`opened`: the marker, as it was. `max_chars`: more of them without a step forward are no call."""
+        self.opened = opened
+        self.schemas = schemas
+        # Without a marker only a tool that was offered tells a call from text.
+        self._needs_known = not opened.strip() and bool(schemas)
+        self._index = first_index
+        self._make_id = make_id
+        self._max_chars = max_chars
+        self._text = ""
+        self._position = 0
+        # Beginning of what no complete call holds yet.
+        self._mark = 0
+        self._is_last = False
+        self._is_open = False
+        self._all_complete = True
+        self._calls = 0
+        self._result = CallResult()
+        self._program = program(self)
+
+    def feed(self, text: str) -> CallResult:
+        """Take more text and return what it completes."""
+        self._result = CallResult()
+        self._text += text
+        self._run()
+        return self._result
+
+    def finish(self) -> CallResult:
+        """Return the rest: no more text comes. A block without its end counts when its last call is whole."""
+        self._result = CallResult()
+        self._is_last = True
+        self._run()
+        return self._result
+
+    def _run(self) -> None:
+        result = self._result
+        try:
+            next(self._program)
+        except StopIteration:
+            result.closed, result.complete = True, self._all_complete and self._calls > 0
+            result.rest = self._text[self._position :]
+            if not self._calls:
+                result.raw, result.rest = self.opened + self._text[: self._position], result.rest
+        except (_Broken, _Cut) as end:
+            self._break_off(result, is_cut=isinstance(end, _Cut))
+        else:
+            self._drop_read()
+        result.calls = self._calls if result.closed else 0
+
+    def _break_off(self, result: CallResult, *, is_cut: bool) -> None:
+        result.closed = True
+        left = self._text[self._mark :]
+        if not self._calls:
+            result.raw = self.opened + left
+        elif self._is_open:
+            # A call whose name is told cannot be taken back: it stays as it is, marked by not being complete.
+            result.rest = "" if is_cut else self._text[self._position :]
+        elif is_cut and (not left.strip() or _may_close(left)):
+            result.complete = self._all_complete
+        else:
+            result.raw = left
+
+    def _drop_read(self) -> None:
+        """Forget text that is in calls already."""
+        begin = self._position if self._is_open else self._mark
+        if self._calls and begin:
+            self._text = self._text[begin:]
+            self._position -= begin
+            self._mark = 0
+
+    # What programs do.
+
+    def begin(self, name: str, call_id: str = "") -> None:
+        """Begin a call. Raises when its name is none."""
+        if not name or not is_text(name) or (self._needs_known and name not in self.schemas):
+            raise _Broken
+        self._result.pieces.append(ToolCallPiece(self._index, call_id or self._make_id(), name))
+        self._is_open = True
+        self._calls += 1
+
+    def add(self, arguments: str) -> None:
+        """Add a piece of the arguments' JSON text."""
+        if arguments:
+            self._result.pieces.append(ToolCallPiece(self._index, arguments=arguments))
+
+    def end(self, *, is_complete: bool = True) -> None:
+        """End the call that is open."""
+        self._is_open = False
+        self._index += 1
+        self._all_complete = self._all_complete and is_complete
+        self._mark = self._position
+
+    def unread(self, chars: int) -> None:
+        """Go back: the last characters are read again."""
+        self._position -= chars
+
+    def done(self) -> None:
+        """Note that what is read belongs to the calls that have ended."""
+        self._mark = self._position
+
+    def whole(self, name: object, arguments: object, call_id: str = "") -> None:
+        """Add a whole call. Raises when it is none that a message could carry."""
+        text = argument_text(arguments)
+        if not isinstance(name, str) or text is None:
+            raise _Broken
+        self.begin(name, call_id)
+        self.add(text)
+        self.end()
+
+    def refuse(self) -> None:
+        """Raise: the text is no call."""
+        raise _Broken
+
+    def more(self) -> Steps:
+        """Wait for more text. Raises when there is none, or too much waits."""
+        if self._is_last:
+            raise _Cut
+        if len(self._text) - self._position > self._max_chars:
+            raise _Broken
+        yield
+
+    def until(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
+        """Return the text before the first of `ends`, and that one, which is read, too."""
+        scan, longest = self._position, max(map(len, ends))
+        while True:
+            found = [(place, end) for end in ends if (place := self._text.find(end, scan)) >= 0]
+            if found:
+                place, end = min(found)
+                text, self._position = self._text[self._position : place], place + len(end)
+                return text, end
+            # `more` may drop what was read.
+            back = len(self._text) - self._position
+            yield from self.more()
+            scan = self._position + max(0, back - longest + 1)
+
+    def one_of(self, *options: str) -> Generator[None, None, str]:
+        """Skip white space and return the option that follows, which is read; empty when none does."""
+        while True:
+            yield from self.space()
+            rest = self._text[self._position :]
+            for option in options:
+                if rest.startswith(option):
+                    self._position += len(option)
+                    return option
+            if not rest and self._is_last:
+                raise _Cut
+            if rest and not any(option.startswith(rest) for option in options):
+                return ""
+            if self._is_last:
+                return ""
+            yield from self.more()
+
+    def expect(self, *options: str) -> Generator[None, None, str]:
+        """Return the option that follows. Raises when none does."""
+        found = yield from self.one_of(*options)
+        if not found:
+            raise _Broken
+        return found
+
+    def space(self) -> Steps:
+        """Skip white space, up to a character that is none or the end of the text."""
+        while True:
+            while self._position < len(self._text) and self._text[self._position].isspace():
+                self._position += 1
+            if self._position < len(self._text) or self._is_last:
+                return
+            yield from self.more()
+
+    def peek(self) -> Generator[None, None, str]:
+        """Return the next character that is no white space, which is not read; empty at the end of the text."""
+        yield from self.space()
+        return self._text[self._position : self._position + 1]
+
+    def object(self) -> Generator[None, None, bool]:
+        """Read one JSON object as arguments, in pieces as they come; True when it is JSON."""
+        yield from self.space()
+        scanner, parts = _Balance(), list[str]()
+        if not self._text.startswith("{", self._position):
+            raise _Cut if self._is_last and self._position == len(self._text) else _Broken
+        while True:
+            begin = self._position
+            end = scanner.scan(self._text, begin)
+            self._position = len(self._text) if end is None else end
+            parts.append(self._text[begin : self._position])
+            self.add(parts[-1])
+            if end is not None:
+                return isinstance(loads("".join(parts)), dict)
+            yield from self.more()
+
+    def arguments(self) -> Steps:
+        """Read the arguments of the call that is open, and end it."""
+        is_json = yield from self.object()
+        self.end(is_complete=is_json)
+
+    def balanced(self, depth: int = 0, quotes: str = '"') -> Generator[None, None, str]:
+        """Return the text up to the bracket that closes: of one that follows, or the `depth`-th that is open."""
+        scanner, scan = _Balance(depth, quotes), 0
+        while True:
+            end = scanner.scan(self._text, self._position + scan)
+            if end is not None:
+                text, self._position = self._text[self._position : end], end
+                return text
+            scan = len(self._text) - self._position
+            yield from self.more()
+
+    def call_object(self) -> Steps:
+        """Read a call that is an object with `name`, and `arguments` or `parameters`."""
+        yield from self.space()
+        scanner, scan = _Balance(), 0
+        while True:
+            match = _HEAD.match(self._text, self._position)
+            if match is not None:
+                name = loads(match[1])
+                self._position = match.end()
+                self.begin(name if isinstance(name, str) else "")
+                yield from self.arguments()
+                yield from self.balanced(depth=1)
+                self.done()
+                return
+            if self._position < len(self._text) and self._text[self._position] != "{":
+                raise _Broken
+            end = scanner.scan(self._text, self._position + scan)
+            if end is not None:
+                call = loads(self._text[self._position : end])
+                if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+                    raise _Broken
+                self._position = end
+                call_id = call.get("id")
+                self.whole(
+                    call["name"],
+                    call.get("arguments", call.get("parameters", {})),
+                    call_id if isinstance(call_id, str) and is_text(call_id) else "",
+                )
+                return
+            scan = len(self._text) - self._position
+            yield from self.more()
+
+    def member(self, tool: str, key: str, value: str, *, is_first: bool, is_string: bool | None = None) -> None:
+        """Add a member of the arguments whose value is plain text: its schema says what it stands for.
+
+        `is_string`: the format tells itself.
+        """
+        self.add(("{" if is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        if is_string is None:
+            is_string = _takes_text(self.schemas.get(tool, {}), key, value)
+        meant: object = value if is_string else loads(value.strip())
+        if meant is None and value.strip() != "null":
+            meant = _NAMES.get(value.strip().lower(), value)
+        text = argument_text([meant])
+        self.add(json.dumps(value) if text is None else text[1:-1])
+
+    def python_call(self, suffix: str = "") -> Steps:
+        """Read a call as Python writes it, name(key=value, …), with constants for values; `suffix` follows its name."""
+        name, _ = yield from self.until("(")
+        name = name.strip().removesuffix(suffix)
+        self._position -= 1
+        inner = yield from self.balanced(quotes="\"'")
+        try:
+            tree = ast.parse(f"f{inner}", mode="eval").body
+            if not isinstance(tree, ast.Call) or tree.args or not re.fullmatch(r"[\w.\-]+", name):
+                raise _Broken
+            values = {_key(keyword): _constant(keyword.value) for keyword in tree.keywords}
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise _Broken from None
+        self.whole(name, values)
+
+
+class _Balance:
+    """Scanner for the bracket that closes the first one."""
+
+    __slots__ = ("_depth", "_escaped", "_quote", "_quotes")
+
+    def __init__(self, depth: int = 0, quotes: str = '"') -> None:
+        self._depth = depth
+        self._quotes = quotes
+        self._quote = ""
+        self._escaped = False
+
+    def scan(self, text: str, begin: int) -> int | None:
+        """Return the position behind the closing bracket; None when it goes on. Each character is seen once."""
+        for position in range(begin, len(text)):
+            char = text[position]
+            if self._quote:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == self._quote:
+                    self._quote = ""
+            elif char in self._quotes:
+                self._quote = char
+            elif char in "{[(":
+                self._depth += 1
+            elif char in "}])":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return position + 1
+        return None
+
+
+def _may_close(text: str) -> bool:
+    """True when `text` may be the beginning of a marker, or a bracket that ends a list."""
+    text = text.strip()
+    return text in ("]", "}", "}]", ";", ",") or (text.startswith("<") and len(text) < 32 and ">" not in text)
+
+
+def _takes_text(schema: Mapping[str, Any], key: str, value: str) -> bool:
+    """True when the value of parameter `key` is text as it stands: its schema says so, or nothing does and it is no
+    JSON."""
+    properties = schema.get("properties")
+    one = properties.get(key) if isinstance(properties, Mapping) else None
+    if isinstance(one, Mapping):
+        kinds = one.get("type")
+        if kinds == "string" or ("enum" in one and value in one["enum"]):
+            return True
+        if isinstance(kinds, list) and "string" in kinds:
+            return loads(value.strip()) is None and value.strip() != "null"
+        if kinds is not None:
+            return False
+    return loads(value.strip()) is None and value.strip() != "null"
+
+
+def _key(keyword: ast.keyword) -> str:
+    if keyword.arg is None:
+        raise ValueError("**")
+    return keyword.arg
+
+
+def _constant(node: ast.expr) -> object:
+    """Value of a constant expression, where JSON's true, false and null count, too. Raises ValueError."""
+    match node:
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_constant(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {
+                str(_constant(key)): _constant(value)
+                for key, value in zip(keys, values, strict=True)
+                if key is not None
+            }
+    value: object = ast.literal_eval(node)
+    return value

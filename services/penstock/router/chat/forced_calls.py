@@ -1,0 +1,197 @@
+"""Grammars that force tool calls: Lark text for structured output, of answers that the format's parser reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.router.chat.call_block import Schemas
+from penstock.router.chat.formats import ChatFormat
+
+# In a form's text: the number of the call.
+_NUMBER = "\0"
+_CONTROL = re.compile("[\x7f-\x9f]")
+# JSON as models write it: nothing that a parser of text could take for the end of a call.
+_GUIDANCE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Text around calls: `head` has %s for the name; `members`: text around each parameter, with %s for its key."""
+
+    head: str
+    tail: str
+    begin: str = ""
+    separator: str = "\n"
+    end: str = ""
+    members: tuple[str, str] | None = None
+    is_single: bool = False
+
+
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_OBJECT = '{"name": "%s", "arguments": '
+_INVOKE = ('<invoke name="%s">\n', "</invoke>\n", ('<parameter name="%s">', "</parameter>\n"))
+_FORMS: Mapping[str, _Form] = {
+    "hermes": _Form("<tool_call>\n" + _OBJECT, "}\n</tool_call>"),
+    "granite": _Form(_OBJECT, "}", "<|tool_call|>[", ", ", "]"),
+    "phi4": _Form(_OBJECT, "}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    "llama3": _Form('{"name": "%s", "parameters": ', "}", separator="; "),
+    "llama4": _Form('{"name": "%s", "parameters": ', "}", separator="; "),
+    "mistral": _Form("[TOOL_CALLS]%s[ARGS]", "", separator=""),
+    # Without [ARGS] in the vocabulary: the older one.
+    "mistral_list": _Form(_OBJECT, "}", "[TOOL_CALLS][", ", ", "]"),
+    "deepseek_v3": _Form(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        _DEEPSEEK[0],
+        "\n",
+        _DEEPSEEK[1],
+    ),
+    "deepseek_v31": _Form(
+        "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>", "<｜tool▁call▁end｜>", _DEEPSEEK[0], "", _DEEPSEEK[1]
+    ),
+    "deepseek_v32": _Form(
+        '<｜DSML｜invoke name="%s">\n',
+        "</｜DSML｜invoke>\n",
+        "<｜DSML｜function_calls>\n",
+        "",
+        "</｜DSML｜function_calls>",
+        ('<｜DSML｜parameter name="%s" string="%s">', "</｜DSML｜parameter>\n"),
+    ),
+    "kimi_k2": _Form(
+        f"<|tool_call_begin|>functions.%s:{_NUMBER}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "minimax_m2": _Form(*_INVOKE[:2], "<minimax:tool_call>\n", "", "</minimax:tool_call>", _INVOKE[2]),
+    "qwen3_coder": _Form(
+        "<tool_call>\n<function=%s>\n", "</function>\n</tool_call>", members=("<parameter=%s>\n", "\n</parameter>\n")
+    ),
+    "seed_oss": _Form(
+        "<seed:tool_call>\n<function=%s>\n",
+        "</function>\n</seed:tool_call>",
+        members=("<parameter=%s>\n", "\n</parameter>\n"),
+    ),
+    "glm4": _Form(
+        "<tool_call>%s\n",
+        "</tool_call>",
+        members=("<arg_key>%s</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    "harmony": _Form("<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", "<|call|>", is_single=True),
+}
+_HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+
+
+def forced_grammar(
+    chat: ChatFormat, schemas: Schemas, token_ids: Mapping[str, int], *, is_single: bool, in_reasoning: bool
+) -> str:
+    """Return the Lark text of one or more calls of the tools in `schemas`, after a thought if the model has one.
+
+    `token_ids`: the format's markers that are one token of the vocabulary; the others are written as text.
+    `is_single`: one call only. `in_reasoning`: the prompt ends inside a thought.
+    """
+    return _Grammar(chat, token_ids).build(schemas, is_single=is_single, in_reasoning=in_reasoning)
+
+
+class _Grammar:
+    """A grammar in the making."""
+
+    def __init__(self, chat: ChatFormat, token_ids: Mapping[str, int]) -> None:
+        self._chat = chat
+        self._ids = token_ids
+        self._rules: list[str] = []
+        pattern = "|".join(re.escape(marker) for marker in sorted(token_ids, key=len, reverse=True))
+        self._split: Callable[[str], list[str]] = re.compile(f"({pattern})").split if pattern else lambda text: [text]
+        name = chat.tools.name
+        self._form = _FORMS["mistral_list" if name == "mistral" and "[ARGS]" not in token_ids else name]
+
+    def build(self, schemas: Schemas, *, is_single: bool, in_reasoning: bool) -> str:
+        form = self._form
+        calls = " | ".join(self._call(name, schema) for name, schema in schemas.items())
+        many = "" if is_single or form.is_single else f"({self._text(form.separator)} call)*"
+        start = f"{self._thought(in_reasoning)} {self._text(form.begin)} call {many} {self._text(form.end)}"
+        return "\n".join([f"start: {start}", f"call: {calls}", *self._rules]) + "\n"
+
+    def _thought(self, in_reasoning: bool) -> str:
+        thought = self._chat.reasoning
+        if self._chat.tools.is_harmony:
+            opens, closes = _HARMONY_THOUGHT
+        elif thought is None:
+            return ""
+        else:
+            opens, closes = thought.opens, thought.closes
+        text = self._text_up_to(closes)
+        if not self._chat.tools.is_harmony:
+            self._rules.append("LINES: /\\n{1,2}/")
+            text += " LINES?"
+        return text if in_reasoning else f"({self._text(opens)} {text})?"
+
+    def _call(self, name: str, schema: Mapping[str, Any]) -> str:
+        rule = f"call_{len(self._rules)}"
+        place = len(self._rules)
+        self._rules.append("")
+        # In JSON a name is written as such: a quote in it would end it.
+        is_json = '"name": "' in self._form.head
+        head = self._form.head.replace("%s", json.dumps(name, ensure_ascii=False)[1:-1] if is_json else name)
+        body = self._members(schema) if self._form.members else self._json({"type": "object", **schema})
+        self._rules[place] = f"{rule}: {self._text(head)} {body} {self._text(self._form.tail)}"
+        return rule
+
+    def _members(self, schema: Mapping[str, Any]) -> str:
+        properties, required = schema.get("properties"), schema.get("required")
+        parts = []
+        for key, one in properties.items() if isinstance(properties, Mapping) else ():
+            member = self._member(str(key), one if isinstance(one, Mapping) else {}, schema)
+            parts.append(member if isinstance(required, list) and key in required else f"({member})?")
+        return " ".join(parts)
+
+    def _member(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        opens, closes = self._form.members or ("", "")
+        is_text = schema.get("type") == "string"
+        opens = opens.replace("%s", key, 1).replace("%s", "true" if is_text else "false")
+        if is_text and isinstance(schema.get("enum"), list):
+            values = " | ".join(self._text(str(value)) for value in schema["enum"])
+            return f"{self._text(opens)} ({values}) {self._text(closes)}"
+        if is_text:
+            return f"{self._text(opens)} {self._text_up_to(closes)}"
+        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        return f"{self._text(opens)} {self._json({**shared, **schema})} {self._text(closes)}"
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        rule = f"json_{len(self._rules)}"
+        document = json.dumps({"x-guidance": _GUIDANCE, **schema}, ensure_ascii=True)
+        self._rules.append(f"{rule}: %json {document}")
+        return rule
+
+    def _text_up_to(self, closes: str) -> str:
+        """Rule of any text up to `closes`, and that."""
+        rule = f"text_{len(self._rules)}"
+        if self._split(closes)[0] == "" and len(self._split(closes)) > 1:
+            # A token ends it: no text holds one.
+            self._rules.append(f"{rule}: /(?s:.*)/ {self._text(closes)}")
+        else:
+            self._rules.append(f"{rule}[suffix={_literal(closes)}]: /(?s:.*)/")
+        return rule
+
+    def _text(self, text: str) -> str:
+        """Terms of a fixed text: markers that are tokens as such, the rest as literals."""
+        terms = []
+        for part in self._split(text):
+            if part in self._ids:
+                terms.append(f"<[{self._ids[part]}]>")
+            elif _NUMBER in part:
+                before, _, after = part.partition(_NUMBER)
+                terms += [_literal(before), "/[0-9]{1,3}/", *([_literal(after)] if after else [])]
+            elif part:
+                terms.append(_literal(part))
+        return " ".join(terms)
+
+
+def _literal(text: str) -> str:
+    """Quote a Lark string: as in JSON, but with escapes for control characters that only JSON takes as they are."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))

@@ -1,0 +1,252 @@
+"""Table of the formats in which models write tool calls and reasoning, and the choice of one by a chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from penstock.common.errors import StartupError
+from penstock.router.chat import call_programs as programs
+from penstock.router.chat.call_block import Program
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Markers around a thought at the beginning of an answer."""
+
+    name: str
+    opens: str
+    closes: str
+    # Any of them in a template chooses the format.
+    marks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One way to write tool calls."""
+
+    name: str
+    models: str
+    # A block begins with any of these, wherever it stands; with a `start` only where an answer begins.
+    opens: tuple[str, ...]
+    # None: the format has a reader of its own.
+    program: Program | None
+    # A template that has all marks of one of these chooses the format; the first row that fits wins.
+    marks: tuple[tuple[str, ...], ...] = ()
+    starts: tuple[str, ...] = ()
+    # Further markers that must stay in the text though a vocabulary calls them special.
+    inner: tuple[str, ...] = ()
+    # Messages of channels, which have a parser of their own.
+    is_harmony: bool = False
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Formats of one model."""
+
+    tools: ToolFormat
+    reasoning: ReasoningFormat | None
+
+    def kept_for(self, *, with_tools: bool) -> tuple[str, ...]:
+        """Markers that must reach the parser though a vocabulary calls them special."""
+        thought = () if self.reasoning is None else (self.reasoning.opens, self.reasoning.closes)
+        if with_tools or self.tools.is_harmony:
+            return (*self.tools.opens, *self.tools.inner, *thought)
+        return thought
+
+
+RowT = TypeVar("RowT", ToolFormat, ReasoningFormat)
+REASONING = (
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
+    ReasoningFormat("seed", "<seed:think>", "</seed:think>", ("<seed:think>",)),
+    ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
+    ReasoningFormat(
+        "granite",
+        "Here is my thought process:",
+        "Here is my response:",
+        ("Here is my thought process:", "Here's my thought process:"),
+    ),
+    ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>")),
+)
+THINK = REASONING[-1]
+
+# The more telling rows come first: several formats write <tool_call>.
+TOOLS = (
+    ToolFormat(
+        "harmony",
+        "gpt-oss",
+        opens=(),
+        program=None,
+        marks=(("<|channel|>", "<|message|>"),),
+        inner=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
+        is_harmony=True,
+    ),
+    ToolFormat(
+        "deepseek_v32",
+        "DeepSeek V3.2",
+        opens=("<｜DSML｜function_calls>",),
+        program=programs.invokes(
+            '<｜DSML｜invoke name="',
+            "</｜DSML｜invoke>",
+            '<｜DSML｜parameter name="',
+            "</｜DSML｜parameter>",
+            "</｜DSML｜function_calls>",
+        ),
+        marks=(("<｜DSML｜",), ("｜DSML｜",)),
+        inner=("｜DSML｜",),
+    ),
+    ToolFormat(
+        "deepseek_v3",
+        "DeepSeek V3, R1",
+        opens=("<｜tool▁calls▁begin｜>",),
+        program=programs.deepseek,
+        marks=(("<｜tool▁sep｜>", "```json"),),
+        inner=(programs.DEEPSEEK_CALL, programs.DEEPSEEK_SEP, programs.DEEPSEEK_CALL_END, programs.DEEPSEEK_END),
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        "DeepSeek V3.1",
+        opens=("<｜tool▁calls▁begin｜>",),
+        program=programs.deepseek,
+        marks=(("<｜tool▁sep｜>",),),
+        inner=(programs.DEEPSEEK_CALL, programs.DEEPSEEK_SEP, programs.DEEPSEEK_CALL_END, programs.DEEPSEEK_END),
+    ),
+    ToolFormat(
+        "kimi_k2",
+        "Kimi K2",
+        opens=("<|tool_calls_section_begin|>",),
+        program=programs.kimi,
+        marks=(("<|tool_call_argument_begin|>",),),
+        inner=(programs.KIMI_CALL, programs.KIMI_ARGUMENTS, programs.KIMI_CALL_END, programs.KIMI_END),
+    ),
+    ToolFormat(
+        "minimax_m2",
+        "MiniMax M2",
+        opens=("<minimax:tool_call>",),
+        program=programs.invokes(
+            '<invoke name="', "</invoke>", '<parameter name="', "</parameter>", "</minimax:tool_call>"
+        ),
+        marks=(("<minimax:tool_call>",),),
+        inner=("</minimax:tool_call>",),
+    ),
+    ToolFormat(
+        "seed_oss",
+        "Seed-OSS",
+        opens=("<seed:tool_call>",),
+        program=programs.qwen_coder("</seed:tool_call>"),
+        marks=(("<seed:tool_call>",),),
+        inner=("</seed:tool_call>",),
+    ),
+    ToolFormat(
+        "glm4",
+        "GLM-4.5, 4.6, 4.7",
+        opens=("<tool_call>",),
+        program=programs.glm,
+        marks=(("<arg_key>", "<arg_value>"),),
+        inner=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    ToolFormat(
+        "qwen3_coder",
+        "Qwen3-Coder, Qwen3.5",
+        opens=("<tool_call>", "<function="),
+        program=programs.qwen_coder("</tool_call>"),
+        marks=(("<function=", "<parameter="),),
+        inner=("</tool_call>",),
+    ),
+    ToolFormat(
+        "mistral",
+        "Mistral, Ministral, Magistral, Devstral",
+        opens=("[TOOL_CALLS]",),
+        program=programs.mistral,
+        marks=(("[TOOL_CALLS]",),),
+        inner=("[ARGS]", "[CALL_ID]"),
+    ),
+    ToolFormat(
+        "phi4",
+        "Phi-4-mini",
+        opens=("<|tool_call|>",),
+        program=programs.objects(close=("<|/tool_call|>",)),
+        marks=(("<|/tool_call|>",),),
+        inner=("<|/tool_call|>",),
+    ),
+    ToolFormat(
+        "granite",
+        "Granite 3",
+        opens=("<|tool_call|>", "<tool_call>"),
+        program=programs.objects(close=("</tool_call>",)),
+        marks=(("<|tool_call|>",), ("<|start_of_role|>", "<tool_call>[")),
+        inner=("</tool_call>",),
+    ),
+    ToolFormat(
+        "llama4",
+        "Llama 4 and 3.2, as Python writes calls",
+        opens=("<|python_start|>", "<|python_tag|>"),
+        program=programs.llama,
+        marks=(("<|python_start|>",), ("<|header_start|>",)),
+        starts=("[", "{"),
+        inner=("<|python_end|>",),
+    ),
+    ToolFormat(
+        "llama3",
+        "Llama 3.1, 3.2, 3.3",
+        opens=("<|python_tag|>",),
+        program=programs.llama,
+        marks=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
+        starts=("{",),
+    ),
+    ToolFormat(
+        "hermes",
+        "Hermes, Qwen2.5, Qwen3, Granite 4, and templates that no other row knows",
+        opens=("<tool_call>",),
+        program=None,
+        marks=(("<tool_call>",),),
+        inner=("</tool_call>",),
+    ),
+)
+HERMES = TOOLS[-1]
+TOOL_NAMES = tuple(row.name for row in TOOLS)
+REASONING_NAMES = tuple(row.name for row in REASONING)
+AUTO, NONE = "auto", "none"
+
+
+def choose_format(
+    template: str, tools: str = AUTO, reasoning: str = AUTO, *, response_template: str = ""
+) -> ChatFormat:
+    """Choose the formats of a model by the text of its chat template, or by name.
+
+    transformers' `response_template`, JSON text, has the first word where its markers are known. Hermes and <think>
+    where no row fits. Raises StartupError naming the flag for a name that no row has.
+    """
+    row = _named(TOOLS, tools, "--tool-format") if tools != AUTO else None
+    # Markers in it may be regular expressions.
+    told = response_template.replace("\\", "")
+    row = row or _fitting(told) or _fitting(template) or HERMES
+    thought: ReasoningFormat | None
+    if reasoning == NONE:
+        thought = None
+    elif reasoning != AUTO:
+        thought = _named(REASONING, reasoning, "--reasoning-format")
+    else:
+        thought = _thought(told) or _thought(template) or THINK
+    return ChatFormat(row, thought)
+
+
+def _thought(template: str) -> ReasoningFormat | None:
+    return next((one for one in REASONING if any(mark in template for mark in one.marks)), None)
+
+
+def _fitting(template: str) -> ToolFormat | None:
+    for row in TOOLS:
+        if any(all(mark in template for mark in marks) for marks in row.marks):
+            return row
+    return None
+
+
+def _named(rows: tuple[RowT, ...], name: str, flag: str) -> RowT:
+    for row in rows:
+        if row.name == name:
+            return row
+    raise StartupError(f"{flag} {name!r}: must be one of: auto, {', '.join(one.name for one in rows)}", flag=flag)
+
+
+DEFAULT = ChatFormat(HERMES, THINK)

@@ -1,0 +1,144 @@
+"""Tool calls through a real router and gateway: the format that is chosen, special markers, forced calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from factories.servers.gateway import running_gateway
+from factories.servers.router import Router, backend, running_router
+from google.protobuf import struct_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2, tokenizer_pb2
+
+CALL = '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}'
+
+
+class Writer:
+    """Script of a backend that writes a text, once its ids are known."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    async def write(self, router: Router, text: str) -> None:
+        self.ids = await router.encode(text)
+
+    def __call__(self, _: generation_pb2.GenerateRequest) -> Sequence[int]:
+        return self.ids
+
+
+def request(**fields: Any) -> text_pb2.ChatRequest:
+    parameters = struct_pb2.Struct()
+    parameters.update({"type": "object", "properties": {"city": {"type": "string"}}})
+    return text_pb2.ChatRequest(
+        messages=[tokenizer_pb2.Message(role="user", content="Weather?")],
+        tools=[tokenizer_pb2.Tool(name="get_weather", parameters=parameters)],
+        **fields,
+    )
+
+
+async def answered(router: Router, asked: text_pb2.ChatRequest) -> tuple[str, list[tuple[str, str]], str]:
+    """Return (text, calls, finish reason)."""
+    text, reason = "", ""
+    calls: dict[int, tuple[str, str]] = {}
+    async for response in router.stub.Chat(asked):
+        text += response.delta.text
+        for call in response.delta.tool_calls:
+            name, arguments = calls.get(call.index, ("", ""))
+            calls[call.index] = (name + call.name, arguments + call.arguments)
+        for result in response.finished.sequences:
+            reason = common_pb2.FinishReason.Name(result.finish_reason)
+    return text, list(calls.values()), reason
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 5])
+async def test_option_chooses_the_format(tokens_per_step: int) -> None:
+    script = Writer()
+    async with (
+        backend(script=script, tokens_per_step=tokens_per_step) as served,
+        running_router(served, tool_format="mistral") as router,
+    ):
+        await script.write(router, "Well." + CALL)
+        text, calls, _ = await answered(router, request())
+        assert (text, calls) == ("Well.", [("get_weather", '{"city": "Oslo"}')])
+
+
+async def test_template_chooses_the_format_and_special_markers_reach_the_parser() -> None:
+    script = Writer()
+    async with backend(script=script) as served, running_router(served) as router:
+        await script.write(
+            router, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
+        )
+        text, calls, reason = await answered(router, request())
+        assert reason == "FINISH_REASON_TOOL_CALLS"
+        assert (text, calls) == ("", [("get_weather", '{"city": "Oslo"}')])
+
+
+async def test_call_that_is_cut_off_stays_partial_and_a_broken_one_is_text() -> None:
+    script = Writer()
+    async with backend(script=script) as served, running_router(served, tool_format="mistral") as router:
+        await script.write(router, CALL[:-4])
+        assert (await answered(router, request()))[:2] == ("", [("get_weather", '{"city": "Os')])
+        await script.write(router, "[TOOL_CALLS][not json]")
+        assert (await answered(router, request()))[:2] == ("[TOOL_CALLS][not json]", [])
+
+
+async def test_forced_choice_reaches_the_backend_as_a_grammar() -> None:
+    script = Writer()
+    async with backend(script=script) as served, running_router(served, tool_format="glm4") as router:
+        await script.write(router, "<tool_call>get_weather\n</tool_call>")
+        await answered(router, request(tool_choice=text_pb2.ToolChoice(required=True)))
+        grammar = served.submitted[-1].constraint.grammar
+        assert grammar.startswith("start:")
+        assert "<arg_key>city</arg_key>" in grammar
+        await answered(router, request(tool_choice=text_pb2.ToolChoice(none=True)))
+        assert not served.submitted[-1].HasField("constraint")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tool_choice": text_pb2.ToolChoice(function="other")}, "tool_choice.function"),
+        (
+            {
+                "tool_choice": text_pb2.ToolChoice(required=True),
+                "constraint": config_pb2.Constraint(json_object=True),
+            },
+            "tool_choice",
+        ),
+    ],
+)
+async def test_choice_that_cannot_be_is_refused(fields: dict[str, Any], field: str) -> None:
+    async with backend() as served, running_router(served) as router:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await answered(router, request(**fields))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (refused.value.details() or "").startswith(f"{field}:")
+
+
+async def test_gateway_gives_the_calls_of_the_format_whole_and_as_events() -> None:
+    script = Writer()
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+    asked: dict[str, Any] = {"model": "", "messages": [{"role": "user", "content": "?"}], "tools": [tool]}
+    async with (
+        backend(script=script) as served,
+        running_router(served, tool_format="mistral") as router,
+        running_gateway(router.server.address) as gateway,
+        openai.AsyncOpenAI(base_url=gateway.url, api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        await script.write(router, CALL)
+        whole = (await client.chat.completions.create(**asked)).choices[0]
+        assert whole.finish_reason == "tool_calls"
+        (call,) = whole.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Oslo"}')
+        pieces = [
+            call.function
+            async for chunk in await client.chat.completions.create(**asked, stream=True)
+            for choice in chunk.choices
+            for call in choice.delta.tool_calls or ()
+        ]
+        assert pieces[0].name == "get_weather"
+        assert len(pieces) > 2, "arguments come in pieces"
+        assert "".join(piece.arguments or "" for piece in pieces) == '{"city": "Oslo"}'

@@ -1,0 +1,405 @@
+"""Tool-call formats: the examples of model cards and templates, whole and in any split, give the same calls."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.common.errors import StartupError
+from penstock.router.chat.chat_output import make_parser
+from penstock.router.chat.formats import REASONING, TOOLS, choose_format
+from penstock.router.config import RouterConfig
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "properties": {"city": {"type": "string"}, "metric": {"type": "string"}, "days": {"type": "integer"}}
+    },
+    "get_time": {"properties": {"zone": {"type": "string"}}},
+    "search": {
+        "properties": {"query": {"type": "string"}, "filters": {"type": "object"}, "exact": {"type": "boolean"}}
+    },
+}
+
+
+class Example(NamedTuple):
+    """A text as a model writes it, and what it says."""
+
+    format: str
+    text: str
+    calls: list[tuple[str, dict[str, Any]]]
+    content: str = ""
+    reasoning: str = ""
+
+
+OSLO = ("get_weather", {"city": "Oslo"})
+PARIS = ("get_weather", {"city": "Paris", "days": 3})
+TIME = ("get_time", {"zone": "Europe/Oslo"})
+BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+EXAMPLES = [
+    Example("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>', [OSLO]),
+    Example(
+        "hermes",
+        "<think>\nBoth are needed.\n</think>\n\nI look.\n"
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_time", "arguments": {"zone": "Europe/Oslo"}}\n</tool_call>',
+        [PARIS, TIME],
+        "I look.\n",
+        "Both are needed.",
+    ),
+    Example(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n<parameter=zone>\nEurope/Oslo\n</parameter>\n"
+        "</function>\n</tool_call>",
+        [PARIS, TIME],
+    ),
+    Example(
+        "qwen3_coder",
+        'A moment.\n<tool_call>\n<function=search>\n<parameter=query>\na "b"\n  <c> &\n</parameter>\n'
+        "<parameter=filters>\n"
+        '{"year": [2024, null]}\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n</function>\n</tool_call>',
+        [("search", {"query": 'a "b"\n  <c> &', "filters": {"year": [2024, None]}, "exact": True})],
+        "A moment.\n",
+    ),
+    Example("llama3", '{"name": "get_weather", "parameters": {"city": "Oslo"}}<|eom_id|>'[:-10], [OSLO]),
+    Example(
+        "llama3", '<|python_tag|>{"type": "function", "name": "get_weather", "parameters": {"city": "Oslo"}}', [OSLO]
+    ),
+    Example(
+        "llama3",
+        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; '
+        '{"name": "get_time", "parameters": {"zone": "Europe/Oslo"}}',
+        [PARIS, TIME],
+    ),
+    Example("llama3", '<|python_tag|>search.call(query="latest (news)")', [("search", {"query": "latest (news)"})]),
+    Example("llama4", "[get_weather(city=\"Paris\", days=3), get_time(zone='Europe/Oslo')]", [PARIS, TIME]),
+    Example("llama4", '<|python_start|>[get_weather(city="Oslo")]<|python_end|>', [OSLO]),
+    Example(
+        "llama4",
+        '[search(query="]) \\" x", filters={"a": [1, -2], "b": None}, exact=True)]',
+        [("search", {"query": ']) " x', "filters": {"a": [1, -2], "b": None}, "exact": True})],
+    ),
+    Example(
+        "mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}, "id": "VvvODy9mT"}]', [OSLO]
+    ),
+    Example(
+        "mistral",
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+        '{"name": "get_time", "arguments": {"zone": "Europe/Oslo"}}]',
+        [PARIS, TIME],
+    ),
+    Example(
+        "mistral",
+        'Well.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}'
+        '[TOOL_CALLS]get_time[ARGS]{"zone": "Europe/Oslo"}',
+        [PARIS, TIME],
+        "Well.",
+    ),
+    Example("mistral", '[TOOL_CALLS]get_weather[CALL_ID]Xa9[ARGS]{"city": "Oslo"}', [OSLO]),
+    Example("mistral", '[THINK]Hm.[/THINK][TOOL_CALLS]get_weather{"city": "Oslo"}', [OSLO], reasoning="Hm."),
+    Example(
+        "deepseek_v3",
+        f'<｜tool▁calls▁begin｜>{BEGIN}function{SEP}get_weather\n```json\n{{"city": "Paris", "days": 3}}\n```{END}\n'
+        f'{BEGIN}function{SEP}get_time\n```json\n{{"zone": "Europe/Oslo"}}\n```{END}<｜tool▁calls▁end｜>',
+        [PARIS, TIME],
+    ),
+    Example(
+        "deepseek_v31",
+        f'<｜tool▁calls▁begin｜>{BEGIN}get_weather{SEP}{{"city": "Paris", "days": 3}}{END}'
+        f'{BEGIN}get_time{SEP}{{"zone": "Europe/Oslo"}}{END}<｜tool▁calls▁end｜>',
+        [PARIS, TIME],
+    ),
+    Example(
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
+        'Paris</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">'
+        "3</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
+        "</｜DSML｜function_calls>",
+        [PARIS],
+    ),
+    Example(
+        "glm4",
+        "<think>ask</think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
+        "<tool_call>get_time<arg_key>zone</arg_key><arg_value>Europe/Oslo</arg_value></tool_call>",
+        [PARIS, TIME],
+        reasoning="ask",
+    ),
+    Example("glm4", "<tool_call>get_time\n</tool_call>", [("get_time", {})]),
+    Example(
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.get_time:1'
+        '<|tool_call_argument_begin|>{"zone": "Europe/Oslo"}<|tool_call_end|><|tool_calls_section_end|>',
+        [PARIS, TIME],
+    ),
+    Example(
+        "harmony",
+        "<|channel|>analysis<|message|>Need the weather.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>',
+        [OSLO],
+        reasoning="Need the weather.",
+    ),
+    Example(
+        "harmony",
+        "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant to=functions.get_time<|channel|>"
+        'commentary json<|message|>{"zone": "Europe/Oslo"}<|call|>',
+        [TIME],
+        "I look it up.",
+    ),
+    Example(
+        "harmony",
+        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It is 4.<|return|>",
+        [],
+        "It is 4.",
+        "Easy.",
+    ),
+    Example("granite", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]', [OSLO]),
+    Example(
+        "granite",
+        '<tool_call>[{"arguments": {"city": "Paris", "days": 3}, "name": "get_weather"}, '
+        '{"name": "get_time", "arguments": {"zone": "Europe/Oslo"}}]',
+        [PARIS, TIME],
+    ),
+    Example("phi4", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]<|/tool_call|>', [OSLO]),
+    Example(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
+        [PARIS],
+    ),
+    Example(
+        "seed_oss",
+        "<seed:think>Hm.</seed:think><seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        [OSLO],
+        reasoning="Hm.",
+    ),
+]
+# Reasoning of the examples' own models.
+THOUGHTS = {"mistral": "mistral", "seed_oss": "seed"}
+
+
+def parse(name: str, pieces: list[str], **settings: Any) -> tuple[str, str, list[list[str]], bool]:
+    """Return (text, reasoning, [name, arguments, id given] of the calls, ends in calls) of `pieces`."""
+    chat = choose_format("", name, THOUGHTS.get(name, "auto"))
+    settings.setdefault("schemas", SCHEMAS)
+    parser = make_parser(chat, parse_tools=True, make_id=lambda: "made", **settings)
+    text = reasoning = ""
+    calls: list[list[str]] = []
+    for piece in [*(parser.feed(part) for part in pieces), parser.finish()]:
+        text, reasoning = text + piece.text, reasoning + piece.reasoning
+        for call in piece.tool_calls:
+            if call.index == len(calls):
+                calls.append([call.name, "", call.call_id])
+            calls[call.index][1] += call.arguments
+    return text, reasoning, calls, parser.ends_in_tool_calls
+
+
+def named(example: Example) -> str:
+    return f"{example.format}-{EXAMPLES.index(example)}"
+
+
+def test_at_least_twelve_formats_have_published_examples() -> None:
+    assert {example.format for example in EXAMPLES} == {row.name for row in TOOLS}
+    assert len(TOOLS) >= 12
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=named)
+def test_published_example_gives_its_calls(example: Example) -> None:
+    text, reasoning, calls, ends = parse(example.format, [example.text])
+    assert [(name, json.loads(arguments)) for name, arguments, _ in calls] == example.calls
+    assert (text, reasoning, ends) == (example.content, example.reasoning, bool(example.calls))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=named)
+def test_split_at_every_place_and_at_all_of_them_gives_the_same(example: Example) -> None:
+    whole = parse(example.format, [example.text])
+    assert parse(example.format, list(example.text)) == whole
+    for place in range(1, len(example.text)):
+        assert parse(example.format, [example.text[:place], example.text[place:]]) == whole
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=named)
+def test_every_byte_for_itself_gives_the_same(example: Example) -> None:
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    pieces = [decode(bytes([byte])) for byte in example.text.encode()]
+    assert parse(example.format, pieces) == parse(example.format, [example.text])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=named)
+def test_answer_cut_anywhere_is_text_or_a_partial_call(example: Example) -> None:
+    whole = parse(example.format, [example.text])
+    for place in range(len(example.text)):
+        text, _, calls, ends = parse(example.format, [example.text[:place]])
+        assert parse(example.format, list(example.text[:place])) == (text, _, calls, ends)
+        complete = [call for call in calls if is_json(call[1])]
+        # An answer that ends in calls has whole ones only, and those that it shares with the whole answer.
+        assert not ends or complete == calls
+        assert [call[0] for call in calls] == [call[0] for call in whole[2]][: len(calls)]
+
+
+def is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+FRAGMENTS = sorted(
+    {marker for row in TOOLS for marker in (*row.opens, *row.inner)}
+    | {
+        "{",
+        "}",
+        "[",
+        "]",
+        "(",
+        ")",
+        '"',
+        "'",
+        ",",
+        ";",
+        "\n",
+        " ",
+        "get_weather",
+        "to=functions.f",
+        "```json",
+        "<function=",
+    }
+    | {
+        "<parameter=",
+        ">",
+        "</parameter>",
+        '{"name": "f", "arguments": ',
+        '{"a": 1}',
+        "a=1",
+        "[" * 300,
+        "{" * 300,
+        "\\",
+        "é",
+    }
+)
+
+
+@given(st.sampled_from([row.name for row in TOOLS]), st.lists(st.sampled_from(FRAGMENTS), max_size=14))
+def test_any_text_parses_alike_in_every_split(name: str, fragments: list[str]) -> None:
+    text = "".join(fragments)
+    whole = parse(name, [text])
+    assert parse(name, list(text)) == whole
+    assert parse(name, fragments) == whole
+    assert all(name.encode() and arguments.encode() is not None for name, arguments, _ in whole[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3", '{"answer": 42}'),
+        ("llama3", '{"name": "unknown_tool", "parameters": {}}'),
+        ("llama4", "[see the (docs) for more]"),
+        ("llama4", "[get_weather(city=open('x'))]"),
+        ("mistral", "[TOOL_CALLS][1, 2]"),
+        ("granite", "<|tool_call|>[not json]"),
+        ("glm4", "<tool_call>no name here {}</tool_call>"),
+        ("kimi_k2", "<|tool_calls_section_begin|>nothing"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜>nothing"),
+        ("qwen3_coder", "<tool_call>nothing</tool_call>"),
+    ],
+)
+def test_what_is_no_call_comes_back_as_it_was(name: str, text: str) -> None:
+    assert parse(name, [text]) == (text, "", [], False)
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = make_parser(choose_format("", "mistral"), parse_tools=True)
+    assert [one.name for one in parser.feed('[TOOL_CALLS]f[ARGS]{"a"').tool_calls] == ["f", ""]
+    assert [one.arguments for one in parser.feed(': "lo').tool_calls] == [': "lo']
+
+
+def test_ids_that_a_model_writes_are_kept() -> None:
+    text = next(one.text for one in EXAMPLES if one.format == "kimi_k2")
+    assert [call[2] for call in parse("kimi_k2", [text])[2]] == ["functions.get_weather:0", "functions.get_time:1"]
+
+
+@pytest.mark.parametrize("example", [one for one in EXAMPLES if len(one.calls) > 1], ids=named)
+def test_further_calls_are_dropped_where_one_is_allowed(example: Example) -> None:
+    _, _, calls, ends = parse(example.format, [example.text], max_calls=1)
+    assert ([(name, json.loads(arguments)) for name, arguments, _ in calls], ends) == (example.calls[:1], True)
+
+
+def test_value_without_a_schema_is_json_where_it_is_some() -> None:
+    text = "<tool_call>f\n<arg_key>a</arg_key><arg_value>7</arg_value>"
+    text += "<arg_key>b</arg_key><arg_value>x</arg_value></tool_call>"
+    assert parse("glm4", [text], schemas={})[2][0][1] == '{"a": 7, "b": "x"}'
+
+
+def test_text_of_a_parameter_that_is_text_stays_as_it_is() -> None:
+    text = "<tool_call>get_time\n<arg_key>zone</arg_key><arg_value>007</arg_value></tool_call>"
+    assert parse("glm4", [text])[2][0][1] == '{"zone": "007"}'
+
+
+@pytest.mark.parametrize("row", REASONING, ids=lambda row: row.name)
+def test_thought_of_each_reasoning_format(row: Any) -> None:
+    parser = make_parser(choose_format("", "hermes", row.name), parse_tools=False)
+    pieces = [parser.feed(char) for char in f"{row.opens}so it is{row.closes}Yes."] + [parser.finish()]
+    assert "".join(piece.reasoning for piece in pieces).strip() == "so it is"
+    assert "".join(piece.text for piece in pieces) == "Yes."
+
+
+def test_reasoning_none_leaves_thoughts_in_the_text() -> None:
+    parser = make_parser(choose_format("", "hermes", "none"), parse_tools=False)
+    assert parser.feed("<think>a</think>b").text == "<think>a</think>b"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{{ '<tool_call>\\n{\"name\": ' }} <think></think>", "hermes", "think"),
+        ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3_coder", "think"),
+        ('<|start_header_id|>ipython ... {"name": function name, "parameters": x}', "llama3", "think"),
+        ("<|header_start|>system<|header_end|> <|python_start|>", "llama4", "think"),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS][ARGS][THINK]", "mistral", "mistral"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>\\n```json", "deepseek_v3", "think"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁sep｜></think>", "deepseek_v31", "think"),
+        ("<tool_call>x<arg_key>k</arg_key><arg_value>", "glm4", "think"),
+        ("<|tool_calls_section_begin|><|tool_call_argument_begin|>", "kimi_k2", "think"),
+        ("<|start|>assistant<|channel|>final<|message|>", "harmony", "think"),
+        ("<|start_of_role|>assistant<|tool_call|> Here is my thought process:", "granite", "granite"),
+        ("<minimax:tool_call>", "minimax_m2", "think"),
+        ("plain {{ messages }}", "hermes", "think"),
+    ],
+)
+def test_template_chooses_its_formats(template: str, tools: str, reasoning: str) -> None:
+    chat = choose_format(template)
+    assert (chat.tools.name, chat.reasoning.name if chat.reasoning else "") == (tools, reasoning)
+
+
+def test_markers_of_a_response_template_win_over_those_of_the_chat_template() -> None:
+    told = json.dumps(
+        {
+            "fields": {
+                "thinking": {"open": "[THINK]", "close": "[/THINK]"},
+                "tool_calls": {"open_pattern": r"\[TOOL_CALLS\](?P<name>\w+)\[ARGS\]"},
+            }
+        }
+    )
+    chat = choose_format("<tool_call> <think>", response_template=told)
+    assert (chat.tools.name, chat.reasoning and chat.reasoning.name) == ("mistral", "mistral")
+
+
+def test_name_wins_over_the_template() -> None:
+    assert choose_format("[TOOL_CALLS]", "glm4", "granite").tools.name == "glm4"
+
+
+def test_unknown_name_is_refused_with_its_flag() -> None:
+    with pytest.raises(StartupError, match="--tool-format"):
+        choose_format("", "nothing")
+
+
+def test_options_of_the_router_name_every_row() -> None:
+    hints = get_type_hints(RouterConfig)
+    assert get_args(hints["tool_format"]) == ("auto", *(row.name for row in TOOLS))
+    assert get_args(hints["reasoning_format"]) == ("auto", "none", *(row.name for row in REASONING))
