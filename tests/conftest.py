@@ -31,6 +31,16 @@ _WITH_COMPILATION_SECONDS = 900
 _ON_DEFAULT_PORTS = {"test_readme.py", "test_app.py"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --device: models of the tests run on the CPU, or through an NPU's operators, which are emulated."""
+    parser.addoption("--device", choices=("cpu", "npu"), default="cpu", help="npu: operators of an NPU, emulated")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell factories/models/run_kernels.py the device."""
+    os.environ["PENSTOCK_TESTED_DEVICE"] = config.getoption("--device")
+
+
 # Before xdist's own, which reads the groups.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

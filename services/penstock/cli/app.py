@@ -369,6 +369,17 @@ def env() -> None:
     run_env()
 
 
+@app.command()
+def doctor(
+    device: Annotated[str, typer.Option(help="Device to examine, as the generation service's --device.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Number format: bfloat16, float16 or float32.")] = "bfloat16",
+) -> None:
+    """Run a device's operators beside the CPU's in float32; exit code 1 where one fails or gives other numbers."""
+    from penstock.cli.kernels import run_doctor
+
+    raise typer.Exit(run_doctor(device, dtype))
+
+
 @app.command("build-kernels")
 def build_kernels(
     system: Annotated[

@@ -1,4 +1,4 @@
-"""Command `penstock build-kernels`: the optional C++ kernels."""
+"""Commands `penstock build-kernels`, the optional C++ kernels, and `penstock doctor`, what a device computes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,25 @@ def run_build_kernels(*, system: bool) -> None:
     freed = remove_unused(folder, path)
     if freed:
         say(f"removed builds that were not used for {UNUSED_DAYS} days: {format_size(freed)}")
+
+
+def run_doctor(device_name: str, dtype_name: str) -> int:
+    """Examine a device and print a line for each operation; return the exit code. Raises StartupError."""
+    from penstock.generation.devices.base import named_dtype
+    from penstock.generation.devices.doctor import examine
+    from penstock.generation.devices.registry import open_device
+
+    dtype = named_dtype(dtype_name)
+    device = open_device(device_name)
+    device.start()
+    say(device.describe())
+    wrong = 0
+    for finding in examine(device, dtype):
+        wrong += not finding.is_right
+        mark = "ok" if finding.is_right else "WRONG"
+        say(f"{mark:<6} {finding.name:<24} {finding.error or f'{finding.difference:.5f}'}")
+    say("every operation gives the CPU's numbers" if not wrong else f"{wrong} operations do not give the CPU's numbers")
+    return 1 if wrong else 0
 
 
 class BuildProgress:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping
+from importlib import util
 
 ENV_PREFIX = "PENSTOCK_"
+# The Ascend runtime numbers the devices that it lists, in order, from 0.
+VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 _HUB_OFF = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -77,6 +80,20 @@ def hub_cache_folder() -> str:
 def system_folder() -> str:
     """Folder like `cache_folder`, for all users of this Python environment: an image's build stage fills it."""
     return os.path.join(sys.prefix, "share", "penstock")
+
+
+def num_npus() -> int:
+    """Number of Ascend NPUs that this process may use: those that ASCEND_RT_VISIBLE_DEVICES lists, of those whose
+    device files the driver, or a container's runtime, has put into /dev. Without torch-npu there are none."""
+    if util.find_spec("torch_npu") is None:
+        return 0
+    try:
+        files = os.listdir("/dev")
+    except OSError:
+        return 0
+    found = sum(name.startswith("davinci") and name.removeprefix("davinci").isdigit() for name in files)
+    listed = os.environ.get(VISIBLE_NPUS)
+    return found if listed is None else min(found, sum(bool(part.strip()) for part in listed.split(",")))
 
 
 def usable_cores() -> int:

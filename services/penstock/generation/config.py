@@ -88,7 +88,12 @@ class GenerationServiceConfig(ServerConfig):
         group=MODEL,
         metavar="FILE",
     )
-    device: str = option("auto", "Where the model runs: auto or cpu.", group=MODEL)
+    device: str = option(
+        "auto",
+        "Where the model runs: cpu, npu or npu:NUMBER (an Ascend NPU, of those that are visible), or auto: an NPU "
+        "where there is one and torch-npu is installed, else the CPU.",
+        group=MODEL,
+    )
     dtype: str = option(
         "auto", "float32, bfloat16, float16, or auto: the checkpoint's where it runs well.", group=MODEL
     )
@@ -272,7 +277,13 @@ class GenerationServiceConfig(ServerConfig):
         "How keys and values are kept: auto as the model's dtype, int8 with a scale per token and head.",
         group=MEMORY,
     )
-    block_size: int = option(16, "Tokens of one KV block.", group=MEMORY, minimum=1, maximum=1024)
+    block_size: int | None = option(
+        None,
+        "Tokens of one KV block; default: by the device, 16 on the CPU and 128 on an NPU.",
+        group=MEMORY,
+        minimum=1,
+        maximum=1024,
+    )
     max_context: int | None = option(
         None, "Longest prompt and output together; by default the model's.", group=MEMORY, minimum=2
     )

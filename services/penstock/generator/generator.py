@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
@@ -525,6 +525,8 @@ def _config(
     environment = {name: value for name, value in current_environment().items() if name not in servers.values()}
     # Nobody calls from outside, so nothing of the pool is set aside for named sequences.
     config = load_options(GenerationServiceConfig, {"model_access": "off", **given, **options}, environment)
+    if settings is not None:
+        config = replace(config, device=settings.device(config.device))
     config.validate()
     return config
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.common.environment import current_environment
+from penstock.common.environment import VISIBLE_NPUS, current_environment, num_npus
 from penstock.common.errors import StartupError
 
 FLAG = "--model-config"
 # Words of a text that is true, as there, and of one that is not.
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,254}[A-Za-z0-9])?")
-_VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 _MOST_RANKS = 1_048_576
 # Theirs, and that of another engine: this process runs none of them.
 _OTHER_BACKENDS = ("atb", "ms", "vllm")
@@ -216,6 +215,12 @@ class ModelSettings:
         }
         return {name: value for name, value in given.items() if value is not None}
 
+    def device(self, wanted: str) -> str:
+        """Return the option `device`, for what other options say: npu_device_id is the number of an NPU without one,
+        and of this machine's with "auto", where there are some."""
+        is_npu = wanted == "npu" or (wanted == "auto" and num_npus() > 0)
+        return f"npu:{self.npu_device_id}" if is_npu else wanted
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """Fields that are set and change nothing here."""
@@ -230,11 +235,11 @@ class ModelSettings:
 def visible_devices() -> int:
     """Return the number of devices that this process may use: those that ASCEND_RT_VISIBLE_DEVICES lists, else all.
 
-    The only device that this release computes on is the CPU, which counts as one.
+    Those of a machine are its NPUs; one without any has the CPU, which counts as one.
     """
-    listed = current_environment().get(_VISIBLE_DEVICES)
+    listed = current_environment().get(VISIBLE_NPUS)
     if listed is None:
-        return 1
+        return max(1, num_npus())
     return len([part for part in listed.split(",") if part.strip()])
 
 
@@ -251,4 +256,6 @@ def with_model_config(given: Mapping[str, Any]) -> dict[str, Any]:
         read = settings.service_options()
     except ModelConfigError as error:
         raise StartupError(f"{FLAG} {path}: {error}", flag=FLAG) from error
-    return {**read, **{name: value for name, value in given.items() if value is not None}}
+    wanted = {**read, **{name: value for name, value in given.items() if value is not None}}
+    device = str(wanted.get("device") or current_environment().get("PENSTOCK_DEVICE") or "auto")
+    return {**wanted, "device": settings.device(device)}

@@ -1,25 +1,30 @@
-"""Kernels of a run of the tests: by PENSTOCK_KERNELS, which the services that the tests start read as well."""
+"""Kernels of a run of the tests: by PENSTOCK_KERNELS, which the services that the tests start read as well. With
+`pytest --device npu` the models that tests load themselves run through the emulated operators of an NPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from factories.models.emulated_npu import EmulatedNPU
 from penstock.common.environment import current_environment
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.sampling.sampler import Sampler
 
 KERNELS = current_environment().get("PENSTOCK_KERNELS", "torch")
-_devices: list[CPUDevice] = []
+_IS_NPU = current_environment().get("PENSTOCK_TESTED_DEVICE") == "npu"
+_devices: list[Device] = []
 
 
-def cpu_device() -> CPUDevice:
-    """Make the CPU device on one thread, with this run's kernels; kernels that are named but not built are an error."""
+def cpu_device() -> Device:
+    """Make the CPU device on one thread, with this run's kernels; kernels that are named but not built are an error.
+    With `--device npu` it is the emulated NPU."""
     if not _devices:
-        device = CPUDevice()
+        device: Device = EmulatedNPU() if _IS_NPU else CPUDevice()
         device.start(num_threads=1, kernels=KERNELS)
         _devices.append(device)
     torch.set_num_threads(1)

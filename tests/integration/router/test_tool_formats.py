@@ -65,7 +65,7 @@ async def test_option_chooses_the_format(tokens_per_step: int) -> None:
         assert (text, calls) == ("Well.", [("get_weather", '{"city": "Oslo"}')])
 
 
-async def test_template_chooses_the_format_and_special_markers_reach_the_parser() -> None:
+async def test_template_chooses_the_format() -> None:
     script = Writer()
     async with backend(script=script) as served, running_router(served) as router:
         await script.write(

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from penstock.generation.layers.linear.base import LinearMethod
     from penstock.generation.sampling.kernels import SamplingKernels
 
+# Tokens of one KV block where neither the operator nor the device asks for another size.
+BLOCK_SIZE = 16
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -25,6 +28,23 @@ class DeviceMemory:
 
     total: int
     available: int
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """Return the dtype that --dtype names. Raises StartupError naming --dtype."""
+    if name not in DTYPES:
+        raise StartupError(f"--dtype must be auto or one of {', '.join(DTYPES)}", flag="--dtype")
+    return DTYPES[name]
 
 
 class Device(ABC):
@@ -62,6 +82,13 @@ class Device(ABC):
     def host_memory(self) -> DeviceMemory:
         """Return the memory of the machine that the device is in, as `memory` does: where the host pool goes."""
         return self.memory()
+
+    def block_size(self, requested: int | None) -> int:
+        """Return the tokens of one KV block for `--block-size requested` (None: the best here).
+
+        Raises StartupError naming --block-size for a size that attention here cannot read.
+        """
+        return requested or BLOCK_SIZE
 
     @abstractmethod
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:

@@ -17,7 +17,7 @@ from penstock.generation.attention.base import Attention
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices import KERNELS
-from penstock.generation.devices.base import Device, DeviceMemory
+from penstock.generation.devices.base import DTYPES, Device, DeviceMemory, named_dtype
 from penstock.generation.devices.native import library
 from penstock.generation.devices.native.build import is_supported
 from penstock.generation.host.arena import Arena
@@ -36,14 +36,6 @@ if TYPE_CHECKING:
     from penstock.generation.host.mapped import MappedFile
 
 _log = get_logger("penstock.generation")
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
 
 
 class CPUDevice(Device):
@@ -88,13 +80,11 @@ class CPUDevice(Device):
         """See Device. "auto" turns float16 into bfloat16 on a CPU that has no float16 arithmetic: same size, and fast;
         asked for by name, float16 works everywhere, slowly."""
         if requested != "auto":
-            if requested not in _DTYPES:
-                raise StartupError(f"--dtype must be auto or one of {', '.join(_DTYPES)}", flag="--dtype")
-            return _DTYPES[requested]
+            return named_dtype(requested)
         if checkpoint is torch.float16 and packing_obstacle(torch.float16) is not None:
             _log.warning("the checkpoint's float16 is loaded as bfloat16: this CPU has no float16 arithmetic")
             return torch.bfloat16
-        return checkpoint if checkpoint in _DTYPES.values() else torch.float32
+        return checkpoint if checkpoint in DTYPES.values() else torch.float32
 
     def memory(self) -> DeviceMemory:
         """See Device."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.generation.attention import npu_operators
 from penstock.generation.core.model_config import Activation
 
 # gpt-oss's activation.
@@ -87,3 +88,27 @@ class NativeKernels(LayerKernels):
         """See LayerKernels."""
         result: Tensor = torch.ops.penstock.silu_mul(gate_up_TF)
         return result
+
+
+class NPUKernels(LayerKernels):
+    """torch-npu's fused operators, in float16, bfloat16 and float32. Gates other than SiLU's are torch's."""
+
+    name = "npu"
+
+    def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """See LayerKernels."""
+        return npu_operators.rms_norm(x_TI, weight_I, eps)
+
+    def add_rms_norm(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """See LayerKernels."""
+        normed_TI, total_TI = npu_operators.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
+        hidden_TI.copy_(total_TI)
+        return normed_TI
+
+    def rms_norm_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """See LayerKernels."""
+        return npu_operators.rms_norm(x_TI.float(), weight_I, eps).to(x_TI.dtype)
+
+    def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
+        """See LayerKernels."""
+        return npu_operators.swiglu(gate_up_TF)

@@ -413,7 +413,7 @@ def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
 def _kv_pool(
     config: GenerationServiceConfig, memory: int | None, model: LanguageModel, device: Device, context: int
 ) -> KVCachePool:
-    facts, size = model.config, config.block_size
+    facts, size = model.config, device.block_size(config.block_size)
     dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
     left = device.memory()
     # A slot for each sequence that runs; warm-up needs two.

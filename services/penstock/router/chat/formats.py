@@ -116,7 +116,8 @@ TOOLS = (
         "Kimi K2",
         opens=("<|tool_calls_section_begin|>",),
         program=programs.kimi,
-        marks=(("<|tool_call_argument_begin|>",),),
+        # The first template of Kimi-K2-Instruct renders no calls; its turns have this mark.
+        marks=(("<|tool_call_argument_begin|>",), ("<|im_middle|>",)),
         inner=(programs.KIMI_CALL, programs.KIMI_ARGUMENTS, programs.KIMI_CALL_END, programs.KIMI_END),
     ),
     ToolFormat(

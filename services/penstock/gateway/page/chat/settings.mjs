@@ -11,7 +11,7 @@ export const STRUCTURES = {
 };
 
 /** Values of tool_choice that the server takes. */
-export const TOOL_CHOICES = ["auto", "none"];
+export const TOOL_CHOICES = ["auto", "required", "none"];
 
 export function defaultSettings() {
   return {

@@ -1,0 +1,122 @@
+"""Attention on an Ascend NPU: torch-npu's fused operators over the paged pool itself."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from penstock.generation.attention.base import Attention, AttentionMetadata
+from penstock.generation.attention.npu_operators import (
+    AttentionLimits,
+    PagedCall,
+    causal_mask,
+    check_rotary,
+    check_scatter,
+    rms_norm,
+    rotary_mul,
+    scatter,
+)
+from penstock.generation.attention.sdpa import SDPAAttention
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import HeadWeights
+    from penstock.generation.attention.kv_cache import KVCachePool
+
+
+class NPUAttention(Attention):
+    """Attention by npu_fused_infer_attention_score, in layout TND over block tables: prompts, chunks and decoding
+    sequences in one call.
+
+    The operator has no soft cap, no sinks as these models mean them, and no scales of this pool's int8: such layers go
+    to torch's operators, as everything does that is outside `limits`. What the layers of a step share is made and
+    checked in the first of them.
+    """
+
+    name = "npu"
+
+    def __init__(self, limits: AttentionLimits | None = None) -> None:
+        """Take the operator's limits; None: those of an NPU."""
+        self._limits = limits or AttentionLimits()
+        self._portable = SDPAAttention()
+        self._mask: Tensor | None = None
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See Attention.forward."""
+        is_special = softcap or sinks is not None or kv.dtype is not q_THD.dtype
+        if is_special or not self._limits.fits(q_THD.dtype, q_THD.shape[2]):
+            return self._portable.forward(
+                q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window, softcap=softcap, sinks=sinks
+            )
+        keys, values = kv.key(layer), kv.value(layer)
+        q_THD = q_THD.contiguous()
+        key = ("npu", sliding_window)
+        call = cast("PagedCall | None", metadata.plans.get(key))
+        if call is None:
+            check_scatter(k_TKD, v_TKD, keys, values, metadata.slot_mapping)
+            call = self._call(metadata, sliding_window)
+            call.check(q_THD, keys, values, self._limits)
+            metadata.plans[key] = call
+        scatter(k_TKD, v_TKD, keys, values, metadata.slot_mapping)
+        return call.attend(q_THD, keys, values, scale)
+
+    def forward_qkv(
+        self,
+        qkv_TE: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: HeadWeights,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See Attention.forward_qkv."""
+        is_mixed = heads.q_norm is not None and heads.q_norm.dtype is not qkv_TE.dtype
+        if heads.norm_is_whole or is_mixed:
+            return super().forward_qkv(qkv_TE, cos, sin, heads, layer, metadata, kv, scale, sliding_window)
+        num_turned = heads.num_heads + heads.num_kv_heads
+        qkv = qkv_TE.view(len(qkv_TE), num_turned + heads.num_kv_heads, heads.head_dim)
+        q, k, v = qkv[:, : heads.num_heads], qkv[:, heads.num_heads : num_turned], qkv[:, num_turned:]
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q, k = rms_norm(q, heads.q_norm, heads.eps), rms_norm(k, heads.k_norm, heads.eps)
+        cos, sin = _both_halves(q, cos, sin, metadata)
+        q, k = rotary_mul(q, cos, sin), rotary_mul(k, cos, sin)
+        return self.forward(
+            q, k, v, layer, metadata, kv, scale, sliding_window, softcap=heads.softcap, sinks=heads.sinks
+        )
+
+    def _call(self, metadata: AttentionMetadata, window: int | None) -> PagedCall:
+        device = metadata.block_tables.device
+        if self._mask is None or self._mask.device != device:
+            self._mask = causal_mask(device)
+        ends = list(accumulate(metadata.query_lens))
+        return PagedCall(ends, metadata.kv_lens, metadata.block_tables, self._mask, window)
+
+
+def _both_halves(x_THD: Tensor, cos: Tensor, sin: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (1, T, 1, D) of (T, 1, D / 2), made once a step for each rotary embedding of the model."""
+    key = ("npu", "turn", id(cos))
+    found = cast("tuple[Tensor, Tensor, Tensor] | None", metadata.plans.get(key))
+    if found is None:
+        whole_cos, whole_sin = (torch.cat((half, half), -1).unsqueeze(0) for half in (cos, sin))
+        check_rotary(x_THD, whole_cos, whole_sin)
+        # The half is kept, so that no other tensor of this step gets its id.
+        found = metadata.plans[key] = (whole_cos, whole_sin, cos)
+    return found[0], found[1]

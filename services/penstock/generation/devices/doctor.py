@@ -1,0 +1,108 @@
+"""Check of a device's operators: each, at the shapes of a model, beside the same in float32 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.generation.attention.base import AttentionMetadata, HeadWeights
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.sdpa import SDPAAttention
+from penstock.generation.devices.base import Device
+from penstock.generation.layers.kernels import LayerKernels
+
+_HEADS, _KV_HEADS, _HEAD_DIM = 8, 2, 128
+_WIDTH = _HEADS * _HEAD_DIM
+# Rows and keys of a prompt, a decoding sequence, and a chunk behind a context.
+_QUERY_LENS, _KV_LENS = [150, 1, 5], [150, 300, 200]
+# Results are rounded to the device's dtype, eight bits of it in bfloat16.
+_TOLERANCE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One operation: the largest difference from the CPU's, relative above 1, or the error that it ended with."""
+
+    name: str
+    difference: float
+    error: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """True when it ran, and gave the CPU's numbers up to rounding."""
+        return not self.error and self.difference <= _TOLERANCE
+
+
+def examine(device: Device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Finding]:
+    """Yield a finding for each operation of a model on `device`, which is started. An operation that raises is a
+    finding, too."""
+    for name, run in _operations(device, dtype):
+        try:
+            found, expected = run()
+            device.synchronize()
+            difference = ((found.cpu().float() - expected) / expected.abs().clamp_min(1)).abs().max()
+            # A result that is no number is wrong by more than any other.
+            yield Finding(name, float(difference.nan_to_num(float("inf"))))
+        except (RuntimeError, ValueError, AttributeError) as error:
+            yield Finding(name, float("inf"), f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def _operations(device: Device, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]:
+    yield "linear layer", lambda: _linear(device, dtype)
+    kernels, reference = device.layer_kernels(dtype), LayerKernels()
+    x, y, weight = (values.to(dtype) for values in (_numbers(7, _WIDTH), _numbers(7, _WIDTH, seed=1), _numbers(_WIDTH)))
+
+    def beside(operation: str, *values: Tensor) -> tuple[Tensor, Tensor]:
+        eps = (1e-5,) if "norm" in operation else ()
+        found = getattr(kernels, operation)(*(value.to(device.torch_device, copy=True) for value in values), *eps)
+        return found, getattr(reference, operation)(*(value.float() for value in values), *eps)
+
+    yield "rms_norm", lambda: beside("rms_norm", x, weight)
+    yield "add_rms_norm", lambda: beside("add_rms_norm", x, y, weight)
+    yield "silu_mul", lambda: beside("silu_mul", x)
+    for window in (None, 1, 100, 129):
+        name = "attention" if window is None else f"attention, window {window}"
+        yield name, lambda window=window: _attention(device, dtype, window)  # type: ignore[misc]
+
+
+def _linear(device: Device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weight = (_numbers(64, _WIDTH, seed=2) / 32).to(dtype)
+    x = _numbers(7, _WIDTH).to(dtype)
+    linear = device.linear_method(dtype).linear(weight.to(device.torch_device), None)
+    return linear(x.to(device.torch_device)), x.float() @ weight.float().T
+
+
+def _attention(device: Device, dtype: torch.dtype, window: int | None) -> tuple[Tensor, Tensor]:
+    """Rotary embedding, KV write and attention of a mixed step, over a pool of random keys and values."""
+    size = device.block_size(None)
+    tables = torch.zeros(len(_KV_LENS), -(-max(_KV_LENS) // size), dtype=torch.int32)
+    blocks = iter(range(1, 1 + tables.numel()))
+    for row, length in enumerate(_KV_LENS):
+        for place in range(-(-length // size)):
+            tables[row, place] = next(blocks)
+    cpu = torch.device("cpu")
+    qkv = (_numbers(sum(_QUERY_LENS), (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM) / 2).to(dtype)
+    angles = _numbers(len(qkv), 1, _HEAD_DIM // 2, seed=3)
+    shape = (2, 1 + tables.numel(), size, _KV_HEADS, _HEAD_DIM)
+    context = (_numbers(*shape, seed=4) / 2).to(dtype)
+
+    def run(place: torch.device, kind: torch.dtype) -> Tensor:
+        kv = KVCachePool(1, shape[1], size, _KV_HEADS, _HEAD_DIM, kind, place)
+        kv.key(0).copy_(context[0])
+        kv.value(0).copy_(context[1])
+        metadata, _ = AttentionMetadata.build(_QUERY_LENS, _KV_LENS, tables, size, place)
+        turns = [part.to(dtype).to(place, kind) for part in (angles.cos(), angles.sin())]
+        attention = SDPAAttention() if kind is torch.float32 else device.attention(kind, _HEAD_DIM)
+        heads = HeadWeights(_HEADS, _KV_HEADS, _HEAD_DIM)
+        rows = qkv.to(place, kind)
+        return attention.forward_qkv(rows, turns[0], turns[1], heads, 0, metadata, kv, _HEAD_DIM**-0.5, window)
+
+    return run(device.torch_device, dtype), run(cpu, torch.float32)
+
+
+def _numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal numbers that every machine draws alike."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,72 @@
+"""`penstock doctor` finds a device right that computes what the CPU does, and names the operation that does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from factories.models import emulated_npu
+from factories.models.emulated_npu import EmulatedNPU
+from penstock.cli import app
+from penstock.generation.attention import npu_operators
+from penstock.generation.devices import registry
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.devices.doctor import examine
+from typer.testing import CliRunner
+
+
+def started(device: CPUDevice | EmulatedNPU) -> CPUDevice | EmulatedNPU:
+    device.start(num_threads=1, kernels="torch")
+    return device
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", [CPUDevice, EmulatedNPU])
+def test_a_device_that_is_right(kind: type[CPUDevice | EmulatedNPU], dtype: torch.dtype) -> None:
+    findings = list(examine(started(kind()), dtype))
+    assert len(findings) == 8
+    assert [finding.name for finding in findings if not finding.is_right] == []
+
+
+def test_a_band_that_is_one_key_wider_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = started(EmulatedNPU())
+    operator = emulated_npu.IMPLEMENTATIONS["npu_fused_infer_attention_score"]
+
+    class Wider:
+        """torch.ops.npu with a band that sees one position more."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(torch.ops.npu, name)
+
+        def npu_fused_infer_attention_score(self, *tensors: object, **options: object) -> object:
+            return operator(*tensors, **{**options, "pre_tokens": options["pre_tokens"] + 1})  # type: ignore[operator]
+
+    class Ops:
+        npu = Wider()
+
+    class Torch:
+        ops = Ops()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(torch, name)
+
+    monkeypatch.setattr(npu_operators, "torch", Torch())
+    wrong = [finding.name for finding in examine(device) if not finding.is_right]
+    assert "attention, window 1" in wrong
+    assert "attention" not in wrong
+
+
+def test_an_operator_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no such operator\nand more")
+
+    monkeypatch.setattr(npu_operators, "swiglu", refuse)
+    (wrong,) = (finding for finding in examine(started(EmulatedNPU())) if not finding.is_right)
+    assert (wrong.name, wrong.error) == ("silu_mul", "RuntimeError: no such operator")
+
+
+def test_the_command_prints_a_line_for_each_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "NPUDevice", lambda number: EmulatedNPU(number))
+    found = CliRunner().invoke(app.app, ["doctor", "--device", "npu:0"])
+    assert found.exit_code == 0, found.output
+    assert "npu:0 (emulated)" in found.output
+    assert found.output.count("\nok ") == 8
