@@ -1,10 +1,12 @@
 """Protocols of the client of benchmarks/wire.py: Penstock's Chat, or the chat completions of an HTTP gateway.
 
-Both are streams of one HTTP/2 connection, read by the same few lines and without parsing more than the text needs.
+Streams of one HTTP/2 connection, or an HTTP/1.1 connection each, read by the same few lines and without parsing more
+than the text needs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from abc import ABC, abstractmethod
 
@@ -102,4 +104,54 @@ class Sse(Protocol):
         return _REASON in message
 
 
-PROTOCOLS: dict[str, Protocol] = {"grpc": Grpc(), "sse": Sse()}
+class PlainEvents(Connection):
+    """Server-sent events on an HTTP/1.1 connection, one request after the other; it trusts its peer."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        # Bytes of an event that has not come whole; None before the end of an answer's head.
+        self._event: bytes | None = None
+        self.settled.set_result(None)
+
+    def request(self, path: str, message: bytes) -> int:
+        stream, self._next_stream = self._next_stream, self._next_stream + 1
+        assert self._transport is not None
+        head = f"POST {path} HTTP/1.1\r\nhost: {self._authority}\r\ncontent-type: application/json\r\n"
+        self._transport.write(f"{head}content-length: {len(message)}\r\n\r\n".encode() + message)
+        return stream
+
+    def data_received(self, data: bytes) -> None:
+        data, stream = self._received + data if self._received else data, self._next_stream - 1
+        if self._event is None:
+            head, end, data = data.partition(b"\r\n\r\n")
+            if not end:
+                self._received = head
+                return
+            if b" 200 " not in head[:16]:
+                raise ConnectionError(head.decode(errors="replace") + data.decode(errors="replace"))
+            self._event = b""
+        at = 0
+        while (line := data.find(b"\r\n", at)) >= 0:
+            size, begin = int(data[at:line], 16), line + 2
+            if begin + size + 2 > len(data):
+                break
+            at = begin + size + 2
+            if not size:
+                self._received, self._event = data[at:], None
+                self._on_end(stream)
+                return
+            *events, self._event = (self._event + data[begin : begin + size]).split(b"\n\n")
+            for event in events:
+                self._on_message(stream, event)
+        self._received = data[at:]
+
+
+class PlainSse(Sse):
+    """The same over HTTP/1.1, as Penstock's gateway and most clients speak it."""
+
+    connection = PlainEvents
+    max_streams = 1
+
+
+PROTOCOLS: dict[str, Protocol] = {"grpc": Grpc(), "sse": Sse(), "sse1": PlainSse()}

@@ -10,6 +10,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ from benchmarks._wire_protocols import MODEL
 _ROOT = Path(__file__).resolve().parents[1]
 MODES = ("uncoalesced", "coalesced")
 SLOTS = 4096
-SMG = "smg"
+SMG, GATEWAY = "smg", "gateway"
+_START_SECONDS, _LOOK_SECONDS = 60.0, 0.05
 _TOKEN_CHARS = 4
 
 
@@ -91,6 +94,16 @@ def make_answer(address: str, tokens: int) -> Answer:
 
 def _is_plain(text: str) -> bool:
     return len(text) == _TOKEN_CHARS and text.isascii() and text.isprintable() and not set(text) & set('"\\')
+
+
+def _wait_ready(gateway: stack.Process) -> None:
+    """Return when its router is ready. Raises SystemExit with its output if it does not come to that."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and gateway.popen.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{gateway.address}/readyz", timeout=5):
+            return
+        time.sleep(_LOOK_SECONDS)
+    raise SystemExit(f"the gateway did not get ready:\n{gateway.output()}")
 
 
 class Processes:
@@ -164,6 +177,17 @@ class Processes:
         self._exits.callback(process.kill)
         process.wait_ready()
         return process
+
+    def gateway(self) -> Variant:
+        """Penstock's HTTP gateway before a router and tokenizer of its own, ready. After a first `variant`."""
+        sides = {}
+        for mode, side in self.variant(GATEWAY).sides.items():
+            gateway = stack.start("gateway", "--router", side.address)
+            self._exits.callback(gateway.log.unlink, missing_ok=True)
+            self._exits.callback(gateway.kill)
+            _wait_ready(gateway)
+            sides[mode] = Side(gateway.address, "sse1", {"gateway": gateway.popen.pid, **side.pids})
+        return Variant(GATEWAY, sides)
 
     def smg(self) -> Variant:
         """The smg gateway before a worker that emits the same at the same pace, ready. After a first `variant`."""

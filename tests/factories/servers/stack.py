@@ -128,7 +128,8 @@ def start(
     name = role or "serve"
     log = Path(tempfile.mkstemp(prefix=f"penstock-{name}-", suffix=".log")[1])
     command = [sys.executable, *program, "serve", *([role] if role else [])]
-    command += ["--port", str(port), "--metrics-port", str(metrics_port), *flags]
+    # The gateway's metrics are on its only port.
+    command += ["--port", str(port), *(["--metrics-port", str(metrics_port)] if role != "gateway" else []), *flags]
     if threading.current_thread() is threading.main_thread():
         # It dies with the thread that started it: the main one lives as long as the tests or the benchmark.
         command += ["--parent-pid", str(os.getpid())]
