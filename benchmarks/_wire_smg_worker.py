@@ -23,6 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("."
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from penstock.common.config import ServerConfig
+from penstock.http2.limits import ServerLimits
 from penstock.http2.server import Http2Server
 from penstock.http2.server_call import Call
 from penstock.serving.transport import http2_limits
@@ -154,7 +155,10 @@ def methods(source: TokenSource, model: str, tokenizer: str) -> Mapping[str, grp
 async def _serve(arguments: argparse.Namespace) -> None:
     with arguments.counters.open("r+b") as file:
         received = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-    server = Http2Server(http2_limits(ServerConfig(), max_streams=_MAX_CALLS), max_calls=_MAX_CALLS)
+    bounds = ServerLimits(
+        max_calls=_MAX_CALLS, max_probes=8, request_bytes=1 << 28, max_strangers=_MAX_CALLS, strangers_share=1.0
+    )
+    server = Http2Server(http2_limits(ServerConfig(), max_streams=_MAX_CALLS), bounds)
     source = TokenSource(arguments.ids, received, Pace.of(arguments))
     handlers = methods(source, arguments.model, arguments.tokenizer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, dict(handlers)),))
