@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _LEVELS = {"debug": stdlib.DEBUG, "info": stdlib.INFO, "warning": stdlib.WARNING, "error": stdlib.ERROR}
 # Libraries whose loggers write to stderr by handlers of their own, made when they are imported.
 _SELF_WRITING = ("transformers", "huggingface_hub")
+# Logger of grpc's core, and the exceptions that it calls errors where no more happened than that a caller left.
+_GRPC_CORE, _CALLER_LEFT = "grpc._cython.cygrpc", ("CancelledError", "ExecuteBatchError")
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
@@ -179,5 +181,9 @@ class _Forward(stdlib.Handler):
 
     def emit(self, record: stdlib.LogRecord) -> None:
         event = record.getMessage() if self._debug else str(record.msg).partition("\n")[0]
-        write = get_logger(record.name).error if record.levelno >= stdlib.ERROR else get_logger(record.name).warning
+        log = get_logger(record.name)
+        write = log.error if record.levelno >= stdlib.ERROR else log.warning
+        kind = record.exc_info[0] if record.exc_info else None
+        if record.name == _GRPC_CORE and kind is not None and kind.__name__ in _CALLER_LEFT:
+            write = log.debug
         write(event, exc_info=record.exc_info)

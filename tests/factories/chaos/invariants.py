@@ -46,9 +46,9 @@ class Counts:
     losses: dict[str, float]
 
 
-# Words of the exceptions that faults order, and of a line that grpc's core writes when a client has gone. A step that
-# failed of itself has a line of its own besides the one of the call that it ended.
-_ORDERED = ("FailpointError", "MODEL_OUTPUT_NAN", '"reason": "STEP_FAILED"', "ExecuteBatchError")
+# Words of the exceptions that faults order. A step that failed of itself has a line of its own besides the one of the
+# call that it ended.
+_ORDERED = ("FailpointError", "MODEL_OUTPUT_NAN", '"reason": "STEP_FAILED"')
 
 
 def _is_broken(line: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import subprocess
@@ -99,6 +100,18 @@ def test_libraries_log_through_ours_without_their_arguments(capsys: pytest.Captu
     line = json.loads(capsys.readouterr().err)
     assert line["event"] == "cannot read %s"
     assert line["component"] == "some.library"
+
+
+@pytest.mark.parametrize(("name", "lines"), [("grpc._cython.cygrpc", 0), ("another", 1)])
+def test_a_call_that_its_caller_left_is_no_error_of_grpcs_core(
+    name: str, lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("router", log_format="json")
+    try:
+        raise asyncio.CancelledError
+    except asyncio.CancelledError:
+        logging.getLogger(name).exception("Exception not handled in servicer method [/a/b]")
+    assert len(capsys.readouterr().err.splitlines()) == lines
 
 
 def test_a_logger_made_before_configuration_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
