@@ -13,6 +13,7 @@ from factories.models.packed import use_packing
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.quantised import CASES, FOUR_BITS
 from penstock.common.errors import StartupError
+from penstock.generation.core.model_config import ModelRoute
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
@@ -61,6 +62,27 @@ def test_logits_are_those_of_the_numbers_that_it_means(tmp_path: Path, case: str
     assert kept.config.weight_forms == ((form, 7),)
     assert error(logits(kept), exact) <= WORST_TORCH[form]
     assert str(config["quant_method"]) in kept.config.checkpoint_format
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("case", CASES)
+def test_the_fallback_computes_with_the_same_numbers(tmp_path: Path, case: str) -> None:
+    (config, quantise), _ = CASES[case]
+    pair = made.quantised_pair(tmp_path, config, quantise, layers=1)
+    route = ModelRoute(route="fallback")
+    model = load(pair.folder, route=route)
+    assert error(logits(model), logits(load(pair.dense))) <= WORST["float32"]
+    assert model.config.weight_forms == (("float32", 7),)
+    assert model.config.checkpoint_format == load(pair.folder).config.checkpoint_format
+    assert load(pair.folder, route=route, quantization="int8").config.weight_forms == (("int8", 7),)
+
+
+def test_the_fallback_names_a_quantised_matrix_that_is_no_linear_layer(tmp_path: Path) -> None:
+    (config, quantise), _ = CASES["gptq"]
+    pair = made.quantised_pair(tmp_path, config, quantise, layers=1, family="qwen3_moe")
+    with pytest.raises(StartupError, match="experts") as raised:
+        load(pair.folder, route=ModelRoute(route="fallback"))
+    assert raised.value.flag == "MODEL"
 
 
 @pytest.mark.thinned(2)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.common.errors import StartupError
+from penstock.common.gguf_folder import GGUF_FILE
 from penstock.common.logging import get_logger
 from penstock.common.progress import CountBytes
 from penstock.generation.attention.state_pool import state_bytes
@@ -27,6 +28,7 @@ from penstock.generation.models.transformers_fallback import (
 )
 from penstock.generation.models.transformers_states import UNSUPPORTED, StatefulModel, has_states
 from penstock.generation.weights.files import file_names, read_header
+from penstock.generation.weights.quantised.table import QUANTISED_FIELDS, read_dense, read_format
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
@@ -57,9 +59,10 @@ def read_transformers_config(
     if getattr(whole, "is_encoder_decoder", False):
         raise _no_decoder(model_type)
     _refuse_state(model_type, whole)
-    if config.has("quantization_config"):
-        raise config.error(
-            "quantization_config", "is not supported by the fallback: give a checkpoint in float32, bfloat16 or float16"
+    format = read_format(config)
+    if (folder / GGUF_FILE).exists():
+        raise StartupError(
+            f"MODEL: a GGUF file of model_type {model_type!r} is not read: the fallback reads safetensors", flag="MODEL"
         )
     number = _Numbers(config, text)
     # Some without attention name no heads.
@@ -90,6 +93,7 @@ def read_transformers_config(
         bos_token_id=next(iter(_ids(whole, text, "bos_token_id")), None),
         pad_token_id=next(iter(_ids(whole, text, "pad_token_id")), None),
         checkpoint_dtype=dtype if dtype in _NAMED_DTYPES else None,
+        checkpoint_format="" if format is None else format.description,
         route="fallback",
     )
 
@@ -120,7 +124,8 @@ def load_transformers_model(
     quantization = "none" if quantization == "auto" else quantization
     # Before the weights: it may be refused.
     method = device.linear_method(compute, quantization)
-    causal = _loaded(folder, config, route, compute).to(device.torch_device)
+    causal, num_dequantised = _loaded(folder, config, route, compute)
+    causal = causal.to(device.torch_device)
     parameters = sum(parameter.numel() for parameter in causal.parameters())
     with _as_startup_error(f"MODEL: transformers' modules of model_type {config.model_type!r} do not run"):
         try:
@@ -152,6 +157,7 @@ def load_transformers_model(
         head_dim=width + width % 2,
         dtype=str(compute).removeprefix("torch."),
         num_parameters=parameters,
+        weight_forms=_forms(num_dequantised, compute, quantization),
     )
     kind = StatefulModel if recording.states else TransformersModel
     model: TransformersModel = kind(
@@ -322,8 +328,10 @@ def _ids(whole: Any, text: Any, name: str) -> tuple[int, ...]:
     return ()
 
 
-def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.dtype) -> Any:
-    """Return the model with its weights. Raises StartupError naming missing tensors."""
+def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.dtype) -> tuple[Any, int]:
+    """Return the model with its weights, and the number of its matrices that the folder has in a quantised form. Raises
+    StartupError naming missing tensors."""
+    num_dequantised = 0
     with _quiet(), _as_startup_error(f"MODEL: transformers cannot load {folder}"):
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -333,16 +341,30 @@ def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.d
         causal: Any
         info: dict[str, Any]
         factory: Any = AutoModelForCausalLM
-        causal, info = factory.from_pretrained(
-            folder,
-            config=own,
-            dtype=dtype,
-            attn_implementation="eager",
-            trust_remote_code=route.trust_remote_code,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+        if config.checkpoint_format:
+            # Transformers would ask for the format's own library, and for a GPU.
+            for name in QUANTISED_FIELDS:
+                if hasattr(own, name):
+                    delattr(own, name)
+            with torch.device("meta"):
+                blank: Any = factory.from_config(own, trust_remote_code=route.trust_remote_code)
+            linears = {
+                name: (module.out_features, module.in_features)
+                for name, module in blank.named_modules()
+                if isinstance(module, torch.nn.Linear)
+            }
+            tensors, num_dequantised = read_dense(folder, linears, dtype)
+            causal, info = type(blank).from_pretrained(None, config=own, state_dict=tensors, **options)
+        else:
+            causal, info = factory.from_pretrained(
+                folder,
+                config=own,
+                trust_remote_code=route.trust_remote_code,
+                local_files_only=True,
+                use_safetensors=True,
+                **options,
+            )
     for kind in ("missing_keys", "mismatched_keys"):
         names = sorted(str(one if isinstance(one, str) else one[0]) for one in info.get(kind) or ())
         if names:
@@ -352,7 +374,13 @@ def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.d
         _log.warning(
             "tensors of the checkpoint that the model does not have", count=len(unexpected), some=unexpected[:5]
         )
-    return causal.eval().requires_grad_(False)
+    return causal.eval().requires_grad_(False), num_dequantised
+
+
+def _forms(count: int, compute: torch.dtype, quantization: str) -> tuple[tuple[str, int], ...]:
+    """Return the form in which `count` matrices of a quantised checkpoint run: see ModelConfig.weight_forms."""
+    form = str(compute).removeprefix("torch.") if quantization == "none" else quantization
+    return ((form, count),) if count else ()
 
 
 def _dense_bytes(causal: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,11 @@ class Checkpoint:
 
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._tensors
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self._tensors.keys()
 
     def dtype(self, tensor: str) -> torch.dtype:
         """Return the dtype that the tensor is stored in."""

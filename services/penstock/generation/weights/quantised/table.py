@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from penstock.common.errors import StartupError
@@ -48,6 +49,8 @@ class Gguf(QuantFormat):
 
 _CLASSES = (Gptq, Awq, CompressedTensors, BitsAndBytes, TorchAo, Fp8, FbgemmFp8, Gguf)
 FORMATS: dict[str, Callable[[ConfigReader], QuantFormat]] = {one.method: one for one in _CLASSES}
+# Fields of config.json that tell of a quantised checkpoint: compressed-tensors had one of its own once.
+QUANTISED_FIELDS = (FIELD, "compression_config")
 # Help for methods that are not read, where there is any but the unquantised checkpoint.
 _ADVICE = {
     "auto-round": f"AutoRound exports to the format auto_gptq or llm_compressor, too; or {UNQUANTISED}",
@@ -62,9 +65,7 @@ def read_format(config: ConfigReader) -> QuantFormat | None:
 
     Raises StartupError naming the field of quantization_config that is not supported.
     """
-    # compressed-tensors had a field of its own once.
-    name = FIELD if config.has(FIELD) or not config.has("compression_config") else "compression_config"
-    fields = config.mapping(name)
+    fields = config.mapping(next(filter(config.has, QUANTISED_FIELDS), FIELD))
     if fields is None:
         return None
     method = fields.values.get("quant_method")
@@ -86,3 +87,33 @@ def open_checkpoint(
     format = read_format(ConfigReader(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
     files = Checkpoint(folder, progress)
     return files if format is None else QuantisedCheckpoint(files, format)
+
+
+def read_dense(
+    folder: Path, linears: Mapping[str, tuple[int, int]], dtype: torch.dtype, progress: CountBytes | None = None
+) -> tuple[dict[str, Tensor], int]:
+    """Read all tensors of a quantised folder, matrices of `linears` (module -> outputs, inputs) as the numbers that
+    they mean, in `dtype`, the others as they are stored. Return them by name, and the number of quantised matrices.
+
+    Raises StartupError naming a tensor that belongs to a quantised matrix of no linear layer, as of fused experts.
+    """
+    files = Checkpoint(folder, progress)
+    format = read_format(ConfigReader(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
+    if format is None:
+        raise TypeError(f"{folder} is not quantised")
+    checkpoint = QuantisedCheckpoint(files, format)
+    weights: dict[str, tuple[int, ...]] = {f"{module}.weight": shape for module, shape in linears.items()}
+    others = {name: files.shape(name) for name in files.names if name.rpartition(".")[0] not in linears}
+    biases = {name: files.shape(name) for name in files.names if name.endswith(".bias")}
+    checkpoint.check({}, {**weights, **others, **biases})
+    found: dict[str, Tensor] = {}
+    count = 0
+    for name in (*weights, *others, *biases):
+        if name not in checkpoint:
+            continue
+        if checkpoint.is_quantised(name):
+            found[name] = torch.cat([piece.to(dtype) for piece in checkpoint.pieces(name)])
+            count += 1
+        else:
+            found[name] = checkpoint.take(name).clone()
+    return found, count
