@@ -92,6 +92,8 @@ Examples:
 
   penstock bench --rate 8 --duration 30s --slo-ttft 500ms --slo-tpot 50ms
 
+  penstock bench --rates 1,2,4,8 --duration 30s --slo-ttft 500ms --dataset prompts.jsonl --plot curves.svg
+
   penstock bench --direct --address 127.0.0.1:50052 --common-prefix-tokens 512 --prompt-tokens 544"""
 
 DEBUG_EPILOG = """No token, text or request id is shown: a request is the first 12 digits of its id's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,45 @@ def test_an_open_loop_of_texts_through_the_whole_stack() -> None:
     assert "is a router: leave --direct out" in confused[2]
     assert unknown[0] == 1
     assert "--model nobody" in unknown[2]
+
+
+def test_a_sweep_of_rates_over_a_dataset(tmp_path: Path) -> None:
+    records = [{"prompt": "once upon a time"}, {"messages": [{"role": "user", "content": "hello"}], "output_tokens": 3}]
+    dataset, plot = tmp_path / "prompts.json", tmp_path / "curves.svg"
+    dataset.write_text(json.dumps(records))
+    flags = ("--rates", "40,20", "--requests", "8", "--warmup", "2", "--output-tokens", "5", "--plot", str(plot))
+    with Stack() as stack:
+        sweep = ("--address", stack.address, *flags, "--dataset", str(dataset))
+        code, figures, stderr = asyncio.run(bench(*sweep, "--slo-ttft", "60s"))
+        missed = asyncio.run(bench(*sweep, "--slo-ttft", "0ms", "--quiet"))
+    assert code == 0, stderr
+    assert (code, figures["requests"], figures["succeeded"], figures["greatest_rate_served"]) == (0, 16, 16, 40)
+    assert [(run["rate"], run["succeeded"], run["goodput"]["share"]) for run in figures["runs"]] == [
+        (40, 8, 1.0),
+        (20, 8, 1.0),
+    ]
+    # Every prompt as often as the other, and each has its own length.
+    assert {run["output_tokens"] for run in figures["runs"]} == {4 * 5 + 4 * 3}
+    assert all(run["prompt_tokens_per_second"] > 0 for run in figures["runs"])
+    assert "penstock: 40 requests/s: " in stderr
+    assert plot.read_text().startswith("<?xml")
+    assert (missed[0], missed[1]["greatest_rate_served"]) == (0, None)
+
+
+def test_a_sweep_is_a_table(model: Path) -> None:
+    async def table() -> str:
+        async with generation_service(model) as client:
+            flags = ("--direct", "--rates", "30", "--requests", "3", "--prompt-tokens", "4", "--output-tokens", "3")
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "penstock.cli.main", "bench", "--address", client.running.address, *flags),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "COLUMNS": "160"},
+            )
+            stdout, _ = await process.communicate()
+            return stdout.decode()
+
+    found = asyncio.run(table())
+    assert "100.0%" in found
+    assert "greatest rate with 0.99 served" in found
+    assert "30 requests/s" in found

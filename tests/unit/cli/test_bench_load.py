@@ -8,7 +8,7 @@ import time
 import pytest
 from penstock.cli.bench.config import BenchConfig, lengths
 from penstock.cli.bench.load import NOT_SENT, Loop, Run
-from penstock.cli.bench.report import distribution, summary
+from penstock.cli.bench.report import distribution, greatest_rate_served, summary
 from penstock.cli.bench.target import BenchPrompt, Prompts, Sample
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
@@ -156,3 +156,24 @@ def test_rates_that_are_none_name_the_flag(rate: str) -> None:
 def test_lengths_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         lengths(text)
+
+
+def run_of(rate: float, served: int, goodput: float | None = None) -> dict[str, object]:
+    objectives = {} if goodput is None else {"goodput": {"share": goodput}}
+    return {"rate": rate, "requests": 100, "succeeded": served, **objectives}
+
+
+@pytest.mark.parametrize(
+    ("runs", "share", "rate"),
+    [
+        ([run_of(1, 100), run_of(2, 99), run_of(4, 98)], 0.99, 2),
+        ([run_of(4, 98), run_of(1, 100), run_of(2, 99)], 0.99, 2),
+        ([run_of(1, 98), run_of(2, 100)], 0.99, None),
+        ([run_of(1, 100, 1.0), run_of(2, 100, 0.5)], 0.9, 1),
+        ([run_of(1, 100, 1.0), run_of(2, 100, 0.5)], 0.5, 2),
+    ],
+)
+def test_the_greatest_rate_served_is_one_below_which_all_were(
+    runs: list[dict[str, object]], share: float, rate: float | None
+) -> None:
+    assert greatest_rate_served(runs, share) == rate

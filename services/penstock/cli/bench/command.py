@@ -12,8 +12,10 @@ from typing import Any
 
 from penstock import __version__
 from penstock.cli.bench.config import BenchConfig
-from penstock.cli.bench.load import Loop, Run
-from penstock.cli.bench.report import summary, tables
+from penstock.cli.bench.dataset import DatasetPrompts
+from penstock.cli.bench.load import Loop, PromptSource, Run
+from penstock.cli.bench.plot import check_plot, draw
+from penstock.cli.bench.report import greatest_rate_served, summary, sweep_tables, tables
 from penstock.cli.bench.target import Prompts, Target
 from penstock.cli.client.connection import connect
 from penstock.cli.console import complain, console
@@ -30,6 +32,7 @@ class ProgressLine:
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._next = quiet, 0.0
+        self.label = ""
         self._terminal = sys.stderr.isatty()
 
     def __call__(self, run: Run) -> None:
@@ -38,7 +41,7 @@ class ProgressLine:
             return
         self._next = now + (PROGRESS_SECONDS if self._terminal else 10 * PROGRESS_SECONDS)
         failed = sum(bool(sample.failure) for sample in run.samples)
-        line = f"{len(run.samples)} ended of {run.sent} sent, {failed} failed, {now - run.started:.0f} s"
+        line = f"{self.label}{len(run.samples)} ended of {run.sent} sent, {failed} failed, {now - run.started:.0f} s"
         sys.stderr.write(f"\r\x1b[K{line}" if self._terminal else f"penstock: {line}\n")
         sys.stderr.flush()
 
@@ -52,38 +55,60 @@ class ProgressLine:
 def run_bench(given: Overrides) -> int:
     """Send the load and show the figures; return 1 when no request succeeded. Raises StartupError, PenstockError."""
     config = from_env_and_flags(BenchConfig, given)
-    _check_writable(config.json)
+    _check_writable("--json", config.json)
+    _check_writable("--plot", config.plot)
+    if config.plot is not None:
+        check_plot(config.plot)
     result = asyncio.run(_measure(config))
     _write(config, result)
     return 0 if result["succeeded"] else 1
 
 
 async def _measure(config: BenchConfig) -> dict[str, Any]:
+    prompts: PromptSource | None = None if config.dataset is None else DatasetPrompts(config, config.dataset)
     target, progress = connect(config, lambda client: Target(config, client)), ProgressLine(config.quiet)
+    runs: list[dict[str, Any]] = []
     try:
         await target.wait_ready()
-        loop = Loop(config, target, Prompts(config, await target.vocab_size()), progress)
-        await loop.warm_up()
-        run = await loop.measure()
+        # Asked for in any case: it says in good words what is wrong with the address or --model.
+        vocab_size = await target.vocab_size()
+        prompts = prompts or Prompts(config, vocab_size)
+        for load in config.loads:
+            if config.rates is not None:
+                progress.label = f"{load.rate:g} requests/s: "
+            target.forget_prefixes()
+            loop = Loop(load, target, prompts, progress)
+            await loop.warm_up()
+            runs.append(summary(await loop.measure(), load))
     finally:
         progress.end()
         await target.close()
-    return summary(run, config)
+    if config.rates is None:
+        return runs[0]
+    return {
+        "requests": sum(run["requests"] for run in runs),
+        "succeeded": sum(run["succeeded"] for run in runs),
+        "greatest_rate_served": greatest_rate_served(runs, config.slo_share),
+        "runs": runs,
+    }
 
 
-def _check_writable(path: str | None) -> None:
-    """Check the file before the load rather than after it. Raises StartupError."""
-    if path in (None, "-"):
+def _check_writable(flag: str, path: str | None) -> None:
+    """Check a file before the load rather than after it. Raises StartupError."""
+    if path is None or (path == "-" and flag == "--json"):
         return
     try:
-        Path(str(path)).expanduser().touch()
+        Path(path).expanduser().touch()
     except OSError as error:
-        raise StartupError(f"--json {path}: {error.strerror}", flag="--json") from error
+        raise StartupError(f"{flag} {path}: {error.strerror}", flag=flag) from error
 
 
 def _write(config: BenchConfig, result: dict[str, Any]) -> None:
     if config.json != "-":
-        console().print(*tables(result))
+        console().print(*(tables(result) if config.rates is None else sweep_tables(result, config.slo_share)))
+    if config.plot is not None:
+        draw(result, config)
+        complain(f"drawn in {config.plot}")
     if config.json is None:
         return
     settings = {name: value for name, value in asdict(config).items() if name not in _SECRETS}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.common.options import option
@@ -20,6 +20,22 @@ def lengths(text: str) -> tuple[int, int]:
     if not 1 <= first <= last:
         raise ValueError("expected at least 1, the smaller number first")
     return first, last
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Parse rates with commas, such as `1,2,4`. Raises ValueError."""
+    try:
+        found = tuple(float(one) for one in text.split(","))
+    except ValueError:
+        raise ValueError("expected numbers with commas") from None
+    if any(not 0.001 <= one <= 1e6 for one in found):
+        raise ValueError("expected rates from 0.001 to 1000000")
+    return found
+
+
+def _checked_rates(text: str) -> str:
+    rates(text)
+    return text
 
 
 def _checked(text: str) -> str:
@@ -45,6 +61,13 @@ class BenchConfig(ConnectionConfig):
         minimum=0.001,
         maximum=1e6,
     )
+    rates: str | None = option(
+        None,
+        "Open loops of these rates, one after the other, each with its own --requests or --duration.",
+        group=LOAD,
+        metavar="NUMBER,…",
+        parse=_checked_rates,
+    )
     requests: int | None = option(
         None, "Stop after so many; 64 without --duration.", group=LOAD, minimum=1, maximum=10_000_000
     )
@@ -59,6 +82,13 @@ class BenchConfig(ConnectionConfig):
     direct: bool = option(False, "The address is a generation service, not a router.", group=REQUESTS)
     text: bool = option(
         False, "Send words, about as many as tokens are asked for, so that the tokenizer has work.", group=REQUESTS
+    )
+    dataset: str | None = option(
+        None,
+        "Prompts of a file, in random order, instead of random ones: JSON or JSON lines with `prompt`, `messages`, or "
+        "`conversations` as ShareGPT has them, and `output_tokens` where it says them; other files: a prompt a line.",
+        group=REQUESTS,
+        metavar="FILE",
     )
     prompt_tokens: str = option("128", "Length of a prompt.", group=REQUESTS, metavar="N|MIN-MAX", parse=_checked)
     output_tokens: str = option("64", "Length of an output.", group=REQUESTS, metavar="N|MIN-MAX", parse=_checked)
@@ -97,16 +127,32 @@ class BenchConfig(ConnectionConfig):
         None, "Goodput: an end within this.", group=OBJECTIVES, flag="--slo-total", minimum=0
     )
 
+    slo_share: float = option(
+        0.99,
+        "Share of the requests that must meet them, for the greatest of --rates that counts as served.",
+        group=OBJECTIVES,
+        minimum=0.01,
+        maximum=1,
+    )
+
     json: str | None = option(
         None, "Write the figures there as JSON; - is standard output.", group=REPORT, metavar="FILE"
+    )
+    plot: str | None = option(
+        None, "Draw curves over --rates there, PNG, SVG or PDF by its ending.", group=REPORT, metavar="FILE"
     )
     quiet: bool = option(False, "Show no progress.", group=REPORT)
 
     def __post_init__(self) -> None:
         from penstock.common.errors import StartupError  # imports grpc, which --help must not wait for
 
-        if self.rate is not None and self.concurrency is not None:
-            raise StartupError("--rate is an open loop and --concurrency a closed one: choose", flag="--rate")
+        given = [name for name in ("rate", "rates", "concurrency") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise StartupError(
+                f"--{given[0]} and --{given[1]} are two loads: --rate is an open loop, --rates several of them, "
+                "--concurrency a closed one",
+                flag=f"--{given[0]}",
+            )
         shortest = lengths(self.prompt_tokens)[0]
         if 0 < shortest <= self.common_prefix_tokens:
             raise StartupError(
@@ -114,8 +160,21 @@ class BenchConfig(ConnectionConfig):
                 "its own",
                 flag="--common-prefix-tokens",
             )
+        if self.plot is not None and self.rates is None:
+            raise StartupError("--plot draws curves over several rates: give --rates", flag="--plot")
+        if self.dataset is not None and self.text:
+            raise StartupError("--text makes words up, and --dataset has its own: choose", flag="--text")
         if self.direct and self.text:
             raise StartupError("--text needs a router: a generation service takes token ids", flag="--text")
+        if self.direct and self.dataset is not None:
+            raise StartupError("--dataset needs a router: a generation service takes token ids", flag="--dataset")
+
+    @property
+    def loads(self) -> list[BenchConfig]:
+        """The load of each of --rates; without them the one that this is."""
+        if self.rates is None:
+            return [self]
+        return [replace(self, rate=rate, rates=None, plot=None) for rate in rates(self.rates)]
 
     @property
     def num_requests(self) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.cli.bench.config import BenchConfig
-from penstock.cli.bench.target import BenchPrompt, Prompts, Sample
+from penstock.cli.bench.target import BenchPrompt, Sample
 
 # Error of an open loop when the server does not keep up: the request was never sent.
 NOT_SENT = "NOT_SENT max_open_requests"
@@ -40,10 +40,16 @@ class Run:
 Progress = Callable[[Run], None]
 
 
+class PromptSource(Protocol):
+    """Prompts without an end."""
+
+    def __next__(self) -> BenchPrompt: ...
+
+
 class Loop:
     """Sender of `config`'s load, once."""
 
-    def __init__(self, config: BenchConfig, server: LoadTarget, prompts: Prompts, progress: Progress) -> None:
+    def __init__(self, config: BenchConfig, server: LoadTarget, prompts: PromptSource, progress: Progress) -> None:
         self._config, self._server, self._prompts, self._progress = config, server, prompts, progress
         self._run = Run()
 

@@ -63,6 +63,7 @@ def summary(run: Run, config: BenchConfig) -> dict[str, Any]:
     within = [sample for sample in good if meets(sample, config)]
     seconds = max(run.ended - run.started, 1e-9)
     result: dict[str, Any] = {
+        **({} if config.rate is None else {"rate": config.rate}),
         "seconds": round(seconds, 3),
         "requests": len(run.samples),
         "succeeded": len(good),
@@ -87,6 +88,47 @@ def summary(run: Run, config: BenchConfig) -> dict[str, Any]:
             "share": round(len(within) / len(run.samples), 4) if run.samples else 0.0,
         }
     return result
+
+
+def share_served(result: dict[str, Any]) -> float:
+    """Return the share of a run's requests that ended well and, where objectives are set, within them."""
+    if "goodput" in result:
+        return float(result["goodput"]["share"])
+    return result["succeeded"] / result["requests"] if result["requests"] else 0.0
+
+
+def greatest_rate_served(runs: list[dict[str, Any]], share: float) -> float | None:
+    """Return the greatest rate at which, and at all smaller ones, `share` of the requests were served; None without
+    one."""
+    found = None
+    for run in sorted(runs, key=lambda run: float(run["rate"])):
+        if share_served(run) < share:
+            break
+        found = float(run["rate"])
+    return found
+
+
+def sweep_tables(result: dict[str, Any], share: float) -> list[Table]:
+    """Make tables of the runs of several rates for people."""
+    served = Table("rate", "served", "goodput/s", "tok/s", "first token p50", "p99", "a token p50", "p99", "failed")
+    for run in result["runs"]:
+        times = run["milliseconds"]
+        served.add_row(
+            f"{run['rate']:g}",
+            f"{share_served(run):.1%}",
+            f"{run.get('goodput', run)['requests_per_second']:g}",
+            f"{run['output_tokens_per_second']:g}",
+            *(_time(times[name], at) for name in ("ttft", "tpot") for at in ("p50", "p99")),
+            escape(", ".join(f"{count} × {status}" for status, count in run["failures"].items())),
+        )
+    rate = result["greatest_rate_served"]
+    verdict = Table("", "", show_header=False)
+    verdict.add_row(f"greatest rate with {share:.4g} served", "none" if rate is None else f"{rate:g} requests/s")
+    return [served, verdict]
+
+
+def _time(found: dict[str, float] | None, at: str) -> str:
+    return "" if found is None else f"{found[at]:.1f} ms"
 
 
 def tables(result: dict[str, Any]) -> list[Table]:

@@ -84,11 +84,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """Prompt of a request. `text` is set where words are sent instead of ids."""
+    """Prompt of a request. `text` is set where words are sent instead of ids; of `messages` (role, text) the model's
+    template makes the prompt."""
 
     token_ids: list[int]
     text: str | None
     output_tokens: int
+    messages: list[tuple[str, str]] | None = None
 
 
 class Prompts:
@@ -117,8 +119,7 @@ class Target:
         """Make it, on the event loop. Raises as ClientConfig does for files and tokens."""
         self._config, address = config, config.address
         self._metadata = client.metadata(address)
-        # The same seed makes the same prompts: blocks of an earlier run in the prefix cache must not be used.
-        self._salt = secrets.token_hex(8)
+        self.forget_prefixes()
         options = client.channel_options()
         if client.tls:
             self._channel = grpc.aio.secure_channel(address, client.tls.credentials(), options)
@@ -127,6 +128,11 @@ class Target:
         self._text: Any = text_pb2_grpc.TextServiceStub(self._channel)
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._model: Any = model_pb2_grpc.ModelServiceStub(self._channel)
+
+    def forget_prefixes(self) -> None:
+        """Take another cache salt. The same seed, and a dataset, make the same prompts: blocks of an earlier run in
+        the prefix cache must not be used."""
+        self._salt = secrets.token_hex(8)
 
     async def close(self) -> None:
         """End the connection."""
@@ -186,6 +192,7 @@ class Target:
                     sample.arrivals.append((time.perf_counter(), len(message.delta.token_ids)))
                 elif event == "finished":
                     finished = True
+                    sample.prompt_tokens = message.finished.usage.prompt_tokens or sample.prompt_tokens
         except grpc.RpcError as error:
             found = from_rpc_error(error)
             sample.failure, sample.message = _status(found), self._explained(found)
@@ -208,7 +215,13 @@ class Target:
             return self._generation.Generate(
                 generation_pb2.GenerateRequest(prompt_token_ids=prompt.token_ids, **common), **call
             )
-        request = text_pb2.GenerateTextRequest(output=config_pb2.OutputConfig(return_token_ids=True), **common)
+        common["output"] = config_pb2.OutputConfig(return_token_ids=True)
+        if prompt.messages is not None:
+            chat = text_pb2.ChatRequest(**common)
+            for role, text in prompt.messages:
+                chat.messages.add(role=role, content=text)
+            return self._text.Chat(chat, **call)
+        request = text_pb2.GenerateTextRequest(**common)
         if prompt.text is None:
             request.token_ids.CopyFrom(common_pb2.TokenIds(ids=prompt.token_ids))
         else:
