@@ -29,6 +29,11 @@ def event(value: Any) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
 
 
+def named_event(name: str, value: Mapping[str, Any]) -> bytes:
+    """One server-sent event with a name, which is its object's type as well."""
+    return f"event: {name}\n".encode() + event({"type": name, **value})
+
+
 def finish_reason(choice: Choice) -> str:
     """OpenAI's word for the end of a sequence."""
     return _REASONS.get(choice.finish_reason or "", "stop")

@@ -30,8 +30,9 @@ from penstock.gateway.chat_page import page_routes
 from penstock.gateway.completions import completions
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import Clients, Endpoint, Handler, Places, call_metadata
-from penstock.gateway.errors import HttpError, error_bytes, no_route
+from penstock.gateway.errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, ErrorShape, HttpError, no_route
 from penstock.gateway.http_server import HttpServer
+from penstock.gateway.messages import count_tokens, messages
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.text_routes import (
     apply_template,
@@ -55,6 +56,8 @@ _CLOSE_SECONDS = 0.5
 _POST: dict[str, Handler] = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
+    "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
     "/v1/embeddings": embeddings,
     "/v1/score": score,
     "/tokenize": tokenize,
@@ -65,6 +68,11 @@ _GET: dict[str, Handler] = {
     "/v1/models": list_models,
     "/v1/models/{name:path}": get_model,
     "/options": list_options,
+}
+# Routes whose errors are not in OpenAI's form.
+_ERRORS: dict[str, ErrorShape] = {
+    "/v1/messages": ANTHROPIC_ERRORS,
+    "/v1/messages/count_tokens": ANTHROPIC_ERRORS,
 }
 _log = get_logger("penstock.gateway")
 
@@ -193,6 +201,7 @@ class GatewayApp(OwnServer):
                 metrics=self._metrics,
                 tracer=self._tracing,
                 has_body=method == "POST",
+                errors=_ERRORS.get(path, OPENAI_ERRORS),
             )
             return Route(path, endpoint, methods=[method])
 
@@ -236,18 +245,18 @@ class GatewayApp(OwnServer):
     async def _answer_metrics(self, request: Request) -> Response:
         if self._tokens is not None and not self._tokens.accepts(request.headers.get("authorization")):
             error = HttpError(401, "/metrics needs a bearer token of --metrics-token-file", reason="UNAUTHENTICATED")
-            return Response(error_bytes(error, {}), 401, {"www-authenticate": "Bearer"}, "application/json")
+            return Response(OPENAI_ERRORS.body(error, {}), 401, {"www-authenticate": "Bearer"}, "application/json")
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), headers={"content-type": content_type})
 
     async def _no_route(self, request: Request, _: Exception) -> Response:
         self._metrics.requests("other", "404").inc()
-        return Response(error_bytes(no_route(), {}), 404, media_type="application/json")
+        return Response(OPENAI_ERRORS.body(no_route(), {}), 404, media_type="application/json")
 
     async def _no_method(self, request: Request, _: Exception) -> Response:
         self._metrics.requests("other", "405").inc()
         error = HttpError(405, "this path takes another method", reason="METHOD_NOT_ALLOWED")
-        return Response(error_bytes(error, {}), 405, media_type="application/json")
+        return Response(OPENAI_ERRORS.body(error, {}), 405, media_type="application/json")
 
 
 def _json(value: object, status: int) -> Response:

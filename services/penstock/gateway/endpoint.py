@@ -35,7 +35,7 @@ from penstock.common.tracing import (
     parse_context,
 )
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.errors import HttpError, error_bytes, error_headers, internal, status_of
+from penstock.gateway.errors import OPENAI_ERRORS, ErrorShape, HttpError, error_headers, internal, status_of
 from penstock.gateway.http_server import ABORT
 from penstock.gateway.metrics import GatewayMetrics
 
@@ -90,6 +90,14 @@ Handler = Callable[[HttpCall], Awaitable[Answer]]
 
 def _id_header(request_id: str) -> list[tuple[bytes, bytes]]:
     return [(REQUEST_ID_KEY.encode(), request_id.encode("ascii", "ignore"))] if request_id else []
+
+
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Return the caller's bearer token with its scheme; Anthropic's clients send theirs as x-api-key."""
+    shown = headers.get(b"authorization")
+    if shown is None and b"x-api-key" in headers:
+        return b"Bearer " + headers[b"x-api-key"]
+    return shown
 
 
 def call_metadata() -> tuple[tuple[str, str], ...]:
@@ -176,9 +184,11 @@ class Endpoint:
         metrics: GatewayMetrics,
         tracer: Tracer | None = None,
         has_body: bool = True,
+        errors: ErrorShape = OPENAI_ERRORS,
     ) -> None:
         """Make it. Without `has_body` it is a GET, which no span tells of and every page may send."""
         self._route, self._handler, self._has_body = route, handler, has_body
+        self._errors = errors
         self._tracer = tracer
         self._clients, self._config, self._places, self._metrics = clients, config, places, metrics
 
@@ -191,7 +201,7 @@ class Endpoint:
         # Of the request before it on the connection, where that was read ahead.
         current_span.set(None)
         span = self._begin_span(headers, scope) if self._tracer is not None and self._has_body else None
-        exchange = _Exchange(scope, receive, send, self._config, self._metrics, begin)
+        exchange = _Exchange(scope, receive, send, self._config, self._metrics, begin, self._errors)
         exchange.request_id = request_id
         try:
             await self._answer(exchange, scope, headers)
@@ -221,7 +231,7 @@ class Endpoint:
                 # A GET's body, which hardly one has, is taken off the connection and not looked at.
                 sent = await exchange.read_body(headers)
                 body = _parsed(sent) if self._has_body else {}
-                client = self._clients.of(headers.get(b"authorization"))
+                client = self._clients.of(_authorization(headers))
                 tail = str(scope.get("path_params", {}).get("name", ""))
                 call = HttpCall(body, client, self._config, tail, request_id=exchange.request_id)
                 await exchange.run(self._handler, call)
@@ -276,14 +286,21 @@ class _Exchange:
     """The reader's side of one request."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, config: GatewayConfig, metrics: GatewayMetrics, begin: float
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        config: GatewayConfig,
+        metrics: GatewayMetrics,
+        begin: float,
+        errors: ErrorShape,
     ) -> None:
         self.status = 0
         # Reason of the error that it ended with; for the span.
         self.reason = ""
         self.request_id = ""
         self._scope, self._receive, self._send = scope, receive, send
-        self._config, self._metrics, self._begin = config, metrics, begin
+        self._config, self._metrics, self._begin, self._errors = config, metrics, begin, errors
         self._task = asyncio.current_task()
         self._is_gone = False
         self._has_stalled = False
@@ -374,12 +391,12 @@ class _Exchange:
                 # The status has gone: the error is an event, after which [DONE] does not come.
                 known = error if isinstance(error, PenstockError) else from_rpc_error(error)
                 self.status, self.reason = status_of(known), known.reason
-                last = b"data: " + error_bytes(known, call.names) + b"\n\n"
+                last = self._errors.last_event(known, call.names)
                 await self._send({"type": "http.response.body", "body": last, "more_body": True})
             except Exception:
                 _log.exception("a stream failed", route=self._scope.get("path"))
                 self.status, self.reason = 500, "INTERNAL"
-                last = b"data: " + error_bytes(internal(), call.names) + b"\n\n"
+                last = self._errors.last_event(internal(), call.names)
                 await self._send({"type": "http.response.body", "body": last, "more_body": True})
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -395,7 +412,8 @@ class _Exchange:
         if call is None and self.status in (408, 413):
             # What is left of the body is not read.
             headers.append((b"connection", b"close"))
-        await self._send_whole(self.status, error_bytes(error, call.names if call is not None else {}), headers)
+        names = call.names if call is not None else {}
+        await self._send_whole(self.status, self._errors.body(error, names), headers)
 
     async def _send_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status

@@ -1,10 +1,11 @@
-"""Errors as OpenAI's API has them: a status and `{"error": {…}}`, with Penstock's reason and field inside."""
+"""Errors as OpenAI's and Anthropic's APIs have them: a status and an object, Penstock's reason and field inside."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -30,6 +31,8 @@ _STATUSES: Mapping[_Code, tuple[int, str]] = {
 _HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # OpenAI's codes, where it has one for a reason of ours; else it is the reason in small letters.
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
+# Anthropic's types where they are others: https://docs.anthropic.com/en/api/errors
+_ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 501: "api_error", 503: "overloaded_error"}
 # Messages of the protos, which HTTP's fields are not in.
 _SECTIONS = ("config", "stop", "output", "constraint")
 
@@ -71,9 +74,40 @@ def error_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]
     }
 
 
-def error_bytes(error: PenstockError, names: Mapping[str, str]) -> bytes:
-    """`error_body` as JSON."""
-    return json.dumps(error_body(error, names), ensure_ascii=False).encode("utf-8", "replace")
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """Form that a route's callers expect errors in: as a whole answer, and as the last event of a stream.
+
+    Both are made of the error and of how the request spelt options.
+    """
+
+    whole: Callable[[PenstockError, Mapping[str, str]], Any]
+    # Line before the event's data.
+    event: bytes = b""
+
+    def body(self, error: PenstockError, names: Mapping[str, str]) -> bytes:
+        """Return a whole answer."""
+        return json.dumps(self.whole(error, names), ensure_ascii=False).encode("utf-8", "replace")
+
+    def last_event(self, error: PenstockError, names: Mapping[str, str]) -> bytes:
+        """Return an event."""
+        return self.event + b"data: " + self.body(error, names) + b"\n\n"
+
+
+def _typed_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]:
+    return {"type": "error", **error_body(error, names)}
+
+
+def _anthropic_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]:
+    made = _typed_body(error, names)
+    made["error"]["type"] = _ANTHROPIC_TYPES.get(status_of(error), made["error"]["type"])
+    return made
+
+
+OPENAI_ERRORS = ErrorShape(error_body)
+# Of /v1/responses, whose streams have events with names.
+RESPONSE_ERRORS = ErrorShape(_typed_body, b"event: error\n")
+ANTHROPIC_ERRORS = ErrorShape(_anthropic_body, b"event: error\n")
 
 
 def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:

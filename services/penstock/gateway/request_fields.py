@@ -182,6 +182,14 @@ def checked(options: Mapping[str, Any], make: Callable[[], T]) -> T:
         raise _named(error, options) from None
 
 
+async def checked_call(work: Any) -> Any:
+    """Await a call of the client. Raises InvalidArgument for a value that its message cannot hold."""
+    try:
+        return await work
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidArgument("body", "has a value of a wrong type, or out of range") from None
+
+
 def _named(error: Exception, options: Mapping[str, Any]) -> InvalidArgument:
     """Return the error that names the option whose value cannot be sent."""
     if (pair := _TOGETHER.match(str(error))) is not None:

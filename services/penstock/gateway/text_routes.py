@@ -14,7 +14,7 @@ from typing import Any
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.gateway.answers import dumps, usage_of
 from penstock.gateway.endpoint import Answer, HttpCall
-from penstock.gateway.request_fields import Fields, checked, ids_of, messages_of, tools_of, typed
+from penstock.gateway.request_fields import Fields, checked, checked_call, ids_of, messages_of, tools_of, typed
 from penstock.generation.options.limits import DEFAULT_LIMITS
 from penstock.generation.options.table import SECTIONS
 
@@ -137,14 +137,6 @@ async def score(call: HttpCall) -> Answer:
             "usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens")},
         }
     )
-
-
-async def checked_call(work: Any) -> Any:
-    """Await a call of the client. Raises InvalidArgument for a value that its message cannot hold."""
-    try:
-        return await work
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidArgument("body", "has a value of a wrong type, or out of range") from None
 
 
 def _plain(value: Any) -> Any:

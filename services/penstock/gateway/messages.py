@@ -1,0 +1,373 @@
+"""`/v1/messages`: a conversation in Anthropic's form, its answer whole or as events, and the count of its tokens.
+
+The form is that of the API's version 2023-06-01 (https://docs.anthropic.com/en/api/messages).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from penstock_client import AsyncStream, Choice, Completion, Delta, Usage
+
+from penstock.common.errors import InvalidArgument
+from penstock.gateway.answers import dumps, extras, named_event
+from penstock.gateway.endpoint import Answer, HttpCall
+from penstock.gateway.request_fields import Fields, checked, checked_call, options_of, typed
+
+_STOPS = {"LENGTH": "max_tokens", "MAX_TIME": "max_tokens", "ABORTED": "max_tokens", "TOOL_CALLS": "tool_use"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Fields of which nothing depends here.
+_IDLE = ("service_tier", "inference_geo", "cache_control", "speed", "diagnostics", "user_profile_id", "workspace_id")
+
+
+async def messages(call: HttpCall) -> Answer:
+    """Answer a conversation. Raises PenstockError."""
+    fields = Fields(call)
+    is_stream = fields.get("stream", bool, False)
+    options = _options(fields, call)
+    stream = _open(fields, call, options)
+    if is_stream:
+        return _events(stream, call)
+    async with stream:
+        completion = await stream.result()
+    call.request_id = completion.started.request_id
+    return dumps(_whole(completion))
+
+
+async def count_tokens(call: HttpCall) -> Answer:
+    """Answer with the number of tokens that a conversation's prompt has. Raises PenstockError."""
+    fields = Fields(call)
+    conversation = _conversation(fields, call)
+    tools, _, _ = _tools(fields)
+    variables = _variables(fields)
+    options: dict[str, Any] = {"model": fields.get("model", str, ""), **_ending(conversation)}
+    fields.done()
+    work = checked(
+        options,
+        lambda: call.client.render_chat(
+            conversation,
+            tools=tools,
+            chat_template_kwargs=variables or None,
+            timeout=call.config.answer_seconds,
+            **options,
+        ),
+    )
+    _, ids = await checked_call(work)
+    return dumps({"input_tokens": len(ids)})
+
+
+def _options(fields: Fields, call: HttpCall) -> dict[str, Any]:
+    """Take the options of generate(). Raises InvalidArgument naming a field."""
+    if fields.maybe("max_tokens", int) is None and "max_new_tokens" not in fields:
+        raise InvalidArgument("max_tokens", "must be given")
+    options = options_of(fields, call)
+    sequences = fields.maybe("stop_sequences", list)
+    if sequences is not None:
+        options["stop_strings"], call.names["stop_strings"] = sequences, "stop_sequences"
+    for name in ("output_config", "output_format"):
+        form = fields.maybe(name, dict)
+        if form is not None and name == "output_config":
+            form = typed(form.get("format") or {}, dict, "output_config.format")
+        if not form:
+            continue
+        if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict | bool):
+            raise InvalidArgument(name, "must have the type json_schema and a schema")
+        options["json_schema"], call.names["json_schema"] = form["schema"], name
+    if (options.get("num_return_sequences") or 1) != 1:
+        raise InvalidArgument(call.names["num_return_sequences"], "must be 1: an answer is one message")
+    return options
+
+
+def _open(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStream:
+    """Take what is left of the fields, report the ignored ones, and send the request."""
+    conversation = _conversation(fields, call)
+    tools, choice, parallel = _tools(fields)
+    variables = _variables(fields)
+    # A caller's own word goes first.
+    options = {**_ending(conversation), **options, "model": fields.get("model", str, "")}
+    for name in _IDLE:
+        fields.raw(name)
+    if fields.raw("mcp_servers"):
+        raise InvalidArgument("mcp_servers", "is not supported: this server calls no tools itself")
+    fields.done()
+    return checked(
+        options,
+        lambda: call.client.chat(
+            conversation,
+            tools=tools,
+            chat_template_kwargs=variables or None,
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
+            timeout=call.config.answer_seconds,
+            **options,
+        ),
+    )
+
+
+def _variables(fields: Fields) -> dict[str, Any]:
+    """Take chat_template_kwargs and thinking."""
+    variables = dict(fields.get("chat_template_kwargs", dict, {}))
+    thinking = fields.maybe("thinking", dict)
+    if thinking is not None:
+        kind = thinking.get("type")
+        if kind not in ("enabled", "disabled", "adaptive", "between_tools"):
+            raise InvalidArgument("thinking.type", "must be enabled, adaptive, between_tools or disabled")
+        # The word of Qwen's, GLM's and others' templates; a template without it does not mind.
+        variables.setdefault("enable_thinking", kind != "disabled")
+    return variables
+
+
+def _tools(fields: Fields) -> tuple[list[dict[str, Any]], str | dict[str, str] | None, bool | None]:
+    """Take tools and tool_choice: functions, choice and whether calls may be several, as the client takes them."""
+    tools = []
+    for number, tool in enumerate(fields.get("tools", list, [])):
+        at = f"tools[{number}]"
+        kind = typed(tool, dict, at).get("type")
+        if kind not in (None, "custom"):
+            raise InvalidArgument(f"{at}.type", f"must be custom: {str(kind)[:64]} is a tool of another server")
+        made = {"name": typed(tool.get("name"), str, f"{at}.name")}
+        if tool.get("description") is not None:
+            made["description"] = typed(tool["description"], str, f"{at}.description")
+        tools.append({**made, "parameters": typed(tool.get("input_schema") or {}, dict, f"{at}.input_schema")})
+    choice = fields.maybe("tool_choice", dict)
+    if choice is None:
+        return tools, None, None
+    one_only = typed(choice.get("disable_parallel_tool_use") or False, bool, "tool_choice.disable_parallel_tool_use")
+    parallel = False if one_only else None
+    if choice.get("type") == "tool":
+        return tools, {"name": typed(choice.get("name"), str, "tool_choice.name")}, parallel
+    kind = choice.get("type")
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise InvalidArgument("tool_choice.type", "must be auto, any, tool or none")
+    return tools, _CHOICES[kind], parallel
+
+
+def _ending(conversation: list[dict[str, Any]]) -> dict[str, Any]:
+    """Options that let the model go on with a last message of its own."""
+    if conversation[-1]["role"] == "assistant" and "tool_calls" not in conversation[-1]:
+        return {"continue_final_message": True, "add_generation_prompt": False}
+    return {}
+
+
+def _conversation(fields: Fields, call: HttpCall) -> list[dict[str, Any]]:
+    """Take system and messages. Raises InvalidArgument naming message and block."""
+    found: list[dict[str, Any]] = []
+    if (system := fields.raw("system")) is not None:
+        found.append({"role": "system", "content": _text(system, "system")})
+    given = fields.raw("messages")
+    if not isinstance(given, list) or not given:
+        raise InvalidArgument("messages", "must be a list with at least one message")
+    for number, message in enumerate(given):
+        where = f"messages[{number}]"
+        role = typed(message, dict, where).get("role")
+        if role not in ("user", "assistant", "system"):
+            raise InvalidArgument(f"{where}.role", "must be user or assistant")
+        call.ignored += [f"messages[].{key}" for key in message if key not in ("role", "content")]
+        content = message.get("content")
+        if role == "assistant":
+            found.append(_assistant(content, f"{where}.content"))
+        else:
+            found += _user(role, content, f"{where}.content")
+    return found
+
+
+def _blocks(content: Any, where: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield place, type and block of each block; a plain text is one."""
+    if isinstance(content, str):
+        yield where, "text", {"text": content}
+        return
+    if not isinstance(content, list):
+        raise InvalidArgument(where, "must be a text or a list of blocks")
+    for number, block in enumerate(content):
+        at = f"{where}[{number}]"
+        kind = typed(typed(block, dict, at).get("type"), str, f"{at}.type")
+        yield at, kind, block
+
+
+def _text(content: Any, where: str) -> str:
+    """Return the text of blocks of text. Raises InvalidArgument for others."""
+    return "".join(_text_of(at, kind, block) for at, kind, block in _blocks(content, where))
+
+
+def _text_of(at: str, kind: str, block: dict[str, Any]) -> str:
+    if kind != "text":
+        raise InvalidArgument(at, f"{kind[:64]} blocks are not supported here: Penstock's models read text")
+    return typed(block.get("text"), str, f"{at}.text")
+
+
+def _user(role: str, content: Any, where: str) -> list[dict[str, Any]]:
+    """Return a user's message, and before it one of the tools' for every result in it."""
+    results: list[dict[str, Any]] = []
+    text: list[str] = []
+    for at, kind, block in _blocks(content, where):
+        if kind != "tool_result":
+            text.append(_text_of(at, kind, block))
+            continue
+        result = block.get("content")
+        results.append(
+            {
+                "role": "tool",
+                "tool_call_id": typed(block.get("tool_use_id"), str, f"{at}.tool_use_id"),
+                "content": "" if result is None else _text(result, f"{at}.content"),
+            }
+        )
+    return [*results, {"role": role, "content": "".join(text)}] if text or not results else results
+
+
+def _assistant(content: Any, where: str) -> dict[str, Any]:
+    text: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for at, kind, block in _blocks(content, where):
+        if kind == "thinking":
+            reasoning.append(typed(block.get("thinking"), str, f"{at}.thinking"))
+        elif kind == "tool_use":
+            given = typed(block.get("input") or {}, dict, f"{at}.input")
+            calls.append(
+                {
+                    "id": typed(block.get("id"), str, f"{at}.id"),
+                    "name": typed(block.get("name"), str, f"{at}.name"),
+                    "arguments": json.dumps(given, ensure_ascii=False),
+                }
+            )
+        # Encrypted by another server, for itself.
+        elif kind != "redacted_thinking":
+            text.append(_text_of(at, kind, block))
+    made: dict[str, Any] = {"role": "assistant", "content": "".join(text)}
+    if reasoning:
+        made["reasoning_content"] = "".join(reasoning)
+    if calls:
+        made["tool_calls"] = calls
+    return made
+
+
+def _head(started: Any) -> dict[str, Any]:
+    return {"id": f"msg_{started.request_id}", "type": "message", "role": "assistant", "model": started.model}
+
+
+def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
+    """Anthropic's usage: tokens read from the cache are not among the input's."""
+    return {
+        "input_tokens": prompt_tokens - cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached_tokens,
+        "output_tokens": output_tokens,
+    }
+
+
+def _stop(choice: Choice, *, has_calls: bool) -> dict[str, str | None]:
+    reason = _STOPS.get(choice.finish_reason or "", "end_turn")
+    if reason == "end_turn" and has_calls:
+        reason = "tool_use"
+    if reason == "end_turn" and choice.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _whole(completion: Completion) -> dict[str, Any]:
+    choice, usage = completion.choices[0], completion.usage
+    content: list[dict[str, Any]] = []
+    if choice.reasoning:
+        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+    if choice.text:
+        content.append({"type": "text", "text": choice.text})
+    content += [
+        {"type": "tool_use", "id": one.id, "name": one.name, "input": _input(one.arguments)}
+        for one in choice.tool_calls
+    ]
+    return {
+        **_head(completion.started),
+        "content": content,
+        **_stop(choice, has_calls=bool(choice.tool_calls)),
+        "usage": _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        "penstock": extras(completion.started, completion.finished),
+    }
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments as an object; those that are none become its `arguments`."""
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        parsed = arguments
+    return parsed if isinstance(parsed, dict) else {"arguments": parsed}
+
+
+class _Blocks:
+    """Blocks of a streamed answer, of which one is open at a time."""
+
+    def __init__(self) -> None:
+        self.has_calls = False
+        self._index = -1
+        # Kind of the open block, or the number of its call.
+        self._open: str | int | None = None
+
+    def pieces(self, delta: Delta) -> bytes:
+        """Events of new output."""
+        found = []
+        if delta.reasoning:
+            thinking = {"type": "thinking", "thinking": "", "signature": ""}
+            found += [self._begin("thinking", thinking), self._more("thinking_delta", "thinking", delta.reasoning)]
+        if delta.text:
+            found += [self._begin("text", {"type": "text", "text": ""}), self._more("text_delta", "text", delta.text)]
+        for piece in delta.tool_calls:
+            self.has_calls = True
+            start: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            found.append(self._begin(piece.index, start))
+            if piece.arguments:
+                found.append(self._more("input_json_delta", "partial_json", piece.arguments))
+        return b"".join(found)
+
+    def end(self) -> bytes:
+        """Event that ends the open block."""
+        if self._open is None:
+            return b""
+        self._open = None
+        return named_event("content_block_stop", {"index": self._index})
+
+    def _begin(self, kind: str | int, start: dict[str, Any]) -> bytes:
+        if self._open == kind:
+            return b""
+        before = self.end()
+        self._open, self._index = kind, self._index + 1
+        return before + named_event("content_block_start", {"index": self._index, "content_block": start})
+
+    def _more(self, kind: str, name: str, text: str) -> bytes:
+        return named_event("content_block_delta", {"index": self._index, "delta": {"type": kind, name: text}})
+
+
+async def _events(stream: AsyncStream, call: HttpCall) -> AsyncIterator[bytes]:
+    """Events of a streamed answer: the message's begin, its blocks one after the other, reason and usage, its end."""
+    blocks = _Blocks()
+    begun = False
+    async with stream:
+        state = stream.state
+        async for delta in stream:
+            first = b""
+            if not begun:
+                begun, first = True, _begin(state.started, call)
+            if piece := first + blocks.pieces(delta):
+                yield piece
+        last = b"" if begun else _begin(state.started, call)
+        finished = state.finished
+        usage = Usage.of(finished.usage)  # type: ignore[union-attr] # the stream has ended
+        ended = {
+            "delta": _stop(state.choices[0], has_calls=blocks.has_calls),
+            "usage": _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+            "penstock": extras(state.started, finished),
+        }
+        yield last + blocks.end() + named_event("message_delta", ended) + named_event("message_stop", {})
+
+
+def _begin(started: Any, call: HttpCall) -> bytes:
+    call.request_id = started.request_id
+    message = {
+        **_head(started),
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(started.prompt_tokens, started.cached_tokens, 0),
+    }
+    return named_event("message_start", {"message": message})
