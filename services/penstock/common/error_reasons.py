@@ -122,10 +122,13 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("TOKENIZER_PROTOCOL", "INTERNAL", "the tokenizer broke the protocol", "compare the versions of router and tokenizer"),
     _row("PATH_NOT_FOUND", "NOT_FOUND", "the HTTP gateway has no such path", "take one of the gateway's page"),
     _row("ORIGIN_NOT_ALLOWED", "HTTP-403", "a page of another origin calls the HTTP gateway from a browser", "let it in: `--allowed-origin`"),
-    _row("METHOD_NOT_ALLOWED", "HTTP-405", "a path of the HTTP gateway takes another method", "GET or POST, as the gateway's page says"),
+    _row("METHOD_NOT_ALLOWED", "HTTP-405", "a path of the HTTP gateway takes another method", "GET, POST or DELETE, as the gateway's page says"),
     _row("BODY_TIMEOUT", "HTTP-408", "the body of a request did not come in time", "send it faster, or raise `--body-seconds`"),
     _row("BODY_TOO_LARGE", "HTTP-413", "the body of a request is too large", "shorten it, or raise `--max-body-bytes`"),
     _row("MAX_REQUESTS", "HTTP-429", "the HTTP gateway has as many requests as it may", "try again later, raise `--max-requests`, or start another gateway"),
+    _row("RESPONSE_NOT_FOUND", "NOT_FOUND", "the HTTP gateway keeps no such response of this caller", "it was never kept, was deleted, or is older than `--response-seconds`"),
+    _row("PREVIOUS_RESPONSE_NOT_FOUND", "INVALID_ARGUMENT", "the response to build on, or one before it, is not kept", "send its items as `input`"),
+    _row("RESPONSE_STORE_OFF", "FAILED_PRECONDITION", "the HTTP gateway keeps no responses", "start it with `--response-store`, or send all items"),
     _row("INTERNAL", "INTERNAL", "anything else; our fault", _SAY),
 )  # fmt: skip
 

@@ -30,10 +30,19 @@ from penstock.gateway.chat_page import page_routes
 from penstock.gateway.completions import completions
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import Clients, Endpoint, Handler, Places, call_metadata
-from penstock.gateway.errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, ErrorShape, HttpError, no_route
+from penstock.gateway.errors import (
+    ANTHROPIC_ERRORS,
+    OPENAI_ERRORS,
+    RESPONSE_ERRORS,
+    ErrorShape,
+    HttpError,
+    no_route,
+)
 from penstock.gateway.http_server import HttpServer
 from penstock.gateway.messages import count_tokens, messages
 from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.response_store import ResponseStore
+from penstock.gateway.responses import delete_response, get_response, list_input_items, responses
 from penstock.gateway.text_routes import (
     apply_template,
     detokenize,
@@ -58,6 +67,7 @@ _POST: dict[str, Handler] = {
     "/v1/completions": completions,
     "/v1/messages": messages,
     "/v1/messages/count_tokens": count_tokens,
+    "/v1/responses": responses,
     "/v1/embeddings": embeddings,
     "/v1/score": score,
     "/tokenize": tokenize,
@@ -67,12 +77,16 @@ _POST: dict[str, Handler] = {
 _GET: dict[str, Handler] = {
     "/v1/models": list_models,
     "/v1/models/{name:path}": get_model,
+    "/v1/responses/{name}": get_response,
+    "/v1/responses/{name}/input_items": list_input_items,
     "/options": list_options,
 }
+_DELETE: dict[str, Handler] = {"/v1/responses/{name}": delete_response}
 # Routes whose errors are not in OpenAI's form.
 _ERRORS: dict[str, ErrorShape] = {
     "/v1/messages": ANTHROPIC_ERRORS,
     "/v1/messages/count_tokens": ANTHROPIC_ERRORS,
+    "/v1/responses": RESPONSE_ERRORS,
 }
 _log = get_logger("penstock.gateway")
 
@@ -99,9 +113,13 @@ class GatewayApp(OwnServer):
         self._metrics = GatewayMetrics(registry)
         self._places = Places(config.max_requests)
         self._tracing = open_tracing(config, self.name)
+        self._responses = _open_store(config)
         self._server = HttpServer(self._application(), config)
         self._metrics.running.set_function(lambda: self._places.running)
         self._metrics.connections.set_function(lambda: self._server.connections)
+        if (store := self._responses) is not None:
+            self._metrics.responses.set_function(lambda: store.num_responses)
+            self._metrics.response_bytes.set_function(lambda: store.num_bytes)
         self._tokens = (
             TokenFile(config.metrics_token_file, "--metrics-token-file") if config.metrics_token_file else None
         )
@@ -165,6 +183,8 @@ class GatewayApp(OwnServer):
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
         await self._client.close()
+        if self._responses is not None:
+            await self._responses.close()
         if self._health_socket is not None:
             await self._health_socket.close()
         if self._tracing is not None:
@@ -202,6 +222,7 @@ class GatewayApp(OwnServer):
                 tracer=self._tracing,
                 has_body=method == "POST",
                 errors=_ERRORS.get(path, OPENAI_ERRORS),
+                responses=self._responses,
             )
             return Route(path, endpoint, methods=[method])
 
@@ -217,7 +238,7 @@ class GatewayApp(OwnServer):
         browsers = Middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-penstock-ignored-fields", "retry-after"],
         )
@@ -225,6 +246,7 @@ class GatewayApp(OwnServer):
             routes=[
                 *(route(path, handler, "POST") for path, handler in _POST.items()),
                 *(route(path, handler, "GET") for path, handler in _GET.items()),
+                *(route(path, handler, "DELETE") for path, handler in _DELETE.items()),
                 *(Route(path, handler, methods=["GET"]) for path, handler in plain.items()),
                 *page_routes(),
             ],
@@ -261,6 +283,18 @@ class GatewayApp(OwnServer):
 
 def _json(value: object, status: int) -> Response:
     return Response(dumps(value), status, media_type="application/json")
+
+
+def _open_store(config: GatewayConfig) -> ResponseStore | None:
+    """Open the store of /v1/responses; None where it is off. Raises StartupError."""
+    if config.response_store == "off":
+        return None
+    return ResponseStore(
+        config.response_store,
+        max_responses=config.max_responses,
+        max_bytes=config.max_response_bytes,
+        seconds=config.response_seconds,
+    )
 
 
 def _client_config(config: GatewayConfig) -> ClientConfig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.common.config import HTTP_PORT, ROUTER_PORT, ChannelConfig, ProcessConfig, option
 from penstock.common.errors import StartupError
 
-NETWORK, LIMITS, BROWSERS = "Network", "Limits", "Browsers"
+NETWORK, LIMITS, BROWSERS, RESPONSES = "Network", "Limits", "Browsers", "Kept responses"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,19 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
     concurrent_prompts: int = option(16, "Of these so many are with the router at once.", group=LIMITS, minimum=1)
     max_ignored_fields: int = option(
         32, "Unknown fields of a request that x-penstock-ignored-fields lists.", group=LIMITS, minimum=0
+    )
+
+    response_store: str = option(
+        "memory",
+        "Where /v1/responses keeps answers that callers build on: memory, off, or a file (SQLite) that outlives the "
+        "process and belongs to one gateway.",
+        group=RESPONSES,
+        metavar="memory|off|FILE",
+    )
+    response_seconds: float = option(30 * 86400.0, "Life of a kept response.", group=RESPONSES, minimum=1.0)
+    max_responses: int = option(20_000, "Kept responses; the oldest leave.", group=RESPONSES, minimum=1)
+    max_response_bytes: int = option(
+        64 << 20, "Bytes of the kept responses as JSON; the oldest leave.", group=RESPONSES, minimum=1024
     )
 
     def validate(self) -> None:

@@ -38,6 +38,7 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import OPENAI_ERRORS, ErrorShape, HttpError, error_headers, internal, status_of
 from penstock.gateway.http_server import ABORT
 from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.response_store import ResponseStore
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -74,6 +75,12 @@ class HttpCall:
     ignored: list[str] = field(default_factory=list)
     # That of the caller, or a new one; later that of the router, where several requests are made of this one.
     request_id: str = ""
+    # Query of the URL.
+    query: str = ""
+    # Bearer token with its scheme.
+    authorization: bytes | None = None
+    # None: /v1/responses keeps none.
+    responses: ResponseStore | None = None
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers that every answer has."""
@@ -185,10 +192,11 @@ class Endpoint:
         tracer: Tracer | None = None,
         has_body: bool = True,
         errors: ErrorShape = OPENAI_ERRORS,
+        responses: ResponseStore | None = None,
     ) -> None:
-        """Make it. Without `has_body` it is a GET, which no span tells of and every page may send."""
+        """Make it. Without `has_body` it is a GET or DELETE, which no span tells of and every page may send."""
         self._route, self._handler, self._has_body = route, handler, has_body
-        self._errors = errors
+        self._errors, self._responses = errors, responses
         self._tracer = tracer
         self._clients, self._config, self._places, self._metrics = clients, config, places, metrics
 
@@ -231,9 +239,19 @@ class Endpoint:
                 # A GET's body, which hardly one has, is taken off the connection and not looked at.
                 sent = await exchange.read_body(headers)
                 body = _parsed(sent) if self._has_body else {}
-                client = self._clients.of(_authorization(headers))
+                shown = _authorization(headers)
+                client = self._clients.of(shown)
                 tail = str(scope.get("path_params", {}).get("name", ""))
-                call = HttpCall(body, client, self._config, tail, request_id=exchange.request_id)
+                call = HttpCall(
+                    body,
+                    client,
+                    self._config,
+                    tail,
+                    request_id=exchange.request_id,
+                    query=scope.get("query_string", b"").decode("latin-1"),
+                    authorization=shown,
+                    responses=self._responses,
+                )
                 await exchange.run(self._handler, call)
             except PenstockError as error:
                 await exchange.refuse(error, call)

@@ -41,3 +41,5 @@ class GatewayMetrics:
         self.stalled = Counter(
             PREFIX + "readers_stalled_total", "Readers cut off since they took nothing for too long.", registry=registry
         )
+        self.responses = Gauge(PREFIX + "kept_responses", "Responses kept for /v1/responses.", registry=registry)
+        self.response_bytes = Gauge(PREFIX + "kept_response_bytes", "Bytes of the kept responses.", registry=registry)

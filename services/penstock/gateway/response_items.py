@@ -1,0 +1,205 @@
+"""Items of /v1/responses: messages, calls, their outputs and reasoning, read into the conversation that they are."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+from penstock.common.errors import InvalidArgument
+from penstock.gateway.request_fields import typed
+
+# Name of an event, and its fields.
+Event = tuple[str, dict[str, Any]]
+# Types of items -> what their ids begin with.
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that nobody guesses."""
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def read_items(given: Any) -> list[dict[str, Any]]:
+    """Return `input` as items with types and ids. Raises InvalidArgument naming an item."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
+    if not isinstance(given, list) or not given:
+        raise InvalidArgument("input", "must be a text or a list with at least one item")
+    found = []
+    for number, item in enumerate(given):
+        typed(item, dict, f"input[{number}]")
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if not isinstance(kind, str) or (prefix := _PREFIXES.get(kind)) is None:
+            raise InvalidArgument(
+                f"input[{number}].type", "must be message, function_call, function_call_output or reasoning"
+            )
+        found.append({"id": new_id(prefix), **item, "type": kind})
+    return found
+
+
+def conversation_of(items: Sequence[dict[str, Any]], first: int) -> list[dict[str, Any]]:
+    """Return the messages, as the client takes them, that items are.
+
+    `first` is the place of the first item of `input`: those before it come from earlier responses. Raises
+    InvalidArgument naming item and field.
+    """
+    found: list[dict[str, Any]] = []
+    reasoning: list[str] = []
+    for number, item in enumerate(items):
+        where = f"input[{number - first}]"
+        kind = item["type"]
+        if kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            reasoning.append(_text(parts, f"{where}.content"))
+        elif kind == "function_call":
+            _own(found, reasoning).setdefault("tool_calls", []).append(
+                {
+                    "id": typed(item.get("call_id"), str, f"{where}.call_id"),
+                    "name": typed(item.get("name"), str, f"{where}.name"),
+                    "arguments": typed(item.get("arguments", "{}"), str, f"{where}.arguments"),
+                }
+            )
+        elif kind == "function_call_output":
+            found.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": typed(item.get("call_id"), str, f"{where}.call_id"),
+                    "content": _text(item.get("output"), f"{where}.output"),
+                }
+            )
+        else:
+            role = item.get("role")
+            if role not in _ROLES:
+                raise InvalidArgument(f"{where}.role", "must be user, assistant, system or developer")
+            text = _text(item.get("content"), f"{where}.content")
+            if role == "assistant":
+                found.append({"role": role, "content": text, **_taken(reasoning)})
+            else:
+                # OpenAI's newer name; templates know the older one.
+                found.append({"role": "system" if role == "developer" else role, "content": text})
+    return found
+
+
+def _own(found: list[dict[str, Any]], reasoning: list[str]) -> dict[str, Any]:
+    """Return the model's message that a call belongs to: the last one, or a new one."""
+    if not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant", "content": "", **_taken(reasoning)})
+    return found[-1]
+
+
+def _taken(reasoning: list[str]) -> dict[str, str]:
+    """Take the reasoning before a message of the model."""
+    text = "".join(reasoning)
+    reasoning.clear()
+    return {"reasoning_content": text} if text else {}
+
+
+def _text(content: Any, where: str) -> str:
+    """Return the text of a content: a text, or parts of text. Raises InvalidArgument for others."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidArgument(where, "must be a text or a list of parts")
+    found = []
+    for number, part in enumerate(content):
+        at = f"{where}[{number}]"
+        kind = typed(typed(part, dict, at).get("type"), str, f"{at}.type")
+        if kind not in _TEXT_PARTS:
+            raise InvalidArgument(at, f"{kind[:64]} parts are not supported: Penstock's models read text")
+        found.append(typed(part.get("refusal" if kind == "refusal" else "text"), str, f"{at}.text"))
+    return "".join(found)
+
+
+class OutputItems:
+    """Items of an answer that is being made, and the events that tell of them."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        # Number of the call that the open item is.
+        self._call = -1
+        self._is_open = False
+
+    def reason(self, text: str) -> list[Event]:
+        """Add reasoning."""
+        found = self._begin("reasoning")
+        self.items[-1]["content"][0]["text"] += text
+        return [*found, ("response.reasoning_text.delta", {**self._place(), "content_index": 0, "delta": text})]
+
+    def write(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        """Add text of the answer."""
+        found = self._begin("message")
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        more = {**self._place(), "content_index": 0, "delta": text, "logprobs": logprobs}
+        return [*found, ("response.output_text.delta", more)]
+
+    def call(self, number: int, call_id: str, name: str, arguments: str) -> list[Event]:
+        """Add a piece of a call; id and name come with its first."""
+        found: list[Event] = []
+        if not (self._is_open and self._call == number):
+            found = self.end()
+            item = {
+                "type": "function_call",
+                "id": new_id("fc"),
+                "call_id": call_id,
+                "name": name,
+                "arguments": "",
+                "status": "in_progress",
+            }
+            found += self._add(item)
+            self._call = number
+        self.items[-1]["arguments"] += arguments
+        if arguments:
+            found.append(("response.function_call_arguments.delta", {**self._place(), "delta": arguments}))
+        return found
+
+    def end(self, status: str = "completed") -> list[Event]:
+        """End the open item, which becomes `status`."""
+        if not self._is_open:
+            return []
+        self._is_open, self._call = False, -1
+        item, place = self.items[-1], self._place()
+        item["status"] = status
+        found: list[Event] = []
+        if item["type"] == "function_call":
+            done = {**place, "name": item["name"], "arguments": item["arguments"]}
+            found.append(("response.function_call_arguments.done", done))
+        else:
+            part = item["content"][0]
+            within = {**place, "content_index": 0}
+            if item["type"] == "message":
+                done = {**within, "text": part["text"], "logprobs": part["logprobs"]}
+                found.append(("response.output_text.done", done))
+            else:
+                found.append(("response.reasoning_text.done", {**within, "text": part["text"]}))
+            found.append(("response.content_part.done", {**within, "part": part}))
+        return [*found, ("response.output_item.done", {"output_index": place["output_index"], "item": item})]
+
+    def _begin(self, kind: str) -> list[Event]:
+        """Open an item of a kind, unless one is."""
+        if self._is_open and self.items[-1]["type"] == kind:
+            return []
+        found = self.end()
+        if kind == "message":
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"type": kind, "id": new_id("msg"), "role": "assistant", "status": "in_progress", "content": []}
+        else:
+            part = {"type": "reasoning_text", "text": ""}
+            item = {"type": kind, "id": new_id("rs"), "summary": [], "status": "in_progress", "content": []}
+        found += self._add(item)
+        # Another list than that of the event.
+        self.items[-1] = {**item, "content": [part]}
+        return [*found, ("response.content_part.added", {**self._place(), "content_index": 0, "part": deepcopy(part)})]
+
+    def _add(self, item: dict[str, Any]) -> list[Event]:
+        self.items.append(item)
+        self._is_open = True
+        return [("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})]
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}

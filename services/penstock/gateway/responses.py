@@ -1,0 +1,360 @@
+"""`/v1/responses`: OpenAI's newer form of a conversation, which may build on a response that the gateway has kept.
+
+The form is that of https://platform.openai.com/docs/api-reference/responses, as openai-python 3 has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs
+
+from penstock_client import AsyncStream, Delta, Usage
+
+from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from penstock.common.logging import get_logger
+from penstock.gateway.answers import chat_logprobs, dumps, extras, named_event, usage_of
+from penstock.gateway.endpoint import Answer, HttpCall
+from penstock.gateway.errors import HttpError
+from penstock.gateway.request_fields import Fields, checked, options_of, typed
+from penstock.gateway.response_items import Event, OutputItems, conversation_of, new_id, read_items
+from penstock.gateway.response_store import ResponseStore, StoredResponse
+
+# Fields that change nothing here.
+_IDLE = (
+    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options"),
+)
+_LOGPROBS = "message.output_text.logprobs"
+_INCOMPLETE = {"LENGTH", "MAX_TIME", "ABORTED"}
+_log = get_logger("penstock.gateway")
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A request that was read."""
+
+    response_id: str
+    # Fields of the answer that repeat the request.
+    echo: dict[str, Any]
+    input: list[dict[str, Any]]
+    previous: str | None
+    is_stored: bool
+    open: Callable[[], AsyncStream]
+
+
+async def responses(call: HttpCall) -> Answer:
+    """Answer items with items. Raises PenstockError."""
+    fields = Fields(call)
+    is_stream = fields.get("stream", bool, False)
+    plan = await _read(fields, call)
+    if is_stream:
+        return _events(plan, call)
+    items = OutputItems()
+    async with plan.open() as stream:
+        async for delta in stream:
+            _take(items, delta)
+        response = _ended(plan, stream, items, int(time.time()))[0]
+        call.request_id = stream.state.started.request_id  # type: ignore[union-attr] # it has
+    return dumps(await _keep(plan, call, response))
+
+
+async def get_response(call: HttpCall) -> Answer:
+    """Answer with a response that was kept. Raises NotFound."""
+    return dumps((await _stored(call)).response)
+
+
+async def list_input_items(call: HttpCall) -> Answer:
+    """Answer with the items of a response's request, the last first. Raises NotFound, InvalidArgument."""
+    stored = await _stored(call)
+    asked = {name: values[-1] for name, values in parse_qs(call.query).items()}
+    order, limit = asked.get("order", "desc"), asked.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise InvalidArgument("order", "must be asc or desc")
+    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+        raise InvalidArgument("limit", "must be from 1 to 100")
+    items = stored.input if order == "asc" else stored.input[::-1]
+    if (after := asked.get("after")) is not None:
+        places = [number for number, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise InvalidArgument("after", "must be the id of one of the items")
+        items = items[places[0] + 1 :]
+    shown = items[: int(limit)]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return dumps({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
+
+
+async def delete_response(call: HttpCall) -> Answer:
+    """Delete a response that was kept. Raises NotFound."""
+    if not await _store(call).delete(_caller(call), call.tail):
+        raise _unknown(call.tail)
+    return dumps({"id": call.tail, "object": "response", "deleted": True})
+
+
+def _store(call: HttpCall) -> ResponseStore:
+    if call.responses is None:
+        raise FailedPrecondition("this gateway keeps no responses (--response-store)", reason="RESPONSE_STORE_OFF")
+    return call.responses
+
+
+def _caller(call: HttpCall) -> str:
+    """Return the scope of a caller's responses: its token's digest, one scope for all without a token."""
+    return hashlib.sha256(call.authorization).hexdigest() if call.authorization else ""
+
+
+def _unknown(response_id: str) -> NotFound:
+    return NotFound(
+        f"no response {response_id[:64]!r} of this caller: never kept, deleted, or too old", reason="RESPONSE_NOT_FOUND"
+    )
+
+
+async def _stored(call: HttpCall) -> StoredResponse:
+    found = await _store(call).get(_caller(call), call.tail)
+    if found is None:
+        raise _unknown(call.tail)
+    return found
+
+
+async def _read(fields: Fields, call: HttpCall) -> _Plan:
+    """Take the whole request. Raises PenstockError naming a field."""
+    options = options_of(fields, call)
+    if (most := fields.maybe("max_output_tokens", int)) is not None:
+        options["max_new_tokens"], call.names["max_new_tokens"] = most, "max_output_tokens"
+    if (options.get("num_return_sequences") or 1) != 1:
+        raise InvalidArgument(call.names["num_return_sequences"], "must be 1: an answer is one response")
+    form = _take_text(fields, options, call)
+    _take_include(fields, options, call)
+    variables = dict(fields.get("chat_template_kwargs", dict, {}))
+    reasoning = fields.maybe("reasoning", dict) or {}
+    if (effort := reasoning.get("effort")) is not None:
+        variables.setdefault("reasoning_effort", typed(effort, str, "reasoning.effort"))
+    tools, given_tools = _tools(fields)
+    choice, given_choice = _tool_choice(fields)
+    parallel = fields.maybe("parallel_tool_calls", bool)
+    instructions = fields.maybe("instructions", str)
+    options["model"] = fields.get("model", str, "")
+    metadata = fields.get("metadata", dict, {})
+    _refuse_others(fields)
+    previous = fields.maybe("previous_response_id", str)
+    store = fields.maybe("store", bool)
+    given = read_items(fields.raw("input"))
+    for name in _IDLE:
+        fields.raw(name)
+    fields.done()
+    earlier = await _earlier(call, previous) if previous is not None else []
+    messages = conversation_of([*earlier, *given], len(earlier))
+    if instructions is not None:
+        messages.insert(0, {"role": "system", "content": instructions})
+
+    def send() -> AsyncStream:
+        return checked(
+            options,
+            lambda: call.client.chat(
+                messages,
+                tools=tools,
+                chat_template_kwargs=variables or None,
+                tool_choice=choice,
+                parallel_tool_calls=parallel,
+                timeout=call.config.answer_seconds,
+                **options,
+            ),
+        )
+
+    is_stored = store is not False and call.responses is not None
+    echo = {
+        "instructions": instructions,
+        "max_output_tokens": options.get("max_new_tokens"),
+        "parallel_tool_calls": parallel is not False,
+        "previous_response_id": previous,
+        "reasoning": {"effort": effort, "summary": None},
+        "store": is_stored,
+        "temperature": options.get("temperature"),
+        "text": {"format": form},
+        "tool_choice": given_choice,
+        "tools": given_tools,
+        "top_p": options.get("top_p"),
+        "truncation": "disabled",
+        "metadata": metadata,
+    }
+    return _Plan(new_id("resp"), echo, given, previous, is_stored, send)
+
+
+async def _earlier(call: HttpCall, previous: str) -> list[dict[str, Any]]:
+    """Return the items of a response and of all before it. Raises InvalidArgument."""
+    try:
+        chain = await _store(call).chain(_caller(call), previous, call.config.max_body_bytes)
+    except OverflowError:
+        raise HttpError(
+            413,
+            f"the conversation of previous_response_id has more than {call.config.max_body_bytes} bytes "
+            "(--max-body-bytes)",
+            reason="BODY_TOO_LARGE",
+        ) from None
+    if chain is None:
+        raise InvalidArgument(
+            "previous_response_id",
+            "no such response of this caller: it, or one before it, was never kept, deleted, or is too old",
+            reason="PREVIOUS_RESPONSE_NOT_FOUND",
+        )
+    return [item for stored in chain for item in (*stored.input, *stored.response["output"])]
+
+
+def _refuse_others(fields: Fields) -> None:
+    """Raise InvalidArgument for what would change the answer, and is not here."""
+    if fields.raw("background"):
+        raise InvalidArgument("background", "is not supported: stream, or wait for the answer")
+    if fields.raw("truncation") not in (None, "disabled"):
+        raise InvalidArgument("truncation", "must be disabled: a prompt that is too long is refused")
+    for name in ("conversation", "prompt"):
+        if fields.raw(name):
+            raise InvalidArgument(name, "is not supported: use previous_response_id, or send the items")
+
+
+def _take_text(fields: Fields, options: dict[str, Any], call: HttpCall) -> dict[str, Any]:
+    """Take text.format; return it."""
+    form = typed((fields.maybe("text", dict) or {}).get("format") or {"type": "text"}, dict, "text.format")
+    kind = form.get("type")
+    if kind == "json_object":
+        options["json_object"], call.names["json_object"] = True, "text.format"
+    elif kind == "json_schema":
+        if not isinstance(form.get("schema"), dict | bool):
+            raise InvalidArgument("text.format.schema", "must be a JSON Schema")
+        options["json_schema"], call.names["json_schema"] = form["schema"], "text.format.schema"
+    elif kind != "text":
+        raise InvalidArgument("text.format.type", "must be text, json_object or json_schema")
+    return form
+
+
+def _take_include(fields: Fields, options: dict[str, Any], call: HttpCall) -> None:
+    """Take include and top_logprobs, either of which asks for log-probabilities."""
+    include, top = fields.get("include", list, []), fields.maybe("top_logprobs", int)
+    call.ignored += [f"include:{one}" for one in include if isinstance(one, str) and one != _LOGPROBS]
+    if _LOGPROBS in include or top:
+        options["top_logprobs"], call.names["top_logprobs"] = top or 0, "top_logprobs"
+
+
+def _tools(fields: Fields) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Take tools: as the client takes them, and as they were given."""
+    given, tools = fields.get("tools", list, []), []
+    for number, tool in enumerate(given):
+        at = f"tools[{number}]"
+        kind = typed(tool, dict, at).get("type")
+        if kind != "function":
+            raise InvalidArgument(f"{at}.type", f"must be function: {str(kind)[:64]} is a tool of another server")
+        made = {"name": typed(tool.get("name"), str, f"{at}.name")}
+        if tool.get("description") is not None:
+            made["description"] = typed(tool["description"], str, f"{at}.description")
+        tools.append({**made, "parameters": typed(tool.get("parameters") or {}, dict, f"{at}.parameters")})
+    return tools, [{"strict": None, "parameters": None, **tool} for tool in given]
+
+
+def _tool_choice(fields: Fields) -> tuple[str | dict[str, str] | None, Any]:
+    """Take tool_choice: as the client takes it, and as it was given."""
+    choice = fields.raw("tool_choice")
+    if choice in (None, "auto", "none", "required"):
+        return choice, choice or "auto"
+    name = choice.get("name") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(name, str) or not name:
+        raise InvalidArgument("tool_choice", 'must be auto, none, required, or {"type": "function", "name": …}')
+    return {"name": name}, choice
+
+
+def _take(items: OutputItems, delta: Delta) -> list[Event]:
+    """Add a delta to the items; return the events that tell of it."""
+    found = items.reason(delta.reasoning) if delta.reasoning else []
+    if delta.text:
+        found += items.write(delta.text, chat_logprobs(delta.logprobs)["content"] if delta.logprobs else [])
+    for piece in delta.tool_calls:
+        found += items.call(piece.index, piece.id, piece.name, piece.arguments)
+    return found
+
+
+def _response(plan: _Plan, started: Any, status: str, **more: Any) -> dict[str, Any]:
+    return {
+        "id": plan.response_id,
+        "object": "response",
+        "created_at": more.pop("created_at"),
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "model": started.model,
+        "output": [],
+        **plan.echo,
+        "usage": None,
+        **more,
+    }
+
+
+def _ended(plan: _Plan, stream: AsyncStream, items: OutputItems, created_at: int) -> tuple[dict[str, Any], list[Event]]:
+    """Return the response, and the events of its last item."""
+    state = stream.state
+    started, finished = state.started, state.finished
+    is_cut = (state.choices[0].finish_reason or "") in _INCOMPLETE
+    status = "incomplete" if is_cut else "completed"
+    last = items.end(status)
+    usage = usage_of([Usage.of(finished.usage)])  # type: ignore[union-attr] # the stream has ended
+    return (
+        _response(
+            plan,
+            started,
+            status,
+            created_at=created_at,
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            output=items.items,
+            usage={
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+                "total_tokens": usage["total_tokens"],
+            },
+            penstock=extras(started, finished),
+        ),
+        last,
+    )
+
+
+async def _keep(plan: _Plan, call: HttpCall, response: dict[str, Any]) -> dict[str, Any]:
+    """Keep a response, if it is to be kept; return it. Where that fails it says that it was not."""
+    if not plan.is_stored or call.responses is None:
+        return response
+    try:
+        await call.responses.put(_caller(call), StoredResponse(response, plan.input), plan.previous)
+    except sqlite3.Error as error:
+        _log.error("a response was not kept", error=str(error))
+        return {**response, "store": False}
+    return response
+
+
+async def _events(plan: _Plan, call: HttpCall) -> AsyncIterator[bytes]:
+    """Events of a streamed answer: the response's begin, its items one after the other, its end."""
+    items = OutputItems()
+    number = 0
+    created_at = 0
+
+    def made(events: list[Event]) -> bytes:
+        nonlocal number
+        found = []
+        for name, value in events:
+            found.append(named_event(name, {"sequence_number": number, **value}))
+            number += 1
+        return b"".join(found)
+
+    def begin(started: Any) -> bytes:
+        nonlocal created_at
+        created_at, call.request_id = int(time.time()), started.request_id
+        response = _response(plan, started, "in_progress", created_at=created_at)
+        return made([("response.created", {"response": response}), ("response.in_progress", {"response": response})])
+
+    async with plan.open() as stream:
+        async for delta in stream:
+            first = b"" if created_at else begin(stream.state.started)
+            if piece := first + made(_take(items, delta)):
+                yield piece
+        first = b"" if created_at else begin(stream.state.started)
+        response, last = _ended(plan, stream, items, created_at)
+    response = await _keep(plan, call, response)
+    yield first + made([*last, (f"response.{response['status']}", {"response": response})])

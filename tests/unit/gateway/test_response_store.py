@@ -1,0 +1,118 @@
+"""Responses that the gateway keeps: whose they are, how many, how long, and on what file."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from penstock.common.errors import StartupError
+from penstock.gateway.response_store import ResponseStore, StoredResponse
+
+
+@asynccontextmanager
+async def store(place: str = "memory", **bounds: Any) -> AsyncIterator[ResponseStore]:
+    made = ResponseStore(place, **{"max_responses": 100, "max_bytes": 1 << 20, "seconds": 60.0, **bounds})
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def response(name: str, text: str = "hello") -> StoredResponse:
+    return StoredResponse({"id": name, "output": [text]}, [{"id": f"in-{name}", "text": text}])
+
+
+async def test_a_caller_sees_its_own_only() -> None:
+    async with store() as kept:
+        await kept.put("a", response("1", "a \ud83d half"), None)
+        await kept.put("b", response("2"), "1")
+        found = await kept.get("a", "1")
+        assert found is not None
+        # Half of a character is what UTF-8 has not.
+        assert found.input == [{"id": "in-1", "text": "a ? half"}]
+        assert await kept.get("b", "1") is None
+        assert await kept.get("a", "3") is None
+        # Its own, but built on what it may not see.
+        assert await kept.chain("b", "2", 1 << 20) is None
+        assert not await kept.delete("b", "1")
+        assert (await kept.delete("a", "1"), await kept.delete("a", "1")) == (True, False)
+        assert kept.num_responses == 1
+
+
+async def test_a_chain_is_oldest_first_and_bounded() -> None:
+    async with store() as kept:
+        previous = None
+        for name in "1234":
+            await kept.put("a", response(name), previous)
+            previous = name
+        chain = await kept.chain("a", "3", 1 << 20)
+        assert chain is not None
+        assert [one.response_id for one in chain] == ["1", "2", "3"]
+        with pytest.raises(OverflowError):
+            await kept.chain("a", "4", kept.num_bytes - 1)
+        assert await kept.chain("a", "4", kept.num_bytes) is not None
+        await kept.delete("a", "2")
+        assert await kept.chain("a", "4", 1 << 20) is None
+
+
+async def test_the_oldest_leave_where_there_are_too_many_or_too_large() -> None:
+    async with store(max_responses=3) as kept:
+        for name in "12345":
+            await kept.put("a", response(name), None)
+        assert [name for name in "12345" if await kept.get("a", name)] == ["3", "4", "5"]
+    async with store(max_bytes=1000) as kept:
+        for name in "12345":
+            await kept.put("a", response(name, "x" * 150), None)
+            assert kept.num_bytes <= 1000
+        assert kept.num_responses == 2
+        assert await kept.get("a", "5") is not None
+        # Larger than all: nothing stays.
+        await kept.put("a", response("6", "x" * 2000), None)
+        assert (kept.num_responses, kept.num_bytes) == (0, 0)
+
+
+async def test_a_life_ends() -> None:
+    async with store(seconds=0.01) as kept:
+        await kept.put("a", response("1"), None)
+        await asyncio.sleep(0.02)  # the life itself is what is waited for
+        assert await kept.get("a", "1") is None
+        await kept.put("a", response("2"), None)
+        assert kept.num_responses == 1
+
+
+async def test_a_file_outlives_the_process_and_is_its_owners_and_one_gateways(tmp_path: Path) -> None:
+    file = tmp_path / "kept.sqlite"
+    async with store(str(file)) as kept:
+        await kept.put("a", response("1", "not for others"), None)
+        with pytest.raises(StartupError, match=r"--response-store .*locked") as caught:
+            ResponseStore(str(file), max_responses=1, max_bytes=1024, seconds=1.0)
+        assert caught.value.flag == "--response-store"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    async with store(str(file)) as kept:
+        assert kept.num_responses == 1
+        assert await kept.get("a", "1") is not None
+        await kept.delete("a", "1")
+    # Deleted is overwritten.
+    assert b"not for others" not in file.read_bytes()
+
+
+@pytest.mark.parametrize("place", ["/no/such/folder/x", "/dev", __file__])
+def test_a_place_that_is_none_names_the_flag(place: str) -> None:
+    with pytest.raises(StartupError, match=f"--response-store {place}: ") as caught:
+        ResponseStore(place, max_responses=1, max_bytes=1024, seconds=1.0)
+    assert caught.value.flag == "--response-store"
+
+
+async def test_a_put_that_fails_leaves_the_counts(tmp_path: Path) -> None:
+    async with store(str(tmp_path / "x")) as kept:
+        await kept.put("a", response("1"), None)
+        before = kept.num_responses, kept.num_bytes
+        with pytest.raises(sqlite3.IntegrityError):
+            await kept.put("a", response("1"), None)
+        assert (kept.num_responses, kept.num_bytes) == before
