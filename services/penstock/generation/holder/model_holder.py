@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from penstock.common.progress import (
 )
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.load_order import LoadOrder
+from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.holder.model_load import ModelLoad
 from penstock.generation.holder.upload import UploadFolder, remove_leftovers, upload_parent
 from penstock.generation.host.arena import Arena
@@ -32,6 +34,8 @@ from penstock.generation.startup.load import LoadedModel, load
 
 # Time that streams get to send their INTERNAL before a broken process goes, and to end before their model does.
 END_STREAMS_SECONDS = 1.0
+# Seconds that an unload waits for calls that still hold the engine.
+FREE_SECONDS = 5.0
 _log = get_logger("penstock.generation")
 
 
@@ -241,10 +245,10 @@ class ModelHolder:
 
     async def _unload(self, grace_seconds: float | None) -> Unloaded:
         before, name = resident_bytes(), self._lifecycle.model_name
+        engine = weakref.ref(self._lifecycle.loaded().loop)
         try:
             await self._end_model(grace_seconds)
-            # Engine, loop and hub refer to each other.
-            await asyncio.to_thread(free_memory)
+            await _free(engine)
             self._metrics.begin("")
             self.become_empty()
             self._metrics.loads.unloads.inc()
@@ -291,6 +295,21 @@ class ModelHolder:
         if self._folder is not None:
             await asyncio.to_thread(self._folder.remove)
             self._folder = None
+
+
+async def _free(engine: weakref.ref[EngineLoop]) -> None:
+    """Free the memory of an engine that has ended: again while a call that ends late still holds it, as one does on a
+    machine that is busy."""
+    deadline = time.monotonic() + FREE_SECONDS
+    while True:
+        # Engine, loop and hub refer to each other.
+        await asyncio.to_thread(free_memory)
+        if engine() is None:
+            return
+        if time.monotonic() > deadline:
+            _log.warning("something still holds the unloaded model: its memory is freed when that ends")
+            return
+        await asyncio.sleep(FREE_SECONDS / 100)
 
 
 def free_memory() -> None:
