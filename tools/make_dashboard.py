@@ -37,6 +37,7 @@ def rate(metric: str, legend: str, by: str = "") -> tuple[str, str]:
 
 
 ROUTER, TOKENIZER, DRAFTS = "penstock_router_", "penstock_tokenizer_", "penstock_generation_"
+GATEWAY = "penstock_gateway_"
 ERRORS = f'sum by (grpc_service, grpc_code) (rate(grpc_server_handled_total{{grpc_code!="OK"}}[{RATE}]))'
 # Row title -> panels: (title, unit, queries)
 ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
@@ -177,6 +178,28 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             [rate(ROUTER + "coalesced_deltas_total", "coalesced"), rate(ROUTER + "slow_readers_total", "cut off")],
         ),
         ("gRPC errors", "reqps", [(ERRORS, "{{grpc_service}} {{grpc_code}}")]),
+    ],
+    "HTTP gateway": [
+        (
+            "Requests by route and status",
+            "reqps",
+            [rate(GATEWAY + "http_requests_total", "{{route}} {{status}}", "route, status")],
+        ),
+        ("Time to first token", "s", quantiles(GATEWAY + "time_to_first_token_seconds")),
+        (
+            "At work and connected",
+            "short",
+            [
+                (f"sum({GATEWAY}http_requests_in_flight)", "requests"),
+                (f"sum({GATEWAY}http_connections)", "connections"),
+                (f"sum({GATEWAY}kept_responses)", "kept responses"),
+            ],
+        ),
+        (
+            "Readers that left or stopped",
+            "ops",
+            [rate(GATEWAY + "readers_left_total", "left"), rate(GATEWAY + "readers_stalled_total", "cut off")],
+        ),
     ],
 }
 

@@ -64,7 +64,7 @@ def test_every_query_of_the_dashboard_follows_its_variables() -> None:
     for query in queries:
         series = re.findall(r"\b(?:penstock|grpc_server)_\w+(?:\{[^}]*\})?", query)
         assert all('instance=~"$instance"' in one for one in series), query
-        of_models = [one for one in series if not re.match(r"penstock_(router|tokenizer)_|grpc_", one)]
+        of_models = [one for one in series if not re.match(r"penstock_(router|tokenizer|gateway)_|grpc_", one)]
         assert all('model_name=~"$model"' in one for one in of_models), query
 
 
