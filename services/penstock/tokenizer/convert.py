@@ -83,7 +83,7 @@ def _message(message: pb.Message, path: str) -> dict[str, Any]:
     """Convert a message. Empty fields are left out, since templates test for them; content never is."""
     if not message.role:
         raise InvalidArgument(f"{path}.role", "is needed")
-    value: dict[str, Any] = {"role": message.role, "content": message.content}
+    value: dict[str, Any] = {"role": message.role, "content": _content(message, path)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name):
             value[name] = getattr(message, name)
@@ -92,6 +92,23 @@ def _message(message: pb.Message, path: str) -> dict[str, Any]:
             _tool_call(call, f"{path}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls)
         ]
     return value
+
+
+def _content(message: pb.Message, path: str) -> str:
+    """Return the content of a message, or the text of its parts. Raises InvalidArgument for other parts."""
+    if not message.parts:
+        return message.content
+    if message.content:
+        raise InvalidArgument(f"{path}.parts", "must be empty beside content")
+    for place, part in enumerate(message.parts):
+        kind = part.WhichOneof("part")
+        if kind is None:
+            raise InvalidArgument(f"{path}.parts[{place}]", "must have a text")
+        if kind != "text":
+            raise InvalidArgument(
+                f"{path}.parts[{place}].{kind}", f"{kind} parts are not supported: Penstock's models read text"
+            )
+    return "".join(part.text for part in message.parts)
 
 
 def _tool_call(call: pb.ToolCall, path: str) -> dict[str, Any]:

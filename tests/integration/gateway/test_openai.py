@@ -10,7 +10,8 @@ import pytest
 from factories.servers.served import Served
 from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from penstock_client import Client
+from penstock.v1 import tokenizer_pb2
+from penstock_client import Client, InvalidArgument
 
 pytestmark = pytest.mark.xdist_group("gateway")
 QUESTION = [{"role": "user", "content": "What is Penstock?"}]
@@ -482,3 +483,17 @@ def test_forced_call_without_the_tool_names_the_field(served: Served) -> None:
     body = {"messages": QUESTION, "tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}
     status, _, text = served.ask("/v1/chat/completions", body)
     assert (status, json.loads(text)["error"]["param"]) == (400, "tool_choice.function")
+
+
+def test_a_message_of_parts_is_its_text_over_grpc_as_well(served: Served) -> None:
+    parts = [tokenizer_pb2.ContentPart(text="What is "), tokenizer_pb2.ContentPart(text="Penstock?")]
+    with Client(served.grpc) as client:
+        whole = client.chat(QUESTION, do_sample=False, max_new_tokens=8).result()
+        made = client.chat(
+            [tokenizer_pb2.Message(role="user", parts=parts)], do_sample=False, max_new_tokens=8
+        ).result()
+        assert (made.text, made.usage.prompt_tokens) == (whole.text, whole.usage.prompt_tokens)
+        image = tokenizer_pb2.ContentPart(image=tokenizer_pb2.MediaPart(url="https://example.com/x.png"))
+        with pytest.raises(InvalidArgument, match="image parts are not supported") as caught:
+            client.chat([tokenizer_pb2.Message(role="user", parts=[*parts, image])]).result()
+    assert caught.value.field == "messages[0].parts[2].image"

@@ -21,6 +21,28 @@ def test_a_message_has_only_what_was_set() -> None:
     assert convert.conversation(request).messages == [{"role": "user", "content": "hi"}]
 
 
+def test_parts_of_text_are_a_content() -> None:
+    parts = [pb.ContentPart(text="a "), pb.ContentPart(text=""), pb.ContentPart(text="b")]
+    request = pb.ApplyChatTemplateRequest(messages=[pb.Message(role="user", parts=parts)])
+    assert convert.conversation(request).messages == [{"role": "user", "content": "a b"}]
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.Message(parts=[pb.ContentPart(text="a"), pb.ContentPart(image=pb.MediaPart(url="x"))]), "[1].image"),
+        (pb.Message(parts=[pb.ContentPart(audio=pb.MediaPart(data=b"x"))]), "[0].audio"),
+        (pb.Message(parts=[pb.ContentPart()]), "[0]"),
+        (pb.Message(content="a", parts=[pb.ContentPart(text="a")]), ""),
+    ],
+)
+def test_other_parts_are_refused_by_name(message: pb.Message, field: str) -> None:
+    message.role = "user"
+    with pytest.raises(InvalidArgument) as raised:
+        convert.conversation(pb.ApplyChatTemplateRequest(messages=[pb.Message(role="user", content="x"), message]))
+    assert raised.value.field == f"messages[1].parts{field}"
+
+
 def test_tool_calls_have_arguments_as_an_object() -> None:
     call = pb.ToolCall(id="1", name="f", arguments='{"b": 1, "a": 2.5}')
     request = pb.ApplyChatTemplateRequest(messages=[pb.Message(role="assistant", tool_calls=[call])])
