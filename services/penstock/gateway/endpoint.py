@@ -457,10 +457,15 @@ async def _checked(work: Awaitable[Any]) -> Any:
         raise internal() from error
 
 
+def _no_number(name: str) -> float:
+    """Refuse NaN and Infinity, which Python reads and JSON has not."""
+    raise ValueError(name)
+
+
 def _parsed(body: bytes) -> dict[str, Any]:
     """Return a JSON object. Raises InvalidArgument."""
     try:
-        parsed = json.loads(body)
+        parsed = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError):
         raise InvalidArgument("body", "must be a JSON object (UTF-8)", reason="MALFORMED_MESSAGE") from None
     if not isinstance(parsed, dict):

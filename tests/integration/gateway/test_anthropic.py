@@ -9,6 +9,7 @@ import anthropic
 import pytest
 from anthropic.types import Message, ToolUseBlock
 from factories.servers.served import Served
+from penstock_client import Client, InvalidArgument
 
 pytestmark = pytest.mark.xdist_group("gateway")
 QUESTION: list[Any] = [{"role": "user", "content": "What is Penstock?"}]
@@ -225,3 +226,15 @@ def test_the_clients_own_errors(client: anthropic.Anthropic, served: Served) -> 
         "/v1/messages", {"messages": QUESTION, "max_tokens": 1, "service_tier": "auto", "container": "x"}
     )
     assert (status, headers["x-penstock-ignored-fields"]) == (200, "container")
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity"])
+def test_numbers_that_json_has_not_are_no_fault_of_ours(served: Served, number: bytes) -> None:
+    tools = b'[{"name": "f", "input_schema": {"type": "object", "minimum": ' + number + b"}}]"
+    body = b'{"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "tools": ' + tools + b"}"
+    status, _, text = served.ask("/v1/messages", raw=body)
+    assert (status, json.loads(text)["error"]["reason"]) == (400, "MALFORMED_MESSAGE")
+    wrong = {"name": "g", "parameters": {"type": "object", "minimum": float(number)}}
+    with Client(served.grpc) as client, pytest.raises(InvalidArgument) as caught:
+        client.chat("x", tools=[{"name": "f", "parameters": {}}, wrong]).result()
+    assert caught.value.field == "tools[1].parameters"

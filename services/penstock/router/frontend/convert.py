@@ -242,8 +242,14 @@ def parses_tools(request: text_pb2.ChatRequest) -> bool:
 
 
 def schemas_of(request: text_pb2.ChatRequest) -> dict[str, dict[str, Any]]:
-    """Return the JSON Schemas of the tools' parameters by name."""
-    return {tool.name: _plain(json_format.MessageToDict(tool.parameters)) for tool in request.tools}
+    """Return the JSON Schemas of the tools' parameters by name. Raises InvalidArgument for what is no JSON."""
+    found = {}
+    for place, tool in enumerate(request.tools):
+        try:
+            found[tool.name] = _plain(json_format.MessageToDict(tool.parameters))
+        except (ValueError, json_format.Error):
+            raise InvalidArgument(f"tools[{place}].parameters", "must have finite numbers") from None
+    return found
 
 
 def forced_schemas(request: text_pb2.ChatRequest) -> dict[str, dict[str, Any]]:
