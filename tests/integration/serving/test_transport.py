@@ -109,7 +109,8 @@ async def test_a_deadline_ends_both_sides(setting: Setting) -> None:
     if left:  # it may have passed on the way
         await setting.servicer.cancelled.wait()
         assert left[0] is not None
-        assert 0 <= left[0] <= 0.5
+        # The deadline travels as an absolute time in whole units of the wire: a hair above the caller's is rounding.
+        assert 0 <= left[0] <= 0.51
 
 
 async def test_without_a_deadline_there_is_no_time(setting: Setting) -> None:
