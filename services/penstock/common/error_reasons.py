@@ -128,6 +128,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("MAX_REQUESTS", "HTTP-429", "the HTTP gateway has as many requests as it may", "try again later, raise `--max-requests`, or start another gateway"),
     _row("RESPONSE_NOT_FOUND", "NOT_FOUND", "the HTTP gateway keeps no such response of this caller", "it was never kept, was deleted, or is older than `--response-seconds`"),
     _row("PREVIOUS_RESPONSE_NOT_FOUND", "INVALID_ARGUMENT", "the response to build on, or one before it, is not kept", "send its items as `input`"),
+    _row("RESPONSE_STORE_DOWN", "UNAVAILABLE", "the HTTP gateway's store of responses does not answer", "try again, or send all items as `input`; operators: the server of `--response-store`"),
     _row("RESPONSE_STORE_OFF", "FAILED_PRECONDITION", "the HTTP gateway keeps no responses", "start it with `--response-store`, or send all items"),
     _row("INTERNAL", "INTERNAL", "anything else; our fault", _SAY),
 )  # fmt: skip

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 from penstock_client import AsyncClient, ClientConfig, KeepAliveConfig, TLSConfig
@@ -41,8 +42,10 @@ from penstock.gateway.errors import (
 from penstock.gateway.http_server import HttpServer
 from penstock.gateway.messages import count_tokens, messages
 from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.redis_responses import RedisResponses, is_shared
 from penstock.gateway.response_store import ResponseStore
 from penstock.gateway.responses import delete_response, get_response, list_input_items, responses
+from penstock.gateway.sqlite_responses import SqliteResponses
 from penstock.gateway.text_routes import (
     apply_template,
     detokenize,
@@ -155,7 +158,9 @@ class GatewayApp(OwnServer):
         return self.addresses
 
     async def start(self) -> None:
-        """Return once the router serves. Raises StartupError naming --router."""
+        """Return once the router serves. Raises StartupError naming --router or --response-store."""
+        if self._responses is not None:
+            await self._responses.open()
         if not self._clients.passes_tokens:
             _log.warning("callers' tokens are not passed on: the connection to the router is in the clear")
         self._health = asyncio.create_task(self._follow_health())
@@ -289,11 +294,18 @@ def _open_store(config: GatewayConfig) -> ResponseStore | None:
     """Open the store of /v1/responses; None where it is off. Raises StartupError."""
     if config.response_store == "off":
         return None
-    return ResponseStore(
+    bounds: Any = {
+        "max_responses": config.max_responses,
+        "max_bytes": config.max_response_bytes,
+        "seconds": config.response_seconds,
+    }
+    if not is_shared(config.response_store):
+        return SqliteResponses(config.response_store, **bounds)
+    return RedisResponses(
         config.response_store,
-        max_responses=config.max_responses,
-        max_bytes=config.max_response_bytes,
-        seconds=config.response_seconds,
+        **bounds,
+        timeout_seconds=config.response_store_seconds,
+        connections=config.response_store_connections,
     )
 
 

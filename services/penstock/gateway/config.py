@@ -61,10 +61,17 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
 
     response_store: str = option(
         "memory",
-        "Where /v1/responses keeps answers that callers build on: memory, off, or a file (SQLite) that outlives the "
-        "process and belongs to one gateway.",
+        "Where /v1/responses keeps answers that callers build on: memory, off, a file (SQLite) that outlives the "
+        "process and belongs to one gateway, or a server of Redis or Valkey that several share "
+        "(valkey://HOST:PORT/0, rediss:// with TLS; one with a password belongs into PENSTOCK_RESPONSE_STORE).",
         group=RESPONSES,
-        metavar="memory|off|FILE",
+        metavar="memory|off|FILE|URL",
+    )
+    response_store_seconds: float = option(
+        2.0, "A shared store that does not answer for so long has failed.", group=RESPONSES, minimum=0.01
+    )
+    response_store_connections: int = option(
+        16, "Connections to a shared store; further calls wait.", group=RESPONSES, minimum=1
     )
     response_seconds: float = option(30 * 86400.0, "Life of a kept response.", group=RESPONSES, minimum=1.0)
     max_responses: int = option(20_000, "Kept responses; the oldest leave.", group=RESPONSES, minimum=1)

@@ -1,31 +1,17 @@
-"""Answers of /v1/responses that callers may build on: rows of SQLite, bounded in number, bytes and time."""
+"""Answers of /v1/responses that callers may build on: what a store of them does. Two do it, for one gateway
+(sqlite_responses.py) and for several (redis_responses.py)."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import sqlite3
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
-from penstock.common.errors import StartupError
-
-T = TypeVar("T")
 MEMORY = "memory"
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, caller TEXT NOT NULL, previous TEXT, expires REAL NOT NULL, size INTEGER NOT NULL,
-    input BLOB NOT NULL, response BLOB NOT NULL
-) STRICT;
-CREATE INDEX IF NOT EXISTS by_expiry ON responses (expires);
-"""
-# Order of age: all rows live equally long.
-_OLDEST = "SELECT id, size FROM responses ORDER BY expires, rowid LIMIT 16"
+
+
+class StoreFailed(Exception):
+    """A store that could not be asked, or did not do it; str() says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,127 +27,45 @@ class StoredResponse:
         return str(self.response["id"])
 
 
-class ResponseStore:
-    """Store of responses. A caller sees its own only. Its calls run on one thread, and may be awaited at once."""
+class ResponseStore(Protocol):
+    """Store of responses, bounded in number, bytes and time. A caller sees its own only.
 
-    def __init__(self, place: str, *, max_responses: int, max_bytes: int, seconds: float) -> None:
-        """Open the file at `place`, or keep all in memory. `seconds` is the life of a response.
+    All but open and close raise StoreFailed.
+    """
 
-        Raises StartupError naming the flag.
-        """
-        self._max_responses, self._max_bytes, self._seconds = max_responses, max_bytes, seconds
-        self._thread = ThreadPoolExecutor(1, "response-store")
-        self._is_closed = False
-        self.num_responses = self.num_bytes = 0
-        try:
-            self._db = self._open(place)
-            self.num_responses, self.num_bytes = self._db.execute(
-                "SELECT count(*), coalesce(sum(size), 0) FROM responses"
-            ).fetchone()
-        except (OSError, sqlite3.Error) as error:
-            raise StartupError(f"--response-store {place}: {error}", flag="--response-store") from error
+    @property
+    def num_responses(self) -> int:
+        """Responses that were kept when it was last written to."""
 
-    @staticmethod
-    def _open(place: str) -> sqlite3.Connection:
-        if place == MEMORY:
-            path = ":memory:"
-        else:
-            file = Path(place).expanduser()
-            path = str(file)
-            # Conversations are nobody else's.
-            os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
-        db = sqlite3.connect(path, check_same_thread=False, timeout=0.0)
-        # A second gateway would count wrongly: it is refused.
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
-        # What is deleted is overwritten.
-        db.execute("PRAGMA secure_delete = ON")
-        db.executescript(_SCHEMA)
-        return db
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of these."""
+
+    async def open(self) -> None:
+        """Reach the store. Raises StartupError where no later try can succeed."""
 
     async def close(self) -> None:
-        """Close the file. Again is no harm."""
-        if not self._is_closed:
-            self._is_closed = True
-            await self._run(self._db.close)
-            self._thread.shutdown(wait=False)
+        """Leave it. Again is no harm."""
 
     async def put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
-        """Keep a response; the oldest leave where there are too many. Raises sqlite3.Error, as of a full disk."""
-        await self._run(lambda: self._put(caller, stored, previous))
+        """Keep a response; the oldest leave where there are too many."""
 
     async def get(self, caller: str, response_id: str) -> StoredResponse | None:
         """Return a response; None where the caller has none of this id."""
-        return await self._run(lambda: self._get(caller, response_id)[0])
 
     async def chain(self, caller: str, response_id: str, max_bytes: int) -> list[StoredResponse] | None:
         """Return a response and all that it was built on, oldest first; None where one of them is missing.
 
         Raises OverflowError when they have more than `max_bytes` bytes of JSON.
         """
-        return await self._run(lambda: self._chain(caller, response_id, max_bytes))
 
     async def delete(self, caller: str, response_id: str) -> bool:
         """Delete a response of the caller's; False where there is none."""
-        return await self._run(lambda: self._delete(caller, response_id))
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def _put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
-        given, response = (
-            json.dumps(one, ensure_ascii=False).encode("utf-8", "replace") for one in (stored.input, stored.response)
-        )
-        now, size = time.time(), len(given) + len(response)
-        with self._db:
-            self._remove("SELECT id, size FROM responses WHERE expires < ?", now)
-            self._db.execute(
-                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (stored.response_id, caller, previous, now + self._seconds, size, given, response),
-            )
-            self.num_responses += 1
-            self.num_bytes += size
-            while self.num_responses > self._max_responses or self.num_bytes > self._max_bytes:
-                self._remove(_OLDEST, enough=True)
-
-    def _remove(self, query: str, *values: Any, enough: bool = False) -> None:
-        """Delete rows that a query finds; with `enough` only until the bounds are kept."""
-        for row_id, size in self._db.execute(query, values).fetchall():
-            if enough and self.num_responses <= self._max_responses and self.num_bytes <= self._max_bytes:
-                return
-            self._db.execute("DELETE FROM responses WHERE id = ?", (row_id,))
-            self.num_responses -= 1
-            self.num_bytes -= size
-
-    def _get(self, caller: str, response_id: str) -> tuple[StoredResponse | None, str | None, int]:
-        row = self._db.execute(
-            "SELECT input, response, previous, size FROM responses WHERE id = ? AND caller = ? AND expires >= ?",
-            (response_id, caller, time.time()),
-        ).fetchone()
-        if row is None:
-            return None, None, 0
-        return StoredResponse(json.loads(row[1]), json.loads(row[0])), row[2], row[3]
-
-    def _chain(self, caller: str, response_id: str, max_bytes: int) -> list[StoredResponse] | None:
-        found: list[StoredResponse] = []
-        at: str | None = response_id
-        while at is not None:
-            stored, at, size = self._get(caller, at)
-            if stored is None:
-                return None
-            max_bytes -= size
-            if max_bytes < 0:
-                raise OverflowError
-            found.append(stored)
-        return found[::-1]
-
-    def _delete(self, caller: str, response_id: str) -> bool:
-        before = self.num_responses
-        with self._db:
-            self._remove("SELECT id, size FROM responses WHERE id = ? AND caller = ?", response_id, caller)
-        return self.num_responses < before
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+def encode_response(stored: StoredResponse) -> tuple[bytes, bytes]:
+    """Return the JSON of a response's input and of itself; half of a surrogate pair becomes a question mark."""
+    given, response = (
+        json.dumps(one, ensure_ascii=False).encode("utf-8", "replace") for one in (stored.input, stored.response)
+    )
+    return given, response

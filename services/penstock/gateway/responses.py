@@ -6,23 +6,23 @@ The form is that of https://platform.openai.com/docs/api-reference/responses, as
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
 
 from penstock_client import AsyncStream, Delta, Usage
 
-from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from penstock.common.logging import get_logger
 from penstock.gateway.answers import chat_logprobs, dumps, extras, named_event, usage_of
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.errors import HttpError
 from penstock.gateway.request_fields import Fields, checked, options_of, typed
 from penstock.gateway.response_items import Event, OutputItems, conversation_of, new_id, read_items
-from penstock.gateway.response_store import ResponseStore, StoredResponse
+from penstock.gateway.response_store import ResponseStore, StoredResponse, StoreFailed
 
 # Fields that change nothing here.
 _IDLE = (
@@ -89,7 +89,9 @@ async def list_input_items(call: HttpCall) -> Answer:
 
 async def delete_response(call: HttpCall) -> Answer:
     """Delete a response that was kept. Raises NotFound."""
-    if not await _store(call).delete(_caller(call), call.tail):
+    with _asking_store():
+        was_there = await _store(call).delete(_caller(call), call.tail)
+    if not was_there:
         raise _unknown(call.tail)
     return dumps({"id": call.tail, "object": "response", "deleted": True})
 
@@ -98,6 +100,18 @@ def _store(call: HttpCall) -> ResponseStore:
     if call.responses is None:
         raise FailedPrecondition("this gateway keeps no responses (--response-store)", reason="RESPONSE_STORE_OFF")
     return call.responses
+
+
+@contextmanager
+def _asking_store() -> Iterator[None]:
+    """Turn a store's failure into the caller's error."""
+    try:
+        yield
+    except StoreFailed as error:
+        _log.error("the store of responses failed", error=str(error))
+        raise Unavailable(
+            "the store of responses does not answer: try again, or send all items", reason="RESPONSE_STORE_DOWN"
+        ) from error
 
 
 def _caller(call: HttpCall) -> str:
@@ -112,7 +126,8 @@ def _unknown(response_id: str) -> NotFound:
 
 
 async def _stored(call: HttpCall) -> StoredResponse:
-    found = await _store(call).get(_caller(call), call.tail)
+    with _asking_store():
+        found = await _store(call).get(_caller(call), call.tail)
     if found is None:
         raise _unknown(call.tail)
     return found
@@ -185,7 +200,8 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
 async def _earlier(call: HttpCall, previous: str) -> list[dict[str, Any]]:
     """Return the items of a response and of all before it. Raises InvalidArgument."""
     try:
-        chain = await _store(call).chain(_caller(call), previous, call.config.max_body_bytes)
+        with _asking_store():
+            chain = await _store(call).chain(_caller(call), previous, call.config.max_body_bytes)
     except OverflowError:
         raise HttpError(
             413,
@@ -323,7 +339,7 @@ async def _keep(plan: _Plan, call: HttpCall, response: dict[str, Any]) -> dict[s
         return response
     try:
         await call.responses.put(_caller(call), StoredResponse(response, plan.input), plan.previous)
-    except sqlite3.Error as error:
+    except StoreFailed as error:
         _log.error("a response was not kept", error=str(error))
         return {**response, "store": False}
     return response

@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from factories.servers.shared_store import needs_shared_store, shared_store
 from penstock.common.errors import StartupError
-from penstock.gateway.response_store import ResponseStore, StoredResponse
+from penstock.gateway.redis_responses import RedisResponses, is_shared
+from penstock.gateway.response_store import ResponseStore, StoredResponse, StoreFailed
+from penstock.gateway.sqlite_responses import SqliteResponses
 
 
 @asynccontextmanager
 async def store(place: str = "memory", **bounds: Any) -> AsyncIterator[ResponseStore]:
-    made = ResponseStore(place, **{"max_responses": 100, "max_bytes": 1 << 20, "seconds": 60.0, **bounds})
+    bounds = {"max_responses": 100, "max_bytes": 1 << 20, "seconds": 60.0, **bounds}
+    made: ResponseStore = (
+        RedisResponses(place, timeout_seconds=5.0, connections=4, **bounds)
+        if is_shared(place)
+        else SqliteResponses(place, **bounds)
+    )
     try:
+        await made.open()
         yield made
     finally:
         await made.close()
+
+
+@pytest.fixture(params=["memory", pytest.param("server", marks=needs_shared_store)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Place of an empty store, of each kind."""
+    if request.param == "memory":
+        yield request.param
+    else:
+        with shared_store(tmp_path) as server:
+            yield server.url
 
 
 def response(name: str, text: str = "hello") -> StoredResponse:
     return StoredResponse({"id": name, "output": [text]}, [{"id": f"in-{name}", "text": text}])
 
 
-async def test_a_caller_sees_its_own_only() -> None:
-    async with store() as kept:
+async def test_a_caller_sees_its_own_only(place: str) -> None:
+    async with store(place) as kept:
         await kept.put("a", response("1", "a \ud83d half"), None)
         await kept.put("b", response("2"), "1")
         found = await kept.get("a", "1")
@@ -45,8 +63,8 @@ async def test_a_caller_sees_its_own_only() -> None:
         assert kept.num_responses == 1
 
 
-async def test_a_chain_is_oldest_first_and_bounded() -> None:
-    async with store() as kept:
+async def test_a_chain_is_oldest_first_and_bounded(place: str) -> None:
+    async with store(place) as kept:
         previous = None
         for name in "1234":
             await kept.put("a", response(name), previous)
@@ -61,12 +79,14 @@ async def test_a_chain_is_oldest_first_and_bounded() -> None:
         assert await kept.chain("a", "4", 1 << 20) is None
 
 
-async def test_the_oldest_leave_where_there_are_too_many_or_too_large() -> None:
-    async with store(max_responses=3) as kept:
+async def test_the_oldest_leave_where_there_are_too_many_or_too_large(place: str) -> None:
+    async with store(place, max_responses=3) as kept:
         for name in "12345":
             await kept.put("a", response(name), None)
         assert [name for name in "12345" if await kept.get("a", name)] == ["3", "4", "5"]
-    async with store(max_bytes=1000) as kept:
+        for name in "345":
+            assert await kept.delete("a", name)
+    async with store(place, max_bytes=1000) as kept:
         for name in "12345":
             await kept.put("a", response(name, "x" * 150), None)
             assert kept.num_bytes <= 1000
@@ -77,8 +97,8 @@ async def test_the_oldest_leave_where_there_are_too_many_or_too_large() -> None:
         assert (kept.num_responses, kept.num_bytes) == (0, 0)
 
 
-async def test_a_life_ends() -> None:
-    async with store(seconds=0.01) as kept:
+async def test_a_life_ends(place: str) -> None:
+    async with store(place, seconds=0.01) as kept:
         await kept.put("a", response("1"), None)
         await asyncio.sleep(0.02)  # the life itself is what is waited for
         assert await kept.get("a", "1") is None
@@ -91,7 +111,7 @@ async def test_a_file_outlives_the_process_and_is_its_owners_and_one_gateways(tm
     async with store(str(file)) as kept:
         await kept.put("a", response("1", "not for others"), None)
         with pytest.raises(StartupError, match=r"--response-store .*locked") as caught:
-            ResponseStore(str(file), max_responses=1, max_bytes=1024, seconds=1.0)
+            SqliteResponses(str(file), max_responses=1, max_bytes=1024, seconds=1.0)
         assert caught.value.flag == "--response-store"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     async with store(str(file)) as kept:
@@ -105,7 +125,7 @@ async def test_a_file_outlives_the_process_and_is_its_owners_and_one_gateways(tm
 @pytest.mark.parametrize("place", ["/no/such/folder/x", "/dev", __file__])
 def test_a_place_that_is_none_names_the_flag(place: str) -> None:
     with pytest.raises(StartupError, match=f"--response-store {place}: ") as caught:
-        ResponseStore(place, max_responses=1, max_bytes=1024, seconds=1.0)
+        SqliteResponses(place, max_responses=1, max_bytes=1024, seconds=1.0)
     assert caught.value.flag == "--response-store"
 
 
@@ -113,6 +133,63 @@ async def test_a_put_that_fails_leaves_the_counts(tmp_path: Path) -> None:
     async with store(str(tmp_path / "x")) as kept:
         await kept.put("a", response("1"), None)
         before = kept.num_responses, kept.num_bytes
-        with pytest.raises(sqlite3.IntegrityError):
+        with pytest.raises(StoreFailed):
             await kept.put("a", response("1"), None)
         assert (kept.num_responses, kept.num_bytes) == before
+
+
+@needs_shared_store
+async def test_what_is_shared_is_counted_together_and_put_again_once(tmp_path: Path) -> None:
+    with shared_store(tmp_path) as server:
+        async with store(server.url, max_responses=3) as one, store(server.url, max_responses=3) as other:
+            for number in range(4):
+                await (one, other)[number % 2].put("a", response(str(number)), None)
+            assert other.num_responses == 3
+            assert [await one.get("a", name) is not None for name in "0123"] == [False, True, True, True]
+            before = other.num_bytes
+            await other.put("a", response("3"), None)
+            assert (other.num_responses, other.num_bytes) == (3, before)
+        async with store(server.url) as third:
+            assert (third.num_responses, third.num_bytes) == (3, before)
+
+
+@needs_shared_store
+async def test_a_server_that_does_not_answer_fails_its_calls_and_is_used_again_when_it_does(tmp_path: Path) -> None:
+    with shared_store(tmp_path) as server:
+        server.kill()
+        async with store(server.url) as kept:
+            for call in (
+                kept.put("a", response("1"), None),
+                kept.get("a", "1"),
+                kept.chain("a", "1", 1000),
+                kept.delete("a", "1"),
+            ):
+                with pytest.raises(StoreFailed):
+                    await call
+            server.start()
+            await kept.put("a", response("1"), None)
+            server.kill()
+            with pytest.raises(StoreFailed):
+                await kept.get("a", "1")
+            server.start()
+            assert await kept.get("a", "1") is None
+
+
+@needs_shared_store
+async def test_a_wrong_password_ends_the_start_and_is_not_shown(tmp_path: Path) -> None:
+    with shared_store(tmp_path, "--requirepass", "right") as server:
+        async with store(server.url.replace("//", "//:right@")) as kept:
+            await kept.put("a", response("1"), None)
+        for given in ("", ":hidden@"):
+            with pytest.raises(StartupError, match="--response-store redis://127") as caught:
+                async with store(server.url.replace("//", f"//{given}")):
+                    pass
+            assert caught.value.flag == "--response-store"
+            assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:port/0", "valkey://127.0.0.1:6379/0?health_check_interval=x"])
+def test_an_address_that_is_none_names_the_flag(url: str) -> None:
+    with pytest.raises(StartupError, match=r"--response-store \w+://127\.0\.0\.1") as caught:
+        RedisResponses(url, max_responses=1, max_bytes=1024, seconds=1.0, timeout_seconds=1.0, connections=1)
+    assert caught.value.flag == "--response-store"
