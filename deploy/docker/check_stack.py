@@ -1,4 +1,5 @@
-"""Run the compose stacks for real: build, up, healthy, chat, scale, kill a backend, scrape; then take them down.
+"""Run the compose stacks for real: build, up, healthy, chat by gRPC and HTTP, scale, kill a backend, scrape; then take
+them down.
 
 Needs a Docker engine with `docker compose` or docker-compose. Where no image registry is reachable, run
 deploy/docker/offline.sh first and source deploy/docker/offline.env. The result is printed, and written as Markdown with
@@ -22,10 +23,12 @@ import functools
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -39,8 +42,9 @@ from penstock_client import AsyncClient, Client, ClientConfig, Completion, TLSCo
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "penstock-check"
 ROUTER = f"localhost:{os.environ.get('PENSTOCK_GRPC_PORT', '50050')}"
+GATEWAY = f"localhost:{os.environ.get('PENSTOCK_HTTP_PORT', '8000')}"
 PROMETHEUS = f"http://localhost:{os.environ.get('PROMETHEUS_PORT', '9090')}"
-ROLES = ["tokenizer", "generation", "router"]
+ROLES = ["tokenizer", "generation", "router", "gateway"]
 # Grafana is left out: its image comes from a registry only, and a test checks its dashboard against the metrics.
 SERVICES = [*ROLES, "prometheus"]
 # Of the metrics port of the container that this runs in: the status without and with the token.
@@ -136,6 +140,20 @@ class Stack:
         if certificate:
             flags += ["--client-cert", str(certificate / "client.pem"), "--client-key", str(certificate / "client.key")]
         return flags + (["--token-file", str(self.certs / "token")] if token and self.token else [])
+
+    def http(self, path: str, body: object = None, *, token: bool = True) -> tuple[int, bytes]:
+        """Status and body of the gateway's answer; POST where there is a body."""
+        headers = {"content-type": "application/json"}
+        if token and self.token:
+            headers["authorization"] = "Bearer " + (self.certs / "token").read_text().strip()
+        data = None if body is None else json.dumps(body).encode()
+        url = f"{'https' if self.tls else 'http'}://{GATEWAY}{path}"
+        tls = ssl.create_default_context(cafile=self.certs / "ca.pem") if self.tls else None
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=120, context=tls) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
 
 
 class Report:
@@ -241,7 +259,7 @@ def refusals(stack: Stack, report: Report, folder: Path) -> None:
             own = stack.certs if stack.client_certificates else None
             seen.append(refusal(stack.flags(certificate=own, token=False), "UNAUTHENTICATED"))
         with report.step("metrics without the token and with it") as seen:
-            ports = {"router": 9100, "tokenizer": 9101, "generation": 9102}
+            ports = {"router": 9100, "tokenizer": 9101, "generation": 9102, "gateway": 8000}
             for role, port in ports.items():
                 container = stack.containers(role)[0]
                 ask = ("python", "-c", ASK_METRICS, f"https://localhost:{port}/metrics")
@@ -255,7 +273,7 @@ def build(stack: Stack, report: Report) -> None:
     """The images, which all stacks share."""
     with report.step("build") as seen:
         stack.compose("build", "-q", *ROLES)
-        seen += [image_facts(role) for role in ("router", "tokenizer", "generation")]
+        seen += [image_facts(role) for role in ROLES]
 
 
 def check(stack: Stack, report: Report, folder: Path) -> None:
@@ -264,11 +282,27 @@ def check(stack: Stack, report: Report, folder: Path) -> None:
         stack.compose("up", "-d", *SERVICES)
         for service in ROLES:
             until(lambda service=service: stack.healthy(service), f"{service} healthy")  # type: ignore[misc]
-        seen.append(f"tokenizer, generation and router healthy; generation on {device_of_generation(stack)}")
+        seen.append(f"tokenizer, generation, router and gateway healthy; generation on {device_of_generation(stack)}")
         seen.append(probe_answers(stack))
     with report.step("chat") as seen, Client(ROUTER, stack.client()) as client:
         answer = client.chat("What is Penstock?", max_new_tokens=64).result()
         seen.append(f"{answer.text.strip()!r}, {answer.choices[0].finish_reason}")
+    with report.step("chat by HTTP") as seen:
+        body = {"messages": [{"role": "user", "content": "What is Penstock?"}], "max_tokens": 64}
+        status, text = stack.http("/v1/chat/completions", body)
+        choice = json.loads(text)["choices"][0] if status == 200 else text
+        if status != 200 or choice["message"]["content"] != answer.text:
+            raise RuntimeError(f"the gateway answered {status}, {choice}")
+        seen.append(f"the same answer, {choice['finish_reason']}")
+        status, page = stack.http("/", token=False)
+        if status != 200 or b"<html" not in page:
+            raise RuntimeError(f"the chat page is {status}")
+        seen.append("the chat page is there")
+        if stack.token:
+            status, _ = stack.http("/v1/chat/completions", body, token=False)
+            if status != 401:
+                raise RuntimeError(f"without the token the gateway answered {status}")
+            seen.append("401 without the token")
     if stack.tls:
         refusals(stack, report, folder)
     with report.step("scale generation to 2") as seen:
@@ -278,9 +312,9 @@ def check(stack: Stack, report: Report, folder: Path) -> None:
             until(lambda: client.get_model().backends == 2, "the router sees both")
         seen.append("the router sees 2 backends")
     with report.step("metrics") as seen:
-        until(lambda: sum(query('up{job=~"penstock-.*"}')) == 4, "Prometheus scrapes 4 targets")
+        until(lambda: sum(query('up{job=~"penstock-.*"}')) == 5, "Prometheus scrapes 5 targets")
         until(lambda: sum(query("penstock_generation_tokens_total")) > 0, "Prometheus has counted tokens")
-        seen.append("4 targets up, penstock_generation_tokens_total > 0")
+        seen.append("5 targets up, penstock_generation_tokens_total > 0")
     with report.step("kill one of two backends under 16 streams") as seen:
         completions = asyncio.run(kill_one_of_two(stack))
         if any(one.usage.completion_tokens != 600 for one in completions):
@@ -288,7 +322,7 @@ def check(stack: Stack, report: Report, folder: Path) -> None:
         moved = sum(one.finished.attempts > 1 for one in completions)
         seen.append(f"16 of 16 streams finished with all their tokens, {moved} of them moved")
     with report.step("stop") as seen:
-        survivors = [one for role in ("router", "tokenizer", "generation") for one in stack.containers(role)]
+        survivors = [one for role in ROLES for one in stack.containers(role)]
         stack.compose("stop")
         codes = [run("docker", "inspect", "-f", "{{.State.ExitCode}}", one).strip() for one in survivors]
         seen.append(f"exit codes {', '.join(codes)}")

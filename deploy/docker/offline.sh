@@ -31,7 +31,7 @@ echo "collecting wheels"
 # The CPU build of torch first: a plain range could bring gigabytes of CUDA.
 "$python" -m pip download -q --no-deps --dest deploy/docker/wheels "torch==${TORCH_VERSION:-2.13.0}"
 "$python" -m pip wheel -q --find-links deploy/docker/wheels --wheel-dir deploy/docker/wheels \
-  "torch==${TORCH_VERSION:-2.13.0}" hatchling ./clients/python ".[tokenizer,router,generation]"
+  "torch==${TORCH_VERSION:-2.13.0}" hatchling cyclonedx-bom ./clients/python ".[tokenizer,router,generation,gateway,redis,tracing]"
 # The images build penstock from source; what they need is in the folder, so they never ask an index.
 rm -f deploy/docker/wheels/penstock-*.whl deploy/docker/wheels/penstock_client-*.whl
 {

@@ -98,7 +98,11 @@ def _kernels() -> str:
     folders = Path(cache_folder()), Path(system_folder())
     path = library.find_first(*folders)
     if path is None:
-        how = "run `penstock build-kernels`" if is_supported() else f"there are none for {platform.machine()}"
+        how = (
+            "install penstock-kernels, or run `penstock build-kernels`"
+            if is_supported()
+            else f"there are none for {platform.machine()}"
+        )
         return f"not built for this version; {how}"
     return f"{library.load(*folders) or 'cannot run here'}, built for this version: {path}"
 

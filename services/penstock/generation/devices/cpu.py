@@ -187,7 +187,10 @@ def _native_kernels(wanted: str) -> str | None:
     folders = Path(cache_folder()), Path(system_folder())
     found = library.load(*folders)
     if found is None and wanted == "native":
-        raise StartupError("the native kernels are not built: run `penstock build-kernels`", flag="--kernels")
+        raise StartupError(
+            "the native kernels are not there: install penstock-kernels, or run `penstock build-kernels`",
+            flag="--kernels",
+        )
     return found
 
 
@@ -195,7 +198,7 @@ def _advice(wanted: str, instruction_set: str | None) -> str | None:
     folders = Path(cache_folder()), Path(system_folder())
     if wanted == "torch" or instruction_set or not is_supported() or library.find_first(*folders):
         return None
-    return "kernels not built, torch's are several times slower: run `penstock build-kernels`"
+    return "no kernels, torch's are several times slower: install penstock-kernels, or run `penstock build-kernels`"
 
 
 def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool, arena: Arena | None = None) -> LinearMethod:

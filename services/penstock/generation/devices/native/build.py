@@ -1,6 +1,7 @@
 """Builds the C++ kernels once for this machine's torch and compiler, into a folder that later starts load from.
 
-A build is not tied to the CPU that makes it: every kernel is compiled for each instruction set.
+A build is not tied to the CPU that makes it: every kernel is compiled for each instruction set. The wheel
+penstock-kernels is one that was made elsewhere (prebuilt.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -63,13 +64,18 @@ def is_supported() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
-def _folder(cache: Path, extra: tuple[str, ...] = ()) -> Path:
-    """Folder of builds of these sources for this torch and `extra` flags, by any compiler."""
-    facts = (torch.__version__, platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _INSTRUCTION_SETS, extra)
+def sources_digest(torch_version: str, extra: tuple[str, ...] = ()) -> str:
+    """Return 16 hexadecimal digits of all that a library depends on but the compiler: sources, flags, torch."""
+    facts = (torch_version, platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _INSTRUCTION_SETS, extra)
     digest = hashlib.sha256(repr(facts).encode())
     for source in sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h")):
         digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
-    return cache / digest.hexdigest()[:16]
+    return digest.hexdigest()[:16]
+
+
+def _folder(cache: Path, extra: tuple[str, ...] = ()) -> Path:
+    """Folder of builds of these sources for this torch and `extra` flags, by any compiler."""
+    return cache / sources_digest(torch.__version__, extra)
 
 
 def find(cache: Path) -> Path | None:
@@ -141,12 +147,8 @@ def build(
         return target
     protect(cache, target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        extra = _SANITIZED if sanitize else ()
-        objects = _compile(command, Path(scratch), extra, progress)
         linked = Path(scratch) / target.name
-        run_compilers(
-            [[command, "-shared", *extra, "-o", str(linked), *map(str, objects), *_libraries()]], Path(scratch)
-        )
+        compile_library(command, linked, _libraries(), extra=_SANITIZED if sanitize else (), progress=progress)
         linked.chmod(0o755)
         recorded = digest_path(linked)
         recorded.write_text(digest(linked))
@@ -154,6 +156,23 @@ def build(
         # Atomic for other processes, which may be building the same.
         os.replace(linked, target)
     return target
+
+
+def compile_library(
+    command: str,
+    target: Path,
+    libraries: Sequence[str],
+    *,
+    extra: tuple[str, ...] = (),
+    progress: Callable[[int, int], None] = lambda _done, _files: None,
+) -> None:
+    """Compile all kernels and link them into `target` with `libraries`, the linker's arguments.
+
+    Objects and logs go beside it. Raises StartupError when the compiler fails.
+    """
+    scratch = target.parent
+    objects = _compile(command, scratch, extra, progress)
+    run_compilers([[command, "-shared", *extra, "-o", str(target), *map(str, objects), *libraries]], scratch)
 
 
 def _compile(command: str, scratch: Path, extra: tuple[str, ...], progress: Callable[[int, int], None]) -> list[Path]:

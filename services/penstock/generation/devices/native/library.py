@@ -9,6 +9,7 @@ import torch
 from penstock.common.logging import get_logger
 from penstock.generation.devices.native.build import find
 from penstock.generation.devices.native.build_cache import mark_used
+from penstock.generation.devices.native.prebuilt import find_prebuilt
 from penstock.generation.host.cpu_features import native_bound
 
 _log = get_logger("penstock.generation")
@@ -16,12 +17,15 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def find_first(*folders: Path) -> Path | None:
-    """Return the library that `load` takes; None when nothing was built."""
-    return next((found for folder in folders if (found := find(folder)) is not None), None)
+    """Return the library that `load` takes; None when nothing was built.
+
+    A build of `folders` is for exactly this torch, so it goes before the wheel's.
+    """
+    return next((found for folder in folders if (found := find(folder)) is not None), None) or find_prebuilt()
 
 
 def load(*folders: Path) -> str | None:
-    """Load the library from the first of `folders` that has one; return the instruction set that it uses.
+    """Load the library of the first of `folders` that has one, or of the wheel; return the instruction set it uses.
 
     native_bound() may narrow that set. None when nothing was built, or it cannot run here.
 
