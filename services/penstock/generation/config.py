@@ -136,8 +136,8 @@ class GenerationServiceConfig(ServerConfig):
 
     kernels: str = option(
         "auto",
-        "C++ kernels of `penstock build-kernels` or penstock-kernels: auto uses them if they are there, native insists, "
-        "torch never.",
+        "C++ kernels of `penstock build-kernels` or penstock-kernels: auto uses them if they are there, native "
+        "insists, torch never.",
         group=MODEL,
     )
 
