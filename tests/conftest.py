@@ -39,6 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Tell factories/models/run_kernels.py the device."""
     os.environ["PENSTOCK_TESTED_DEVICE"] = config.getoption("--device")
+    # xdist 3.8 puts a test's group into this field. Without it every worker would start every file's servers.
+    has_groups = any("_nodeid" in getattr(kind, "__slots__", ()) for kind in pytest.Item.__mro__)
+    if config.getoption("dist", "no") == "loadgroup" and not has_groups:
+        raise pytest.UsageError("pytest-xdist cannot group the tests of this pytest: take those of pyproject.toml")
 
 
 # Before xdist's own, which reads the groups.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -114,6 +117,14 @@ _FIXED = {
 }
 
 
+@functools.cache
+def _log_folder() -> str:
+    """A folder for the logs of processes; it goes with this one."""
+    folder = tempfile.mkdtemp(prefix="penstock-logs-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def start(
     role: str | None,
     *flags: str,
@@ -126,7 +137,7 @@ def start(
     """
     port, metrics_port = free_port(), free_port()
     name = role or "serve"
-    log = Path(tempfile.mkstemp(prefix=f"penstock-{name}-", suffix=".log")[1])
+    log = Path(tempfile.mkstemp(prefix=f"{name}-", suffix=".log", dir=_log_folder())[1])
     command = [sys.executable, *program, "serve", *([role] if role else [])]
     # The gateway's metrics are on its only port.
     command += ["--port", str(port), *(["--metrics-port", str(metrics_port)] if role != "gateway" else []), *flags]
