@@ -73,7 +73,7 @@ def started(name: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 def are_ready(services: tuple[str, ...], folder: Path) -> bool:
     """True when each of the services has logged that it is ready."""
-    logs = [log.read_text() for log in folder.glob("penstock-*.log")]
+    logs = [log.read_text() for log in folder.glob("penstock-logs-*/*.log")]
     return all(any(f"READY {service}" in log for log in logs) for service in services)
 
 

@@ -596,20 +596,23 @@ async def test_many_loads_leave_nothing(empty: Client, folder: Path) -> None:
     # Of other tests of this worker, which hold theirs in circles.
     others = engines()
     before: tuple[int, int] | None = None
-    resident = 0
+    # After each of the later cycles. The heap of a worker that ran other tests goes up and down by itself.
+    residents: list[int] = []
     for cycle in range(CYCLES):
         await load(empty, sent(folder) if cycle % 2 else load_requests(None, "tiny", "", None))
         await ids_of(empty)
         gone = await unload(empty)
         if cycle == CYCLES // 2:
-            before, resident = held(), gone.resident_bytes_after
+            before = held()
+        if cycle >= CYCLES // 2:
+            residents.append(gone.resident_bytes_after)
     assert before is not None
     threads, descriptors = held()
     # The pool of threads for short work has a few at most.
     assert threads <= before[0] + 4
     # Connections of gRPC come and go. A load that leaves one has left ten.
     assert descriptors <= before[1] + 4
-    assert gone.resident_bytes_after < resident + GROWTH_BYTES
+    assert min(residents[-3:]) < max(residents[:3]) + GROWTH_BYTES
     assert not [one for one in engines() if not any(one is other for other in others)]
 
 
