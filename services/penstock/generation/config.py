@@ -14,6 +14,7 @@ from penstock.common.config import (
     option,
     parse_size_or_auto,
 )
+from penstock.common.environment import usable_cores
 from penstock.common.errors import StartupError
 from penstock.generation.adapters.limits import AdapterLimits
 from penstock.generation.core.model_config import ROUTES, ModelRoute
@@ -124,6 +125,14 @@ class GenerationServiceConfig(ServerConfig):
     )
     threads: int | None = option(
         None, "Threads of the model's kernels; all cores when left out.", group=MODEL, minimum=1
+    )
+    tensor_parallel: int = option(
+        1,
+        "Processes of this machine that share the model: each has a part of every layer's heads and widths, of the "
+        "vocabulary, and of the threads. Native models without experts.",
+        group=MODEL,
+        minimum=1,
+        maximum=64,
     )
     compute_nice: int = option(
         0,
@@ -629,6 +638,7 @@ class GenerationServiceConfig(ServerConfig):
         ):
             if value not in allowed:
                 raise StartupError(f"{flag} must be one of {', '.join(allowed)}", flag=flag)
+        self._check_ranks()
         if self.empty and self.model is not None:
             raise StartupError("--empty starts without a model: leave MODEL out", flag="--empty")
         if self.empty and not self.is_model_open:
@@ -657,6 +667,29 @@ class GenerationServiceConfig(ServerConfig):
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-running-sequences "
                 f"{self.max_running_sequences}: every running sequence needs a token a step",
                 flag="--max-batch-tokens",
+            )
+
+    @property
+    def rank_threads(self) -> int | None:
+        """Threads of each process that computes; None: all cores."""
+        if self.tensor_parallel == 1:
+            return self.threads
+        return max(1, (self.threads or usable_cores()) // self.tensor_parallel)
+
+    def _check_ranks(self) -> None:
+        """Refuse what a model of several processes does not do. Raises StartupError."""
+        if self.tensor_parallel == 1:
+            return
+        if self.lora:
+            raise StartupError(
+                "--lora is not possible with --tensor-parallel: merge the adapter into the model", flag="--lora"
+            )
+        if self.device not in ("auto", "cpu"):
+            raise StartupError("--tensor-parallel runs on the CPU in this release", flag="--tensor-parallel")
+        if self.threads is not None and self.threads < self.tensor_parallel:
+            raise StartupError(
+                f"--threads {self.threads} is less than --tensor-parallel {self.tensor_parallel}: a thread each",
+                flag="--threads",
             )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -99,6 +100,9 @@ class RunningEngine:
         self._watch_mapped(loaded)
         self._compiler = _compiler(loaded, config)
         self.core = self._core(loaded, loop, hub, stats)
+        if loaded.ranks is not None:
+            events = asyncio.get_running_loop()
+            loaded.ranks.on_loss = lambda error: _call_soon(events, partial(self._on_failure, error))
 
     def _core(self, loaded: LoadedModel, loop: EngineLoop, hub: OutputHub, stats: EngineStats) -> GenerationCore:
         """Return what the services stand on: the engine behind its loop, with the bounds of the configuration."""
@@ -172,6 +176,7 @@ class RunningEngine:
             access.close()
         await self._compiler.close()
         has_stopped = await _beside(partial(self._loop.stop, self._config.hung_step_seconds))
+        await _beside(self.core.loaded.close)
         if self._trace is not None:
             await _beside(self._trace.close)
         # All of these would hold the model: metrics, and Forward streams that are open without a call.
@@ -245,3 +250,9 @@ async def _beside(call: Callable[[], T]) -> T:
 def _compiler(loaded: LoadedModel, config: GenerationServiceConfig) -> GrammarCompiler:
     folder = loaded.tokenizer_folder or loaded.folder
     return GrammarCompiler(folder, loaded.served.vocab_size, config.grammar_limits(), loaded.token_bytes)
+
+
+def _call_soon(events: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Let an event loop make a call; one that is closed needs none."""
+    with contextlib.suppress(RuntimeError):
+        events.call_soon_threadsafe(call)

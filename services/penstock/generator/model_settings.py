@@ -127,7 +127,7 @@ def _check_text(value: str) -> str | None:
 
 ROWS: tuple[Row, ...] = (
     Row("backend_type", str, "Engine that runs the model: torch.", check=_check_backend),
-    Row("world_size", int, "Number of tensor-parallel ranks; this release runs 1.", minimum=1, maximum=_MOST_RANKS),
+    Row("world_size", int, "Number of tensor-parallel ranks: --tensor-parallel.", minimum=1, maximum=_MOST_RANKS),
     Row("rank", int, "This process's rank, below world_size.", minimum=0),
     Row("npu_device_id", int, "Number of the device, among those that are visible.", minimum=0),
     Row("local_rank", int, "This process's rank on its machine, among the visible devices.", minimum=0),
@@ -199,14 +199,13 @@ class ModelSettings:
             raise StartupError(f"{FLAG} {path}: {error}", flag=FLAG) from error
 
     def service_options(self) -> dict[str, object]:
-        """Return what the dictionary sets of GenerationServiceConfig, by field. Raises ModelConfigError for more than
-        one rank."""
-        if self.world_size > 1:
-            raise ModelConfigError(
-                "world_size", f"must be 1: this release runs a model in one process, found {self.world_size}"
-            )
+        """Return what the dictionary sets of GenerationServiceConfig, by field. Raises ModelConfigError for a rank
+        other than 0."""
+        if self.rank > 0:
+            raise ModelConfigError("rank", f"must be 0, found {self.rank}: rank 0 starts the others")
         given = {
             "model": self.model_id,
+            "tensor_parallel": self.world_size if self.world_size > 1 else None,
             "served_model_name": self.model_name,
             "max_context": self.max_position_embeddings,
             "mask_threads": self.num_threads,

@@ -37,7 +37,7 @@ def written(folder: Path, **changed: Any) -> str:
     ("changed", "text"),
     [
         ({"rank": None}, "model_config['rank'] is missing"),
-        ({"world_size": 2}, "model_config['world_size'] must be 1: this release runs a model in one process, found 2"),
+        ({"world_size": 2, "rank": 1}, "model_config['rank'] must be 0, found 1: rank 0 starts the others"),
         ({"num_threads": "many"}, "model_config['num_threads'] must be a whole number, found 'many'"),
     ],
 )

@@ -364,5 +364,5 @@ def test_the_dictionary_makes_the_same_engine(folder: Path, generator: Generator
         assert made._engine.loaded.served.max_context_tokens == 256
         wanted = generator.generate([5, 6, 7], max_new_tokens=6, **ENDLESS).token_ids
         assert made.generate([5, 6, 7], max_new_tokens=6, **ENDLESS).token_ids == wanted
-    with pytest.raises(ModelConfigError, match=r"model_config\['world_size'\] must be 1: this release"):
-        Generator({**model_config, "world_size": 2})
+    with pytest.raises(ModelConfigError, match=r"model_config\['rank'\] must be 0, found 1"):
+        Generator({**model_config, "world_size": 2, "rank": 1})

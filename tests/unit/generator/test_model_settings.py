@@ -145,10 +145,11 @@ def test_the_meaning_of_the_fields_here() -> None:
     assert loud.service_options()["tokenizer_path"] == "t"
 
 
-def test_several_ranks_are_read_and_not_run() -> None:
-    settings = read(world_size=2, rank=1)
-    with pytest.raises(ModelConfigError, match=r"model_config\['world_size'\] must be 1: this release runs a model in"):
-        settings.service_options()
+def test_rank_0_starts_the_others() -> None:
+    assert read(world_size=2).service_options()["tensor_parallel"] == 2
+    assert "tensor_parallel" not in read(world_size=1).service_options()
+    with pytest.raises(ModelConfigError, match=r"model_config\['rank'\] must be 0, found 1: rank 0 starts the others"):
+        read(world_size=2, rank=1).service_options()
 
 
 def test_the_file_of_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +167,7 @@ def test_the_file_of_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("[]", "holds no JSON object"),
         ("{", "cannot be read as JSON"),
         (json.dumps({**REQUIRED, "rank": 5}), r"model_config\['rank'\] must be less than world_size"),
-        (json.dumps({**REQUIRED, "world_size": 2}), r"model_config\['world_size'\] must be 1"),
+        (json.dumps({**REQUIRED, "world_size": 2, "rank": 1}), r"model_config\['rank'\] must be 0"),
     ):
         path.write_text(text)
         with pytest.raises(StartupError, match=problem) as caught:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.linear.base import Linear, Rows
     from penstock.generation.layers.rope import RotaryEmbedding
     from penstock.generation.models.capture import Capture
@@ -96,6 +97,11 @@ class CausalLM:
         return {}
 
     @property
+    def num_kv_heads(self) -> int:
+        """See LanguageModel."""
+        return self.config.num_kv_heads
+
+    @property
     def windows(self) -> Sequence[int | None]:
         """Number of positions that a row of each layer sees, itself included; None: all."""
         return self.config.sliding_windows
@@ -138,6 +144,9 @@ class CausalLM:
         each = [(0, False) if linear is None else (linear.shape[0], linear.gated) for linear in linears]
         shapes = [*each, (self.config.vocab_size, False)]
         return NativeAdapter(sites, embedding, shapes=shapes, dtype=self.dtype)
+
+    def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
+        """See LanguageModel: this process is the only one."""
 
     def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
         """Return the adapters of a step's rows: `counts[i]` rows in turn have `adapters[i]`."""

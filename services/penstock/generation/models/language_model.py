@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
     from penstock.generation.models.capture import Capture
 
@@ -41,6 +42,10 @@ class LanguageModel(Protocol):
         """Fields of a request that this model cannot do, and for each the reason."""
 
     @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads that this process's pool has."""
+
+    @property
     def windows(self) -> Sequence[int | None]:
         """Number of positions that a row of each layer that attends sees, itself included; None: all."""
 
@@ -50,6 +55,9 @@ class LanguageModel(Protocol):
 
     def shallow(self, num_layers: int) -> LanguageModel:
         """See CausalLM. A model that cannot be cut returns itself, for which pools need all layers."""
+
+    def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
+        """Note that blocks of the pool are copied before the next pass: so are those of other processes, if any."""
 
     def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
         """See CausalLM."""

@@ -26,6 +26,7 @@ from penstock.generation.layers.decoder_layer import (
 )
 from penstock.generation.layers.experts import MixtureOfExperts, SharedExpert
 from penstock.generation.layers.rope import RotaryEmbedding
+from penstock.generation.layers.summed import SummedAttention, SummedMLP
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.weights.tensor_names import (
     NORM,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.layers.kernels import LayerKernels
     from penstock.generation.layers.linear.base import Linear, Rows
+    from penstock.generation.layers.summed import Sum
 
 
 class Weights(Protocol):
@@ -72,10 +74,11 @@ class Weights(Protocol):
         """Note that nothing more of this layer is asked for."""
 
 
-def build_model(config: ModelConfig, weights: Weights, device: Device) -> CausalLM:
-    """Return the model of `config` with these weights."""
+def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts: Sum | None = None) -> CausalLM:
+    """Return the model of `config` with these weights. `sum_parts`: they are a part of a model in several processes,
+    which adds up what the parts give; None: they are the whole."""
     lm_head, table = weights.head_and_table()
-    parts = _Parts(config, weights, device.layer_kernels(weights.dtype))
+    parts = _Parts(config, weights, device.layer_kernels(weights.dtype), sum_parts)
     layers = [parts.layer(i) for i in range(config.num_layers)]
     norm = parts.norm(NORM)
     config = dataclasses.replace(
@@ -111,8 +114,11 @@ def build_model(config: ModelConfig, weights: Weights, device: Device) -> Causal
 class _Parts:
     """Maker of a model's layers from its weights."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: LayerKernels) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, kernels: LayerKernels, sum_parts: Sum | None = None
+    ) -> None:
         self._config, self._weights, self._kernels = config, weights, kernels
+        self._sum = sum_parts
         # Rotary embeddings of the model, each once.
         layer_ropes = config.layer_ropes or (config.rope,) * config.num_layers
         self.ropes = list(dict.fromkeys(layer_ropes))
@@ -130,9 +136,7 @@ class _Parts:
         after = [self._norm_after(prefix, name) for name in (names.after_attention, names.after_mlp)]
         heads = self._heads(prefix)
         qkv, output, *rest = layer_linears(config, index)
-        attention = SelfAttention(
-            config, index, self._linear(prefix, qkv), self._linear(prefix, output), heads, self._turns[index]
-        )
+        attention = self._attention(index, self._linear(prefix, qkv), self._linear(prefix, output), heads)
         mlp = self._mixture(prefix, rest) if config.has_experts(index) else self._mlp(index, prefix, rest)
         self._weights.layer_is_complete()
         if config.is_parallel:
@@ -140,6 +144,12 @@ class _Parts:
         if all(type(norm) is NoNorm for norm in after):
             return DecoderLayer(before[0], attention, before[1], mlp)
         return AroundLayer(before[0], attention, before[1], mlp, *after)
+
+    def _attention(self, index: int, qkv: Linear, output: Linear, heads: HeadWeights) -> SelfAttention:
+        turn = self._turns[index]
+        if self._sum is None:
+            return SelfAttention(self._config, index, qkv, output, heads, turn)
+        return SummedAttention(self._config, index, qkv, output, heads, turn, self._sum)
 
     def _norm_weight(self, name: str) -> Tensor:
         weight = self._weights.tensor(name, is_exact=rounds_once(self._config))
@@ -175,7 +185,7 @@ class _Parts:
 
     def _mlp(self, index: int, prefix: str, linears: Sequence[LayerLinear]) -> SwiGLU:
         gated, down = (self._linear(prefix, one) for one in linears)
-        return SwiGLU(index, gated, down)
+        return SwiGLU(index, gated, down) if self._sum is None else SummedMLP(index, gated, down, self._sum)
 
     def _mixture(self, prefix: str, linears: Sequence[LayerLinear]) -> MixtureOfExperts:
         experts = self._config.experts

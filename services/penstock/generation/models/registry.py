@@ -44,10 +44,12 @@ from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import is_packed
 from penstock.generation.weights.packed_weights import PackedWeights
 from penstock.generation.weights.quantised.table import open_checkpoint, read_format
+from penstock.generation.weights.sharding import FLAG, Shard, ShardedSource
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
+    from penstock.generation.layers.summed import Sum
     from penstock.generation.models.language_model import LanguageModel
 
 FAMILIES = {
@@ -103,6 +105,8 @@ def load_model(
     progress: CountBytes | None = None,
     map_embeddings: bool = True,
     route: ModelRoute = _AUTO,
+    shard: Shard | None = None,
+    sum_parts: Sum | None = None,
 ) -> LanguageModel:
     """Load a Hugging Face folder (single or sharded safetensors), or one that `penstock pack` wrote.
 
@@ -110,9 +114,14 @@ def load_model(
     (of the linear layers' weights, quantised as they are read), or "auto": as packed, none otherwise. `progress` is
     called with the weights' bytes that are loaded and all of them, which are equal in the end. `map_embeddings`: the
     embedding of a checkpoint is used where the page cache has it, as all of a packed model is: see
-    `device.mapped_files`; the fallback maps nothing. Raises StartupError naming the file, tensor or field at fault.
+    `device.mapped_files`; the fallback maps nothing. `shard`: the part of a rank is loaded, and `sum_parts` adds up
+    what the ranks give. Raises StartupError naming the file, tensor or field at fault, or --tensor-parallel.
     """
     config = read_model_config(folder, route)
+    if shard is not None:
+        shard.check(config)
+        if is_packed(folder):
+            raise StartupError(f"{FLAG} needs the checkpoint that MODEL was packed from", flag=FLAG)
     if config.route == "fallback":
         if config.route_reason:
             _log.info(
@@ -127,9 +136,9 @@ def load_model(
         weights = PackedWeights(folder, config, device, dtype, quantization, progress)
     else:
         weights = checkpoint_weights(
-            folder, config, device, dtype, quantization, progress, map_embeddings=map_embeddings
+            folder, config, device, dtype, quantization, progress, map_embeddings=map_embeddings, shard=shard
         )
-    return build_model(config, weights, device)
+    return build_model(config if shard is None else shard.config(config), weights, device, sum_parts)
 
 
 def checkpoint_weights(
@@ -141,6 +150,7 @@ def checkpoint_weights(
     progress: CountBytes | None = None,
     *,
     map_embeddings: bool,
+    shard: Shard | None = None,
 ) -> CheckpointWeights:
     """Return the weights of a Hugging Face folder after checking their names and shapes; arguments as of
     `load_model`."""
@@ -159,11 +169,11 @@ def checkpoint_weights(
         # Of scales: the products of whole numbers work in bfloat16 or float32.
         stored = torch.bfloat16
     return CheckpointWeights(
-        checkpoint,
+        checkpoint if shard is None else ShardedSource(checkpoint, config, shard),
         device,
         device.compute_dtype(dtype, stored),
         quantization,
-        is_tied=config.tie_word_embeddings,
+        is_tied=config.tie_word_embeddings and shard is None,
         map_embeddings=map_embeddings,
     )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
     from penstock.generation.models.capture import Capture
 
@@ -83,6 +84,11 @@ class TransformersModel:
         return self._unsupported
 
     @property
+    def num_kv_heads(self) -> int:
+        """See LanguageModel."""
+        return self.config.num_kv_heads
+
+    @property
     def windows(self) -> Sequence[int | None]:
         """See LanguageModel. Layers with chunks count as seeing all."""
         return [call.window if call.chunk is None else None for call in self.calls]
@@ -101,6 +107,9 @@ class TransformersModel:
     def shallow(self, num_layers: int) -> TransformersModel:
         """Return the model itself, which cannot be cut."""
         return self
+
+    def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
+        """See LanguageModel: this process is the only one."""
 
     def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
         """Raise RuntimeError: no adapter can be loaded for such a model."""

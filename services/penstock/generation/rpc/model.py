@@ -138,7 +138,7 @@ class ModelServicer(GraphCalls):
             model_route_reason=config.route_reason,
             dtype=convert.from_dtype(str(loaded.model.dtype)),
             devices=[loaded.device.describe()],
-            world_size=1,
+            world_size=self._config.tensor_parallel,
             kv=_geometry(core),
             limits=self._limits(core),
             eos_token_ids=defaults.eos_token_ids,

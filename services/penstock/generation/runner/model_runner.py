@@ -107,6 +107,7 @@ class ModelRunner:
         """
         if not output.copies:
             return self._compute(output)
+        self._model.blocks_are_copied(output.copies)
         out_seconds, in_seconds = copy_blocks(self._kv, self._host, output.copies)
         return replace(self._compute(output), out_seconds=out_seconds, in_seconds=in_seconds)
 

@@ -40,6 +40,8 @@ from penstock.generation.models.transformers_states import StatefulModel
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
 from penstock.generation.options.validate import unsupported_option
+from penstock.generation.parallel.leader import lead
+from penstock.generation.parallel.processes import Ranks
 from penstock.generation.runner.model_runner import ModelRunner, WarmUpWork
 from penstock.generation.startup.batch_tuning import (
     LARGEST_SIZE,
@@ -52,6 +54,7 @@ from penstock.generation.startup.draft_model import DraftModel, load_draft_weigh
 from penstock.generation.startup.memory_check import check_kv_memory, check_weights, stored_weight_bytes
 from penstock.generation.startup.plugin_registry import NO_PLUGINS, PluginRegistry, load_plugins
 from penstock.generation.weights.files import is_packed, least_weight_bytes
+from penstock.generation.weights.sharding import FLAG, Shard
 from penstock.text.token_bytes import TokenBytes, TokenPrefixes, UnsupportedTokenizer
 
 _log = get_logger("penstock.generation")
@@ -84,6 +87,13 @@ class LoadedModel:
     plugins: PluginRegistry = NO_PLUGINS
     # Memory of the host pool; None: there is none.
     host_kv: HostKVPool | None = None
+    # Further processes that have a part of the model; None: there are none.
+    ranks: Ranks | None = None
+
+    def close(self) -> None:
+        """End the processes beside this one. Nothing may run any more."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     def warm_up(self, work: WarmUpWork | None = None) -> None:
         """Run all models once, this one with `work`. Writes into blocks of the pools, so none may be in use or
@@ -109,6 +119,7 @@ class LoadedModel:
             *([] if self.host_kv is None else [_host_line(self.host_kv, self.engine_config)]),
             f"batch     {self.batch.describe()}",
             *([] if self.draft is None else [self.draft.status_line()]),
+            *([] if self.ranks is None else [f"ranks     {self.ranks.group.shard.count} processes have a part each"]),
         ]
 
 
@@ -118,10 +129,16 @@ def load(config: GenerationServiceConfig, name: str, show: ShowProgress, arena: 
     `show` gets the progress and may raise to give up. Weights go into `arena` while it has room; it is closed when they
     are loaded, or cannot be. Raises StartupError naming the flag to change.
     """
-    with contextlib.ExitStack() as after_weights, ThreadPoolExecutor(1, "tables") as beside:
+    with (
+        contextlib.ExitStack() as after_weights,
+        ThreadPoolExecutor(1, "tables") as beside,
+        contextlib.ExitStack() as if_failed,
+    ):
         if arena is not None:
             after_weights.callback(arena.close)
-        return _load(config, name, show, arena, after_weights.close, beside)
+        loaded = _load(config, name, show, arena, after_weights.close, beside, if_failed)
+        if_failed.pop_all()
+        return loaded
 
 
 def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: CountBytes) -> LoadedModel:
@@ -130,6 +147,8 @@ def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: Coun
     Both models are in memory until the caller lets the old one go. `count` gets the bytes and may raise to give up.
     Raises StartupError when the folder cannot be read, holds another model or tokenizer, or memory is short.
     """
+    if loaded.ranks is not None:
+        raise StartupError(f"a model of several processes is not read again: start anew ({FLAG})", flag=FLAG)
     folder, old = loaded.folder, loaded.model.config
     # The loader sets these.
     known = {name: getattr(old, name) for name in (*_LOADED, *(_RECORDED if old.route == "fallback" else ()))}
@@ -162,6 +181,7 @@ def _load(
     arena: Arena | None,
     weights_are_loaded: Callable[[], None],
     beside: Executor,
+    if_failed: contextlib.ExitStack,
 ) -> LoadedModel:
     timer = StartupTimer()
     kv_memory = parse_memory(config.kv_memory)
@@ -181,12 +201,15 @@ def _load(
     timer.end("tokenizer")
     # Runs beside the loading of weights, which needs the interpreter for moments only.
     prefixes = None if token_bytes is None else beside.submit(TokenPrefixes, token_bytes)
+    ranks = _ranks(config, folder, model_config)
+    if ranks is not None:
+        if_failed.callback(ranks.close)
     device = open_device(config.device)
-    device.start(num_threads=config.threads, kernels=config.kernels, arena=arena)
+    device.start(num_threads=config.rank_threads, kernels=config.kernels, arena=arena)
     # Memory that is already taken for the weights counts as free.
     available = device.memory().available + (0 if arena is None else arena.num_touched)
     _check_room(config, folder, model_config, kv_memory, available)
-    model, draft_weights = _weights(config, folder, name, device, show)
+    model, draft_weights = _weights(config, folder, name, device, show, ranks)
     weights_are_loaded()
     _check_defaults(defaults, model)
     if prefixes is not None:
@@ -197,6 +220,9 @@ def _load(
     adapters = _adapters(config, name, model)
     kv = _kv_pool(config, kv_memory, model, device, context)
     host_kv = _host_kv_pool(config, kv, device, context)
+    if ranks is not None:
+        dtype = str(kv.dtype).removeprefix("torch.")
+        ranks.make_pools(kv.num_blocks, kv.block_size, dtype, 0 if host_kv is None else host_kv.num_blocks)
     masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
     runner = ModelRunner(model, kv, masks=masks, kernels=device.sampling_kernels(), host=host_kv)
     # Before the warm-up, which writes into the KV pool: the memory of large steps then does not add to the pool's.
@@ -248,6 +274,7 @@ def _load(
         draft,
         plugins,
         host_kv,
+        ranks,
     )
 
 
@@ -297,9 +324,10 @@ def adapter_opener(config: GenerationServiceConfig, model: LanguageModel) -> Ope
 
     def opened(path: Path, root: Path | None) -> PeftFolder:
         if not isinstance(model, CausalLM):
+            reason = "it is in several processes" if config.tensor_parallel > 1 else "transformers' modules run it"
             raise InvalidArgument(
                 "path",
-                "is an adapter, and transformers' modules run this model: merge it",
+                f"is an adapter, and this model takes none, since {reason}: merge it",
                 reason="ADAPTER_UNSUPPORTED",
             )
         return PeftFolder(path, root, model, limits)
@@ -321,8 +349,28 @@ def _adapters(config: GenerationServiceConfig, name: str, model: LanguageModel) 
     return store
 
 
+def _ranks(config: GenerationServiceConfig, folder: Path, model: ModelConfig) -> Ranks | None:
+    """Start the other ranks, which load their parts while this process loads its own; None: there are none."""
+    if config.tensor_parallel == 1:
+        return None
+    Shard(0, config.tensor_parallel).check(model)
+    order = {
+        "folder": str(folder),
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "device": config.device,
+        "threads": config.rank_threads,
+        "kernels": config.kernels,
+        "map_embeddings": config.map_embeddings,
+        "log_format": config.log_format,
+        "log_level": config.log_level,
+        "debug": config.debug,
+    }
+    return Ranks(config.tensor_parallel, order)
+
+
 def _weights(
-    config: GenerationServiceConfig, folder: Path, name: str, device: Device, show: ShowProgress
+    config: GenerationServiceConfig, folder: Path, name: str, device: Device, show: ShowProgress, ranks: Ranks | None
 ) -> tuple[LanguageModel, LanguageModel | None]:
     """Load the model and the draft model, before the KV pool, which takes a share of the memory that both leave."""
     with Stage(show, LOAD_WEIGHTS, name) as stage:
@@ -334,7 +382,13 @@ def _weights(
             progress=stage.count,
             map_embeddings=config.map_embeddings,
             route=config.route,
+            shard=None if ranks is None else ranks.group.shard,
+            sum_parts=None if ranks is None else ranks.group.sum,
         )
+    if ranks is not None:
+        assert isinstance(model, CausalLM), "only native models are spread"
+        model = lead(folder, model, ranks)
+        ranks.wait_loaded()
     return model, load_draft_weights(config, folder, device, show)
 
 
@@ -421,7 +475,9 @@ def _kv_pool(
     states = (slots + snapshots) * state_bytes(model.state_layout)
     blocks = kv_pool_blocks(
         memory,
-        bytes_per_block=kv_bytes_per_block(facts.num_layers, size, facts.num_kv_heads, facts.head_dim, dtype),
+        # Of all processes: they share the machine's memory.
+        bytes_per_block=kv_bytes_per_block(facts.num_layers, size, model.num_kv_heads, facts.head_dim, dtype)
+        * config.tensor_parallel,
         block_size=size,
         available=left.available - states,
         total=left.total,
@@ -436,7 +492,7 @@ def _kv_pool(
         facts.num_layers,
         blocks,
         size,
-        facts.num_kv_heads,
+        model.num_kv_heads,
         facts.head_dim,
         dtype,
         device.torch_device,
@@ -487,10 +543,10 @@ def _host_kv_pool(config: GenerationServiceConfig, kv: KVCachePool, device: Devi
     left = device.host_memory()
     blocks = kv_pool_blocks(
         memory,
-        bytes_per_block=kv.bytes_per_block,
+        bytes_per_block=kv.bytes_per_block * config.tensor_parallel,
         block_size=kv.block_size,
         # The pool's pages are committed as they are written.
-        available=left.available - (kv.num_bytes if kv.device.type == "cpu" else 0),
+        available=left.available - (kv.num_bytes * config.tensor_parallel if kv.device.type == "cpu" else 0),
         total=left.total,
         max_context_tokens=context,
         flag=flag,

@@ -57,6 +57,8 @@ def begin(config: GenerationServiceConfig) -> Arena | None:
         defer(UNUSED_OF_TORCH)
     if (
         config.empty
+        # Each process has a part.
+        or config.tensor_parallel > 1
         or not config.prefault_weights
         or config.device not in ("auto", "cpu")
         or not _may_have_kernels(config.kernels)

@@ -1,0 +1,53 @@
+"""Layers of which each process of a tensor-parallel group has a part: their results are sums over the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from penstock.generation.layers.decoder_layer import SelfAttention, Step, SwiGLU
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import HeadWeights
+    from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.layers.linear.base import Linear
+
+# Adds up what every process passes, in place, and returns it.
+Sum = Callable[[Tensor], Tensor]
+
+
+class SummedAttention(SelfAttention):
+    """Attention over some of the heads; its output projection has the columns of these."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        qkv: Linear,
+        output: Linear,
+        heads: HeadWeights,
+        turn: int,
+        sum_parts: Sum,
+    ) -> None:
+        """See SelfAttention; `config` is of this part."""
+        super().__init__(config, layer, qkv, output, heads, turn)
+        self._sum = sum_parts
+
+    def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
+        """Map (T, hidden) to (T, hidden), the same in every process."""
+        return self._sum(super().__call__(x_TI, step))
+
+
+class SummedMLP(SwiGLU):
+    """Some of an MLP's inner numbers."""
+
+    def __init__(self, layer: int, gated: Linear, down: Linear, sum_parts: Sum) -> None:
+        """See SwiGLU."""
+        super().__init__(layer, gated, down)
+        self._sum = sum_parts
+
+    def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
+        """Map (T, hidden) to (T, hidden), the same in every process."""
+        return self._sum(super().__call__(x_TI, step))

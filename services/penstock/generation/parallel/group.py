@@ -1,0 +1,64 @@
+"""Sums and parts between the ranks of one host, by gloo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.generation.weights.sharding import Shard
+
+# Time that a rank waits for another, to meet or in one collective. One that has died is noticed at once, by its
+# connection.
+_PATIENCE = timedelta(minutes=5)
+
+
+class RankGroup:
+    """Group of ranks, after `join`. Used by one thread at a time; all ranks make the same calls in the same order."""
+
+    def __init__(self, shard: Shard) -> None:
+        """Take this process's place."""
+        self.shard = shard
+        # torch's stubs leave out what its process groups do.
+        self._group: Any = None
+
+    def join(self, meeting: Path) -> None:
+        """Meet the others by a file in a folder that only they may write. Listens on loopback."""
+        distributed: Any = dist
+        gloo = distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = _PATIENCE
+        store = distributed.FileStore(str(meeting), self.shard.count)
+        self._group = gloo(store, self.shard.rank, self.shard.count, options)
+
+    def leave(self) -> None:
+        """Close the connections."""
+        self._group = None
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add up the ranks' tensors, of one shape and dtype, in place; return it. All ranks get the same bits."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def columns(self, part_NX: Tensor, num_columns: int) -> Tensor | None:
+        """Return the ranks' columns side by side (N, num_columns), at rank 0; None at the others.
+
+        Ranks have the columns of Shard.part.
+        """
+        each = -(-num_columns // self.shard.count)
+        if part_NX.shape[1] < each:
+            part_NX = torch.nn.functional.pad(part_NX, (0, each - part_NX.shape[1]))
+        part_NX = part_NX.contiguous()
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        if self.shard.rank:
+            self._group.gather([], [part_NX], options).wait()
+            return None
+        parts = [torch.empty_like(part_NX) for _ in range(self.shard.count)]
+        self._group.gather([parts], [part_NX], options).wait()
+        return torch.cat(parts, dim=1)[:, :num_columns].contiguous()

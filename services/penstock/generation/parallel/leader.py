@@ -1,0 +1,171 @@
+"""Rank 0's model: it tells the other ranks of each call, and computes its own part."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from torch import Tensor
+
+from penstock.generation.models.registry import read_model_config
+from penstock.generation.parallel.messages import StepOrder, encode_copies, encode_hidden
+from penstock.generation.weights.tensor_names import tensor_shapes
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.attention.state_pool import StateTensor
+    from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.core.step import BlockCopy
+    from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
+    from penstock.generation.models.capture import Capture
+    from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.parallel.processes import Ranks
+
+_NO_ATTENTIONS = "is not possible with this model: --tensor-parallel has its heads in several processes"
+
+
+def lead(folder: Path, own: CausalLM, ranks: Ranks) -> LeaderModel:
+    """Return the model of `folder` of which `own` is this rank's part."""
+    whole = read_model_config(folder)
+    made = own.config
+    config = dataclasses.replace(
+        whole,
+        dtype=made.dtype,
+        num_parameters=sum(math.prod(shape) for shape in tensor_shapes(whole).values()),
+        weight_forms=made.weight_forms,
+    )
+    return LeaderModel(config, own, ranks)
+
+
+class LeaderModel:
+    """See CausalLM for the methods. Hidden states are whole in every rank; heads and logits are apart."""
+
+    def __init__(self, config: ModelConfig, own: CausalLM, ranks: Ranks) -> None:
+        """Take the configuration of the whole model, and the part of this rank."""
+        self.config = config
+        self.dtype: torch.dtype = own.dtype
+        self.device: torch.device = own.device
+        self.num_bytes = own.num_bytes
+        self.mapped_bytes = own.mapped_bytes
+        self.attention: Attention = own.attention
+        self.ranks = ranks
+        self._own = own
+
+    @property
+    def num_kv_heads(self) -> int:
+        """See LanguageModel."""
+        return self._own.num_kv_heads
+
+    @property
+    def can_draw(self) -> bool:
+        """See LanguageModel: layers wait for one another."""
+        return False
+
+    @property
+    def head_site(self) -> int:
+        """See LanguageModel."""
+        return self._own.head_site
+
+    @property
+    def unsupported(self) -> Mapping[str, str]:
+        """See LanguageModel."""
+        return {"output.output_attentions": _NO_ATTENTIONS}
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """See LanguageModel."""
+        return self._own.windows
+
+    @property
+    def state_layout(self) -> Sequence[StateTensor]:
+        """See LanguageModel: none."""
+        return ()
+
+    def shallow(self, num_layers: int) -> LeaderModel:
+        """See LanguageModel."""
+        return LeaderModel(self.config, self._own.shallow(num_layers), self.ranks)
+
+    def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
+        """See LanguageModel. No adapter can be loaded."""
+        raise RuntimeError("a model of several ranks has no adapters")
+
+    def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
+        """See LanguageModel."""
+        self.ranks.send(encode_copies(copies))
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        rows_R: Tensor | None = None,
+        *,
+        embeds_TI: Tensor | None = None,
+        capture: Capture | None = None,
+        attention: Attention | None = None,
+        adapters: AdapterBatch | None = None,
+    ) -> Tensor:
+        """See LanguageModel."""
+        self.ranks.send(StepOrder.of(kv.num_layers, input_ids_T, metadata, embeds_TI).encoded())
+        return self._own.forward(
+            input_ids_T,
+            positions_T,
+            metadata,
+            kv,
+            rows_R,
+            embeds_TI=embeds_TI,
+            capture=capture,
+            attention=attention,
+            adapters=adapters,
+        )
+
+    def forward_and_draw(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        rows_R: Tensor | None = None,
+        embeds_TI: Tensor | None = None,
+        adapters: AdapterBatch | None = None,
+    ) -> NoReturn:
+        """See LanguageModel: not possible."""
+        raise RuntimeError("the head of this model is in several processes")
+
+    def decode(
+        self,
+        ids: list[int],
+        lengths: list[int],
+        longest: int,
+        tables_SB: Tensor,
+        kv: KVCachePool,
+        adapters: AdapterBatch | None = None,
+    ) -> NoReturn:
+        """See LanguageModel: not possible."""
+        raise RuntimeError("the head of this model is in several processes")
+
+    def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
+        """See LanguageModel."""
+        self.ranks.send(encode_hidden(hidden_NI))
+        logits_NV = self.ranks.group.columns(self._own.compute_logits(hidden_NI), self.config.vocab_size)
+        assert logits_NV is not None, "this is rank 0"
+        return logits_NV
+
+    def normed(self, hidden_NI: Tensor) -> Tensor:
+        """See CausalLM."""
+        return self._own.normed(hidden_NI)
+
+    def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
+        """See LanguageModel."""
+        return self._own.embed(input_ids_T, adapters)
+
+    def given_embeds(self, embeds_PI: Tensor) -> Tensor:
+        """See LanguageModel."""
+        return self._own.given_embeds(embeds_PI)

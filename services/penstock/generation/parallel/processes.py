@@ -1,0 +1,159 @@
+"""The other ranks' processes, as rank 0 has them: started, told, watched, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from penstock.common.errors import StartupError
+from penstock.common.logging import get_logger
+from penstock.generation.parallel.group import RankGroup
+from penstock.generation.parallel.messages import PoolOrder
+from penstock.generation.weights.sharding import FLAG, Shard
+
+_log = get_logger("penstock.generation")
+# Answers of a rank to its orders; any other text is its error.
+READY = b"ready"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """Process of one further rank."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+class RankLost(RuntimeError):
+    """A rank's process has ended while it was needed."""
+
+
+class Ranks:
+    """Ranks 1 to `count` - 1 of a group of which this process is rank 0. Used by one thread at a time, but for `close`
+    and `on_loss`."""
+
+    def __init__(self, count: int, order: dict[str, Any]) -> None:
+        """Start them. `order` is what each needs to load its part, as JSON: see worker.py."""
+        self.group = RankGroup(Shard(0, count))
+        # Called once, on a thread of its own, when a rank is lost.
+        self.on_loss: Callable[[RankLost], None] | None = None
+        self._folder = tempfile.mkdtemp(prefix="penstock-ranks-")
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._ranks: list[_Rank] = []
+        self._wake, self._woken = os.pipe()
+        try:
+            for number in range(1, count):
+                self._ranks.append(_start(number, {**order, "rank": number, "count": count}))
+        except BaseException:
+            self.close()
+            os.close(self._wake)
+            raise
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def wait_loaded(self) -> None:
+        """Return once each has loaded its part. Raises StartupError with a rank's own words."""
+        for rank in self._ranks:
+            self._answer_of(rank)
+
+    def make_pools(self, num_blocks: int, block_size: int, dtype: str, num_host_blocks: int) -> None:
+        """Let each have a pool like this process's, and join. Raises StartupError."""
+        meeting = str(Path(self._folder) / "meeting")
+        try:
+            self.send(PoolOrder(num_blocks, block_size, dtype, num_host_blocks, meeting).encoded())
+        except RankLost as error:
+            raise StartupError(f"a rank of {FLAG} ended after it had loaded", flag=FLAG) from error
+        for rank in self._ranks:
+            self._answer_of(rank)
+        try:
+            self.group.join(Path(meeting))
+        except RuntimeError as error:
+            raise StartupError(f"the ranks of {FLAG} did not meet: {error}", flag=FLAG) from error
+
+    def send(self, message: bytes) -> None:
+        """Send a message to each. Raises RankLost."""
+        try:
+            for rank in self._ranks:
+                rank.connection.send_bytes(message)
+        except OSError as error:
+            raise RankLost("a rank of this model has ended") from error
+
+    def close(self) -> None:
+        """End them. Again is no harm; a call that waits for one of them fails."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        os.close(self._woken)
+        for rank in self._ranks:
+            # They end at the end of their connections; one that is in a collective by the signal.
+            rank.connection.close()
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+        self.group.leave()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _answer_of(self, rank: _Rank) -> None:
+        try:
+            answer = rank.connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            code = rank.process.wait()
+            raise StartupError(
+                f"rank {rank.number} of {FLAG} ended with code {code} while it loaded: its own lines say why",
+                flag=FLAG,
+            ) from error
+        if answer != READY:
+            said = json.loads(answer)
+            raise StartupError(f"rank {rank.number}: {said['message']}", flag=said["flag"])
+
+    def _watch(self) -> None:
+        """Wait for the end of any of them that nobody asked for."""
+        with selectors.DefaultSelector() as ends, contextlib.ExitStack() as opened:
+            opened.callback(os.close, self._wake)
+            ends.register(self._wake, selectors.EVENT_READ)
+            for rank in self._ranks:
+                descriptor = os.pidfd_open(rank.process.pid)
+                opened.callback(os.close, descriptor)
+                ends.register(descriptor, selectors.EVENT_READ, rank)
+            gone = [key.data for key, _ in ends.select() if key.data is not None]
+        if not gone or self._is_closed:
+            return
+        (rank, *_) = gone
+        error = RankLost(f"rank {rank.number} of {len(self._ranks) + 1} has ended: this process ends")
+        if self.on_loss is None:
+            # It was lost while the model loads: that has no answer of it, and tells.
+            return
+        _log.error(str(error), code=rank.process.wait())
+        for one in self._ranks:
+            # Collectives that wait for it fail by themselves; those that wait for another must not wait either.
+            one.process.kill()
+        self.on_loss(error)
+
+
+def _start(number: int, order: dict[str, Any]) -> _Rank:
+    ours, theirs = socket.socketpair()
+    # A window for messages of prompts, so that rank 0 computes while they are read.
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    with theirs:
+        # "-P": as `penstock` itself, without the folder that it was started in.
+        command = [sys.executable, "-P", "-m", "penstock.generation.parallel.worker", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+    connection = Connection(ours.detach())
+    connection.send_bytes(json.dumps(order).encode())
+    return _Rank(number, process, connection)

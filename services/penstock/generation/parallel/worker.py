@@ -1,0 +1,142 @@
+"""Process of a rank other than 0: it loads its part of the model and does what rank 0 says, until that ends.
+
+`python -m penstock.generation.parallel.worker DESCRIPTOR`, of the socket to rank 0, which sends one JSON object first.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.common.errors import StartupError
+from penstock.common.logging import configure_logging, get_logger
+from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.host_kv import HostKVPool, copy_blocks
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.devices.base import Device, named_dtype
+from penstock.generation.devices.registry import open_device
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.registry import load_model
+from penstock.generation.parallel.group import RankGroup
+from penstock.generation.parallel.messages import (
+    Kind,
+    PoolOrder,
+    StepOrder,
+    decode_copies,
+    decode_hidden,
+    kind_of,
+)
+from penstock.generation.parallel.processes import READY
+from penstock.generation.weights.sharding import Shard
+
+_log = get_logger("penstock.generation")
+
+
+class Worker:
+    """One rank: its part of the weights and of the pool."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        """Load the part. Raises StartupError."""
+        self._device: Device = open_device(order["device"])
+        self._device.start(num_threads=order["threads"], kernels=order["kernels"])
+        self._group = RankGroup(Shard(order["rank"], order["count"]))
+        model = load_model(
+            Path(order["folder"]),
+            dtype=order["dtype"],
+            quantization=order["quantization"],
+            device=self._device,
+            map_embeddings=order["map_embeddings"],
+            shard=self._group.shard,
+            sum_parts=self._group.sum,
+        )
+        assert isinstance(model, CausalLM), "only native models are spread"
+        self._model = model
+        self._kv: KVCachePool | None = None
+        self._host: HostKVPool | None = None
+
+    def make_pools(self, order: PoolOrder) -> None:
+        """Allocate the pools. Raises StartupError."""
+        config = self._model.config
+        self._kv = KVCachePool(
+            config.num_layers,
+            order.num_blocks,
+            order.block_size,
+            self._model.num_kv_heads,
+            config.head_dim,
+            torch.int8 if order.dtype == "int8" else named_dtype(order.dtype),
+            self._device.torch_device,
+        )
+        if order.num_host_blocks:
+            self._host = HostKVPool(self._kv, order.num_host_blocks)
+
+    def join(self, order: PoolOrder) -> None:
+        """Meet the other ranks."""
+        self._group.join(Path(order.meeting))
+
+    def do(self, message: bytes) -> None:
+        """Do what a message asks for."""
+        kind, body = kind_of(message)
+        model, kv = self._model, self._kv
+        assert kv is not None, "pools come first"
+        if kind is Kind.STEP:
+            self._step(StepOrder.decoded(body, model.config.hidden_size, model.dtype), kv)
+        elif kind is Kind.LOGITS:
+            hidden_NI = decode_hidden(body, model.config.hidden_size, model.dtype)
+            self._group.columns(model.compute_logits(hidden_NI), model.config.vocab_size)
+        else:
+            copy_blocks(kv, self._host, decode_copies(body))
+
+    def _step(self, order: StepOrder, kv: KVCachePool) -> None:
+        model, device = self._model, self._device.torch_device
+        if order.num_layers < len(model.layers):
+            model, kv = model.shallow(order.num_layers), kv.shallow(order.num_layers)
+        metadata, positions_T = AttentionMetadata.build(
+            order.query_lens.tolist(),
+            order.kv_lens.tolist(),
+            torch.from_numpy(order.tables),
+            kv.block_size,
+            device,
+        )
+        ids_T = torch.from_numpy(order.ids.astype(np.int64)).to(device)
+        model.forward(ids_T, positions_T, metadata, kv, embeds_TI=order.embeds)
+
+
+def main() -> int:
+    """Run until rank 0 ends; return the exit code."""
+    # Rank 0 drains at these, and ends this process then.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    order = json.loads(connection.recv_bytes())
+    configure_logging(
+        f"generation rank {order['rank']}",
+        log_format=order["log_format"],
+        level=order["log_level"],
+        debug=order["debug"],
+    )
+    try:
+        worker = Worker(order)
+        connection.send_bytes(READY)
+        _, body = kind_of(connection.recv_bytes())
+        pools = PoolOrder.decoded(body)
+        worker.make_pools(pools)
+        connection.send_bytes(READY)
+        worker.join(pools)
+        while True:
+            worker.do(connection.recv_bytes())
+    except StartupError as error:
+        connection.send_bytes(json.dumps({"message": error.message, "flag": error.flag}).encode())
+        return 1
+    except (EOFError, ConnectionError):
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

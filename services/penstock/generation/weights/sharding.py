@@ -1,0 +1,205 @@
+"""Part of a model's weights that one rank of a tensor-parallel group has.
+
+By columns and rows as in Megatron-LM (Shoeybi et al., 2019): q, k, v, gate and up give some of their outputs, the
+output projection and down take these as some of their inputs, and the results are added up. A rank has whole heads;
+key/value heads that are fewer than the ranks are there several times. The head is cut by the vocabulary; every rank has
+the whole embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, LayerLinear, layer_linears, layer_prefix
+
+if TYPE_CHECKING:
+    from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.host.mapped import MappedFile
+    from penstock.generation.layers.linear.base import WholeRows
+    from penstock.generation.weights.checkpoint_weights import TensorSource
+
+FLAG = "--tensor-parallel"
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Place of a process in its group: `rank` of `count`."""
+
+    rank: int
+    count: int
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise StartupError for a model that cannot be spread over `count` processes."""
+        kv = config.num_kv_heads
+        faults = (
+            (config.route == "fallback", "transformers' modules run it, in one process"),
+            (config.experts is not None, "it has a mixture of experts, which runs in one process"),
+            (config.qk_norm_is_whole, "it norms all heads together, which takes one process"),
+            (config.has_sinks, "its heads have sinks, which take one process"),
+            (config.num_heads % self.count != 0, f"its {config.num_heads} heads cannot be shared out evenly"),
+            (
+                kv % self.count != 0 and self.count % kv != 0,
+                f"its {kv} key/value heads can be neither shared out nor repeated evenly",
+            ),
+            (
+                config.intermediate_size % self.count != 0,
+                f"the {config.intermediate_size} inner numbers of its MLP cannot be shared out evenly",
+            ),
+        )
+        for is_there, fault in faults:
+            if is_there:
+                raise StartupError(f"{FLAG} {self.count} is not possible for this model: {fault}", flag=FLAG)
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """Return the configuration of this rank's part."""
+        return replace(
+            whole,
+            num_heads=whole.num_heads // self.count,
+            num_kv_heads=max(1, whole.num_kv_heads // self.count),
+            intermediate_size=whole.intermediate_size // self.count,
+        )
+
+    def part(self, size: int) -> Range:
+        """Return this rank's part of `size` things, all but the last one's equally long."""
+        each = -(-size // self.count)
+        return min(self.rank * each, size), min((self.rank + 1) * each, size)
+
+    def vocabulary(self, vocab_size: int) -> Range:
+        """Return the ids of which this rank has the head's rows."""
+        return self.part(vocab_size)
+
+    def kv_heads(self, whole: ModelConfig) -> Range:
+        """Return this rank's key/value heads."""
+        if whole.num_kv_heads % self.count == 0:
+            return self.part(whole.num_kv_heads)
+        head = self.rank * whole.num_kv_heads // self.count
+        return head, head + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Part of one tensor: some rows, in order, of some columns; None: all. `is_zero`: another rank adds the bias."""
+
+    rows: tuple[Range, ...] | None = None
+    columns: Range | None = None
+    is_zero: bool = False
+
+
+class ShardedSource:
+    """TensorSource of one rank's part of a checkpoint. Matrices that are quantised there are numbers here."""
+
+    def __init__(self, whole: TensorSource, config: ModelConfig, shard: Shard) -> None:
+        """Take the whole checkpoint of `config`, after its names and shapes were checked."""
+        self.folder: Path = whole.folder
+        self._whole = whole
+        self._cuts = {LM_HEAD: _Cut(rows=(shard.vocabulary(config.vocab_size),))}
+        for layer in range(config.num_layers):
+            qkv, output, gated, down = layer_linears(config, layer)
+            prefix = layer_prefix(layer)
+            self._cut_outputs(prefix, qkv, _qkv_rows(config, shard))
+            inner = shard.part(config.intermediate_size)
+            self._cut_outputs(prefix, gated, (inner, _moved(inner, config.intermediate_size)))
+            heads = shard.part(config.num_heads)
+            self._cut_inputs(prefix, output, _times(heads, config.head_dim), shard)
+            self._cut_inputs(prefix, down, inner, shard)
+
+    def _cut_outputs(self, prefix: str, linear: LayerLinear, rows: tuple[Range, ...]) -> None:
+        """Cut the parts of a product by its joined rows."""
+        first = 0
+        for part, count in zip(linear.parts, linear.rows, strict=True):
+            own = tuple(_moved(one, -first) for one in rows if first <= one[0] < first + count)
+            self._cuts[f"{prefix}{part}.weight"] = self._cuts[f"{prefix}{part}.bias"] = _Cut(rows=own)
+            first += count
+
+    def _cut_inputs(self, prefix: str, linear: LayerLinear, columns: Range, shard: Shard) -> None:
+        (part,) = linear.parts
+        self._cuts[f"{prefix}{part}.weight"] = _Cut(columns=columns)
+        self._cuts[f"{prefix}{part}.bias"] = _Cut(is_zero=shard.rank > 0)
+
+    def __contains__(self, tensor: str) -> bool:
+        # As of a model whose head is not the embedding: the head is cut, and the embedding is whole.
+        return tensor in (EMBEDDING, LM_HEAD) or tensor in self._whole
+
+    def dtype(self, tensor: str) -> torch.dtype | None:
+        """See TensorSource."""
+        return self._whole.dtype(self._stored(tensor))
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """See TensorSource."""
+        rows, *columns = self._whole.shape(self._stored(tensor))
+        cut = self._cuts.get(tensor, _Cut())
+        if cut.rows is not None:
+            rows = sum(end - begin for begin, end in cut.rows)
+        if cut.columns is not None:
+            columns = [cut.columns[1] - cut.columns[0]]
+        return (rows, *columns)
+
+    def take(self, tensor: str) -> Tensor:
+        """See TensorSource."""
+        value, cut = self._whole.take(self._stored(tensor)), self._cuts.get(tensor, _Cut())
+        if cut.is_zero:
+            return torch.zeros_like(value)
+        return value if cut.rows is None else torch.cat([value[begin:end] for begin, end in cut.rows])
+
+    def row(self, tensor: str, number: int) -> Tensor:
+        """See TensorSource: of mixtures, which are not spread."""
+        raise TypeError(f"{tensor} has all experts")
+
+    def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
+        """See TensorSource. Rows that are not of this rank are not read."""
+        cut, first = self._cuts.get(tensor, _Cut()), 0
+        for piece in self._whole.pieces(self._stored(tensor), multiple=multiple):
+            last = first + piece.shape[0]
+            for begin, end in ((first, last),) if cut.rows is None else cut.rows:
+                part = piece[max(begin - first, 0) : max(min(end, last) - first, 0)]
+                if part.shape[0]:
+                    yield part if cut.columns is None else part[:, slice(*cut.columns)]
+            first = last
+
+    def mapped(self, tensor: str) -> tuple[MappedFile, int]:
+        """See TensorSource: of the embedding."""
+        return self._whole.mapped(self._stored(tensor))
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """See TensorSource: embedding and head never are."""
+        return False
+
+    def is_quantised(self, tensor: str) -> bool:
+        """See TensorSource."""
+        return self._whole.is_quantised(self._stored(tensor))
+
+    def form(self, tensor: str) -> str:
+        """See TensorSource: none is kept."""
+        return ""
+
+    def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
+        """See TensorSource."""
+        raise TypeError(f"{tensor} is not kept as whole numbers")
+
+    def _stored(self, tensor: str) -> str:
+        """Return the checkpoint's name of a tensor: one that is tied is there once."""
+        other = {EMBEDDING: LM_HEAD, LM_HEAD: EMBEDDING}.get(tensor)
+        return tensor if other is None or tensor in self._whole else other
+
+
+def _qkv_rows(config: ModelConfig, shard: Shard) -> tuple[Range, ...]:
+    """Return the rows of q, k and v, as they lie in one product."""
+    query, kv = (_times(part, config.head_dim) for part in (shard.part(config.num_heads), shard.kv_heads(config)))
+    keys, values = config.num_heads * config.head_dim, (config.num_heads + config.num_kv_heads) * config.head_dim
+    return query, _moved(kv, keys), _moved(kv, values)
+
+
+def _times(part: Range, factor: int) -> Range:
+    return part[0] * factor, part[1] * factor
+
+
+def _moved(part: Range, by: int) -> Range:
+    return part[0] + by, part[1] + by
