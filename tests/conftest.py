@@ -32,8 +32,10 @@ _ON_DEFAULT_PORTS = {"test_readme.py", "test_app.py"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --device: models of the tests run on the CPU, or through an NPU's operators, which are emulated."""
-    parser.addoption("--device", choices=("cpu", "npu"), default="cpu", help="npu: operators of an NPU, emulated")
+    """Add --device: models of the tests run on the CPU, or through another device's operators, which are emulated."""
+    parser.addoption(
+        "--device", choices=("cpu", "npu", "cuda"), default="cpu", help="npu, cuda: their operators, emulated"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from penstock.common.environment import num_npus
 from penstock.common.errors import StartupError
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.devices.cuda import CUDADevice
 from penstock.generation.devices.npu import NPUDevice
 
 _NAME = re.compile(r"(auto|cpu|(cuda|npu)(?::(\d{1,3}))?)")
 
 
 def open_device(name: str = "auto") -> Device:
-    """Return the device called `name`: cpu, npu or npu:NUMBER (among those visible); "auto" is the
-    best one here. Raises StartupError naming --device."""
+    """Return the device called `name`: cpu, cuda, npu, or one of several by its number among those visible, as in
+    cuda:1; "auto" is the best one here. Raises StartupError naming --device."""
     if (found := _NAME.fullmatch(name)) is None:
         raise StartupError("--device must be auto, cpu, cuda, cuda:NUMBER, npu or npu:NUMBER", flag="--device")
-    kind = found[2] or found[1]
-    if kind == "cuda":
-        raise StartupError(
-            f"--device {name}: this release has no CUDA backend; it runs on cpu and npu", flag="--device"
-        )
+    kind, number = found[2] or found[1], int(found[3] or 0)
     if kind == "auto":
-        kind = "npu" if num_npus() else "cpu"
-    return CPUDevice() if kind == "cpu" else NPUDevice(int(found[3] or 0))
+        kind = "npu" if num_npus() else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return CPUDevice()
+    return CUDADevice(number) if kind == "cuda" else NPUDevice(number)

@@ -14,6 +14,7 @@ from penstock.generation.attention.npu import NPUAttention
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices import registry
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.devices.cuda import CUDADevice
 from penstock.generation.devices.npu import NPUDevice
 from penstock.generation.devices.registry import open_device
 from penstock.generation.host.arena import Arena
@@ -34,10 +35,42 @@ def test_other_names_are_refused(name: str) -> None:
     assert caught.value.flag == "--device"
 
 
-@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
-def test_cuda_is_known_and_not_there(name: str) -> None:
-    with pytest.raises(StartupError, match=f"--device {name}: this release has no CUDA backend"):
-        open_device(name)
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+@pytest.mark.parametrize(("name", "number"), [("cuda", 0), ("cuda:1", 1)])
+def test_a_torch_without_cuda_is_refused_when_the_device_is_claimed(name: str, number: int) -> None:
+    device = open_device(name)
+    assert isinstance(device, CUDADevice)
+    assert device.number == number
+    with pytest.raises(
+        StartupError, match=r"--device cuda needs a torch with CUDA: this one is .*extra \[cuda\]"
+    ) as caught:
+        device.start()
+    assert caught.value.flag == "--device"
+
+
+def test_a_gpu_is_asked_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runtime(_Runtime):
+        def is_bf16_supported(self, *, including_emulation: bool) -> bool:
+            assert not including_emulation
+            return False
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch, "cuda", Runtime())
+    device = CUDADevice(1)
+    assert (device.memory().available, device.memory().total) == (11, 100)
+    assert device.torch_device == torch.device("cuda:1")
+    assert device.compute_dtype("auto", torch.bfloat16) is torch.float16
+    assert device.compute_dtype("bfloat16", torch.float32) is torch.bfloat16
+    assert (device.block_size(None), device.block_size(512)) == (256, 512)
+    with pytest.raises(StartupError, match="--block-size must be a multiple of 256 with --device cuda, found 16"):
+        device.block_size(16)
+    with pytest.raises(StartupError, match="--quantization int8 is not there with --device cuda yet"):
+        device.linear_method(torch.bfloat16, "int8")
+    assert device.attention(torch.bfloat16, 128).name == "flash"
+    for dtype, head_dim in ((torch.float32, 128), (torch.bfloat16, 320), (torch.bfloat16, 100)):
+        assert device.attention(dtype, head_dim).name == "sdpa"
+    with pytest.raises(StartupError, match=r"--device cuda:2: 2 GPUs are visible, numbered from 0 \(CUDA_VISIBLE"):
+        CUDADevice(2).memory()
 
 
 @pytest.mark.parametrize(("count", "kind"), [(0, CPUDevice), (2, NPUDevice)])

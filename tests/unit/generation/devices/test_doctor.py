@@ -5,23 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from factories.models import emulated_npu
+from factories.models.emulated_cuda import EmulatedCUDA
 from factories.models.emulated_npu import EmulatedNPU
 from penstock.cli import app
 from penstock.generation.attention import npu_operators
 from penstock.generation.devices import registry
+from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.devices.doctor import examine
 from typer.testing import CliRunner
 
 
-def started(device: CPUDevice | EmulatedNPU) -> CPUDevice | EmulatedNPU:
+def started(device: Device) -> Device:
     device.start(num_threads=1, kernels="torch")
     return device
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", [CPUDevice, EmulatedNPU])
-def test_a_device_that_is_right(kind: type[CPUDevice | EmulatedNPU], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", [CPUDevice, EmulatedNPU, EmulatedCUDA])
+def test_a_device_that_is_right(kind: type[Device], dtype: torch.dtype) -> None:
     findings = list(examine(started(kind()), dtype))
     assert len(findings) == 8
     assert [finding.name for finding in findings if not finding.is_right] == []

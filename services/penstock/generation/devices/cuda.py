@@ -1,0 +1,79 @@
+"""A GPU by CUDA: torch's FlashAttention over the paged pool, torch's own operators for the rest.
+
+No GPU has run this yet: docs/guide/cuda.md says what has been checked, and how.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.common.errors import StartupError
+from penstock.common.logging import get_logger
+from penstock.generation.attention.cuda import FlashAttention, FlashLimits
+from penstock.generation.attention.sdpa import SDPAAttention
+from penstock.generation.devices.accelerator import Accelerator
+from penstock.generation.devices.base import DTYPES, named_dtype
+from penstock.generation.layers.kernels import LayerKernels
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import Attention
+
+_log = get_logger("penstock.generation")
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+class CUDADevice(Accelerator):
+    """One GPU, of those that CUDA_VISIBLE_DEVICES leaves visible."""
+
+    name = "cuda"
+    limits = FlashLimits()
+
+    def _runtime(self) -> Any:
+        runtime: Any = torch.cuda
+        if torch.version.cuda is None:
+            raise StartupError(
+                f"--device {self.name} needs a torch with CUDA: this one is {torch.__version__} (the extra [cuda])",
+                flag="--device",
+            )
+        self._check_number(runtime.device_count(), "GPUs", VISIBLE_GPUS)
+        return runtime
+
+    def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
+        """See Device. "auto" turns bfloat16 into float16 on a GPU that has no bfloat16 arithmetic."""
+        if requested != "auto":
+            return named_dtype(requested)
+        dtype = checkpoint if checkpoint in DTYPES.values() else torch.bfloat16
+        if dtype is torch.bfloat16 and not self._has_bfloat16():
+            _log.warning("the checkpoint's bfloat16 is loaded as float16: this GPU has no bfloat16 arithmetic")
+            return torch.float16
+        return dtype
+
+    def _has_bfloat16(self) -> bool:
+        return bool(self._runtime().is_bf16_supported(including_emulation=False))
+
+    def block_size(self, requested: int | None) -> int:
+        """See Device."""
+        size = self.limits.block_multiple
+        if requested is not None and requested % size:
+            raise StartupError(
+                f"--block-size must be a multiple of {size} with --device {self.name}, found {requested}",
+                flag="--block-size",
+            )
+        return requested or max(size, super().block_size(None))
+
+    def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
+        """See Device."""
+        if self.limits.fits(dtype, head_dim):
+            return FlashAttention(self.limits)
+        _log.warning(
+            "attention runs by torch's general operators, which gather the context: FlashAttention has no such heads",
+            dtype=str(dtype).removeprefix("torch."),
+            head_dim=head_dim,
+        )
+        return SDPAAttention()
+
+    def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
+        """See Device."""
+        return LayerKernels()
