@@ -59,7 +59,7 @@ async def test_what_it_cannot_do_is_refused_by_name(client: Client, tmp_path: Pa
     assert from_rpc_error(refused.value).reason == "NO_GRAPHS"
     checkpoint = tiny_checkpoint(tmp_path / "base")
     adapter = lora_folder(tmp_path / "adapter", checkpoint)
-    with pytest.raises(StartupError, match="transformers' modules run this model") as error:
+    with pytest.raises(StartupError, match="transformers' modules run it: merge it") as error:
         async with generation_service(checkpoint, model_route="fallback", lora=(f"one={adapter}",)):
             pass
     assert error.value.flag == "--lora"
