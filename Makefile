@@ -36,7 +36,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients sdks wheels numerics sanitize soak chaos safeguards fuzz lint types stubs docs site charts bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients sdks wheels numerics sanitize arm64 soak chaos safeguards fuzz lint types stubs docs site charts bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -72,7 +72,10 @@ wheels: $(VENV)/.dev  ## the wheels penstock, penstock-client and penstock-kerne
 	@cd kernels && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/build/wheels
 
 sanitize: $(VENV)/.dev  ## the C++ kernels' tests with address and undefined-behaviour sanitizers (needs g++ and its libasan)
-	@$(BIN)/python tools/sanitize_kernels.py
+	@$(BIN)/python -m tools.sanitize_kernels
+
+arm64: $(VENV)/.dev  ## the C++ kernels cross-compiled for arm64, and their tests under QEMU (an hour, 6 GiB; needs g++-aarch64-linux-gnu and qemu-user-static)
+	@$(BIN)/python -m tools.arm64_kernels
 
 soak: $(VENV)/.dev  ## router and tokenizer for 40 minutes under all that clients and backends do; nothing may be lost or left behind
 	@$(BIN)/python tools/soak.py $(SOAK)

@@ -63,7 +63,7 @@ def _platform(library: Path) -> str:
     symbols = subprocess.run(["objdump", "-T", str(library)], capture_output=True, text=True, check=True).stdout
     needed = {(int(major), int(minor)) for major, minor in re.findall(r"\(?GLIBC_(\d+)\.(\d+)", symbols)}
     major, minor = max(needed | {OLDEST_GLIBC})
-    return f"manylinux_{major}_{minor}_x86_64"
+    return f"manylinux_{major}_{minor}_{platform.machine()}"
 
 
 def _tell(done: int, files: int) -> None:

@@ -19,18 +19,8 @@ from penstock.common.environment import cache_folder, current_environment
 from penstock.common.errors import StartupError
 from penstock.generation.devices.native import build
 
-ROOT = Path(__file__).resolve().parents[1]
-# All whose subject is what the kernels read and write.
-TESTS = (
-    "tests/unit/generation/**/test_native_*.py",
-    "tests/unit/generation/layers/test_experts.py",
-    "tests/unit/generation/weights/test_packed_layout.py",
-    "tests/numerics/models/test_fused_layers.py",
-    "tests/numerics/engine/test_steady_decode.py",
-    "tests/numerics/engine/test_wanted_rows.py",
-    "tests/numerics/engine/test_shared_in_step.py",
-    "tests/numerics/models/test_int8_kv.py",
-)
+from tools._kernel_tests import ROOT, TESTS, found_tests, lay_library
+
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
@@ -49,18 +39,6 @@ def runtime_libraries(compiler: str) -> str:
     return " ".join(paths)
 
 
-def found_tests(patterns: list[str]) -> list[str]:
-    """Files or tests of `patterns`, relative to the repository. Raises FileNotFoundError for one that finds none."""
-    tests: list[str] = []
-    for pattern in patterns:
-        path, separator, test = pattern.partition("::")
-        found = sorted(str(one.relative_to(ROOT)) for one in ROOT.glob(path))
-        if not found:
-            raise FileNotFoundError(pattern)
-        tests += [one + separator + test for one in found]
-    return tests
-
-
 def main() -> int:
     """Build and run; the exit code of pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,9 +53,7 @@ def main() -> int:
     print(f"built in {(time.monotonic() - start) / 60:.1f} minutes: {library}", flush=True)
     with tempfile.TemporaryDirectory(prefix="penstock-sanitized-") as home:
         # The tests build the library and load it: they find this one in its place (tests/factories/models/native.py).
-        place = build.library_path(Path(home) / "penstock", compiler)
-        place.parent.mkdir(parents=True)
-        place.symlink_to(library)
+        lay_library(library, build.library_path(Path(home) / "penstock", compiler))
         variables = {
             **current_environment(),
             **OPTIONS,

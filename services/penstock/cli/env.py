@@ -27,6 +27,8 @@ CPU_FLAGS = (
     "amx_bf16",
     "amx_int8",
     "asimd",
+    "asimddp",
+    "bf16",
     "i8mm",
 )
 

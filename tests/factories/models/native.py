@@ -12,16 +12,17 @@ import torch
 from penstock.common.environment import cache_folder, current_environment
 from penstock.common.errors import StartupError
 from penstock.generation.devices.native import build, library
-from penstock.generation.host.cpu_features import native_bound
+from penstock.generation.host.cpu_features import native_bound, native_sets
 
-INSTRUCTION_SETS = ("avx512", "avx2")
+INSTRUCTION_SETS = native_sets()
 
 
 @functools.cache
 def cache_home() -> Path:
     """XDG_CACHE_HOME of a Penstock that is to find the kernels of `use_native`.
 
-    PENSTOCK_TEST_KERNELS_HOME: one that holds the library of another build (tools/sanitize_kernels.py).
+    PENSTOCK_TEST_KERNELS_HOME: one that holds the library of another build, as tools/sanitize_kernels.py and
+    tools/arm64_kernels.py lay it.
     """
     if (prepared := current_environment().get("PENSTOCK_TEST_KERNELS_HOME")) is not None:
         return Path(prepared)
@@ -41,7 +42,9 @@ def _obstacle() -> str | None:
             build.build(cache)
     except StartupError as error:
         return str(error)
-    return None if library.load(cache) else "this CPU has no AVX2; last run recorded in docs/learn/testing.md"
+    if library.load(cache):
+        return None
+    return "this CPU has none of the instruction sets; last run recorded in docs/learn/testing.md"
 
 
 def use_native() -> None:

@@ -7,6 +7,8 @@ implementation that it chooses. A product shows all of these. Every answer is fo
 from __future__ import annotations
 
 import functools
+import platform
+import sys
 from enum import Enum
 
 import torch
@@ -17,6 +19,11 @@ from penstock.common.environment import torch_cpu_capability
 _ROWS = (1, 16)
 _SIZE = 64
 _LARGEST = 127
+
+
+# Instruction sets that the C++ kernels are compiled for, the wider first, by the kind of processor. Of Arm's: 8.2 with
+# the dot products of bytes, and that with bfloat16's and those of signed by unsigned bytes (i8mm).
+INSTRUCTION_SETS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon_bf16", "neon")}
 
 
 class Int8Product(Enum):
@@ -76,9 +83,18 @@ def _is_exact(largest: int, zero: int) -> bool:
 def native_bound() -> str | None:
     """Return the instruction set that the C++ kernels must not go beyond; None: the CPU's own is the only bound.
 
-    ATEN_CPU_CAPABILITY keeps torch's own loops from AVX-512, and the kernels as well.
+    ATEN_CPU_CAPABILITY keeps torch's own loops from the wider instructions, and the kernels as well.
     """
-    return "avx2" if torch_cpu_capability() in ("avx2", "default") else None
+    sets = native_sets()
+    return sets[-1] if sets and torch_cpu_capability() in ("avx2", "default") else None
+
+
+def native_sets() -> tuple[str, ...]:
+    """Return the instruction sets that there are C++ kernels for on this kind of machine, the wider first.
+
+    None at all elsewhere than on Linux.
+    """
+    return INSTRUCTION_SETS.get(platform.machine(), ()) if sys.platform == "linux" else ()
 
 
 def describe_onednn() -> str:

@@ -31,7 +31,8 @@ def _only_float32_is_packed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     [
         ("x86_64", "auto", torch.bfloat16, "run `penstock build-kernels`"),
         ("x86_64", "torch", torch.bfloat16, "leave --kernels torch out"),
-        ("aarch64", "auto", torch.bfloat16, "choose --dtype float32"),
+        ("aarch64", "auto", torch.bfloat16, "run `penstock build-kernels`"),
+        ("ppc64le", "auto", torch.bfloat16, "choose --dtype float32"),
         ("x86_64", "auto", torch.float16, "choose --dtype float32"),
     ],
 )

@@ -23,14 +23,17 @@ from penstock.common.logging import get_logger
 from penstock.generation.devices.native import LIBRARY
 from penstock.generation.devices.native.compilers import run_compilers
 from penstock.generation.devices.native.trust import digest, digest_path, obstacle, protect
+from penstock.generation.host.cpu_features import INSTRUCTION_SETS, native_sets
 
 _log = get_logger("penstock.generation")
 SOURCES = Path(__file__).parent / "csrc"
-# Every file of kernels is compiled once for each of them; the operators (ops_*.cpp) pick one at run time. All file
-# names differ, across folders too.
-_INSTRUCTION_SETS = {
+# The compiler's flags of each of cpu_features.INSTRUCTION_SETS. Every file of kernels is compiled once for each set of
+# its processor; the operators (ops_*.cpp) pick one at run time. All file names differ, across folders too.
+_FLAGS_OF_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
     "avx2": ("-mavx2", "-mfma", "-Wno-psabi"),
+    "neon_bf16": ("-march=armv8.2-a+dotprod+bf16+i8mm",),
+    "neon": ("-march=armv8.2-a+dotprod",),
 }
 # Keep NaN and infinity: masks are infinities, and a NaN must reach the sampler. Keep the source's order of sums: a
 # row's result must not depend on the compiler's treatment of the rows beside it.
@@ -61,12 +64,15 @@ _SANITIZED = (
 
 def is_supported() -> bool:
     """True when there are kernels for this machine's kind of processor."""
-    return platform.machine() in ("x86_64", "AMD64")
+    return bool(native_sets())
 
 
-def sources_digest(torch_version: str, extra: tuple[str, ...] = ()) -> str:
-    """Return 16 hexadecimal digits of all that a library depends on but the compiler: sources, flags, torch."""
-    facts = (torch_version, platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _INSTRUCTION_SETS, extra)
+def sources_digest(torch_version: str, extra: tuple[str, ...] = (), *, machine: str | None = None) -> str:
+    """Return 16 hexadecimal digits of all that a library depends on but the compiler: sources, flags, torch, processor.
+
+    `machine`: the kind of processor, as uname has it; this one's by default.
+    """
+    facts = (torch_version, machine or platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _FLAGS_OF_SETS, extra)
     digest = hashlib.sha256(repr(facts).encode())
     for source in sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h")):
         digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
@@ -136,7 +142,7 @@ def build(
     does not end well leaves nothing, whatever is raised meanwhile.
     """
     if not is_supported():
-        raise StartupError("the native kernels are for x86-64", flag="--kernels")
+        raise StartupError("the native kernels are for x86-64 and arm64, on Linux", flag="--kernels")
     command = compiler or find_compiler()
     if command is None:
         if (found := find(cache)) is not None:
@@ -164,26 +170,38 @@ def compile_library(
     libraries: Sequence[str],
     *,
     extra: tuple[str, ...] = (),
+    machine: str | None = None,
+    torch_folder: Path | None = None,
     progress: Callable[[int, int], None] = lambda _done, _files: None,
 ) -> None:
     """Compile all kernels and link them into `target` with `libraries`, the linker's arguments.
 
-    Objects and logs go beside it. Raises StartupError when the compiler fails.
+    `machine` and `torch_folder`: the processor and the torch that a cross compiler works for; this one's by default.
+    Objects and logs go beside the target. Raises StartupError when the compiler fails.
     """
     scratch = target.parent
-    objects = _compile(command, scratch, extra, progress)
+    sets = INSTRUCTION_SETS[machine or platform.machine()]
+    objects = _compile(command, scratch, sets, _includes(torch_folder or _torch_folder()), extra, progress)
     run_compilers([[command, "-shared", *extra, "-o", str(target), *map(str, objects), *libraries]], scratch)
 
 
-def _compile(command: str, scratch: Path, extra: tuple[str, ...], progress: Callable[[int, int], None]) -> list[Path]:
+def _compile(
+    command: str,
+    scratch: Path,
+    sets: Sequence[str],
+    includes: tuple[str, ...],
+    extra: tuple[str, ...],
+    progress: Callable[[int, int], None],
+) -> list[Path]:
     jobs: list[tuple[Path, Path, tuple[str, ...]]] = []
     for source in sorted(SOURCES.rglob("*.cpp")):
         if source.name.startswith("ops_"):
-            jobs.append((scratch / f"{source.stem}.o", source, ("-fopenmp", *_includes())))
+            jobs.append((scratch / f"{source.stem}.o", source, ("-fopenmp", *includes)))
             continue
         exact = _EXACT if source.stem in _EXACT_SOURCES else ()
-        for namespace, flags in _INSTRUCTION_SETS.items():
-            jobs.append((scratch / f"{source.stem}.{namespace}.o", source, (f"-DNS={namespace}", *flags, *exact)))
+        for namespace in sets:
+            flags = (f"-DNS={namespace}", *_FLAGS_OF_SETS[namespace], *exact)
+            jobs.append((scratch / f"{source.stem}.{namespace}.o", source, flags))
     run_compilers(
         [
             [command, *_FLAGS, *extra, f"-I{SOURCES}", *flags, "-c", str(source), "-o", str(target)]
@@ -199,8 +217,8 @@ def _torch_folder() -> Path:
     return Path(torch.__file__).parent
 
 
-def _includes() -> tuple[str, ...]:
-    include = _torch_folder() / "include"
+def _includes(torch_folder: Path) -> tuple[str, ...]:
+    include = torch_folder / "include"
     return (f"-I{include}", f"-I{include / 'torch/csrc/api/include'}")
 
 

@@ -7,8 +7,8 @@
 // * attention_decode_bf16.h: as that, over bf16 keys and values where they lie in the pool: nothing
 // is turned or copied.
 //
-// bf16 is multiplied in pairs by vdpbf16ps and int8 in fours by vpdpbusd where the CPU has them,
-// else in fp32.
+// bf16 is multiplied in pairs (vdpbf16ps, bfdot) and int8 in fours (vpdpbusd, usdot) where the CPU
+// has such instructions, else in fp32.
 #include "attention/attention_decode.h"
 #include "attention/attention_decode_bf16.h"
 #include "attention/attention_prefill.h"

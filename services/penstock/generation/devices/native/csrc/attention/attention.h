@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "util/instruction_sets.h"
 #include "util/prefetch.h"
 
 namespace penstock {
@@ -73,12 +74,7 @@ struct RopeArgs {
               Prefetch& prefetch, void* scratch);                                    \
   /* Rotates these key/value heads and the query heads that go with them. */         \
   void rope(const RopeArgs&, int64_t first, int64_t last, int first_head, int last_head);
-namespace avx512 {
-PENSTOCK_ATTENTION_KERNELS
-}
-namespace avx2 {
-PENSTOCK_ATTENTION_KERNELS
-}
+PENSTOCK_DECLARE(PENSTOCK_ATTENTION_KERNELS)
 #undef PENSTOCK_ATTENTION_KERNELS
 
 }  // namespace penstock

@@ -1,10 +1,10 @@
 // Work of attention on one tile of keys and values, for both uses of SIMD lanes: products and
 // loading.
 //
-// A unit is 32 bits: a float, a pair of bf16 (vdpbf16ps), or four int8 (vpdpbusd). Everything that
-// sums does so in the order of keys or of dims, in the same operations, however many rows there are
-// and wherever they lie: this is compiled without reassociation or contraction, and multiplies and
-// adds at once only where fmadd says so.
+// A unit is 32 bits: a float, a pair of bf16 (vdpbf16ps, bfdot), or four int8 (vpdpbusd, usdot).
+// Everything that sums does so in the order of keys or of dims, in the same operations, however
+// many rows there are and wherever they lie: this is compiled without reassociation or contraction,
+// and multiplies and adds at once only where fmadd says so.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -25,7 +25,28 @@ constexpr int per_unit(Mode mode) { return mode == Mode::QUADS ? 4 : mode == Mod
 constexpr int LEVELS = 127 * 256, POSITIVE_LEVELS = 255 * 256;
 constexpr float NEGLIGIBLE = 1e-30f;  // below it everything is 0: its inverse would overflow
 
-#ifdef __AVX512BF16__
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+constexpr bool HAS_UNITS = true;
+static inline bool any(vi x) { return vmaxvq_u32((uint32x4_t)x) != 0; }
+static inline vf dot_pairs(vf acc, vi a, vi b) {
+  return (vf)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+static inline vi dot_quads(vi acc, vi positive, vi any) {
+  return (vi)vusdotq_s32((int32x4_t)acc, (uint8x16_t)positive, (int8x16_t)any);
+}
+static inline vi pack_pairs(vf lo, vf hi) {
+  const bfloat16x8_t both =
+      vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)lo), (float32x4_t)hi);
+  const uint16x8_t bits = (uint16x8_t)both;
+  return (vi)vzip1q_u16(bits, vextq_u16(bits, bits, 4));
+}
+static inline vi nearest(vf x) { return (vi)vcvtnq_s32_f32((float32x4_t)x); }
+static inline void store_bytes(void* p, vi x) {
+  const int16x4_t halves = vmovn_s32((int32x4_t)x);
+  const int8x8_t bytes = vmovn_s16(vcombine_s16(halves, halves));
+  std::memcpy(p, &bytes, 4);
+}
+#elif defined(__AVX512BF16__)
 constexpr bool HAS_UNITS = true;
 static inline bool any(vi x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }
 static inline vf dot_pairs(vf acc, vi a, vi b) {
@@ -74,7 +95,11 @@ static inline void store_bytes(void* p, vi x) {
 }
 #else
 constexpr bool HAS_UNITS = false;
+#ifdef __aarch64__
+static inline bool any(vi x) { return vmaxvq_u32((uint32x4_t)x) != 0; }
+#else
 static inline bool any(vi x) { return _mm256_movemask_ps((__m256)x) != 0; }
+#endif
 static inline vf dot_pairs(vf acc, vi, vi) { return acc; }
 static inline vi dot_quads(vi acc, vi, vi) { return acc; }
 static inline vi pack_pairs(vf, vf) { return vi{}; }

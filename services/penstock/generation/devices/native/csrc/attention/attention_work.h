@@ -103,9 +103,11 @@ inline void* attention_scratch() {
   struct Free {
     void operator()(void* p) const { std::free(p); }
   };
-  thread_local std::unique_ptr<void, Free> memory(std::aligned_alloc(
-      64, (std::max(avx512::attention_scratch_bytes(), avx2::attention_scratch_bytes()) + 63) / 64 *
-              64));
+  thread_local std::unique_ptr<void, Free> memory(
+      std::aligned_alloc(64, (std::max(PENSTOCK_WIDE::attention_scratch_bytes(),
+                                       PENSTOCK_NARROW::attention_scratch_bytes()) +
+                              63) /
+                                 64 * 64));
   return memory.get();
 }
 

@@ -56,17 +56,6 @@ static float norm_scale_of(const T* x, int64_t n, float eps) {
   return norm_scale(squares, rest, n, eps);
 }
 
-// Kept apart from what comes next: not contracted with it, as it is not where operators follow each
-// other.
-static inline vf apart(vf x) {
-  asm("" : "+x"(x));
-  return x;
-}
-static inline float apart(float x) {
-  asm("" : "+x"(x));
-  return x;
-}
-
 // A normed number times its weight: through T before the product where the weight is a T, else
 // only after it.
 template <typename T>

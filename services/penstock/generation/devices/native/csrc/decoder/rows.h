@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "util/instruction_sets.h"
+
 namespace penstock {
 
 struct NormArgs {
@@ -35,12 +37,7 @@ struct SiluArgs {
 #define PENSTOCK_KERNELS                                       \
   void add_norm(const NormArgs&, int64_t first, int64_t last); \
   void silu_mul(const SiluArgs&, int64_t first, int64_t last);
-namespace avx512 {
-PENSTOCK_KERNELS
-}
-namespace avx2 {
-PENSTOCK_KERNELS
-}
+PENSTOCK_DECLARE(PENSTOCK_KERNELS)
 #undef PENSTOCK_KERNELS
 
 }  // namespace penstock

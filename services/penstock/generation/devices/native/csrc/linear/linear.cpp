@@ -14,7 +14,9 @@ namespace NS {
 
 // Vectors of a panel, and rows whose sums fit in the registers beside them.
 constexpr int V = PANEL / L;
-#ifdef __AVX512F__
+#ifdef __aarch64__
+constexpr int TILE = 3;
+#elif defined(__AVX512F__)
 constexpr int TILE = 12;
 #else
 constexpr int TILE = 2;
@@ -41,7 +43,9 @@ struct F32 {
 struct BF16 {
   typedef vf Sum;
   static inline Sum dot(Sum sum, int32_t x, vi w) {
-#ifdef __AVX512BF16__
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    return (vf)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)splat_bits(x), (bfloat16x8_t)w);
+#elif defined(__AVX512BF16__)
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat_bits(x), (__m512bh)w);
 #else
     vf low = (vf)splat_bits(x << 16), high = (vf)splat_bits(x & int32_t(0xFFFF0000));
@@ -53,7 +57,14 @@ struct BF16 {
 
 // Four products of bytes, `u` unsigned and `s` signed, added to each sum.
 static inline vi dot_bytes(vi sum, vi u, vi s) {
-#ifdef __AVX512VNNI__
+#ifdef __ARM_FEATURE_MATMUL_INT8
+  return (vi)vusdotq_s32((int32x4_t)sum, (uint8x16_t)u, (int8x16_t)s);
+#elif defined(__aarch64__)
+  // Both signed: `u` less 128, and the 128 back.
+  const int8x16_t signed_u = (int8x16_t)(u ^ splat_bits(int32_t(0x80808080)));
+  const int32x4_t rest = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(-128), (int8x16_t)s);
+  return (vi)vsubq_s32(vdotq_s32((int32x4_t)sum, signed_u, (int8x16_t)s), rest);
+#elif defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
 #else
   // Goes through 16 bits: the instruction for bytes saturates.
@@ -62,6 +73,15 @@ static inline vi dot_bytes(vi sum, vi u, vi s) {
   __m256i s0 = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)s, 8), 8),
           s1 = _mm256_srai_epi16((__m256i)s, 8);
   return sum + (vi)_mm256_madd_epi16(u0, s0) + (vi)_mm256_madd_epi16(u1, s1);
+#endif
+}
+
+// As dot_bytes; `u` is at most 127.
+static inline vi dot_small_bytes(vi sum, vi u, vi s) {
+#ifdef __aarch64__
+  return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)u, (int8x16_t)s);
+#else
+  return dot_bytes(sum, u, s);
 #endif
 }
 
@@ -205,7 +225,7 @@ void INT4<S, HAS_OFFSET>::tile(const LinearArgs& a, int64_t row, int64_t panel, 
         const int32_t* x = (const int32_t*)a.x + (row + m) * a.x_stride + 2 * g;
         vi x0 = splat_bits(x[0]), x1 = splat_bits(x[1]);
         for (int v = 0; v < V; ++v)
-          sum[m][v] = dot_bytes(dot_bytes(sum[m][v], first[v], x0), second[v], x1);
+          sum[m][v] = dot_small_bytes(dot_small_bytes(sum[m][v], first[v], x0), second[v], x1);
       }
     }
     const S* scale = (const S*)a.column_scale + (panel * groups + group) * PANEL;

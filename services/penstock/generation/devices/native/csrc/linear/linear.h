@@ -4,6 +4,8 @@
 #pragma once
 #include <cstdint>
 
+#include "util/instruction_sets.h"
+
 namespace penstock {
 
 constexpr int PANEL = 32;
@@ -121,12 +123,7 @@ struct PackArgs {
   /* Of ShrinkArgs::rows those from `first` on, and ranks likewise. */                             \
   void shrink(const ShrinkArgs&, int64_t first, int64_t last, int64_t first_rank,                  \
               int64_t last_rank);
-namespace avx512 {
-PENSTOCK_LINEAR_KERNELS
-}
-namespace avx2 {
-PENSTOCK_LINEAR_KERNELS
-}
+PENSTOCK_DECLARE(PENSTOCK_LINEAR_KERNELS)
 #undef PENSTOCK_LINEAR_KERNELS
 
 }  // namespace penstock

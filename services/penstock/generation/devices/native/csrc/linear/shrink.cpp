@@ -16,7 +16,9 @@ struct Halves {
   typedef bf16 Number;
   static constexpr int COUNT = 2 * L;
   static inline vf dot(vf sum, vi x, vi a) {
-#ifdef __AVX512BF16__
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    return (vf)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)x, (bfloat16x8_t)a);
+#elif defined(__AVX512BF16__)
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)a);
 #else
     const vi high = vi{} + int32_t(0xFFFF0000);
@@ -28,7 +30,7 @@ struct Halves {
 
 // Rows and ranks whose sums fit in the registers.
 constexpr int ROWS = 4;
-constexpr int RANKS = L == 16 ? 4 : 2;
+constexpr int RANKS = L == 8 ? 2 : 4;
 
 template <typename N>
 static inline vi load_numbers(const N* p) {

@@ -15,7 +15,9 @@ constexpr int BLOCK = 128;
 
 // One bit per lane that is set in a comparison's result.
 static inline uint32_t lanes(vi mask) {
-#ifdef __AVX512F__
+#ifdef __aarch64__
+  return vaddvq_u32((uint32x4_t)((vu)mask & vu{1, 2, 4, 8}));
+#elif defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)mask);
 #else
   return uint32_t(_mm256_movemask_ps((__m256)mask));
@@ -35,13 +37,9 @@ struct Weights {
   vf highest, scale;
   Weights(float top, float temperature)
       : highest(splat(top)), scale(splat(float(1.4426950408889634 / temperature))) {}
-  // The weight of a score as an exponent of 2. The barrier keeps the compiler from reordering its
-  // uses in different ways in different places.
-  vf exponent(vf x) const {
-    vf y = (x - highest) * scale;
-    asm("" : "+v"(y));
-    return y;
-  }
+  // The weight of a score as an exponent of 2, apart: the compiler must not reorder its uses in
+  // different ways in different places.
+  vf exponent(vf x) const { return apart((x - highest) * scale); }
   vf operator()(vf x) const { return exp2_nonpositive(exponent(x)); }
 };
 

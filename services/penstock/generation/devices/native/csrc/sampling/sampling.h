@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "util/instruction_sets.h"
+
 namespace penstock {
 
 struct Entry {
@@ -47,12 +49,7 @@ struct Drawn {
   int64_t top_noisy(const float* scores, int64_t vocab, uint64_t stream, int64_t count, \
                     double* keys, int64_t* ids);                                        \
   bool is_in_head(int64_t n, int64_t count, uint32_t seed, int64_t id);
-namespace avx512 {
-PENSTOCK_SAMPLING_KERNELS
-}
-namespace avx2 {
-PENSTOCK_SAMPLING_KERNELS
-}
+PENSTOCK_DECLARE(PENSTOCK_SAMPLING_KERNELS)
 #undef PENSTOCK_SAMPLING_KERNELS
 
 }  // namespace penstock

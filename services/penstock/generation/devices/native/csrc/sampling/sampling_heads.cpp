@@ -8,7 +8,9 @@ namespace penstock {
 namespace NS {
 namespace {
 
-#ifdef __AVX512F__
+#ifdef __aarch64__
+constexpr int D = 2;
+#elif defined(__AVX512F__)
 constexpr int D = 8;
 #else
 constexpr int D = 4;
@@ -17,7 +19,9 @@ typedef double vd __attribute__((vector_size(8 * D)));
 typedef uint32_t vu_half __attribute__((vector_size(4 * D)));
 
 vd rounded_to_integers(vd x) {
-#ifdef __AVX512F__
+#ifdef __aarch64__
+  return (vd)vrndnq_f64((float64x2_t)x);
+#elif defined(__AVX512F__)
   return (vd)_mm512_roundscale_pd((__m512d)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
   return (vd)_mm256_round_pd((__m256d)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -1,7 +1,9 @@
 // Threads that go through the stages of a forward pass together: waiting at a barrier between
 // stages costs far less than waking threads.
 #pragma once
+#ifndef __aarch64__
 #include <immintrin.h>
+#endif
 
 #include <atomic>
 #include <cstdint>
@@ -29,13 +31,22 @@ class Barrier {
     }
     for (int spin = 0; spin < SPINS; ++spin) {
       if (round_.load(std::memory_order_acquire) != round) return;
-      if (!prefetch.fetch()) _mm_pause();
+      if (!prefetch.fetch()) pause();
     }
     while (round_.load(std::memory_order_acquire) == round)
       round_.wait(round, std::memory_order_acquire);
   }
 
  private:
+  // A moment for the core's other thread.
+  static void pause() {
+#ifdef __aarch64__
+    asm volatile("isb" ::: "memory");
+#else
+    _mm_pause();
+#endif
+  }
+
   static constexpr int SPINS = 4000;
   int threads_ = 1;
   alignas(64) std::atomic<int> arrived_{0};

@@ -6,12 +6,14 @@
 
 #include <algorithm>
 
+#include "util/instruction_sets.h"
+
 namespace penstock {
 
 // Set once when the library is loaded, changed only by tests.
 extern bool wide;
 
-#define KERNEL(name) (wide ? avx512::name : avx2::name)
+#define KERNEL(name) (wide ? PENSTOCK_WIDE::name : PENSTOCK_NARROW::name)
 
 inline bool is_bf16(const at::Tensor& x) {
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,

@@ -1,7 +1,11 @@
 // SIMD by the compiler's vector extensions, so that one source serves every instruction set. NS
 // names the namespace of the one it is compiled for; a vector is as wide as its registers.
 #pragma once
+#ifdef __aarch64__
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <cstdint>
 #include <cstring>
@@ -12,7 +16,9 @@ struct bf16 {
 };
 namespace NS {
 
-#ifdef __AVX512F__
+#ifdef __aarch64__
+constexpr int L = 4;
+#elif defined(__AVX512F__)
 constexpr int L = 16;
 #else
 constexpr int L = 8;
@@ -25,7 +31,9 @@ typedef uint16_t vh __attribute__((vector_size(2 * L)));
 static inline vf splat(float x) { return vf{} + x; }
 // a * b + c, rounded once.
 static inline vf fmadd(vf a, vf b, vf c) {
-#ifdef __AVX512F__
+#ifdef __aarch64__
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__AVX512F__)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -59,7 +67,24 @@ static inline vf load(const bf16* p) {
   return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 static inline void store_all(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
-#ifdef __AVX512BF16__
+#ifdef __aarch64__
+// Rounds like store(); the bits of bf16 in the low half of each lane.
+static inline vu bf16_bits(vf v) {
+  const vu bits = (vu)v, r = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  return v != v ? vu{} + 0x7FC0 : r;
+}
+#endif
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+static inline void store_all(bf16* p, vf v) {
+  const bfloat16x4_t h = vcvt_bf16_f32((float32x4_t)v);
+  std::memcpy(p, &h, sizeof(h));
+}
+#elif defined(__aarch64__)
+static inline void store_all(bf16* p, vf v) {
+  const uint16x4_t h = vmovn_u32((uint32x4_t)bf16_bits(v));
+  std::memcpy(p, &h, sizeof(h));
+}
+#elif defined(__AVX512BF16__)
 static inline void store_all(bf16* p, vf v) {
   __m256i h = (__m256i)_mm512_cvtneps_pbh((__m512)v);
   std::memcpy(p, &h, sizeof(h));
@@ -84,7 +109,11 @@ static inline void store_all(bf16* p, vf v) {
 // The value after a trip through T.
 static inline vf rounded(vf v, const float*) { return v; }
 static inline vf rounded(vf v, const bf16*) {
-#ifdef __AVX512BF16__
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+  return (vf)vshll_n_u16((uint16x4_t)vcvt_bf16_f32((float32x4_t)v), 16);
+#elif defined(__aarch64__)
+  return (vf)(bf16_bits(v) << 16);
+#elif defined(__AVX512BF16__)
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
 #else
   return (vf)_mm256_slli_epi32(bf16_bits(v), 16);
@@ -92,11 +121,30 @@ static inline vf rounded(vf v, const bf16*) {
 }
 // False where a NaN is compared.
 static inline bool all_less(vf a, vf b) {
-#ifdef __AVX512F__
+#ifdef __aarch64__
+  return vminvq_u32((uint32x4_t)(a < b)) != 0;
+#elif defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ) == 0xFFFF;
 #else
   return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_LT_OQ)) == 0xFF;
 #endif
+}
+// A number kept apart from what is done with it: not contracted with that, nor reordered.
+static inline vf apart(vf x) {
+#ifdef __aarch64__
+  asm("" : "+w"(x));
+#else
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+static inline float apart(float x) {
+#ifdef __aarch64__
+  asm("" : "+w"(x));
+#else
+  asm("" : "+v"(x));
+#endif
+  return x;
 }
 static inline float sum_all(vf v) {
   float total = 0;
