@@ -320,6 +320,7 @@ LIES: dict[str, Callable[[Path, Path], Path]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("source", ["bytes", "path"])
 async def test_a_lying_checkpoint_is_refused_and_the_process_lives(

@@ -84,6 +84,7 @@ def test_prompt_lookup_gives_what_transformers_gives(
         assert counts(answers)[0] >= 5
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("schedule", list(AssistantSchedule))
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
 def test_a_draft_model_gives_what_transformers_gives(

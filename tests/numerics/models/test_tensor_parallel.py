@@ -33,6 +33,8 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cohere": ("cohere", 2, {}),
     "glm4": ("glm4", 2, {}),
 }
+# Those that no other stands for: every other kind is for `make slow`.
+USUAL = {*FAMILIES, "three ranks", "phi3"}
 
 
 def ids_of(generator: Generator, asked: dict[str, Any]) -> Any:
@@ -54,7 +56,9 @@ def answers_of(folder: Path, count: int, asked: list[dict[str, Any]], **settings
         return list(threads.map(lambda one: ids_of(generator, one), asked))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in USUAL else [pytest.mark.slow]) for kind in KINDS]
+)
 def test_ids_are_those_of_one_process(tmp_path: Path, kind: str) -> None:
     family, count, sizes = KINDS[kind]
     folder = tiny_checkpoint(tmp_path / "model", family, **sizes)

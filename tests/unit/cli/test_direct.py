@@ -39,6 +39,7 @@ def every_flag(options: list[BoundOption]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_every_option_is_read_as_typer_reads_it(name: str) -> None:
     options = OPTIONS[name]
