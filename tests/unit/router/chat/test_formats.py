@@ -1,4 +1,5 @@
-"""Tool-call formats: examples in the form of each, written for this test, give the same calls in any split."""
+"""Tool-call formats: examples in each form that is published of them, with names of this test, give the same calls in
+any split."""
 
 from __future__ import annotations
 
@@ -157,6 +158,34 @@ EXAMPLES = [
         [],
         "It is 4.",
         "Easy.",
+    ),
+    # Further shapes that model cards, other engines' tests and reports show.
+    Example("harmony", "<|channel|>commentary to=functions.get_time<|message|>{}", [("get_time", {})]),
+    Example(
+        "harmony",
+        '<|channel|>commentary to=functions.get_weather<|constrain|>json\n<|message|>{"city": "Oslo"}<|call|>',
+        [OSLO],
+    ),
+    Example(
+        "kimi_k2",
+        "Wait.<|tool_calls_section_begin|>\n<|tool_call_begin|>\nfunctions.get_weather:0<|tool_call_argument_begin|>\n"
+        '{"city": "Oslo"}\n<|tool_call_end|>\n<|tool_calls_section_end|>',
+        [OSLO],
+        "Wait.",
+    ),
+    Example(
+        "deepseek_v31",
+        f"北<｜tool▁calls▁begin｜>\n{BEGIN}get_time{SEP}{{}}{END}\n<｜tool▁calls▁end｜>",
+        [("get_time", {})],
+        "北",
+    ),
+    Example("mistral", '[TOOL_CALLS] get_weather{"city": "Oslo"}', [OSLO]),
+    Example("hermes", '<tool_call>\n{"arguments": {"city": "Oslo"}, "name": "get_weather"}\n</tool_call>', [OSLO]),
+    Example(
+        "llama4",
+        """I see: <|python_start|>[search(query='It\\'s "so"', exact=False)]<|python_end|>""",
+        [("search", {"query": 'It\'s "so"', "exact": False})],
+        "I see: ",
     ),
     Example("granite", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]', [OSLO]),
     Example(
