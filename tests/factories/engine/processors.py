@@ -52,6 +52,7 @@ class ReferenceProcessors(GenerationMixin):
             do_sample=params.do_sample,
             max_length=len(prompt) + params.max_new_tokens,
             num_beams=getattr(params.mode, "num_beams", 1),
+            num_return_sequences=1,
             **{name: getattr(params, name) for name, off in _ALIKE.items() if getattr(params, name) != off},
             **_converted(params),
         )
