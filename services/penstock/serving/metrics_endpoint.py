@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from socket import AI_PASSIVE, SHUT_RDWR, SOCK_STREAM, getaddrinfo, socket
@@ -21,12 +22,15 @@ from penstock.common.addresses import join_address
 from penstock.common.config import ServerConfig
 from penstock.common.credentials import TokenFile, tls_context
 from penstock.common.errors import StartupError
+from penstock.serving.loop_errors import LACKS
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 # Copied for each answer: wsgiref adds to the list.
 _TEXT = (("Content-Type", "text/plain; charset=utf-8"),)
+# Seconds until a connection that could not be accepted is tried again.
+_ACCEPT_WAIT = 0.2
 
 
 @dataclass
@@ -115,6 +119,15 @@ class _Server(ThreadingWSGIServer):
     """Server with a bound on its connections: further ones are closed at once."""
 
     places: ClassVar[threading.BoundedSemaphore]
+
+    def get_request(self) -> tuple[socket, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            # The connection stays where it is: trying at once, again and again, would take a whole processor.
+            if error.errno in LACKS:
+                time.sleep(_ACCEPT_WAIT)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self.places.acquire(blocking=False):

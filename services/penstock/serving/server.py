@@ -27,6 +27,7 @@ from penstock.common.metrics import GrpcServerMetrics, add_process_metrics
 from penstock.serving.health import Health, add_reflection
 from penstock.serving.health_socket import HealthSocket
 from penstock.serving.interceptors import CallInterceptor
+from penstock.serving.loop_errors import LoopErrors
 from penstock.serving.metrics_endpoint import BoundMetrics, start_metrics_server
 from penstock.serving.transport import make_transport
 
@@ -274,7 +275,7 @@ async def run_until_stopped(
     else:
         running = RunningServer(service, cast("ServerConfig", config), registry, is_worker=gate is not None)
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_log_loop_error)
+    loop.set_exception_handler(LoopErrors())
     signalled: asyncio.Future[None] = loop.create_future()
     with _signals(lambda: None if signalled.done() else signalled.set_result(None)):
         try:
@@ -352,10 +353,6 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    _log.error("unhandled error in the event loop", exc_info=context.get("exception"))
 
 
 def open_tracing(config: ProcessConfig, service: str) -> Tracing | None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from socketserver import TCPServer
+from types import SimpleNamespace
 
 import factories.servers.tiny_service
 import pytest
@@ -180,6 +184,30 @@ async def test_more_connections_than_are_served_are_closed() -> None:
         assert all(task.result() == b"" for task in done)
         for _, writer in held:
             writer.close()
+
+
+async def test_without_descriptors_the_port_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails, waits, attempts = threading.Event(), [], []
+    accept, sleep = TCPServer.get_request, time.sleep
+    fails.set()
+
+    def get_request(server: TCPServer) -> tuple[socket.socket, object]:
+        attempts.append(1)
+        if fails.is_set():
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(server)
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        fails.clear()
+        sleep(seconds)
+
+    monkeypatch.setattr(TCPServer, "get_request", get_request)
+    monkeypatch.setattr("penstock.serving.metrics_endpoint.time", SimpleNamespace(sleep=wait))
+    async with tiny() as (_, running, _):
+        assert (await asyncio.to_thread(get, f"http://{running.addresses.metrics}/healthz"))[0] == 200
+    assert (len(attempts), len(waits)) == (2, 1)
+    assert waits[0] > 0.1
 
 
 async def test_the_port_can_be_taken_again_at_once() -> None:

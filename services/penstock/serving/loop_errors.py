@@ -1,0 +1,39 @@
+"""Log lines for errors in an event loop that nobody awaits: one each, and one in a while where descriptors are out."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from typing import Any
+
+from penstock.common.logging import get_logger
+
+# Shortest time between two log lines about connections that wait.
+_LOG_SECONDS = 10.0
+# What accept() says where a process or the machine has no descriptors or memory left.
+LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_log = get_logger("penstock.server")
+
+
+class LoopErrors:
+    """Exception handler of one event loop.
+
+    asyncio's own servers (the gateway's port, the health socket) try a backlog's worth of times a second when
+    descriptors are out, and report each.
+    """
+
+    def __init__(self) -> None:
+        """Make it, for `loop.set_exception_handler`."""
+        self._told_at = -_LOG_SECONDS
+
+    def __call__(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log what `context` tells, without its text: it may quote callers."""
+        error = context.get("exception")
+        if "socket" in context and isinstance(error, OSError) and error.errno in LACKS:
+            now = time.monotonic()
+            if now - self._told_at >= _LOG_SECONDS:
+                self._told_at = now
+                _log.warning("connections wait: they cannot be accepted", cause=error.strerror, hint="raise ulimit -n")
+            return
+        _log.error("unhandled error in the event loop", exc_info=error)
