@@ -50,13 +50,21 @@ __all__ = [
     "truncated_stream",
 ]
 
+# What gRPC says where a server takes a connection and ends it before it has said a word.
+_NO_CONNECTION, _HUNG_UP = "failed to connect to all addresses", "Socket closed"
+_TLS_HINT = "a server with TLS does so to clients without, or without their certificate: see ClientConfig.tls"
+
 
 def stream_error(error: grpc.RpcError, last_seq: int | None) -> PenstockError:
     """Return the error of a broken stream: Unavailable when it was lost before anything arrived, Aborted after a
     delta."""
     mapped = from_rpc_error(error)
-    if isinstance(mapped, Unavailable) and last_seq is not None:
-        return Aborted(mapped.message, reason=mapped.reason, metadata={**mapped.metadata, "last_seq": str(last_seq)})
+    if isinstance(mapped, Unavailable):
+        if last_seq is not None:
+            metadata = {**mapped.metadata, "last_seq": str(last_seq)}
+            return Aborted(mapped.message, reason=mapped.reason, metadata=metadata)
+        if mapped.message.startswith(_NO_CONNECTION) and mapped.message.endswith(_HUNG_UP):
+            return Unavailable(f"{mapped.message}; {_TLS_HINT}", reason="NOT_CONNECTED")
     return mapped
 
 
