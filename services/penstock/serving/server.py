@@ -24,6 +24,7 @@ from penstock.common.credentials import TokenFile, Tokens
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.metrics import GrpcServerMetrics, add_process_metrics
+from penstock.serving.descriptors import raise_descriptor_limit
 from penstock.serving.health import Health, add_reflection
 from penstock.serving.health_socket import HealthSocket
 from penstock.serving.interceptors import CallInterceptor
@@ -269,6 +270,7 @@ async def run_until_stopped(
 
     Raises StartupError when it cannot start; everything is closed by then.
     """
+    raise_descriptor_limit()
     running: RunningServer | OwnServer
     if isinstance(service, OwnServer):
         running = service
