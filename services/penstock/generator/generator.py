@@ -6,7 +6,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -74,7 +74,12 @@ class Generator:
         prepare_environment()
         configure_quiet_logging()
         self._settings = ModelSettings.read(model) if isinstance(model, Mapping) else None
-        config = _config(model, self._settings, options)
+        with nullcontext() if self._settings is None else self._settings.naming_fields(options):
+            self._start(_config(model, self._settings, options), max_in_flight, show, allow_control_tokens_in_text)
+
+    def _start(
+        self, config: GenerationServiceConfig, max_in_flight: int | None, show: ShowProgress, allow_control_tokens: bool
+    ) -> None:
         # Imports torch.
         from penstock.common.checkpoint import model_name
         from penstock.generator.by_hand import ForwardPass, HandSampler
@@ -89,7 +94,7 @@ class Generator:
         try:
             bundle = self._engine.load_tokenizer()
             self._tokenizer: LocalTokenizer | None = (
-                None if bundle is None else LocalTokenizer(bundle, allow_control_tokens=allow_control_tokens_in_text)
+                None if bundle is None else LocalTokenizer(bundle, allow_control_tokens=allow_control_tokens)
             )
         except BaseException:
             self.close()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.common.environment import VISIBLE_NPUS, current_environment, num_npus
-from penstock.common.errors import StartupError
+from penstock.common.errors import DoesNotFit, StartupError
 
 FLAG = "--model-config"
 # Words of a text that is true, as there, and of one that is not.
@@ -141,6 +142,16 @@ ROWS: tuple[Row, ...] = (
     # Not in their table, which takes the path of the weights for given.
     Row("model_id", str, "Folder or hub id of the weights: MODEL.", None, check=_check_text),
 )  # fmt: skip
+# Fields of GenerationServiceConfig that the dictionary sets, by its own field.
+_OPTIONS = {
+    "model_id": "model",
+    "world_size": "tensor_parallel",
+    "model_name": "served_model_name",
+    "max_position_embeddings": "max_context",
+    "num_threads": "mask_threads",
+    "load_tokenizer": "load_tokenizer",
+    "tokenizer_path": "tokenizer_path",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,16 +214,26 @@ class ModelSettings:
         other than 0."""
         if self.rank > 0:
             raise ModelConfigError("rank", f"must be 0, found {self.rank}: rank 0 starts the others")
-        given = {
-            "model": self.model_id,
-            "tensor_parallel": self.world_size if self.world_size > 1 else None,
-            "served_model_name": self.model_name,
-            "max_context": self.max_position_embeddings,
-            "mask_threads": self.num_threads,
-            "load_tokenizer": self.load_tokenizer,
-            "tokenizer_path": self.tokenizer_path,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        given = {option: getattr(self, name) for name, option in _OPTIONS.items()}
+        if self.world_size == 1:
+            del given["tensor_parallel"]
+        return {option: value for option, value in given.items() if value is not None}
+
+    @contextmanager
+    def naming_fields(self, keywords: Container[str]) -> Iterator[None]:
+        """Raise ModelConfigError in place of a StartupError about what the dictionary set, which only loading can tell,
+        such as a context longer than the model's. `keywords`: options given beside it, which go before it."""
+        set_here = self.service_options()
+        try:
+            yield
+        except DoesNotFit:
+            raise
+        except StartupError as error:
+            for name, option in _OPTIONS.items():
+                flag = "MODEL" if option == "model" else f"--{option.replace('_', '-')}"
+                if error.flag == flag and option in set_here and option not in keywords:
+                    raise ModelConfigError(name, f"cannot be used: {error.message}") from error
+            raise
 
     def device(self, wanted: str) -> str:
         """Return the option `device`, for what other options say: npu_device_id is the number of an NPU without one,

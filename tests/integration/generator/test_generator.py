@@ -366,3 +366,27 @@ def test_the_dictionary_makes_the_same_engine(folder: Path, generator: Generator
         assert made.generate([5, 6, 7], max_new_tokens=6, **ENDLESS).token_ids == wanted
     with pytest.raises(ModelConfigError, match=r"model_config\['rank'\] must be 0, found 1"):
         Generator({**model_config, "world_size": 2, "rank": 1})
+
+
+REQUIRED_FIELDS = {"backend_type": "torch", "world_size": 1, "rank": 0, "npu_device_id": 0, "local_rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("max_position_embeddings", 99_999, "--max-context 99999 is more than the model's"),
+        ("tokenizer_path", "./none", "no such folder"),
+        ("model_id", "./none", "no such folder"),
+    ],
+)
+def test_what_only_the_model_can_refuse_names_the_dictionarys_field(
+    folder: Path, field: str, value: Any, text: str
+) -> None:
+    with pytest.raises(ModelConfigError, match=rf"model_config\['{field}'\] cannot be used: .*{text}"):
+        Generator({**REQUIRED_FIELDS, "model_id": str(folder), field: value})
+
+
+def test_a_keyword_goes_before_the_dictionary_and_is_what_is_wrong(folder: Path) -> None:
+    given = {**REQUIRED_FIELDS, "model_id": str(folder), "max_position_embeddings": 64}
+    with pytest.raises(StartupError, match=r"^--max-context 99998 is more than"):
+        Generator(given, max_context=99_998)
