@@ -168,7 +168,7 @@ async def test_nothing_outside_the_root_is_read(service: Adapters, model: Path, 
         assert (error.code, error.reason, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "ADAPTER_PATH", "path"), (
             path
         )
-        assert str(tmp_path) not in error.message.replace(path, "")
+        assert error.message == "path: has no adapter_model.safetensors that lies below --adapter-root", path
     # A link to a place below the root, and the root's own spelling, are no escape.
     await service.load("linked", "inside")
     await service.load("absolute", str(service.root / "two"))

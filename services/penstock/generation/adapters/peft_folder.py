@@ -220,15 +220,14 @@ def _short_names(places: Mapping[str, _Place]) -> list[str]:
 
 def _checked_file(path: Path, name: str, root: Path | None) -> Path:
     """Return a file of the folder, with links followed. Raises InvalidArgument (ADAPTER_PATH)."""
+    # A path may be a caller's: it is not told what there is outside the root, only where to look.
+    missing = f"has no {name}" if root is None else f"has no {name} that lies below --adapter-root"
     try:
         file = (path / name).resolve(strict=True)
     except (OSError, RuntimeError, ValueError):
-        # A path may be a caller's: it is not told what there is outside the root.
-        raise InvalidArgument("path", f"has no {name}", reason="ADAPTER_PATH") from None
-    if root is not None and not file.is_relative_to(root.resolve()):
-        raise InvalidArgument("path", f"has no {name}", reason="ADAPTER_PATH")
-    if not file.is_file():
-        raise InvalidArgument("path", f"has no {name}", reason="ADAPTER_PATH")
+        raise InvalidArgument("path", missing, reason="ADAPTER_PATH") from None
+    if (root is not None and not file.is_relative_to(root.resolve())) or not file.is_file():
+        raise InvalidArgument("path", missing, reason="ADAPTER_PATH")
     return file
 
 
