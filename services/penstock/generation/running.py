@@ -153,10 +153,10 @@ class RunningEngine:
         runner = self._runner(fresh)
         await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: engine.reinitialise(runner, fresh.warm_up)))
         core.loaded = fresh
-        # Nothing may keep the old weights in memory.
-        fresh.adapters.open_by(adapter_opener(self._config, fresh.model))
         core.access = self._open_access(fresh, core.loop, core.hub)
         self._watch_mapped(fresh)
+        # Nothing may keep the old weights in memory, or an adapter that fits only them. An adapter may be being read.
+        await asyncio.to_thread(fresh.adapters.open_by, adapter_opener(self._config, fresh.model))
         core.hub.notify()
         await asyncio.to_thread(trim_heap)
         _log.info("reloaded", weights_bytes=fresh.model.num_bytes)

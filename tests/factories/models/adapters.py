@@ -35,11 +35,13 @@ def lora_folder(
     dtype: torch.dtype = torch.float32,
     strength: float = STRENGTH,
     ranks: Mapping[str, int] | None = None,
+    saved: tuple[str, ...] = (),
     **config: Any,
 ) -> Path:
     """Write a random adapter of the model in `checkpoint` to `folder` and return it.
 
-    `ranks`: rank_pattern by a module's last name; `config`: further fields of adapter_config.json.
+    `ranks`: rank_pattern by a module's last name; `saved`: modules_to_save, lm_head or embed_tokens; `config`: further
+    fields of adapter_config.json.
     """
     draw = torch.Generator().manual_seed(seed)
     ranks = ranks or {}
@@ -49,6 +51,8 @@ def lora_folder(
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         short = module.rpartition(".")[2]
+        if short in saved:
+            tensors[f"base_model.model.{name}"] = (torch.randn(shape, generator=draw) / math.sqrt(shape[1])).to(dtype)
         if short not in targets or len(shape) != 2:
             continue
         r = ranks.get(short, rank)
@@ -74,6 +78,7 @@ def lora_folder(
         "inference_mode": True,
         "lora_dropout": 0.1,
         "rank_pattern": dict(ranks),
+        "modules_to_save": list(saved) or None,
         **config,
     }
     (folder / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
@@ -110,6 +115,9 @@ def merged_checkpoint(target: Path, checkpoint: Path, folder: Path) -> Path:
     with torch.no_grad():
         for name, change in added.items():
             model.get_parameter(name).add_(change)
+        for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+            if "lora_" not in name:
+                model.get_parameter(name.removeprefix("base_model.model.")).copy_(tensor)
     model.save_pretrained(target)
     return target
 

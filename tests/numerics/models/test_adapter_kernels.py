@@ -24,6 +24,7 @@ from penstock.generation.layers.lora import AdapterWeights, NativeAdapter
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
+from safetensors.torch import load_file
 
 FORMATS = ("none", "int8", "int4")
 RANKS = (1, 4, 5, 8, 16, 24, 33, 64)
@@ -50,7 +51,7 @@ def weights_of(folder: Path, model: CausalLM) -> AdapterWeights:
 
 
 def adapters_of(tmp_path: Path, checkpoint: Path, model: CausalLM) -> list[AdapterWeights | None]:
-    """Eight adapters of mixed ranks and targets, and none."""
+    """Eight adapters of mixed ranks and targets, one with a head of its own, and none."""
     targets = (
         LAYER_TARGETS,
         WHOLE,
@@ -62,7 +63,12 @@ def adapters_of(tmp_path: Path, checkpoint: Path, model: CausalLM) -> list[Adapt
     made: list[AdapterWeights | None] = [None]
     for number, rank in enumerate(RANKS):
         folder = lora_folder(
-            tmp_path / f"adapter-{rank}", checkpoint, rank=rank, seed=rank, targets=targets[number % len(targets)]
+            tmp_path / f"adapter-{rank}",
+            checkpoint,
+            rank=rank,
+            seed=rank,
+            targets=targets[number % len(targets)],
+            saved=("lm_head",) if number == 3 else (),
         )
         made.append(weights_of(folder, model))
     return made
@@ -98,6 +104,18 @@ def test_an_adapter_is_the_merged_model_in_float32(tmp_path: Path, family: str, 
         expected = reference(torch.tensor([ids])).logits[0].float()
     torch.testing.assert_close(found, expected, atol=5e-4, rtol=5e-4)
     assert not torch.allclose(logits(model, [(ids, None)])[0], expected, atol=0.05)
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_a_saved_head_takes_the_place_of_any_head(tmp_path: Path, quantization: str) -> None:
+    """Whatever rounding the model's own head has had is gone with it; that of activations stays."""
+    checkpoint = tiny_checkpoint(tmp_path / "model")
+    folder = lora_folder(tmp_path / "adapter", checkpoint, targets=("v_proj",), saved=("lm_head",))
+    model = native(checkpoint, quantization, "float32")
+    hidden = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    head = load_file(folder / "adapter_model.safetensors")["base_model.model.lm_head.weight"]
+    found = model.compute_logits(hidden, model.adapter_batch([weights_of(folder, model)], [5]))
+    torch.testing.assert_close(found, hidden @ head.T, atol=1e-5 if quantization == "none" else 0.03, rtol=0)
 
 
 @pytest.mark.parametrize("quantization", FORMATS)

@@ -102,6 +102,8 @@ def test_experts_and_scaled_embeddings_have_none(
         {"targets": ("lm_head",)},
         {"targets": ("embed_tokens",), "strength": 0.1},
         {"targets": (*LAYER_TARGETS, "lm_head", "embed_tokens"), "strength": 0.1},
+        {"saved": ("lm_head", "embed_tokens")},
+        {"saved": ("embed_tokens",), "targets": ("v_proj",)},
     ],
     ids=str,
 )

@@ -26,6 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"r": 16, **PATTERNS},
     {"r": 32, "target_modules": [*LAYER_TARGETS, "lm_head"]},
     {"r": 64, "target_modules": [*LAYER_TARGETS, "embed_tokens"]},
+    {"r": 12, "modules_to_save": ["lm_head", "embed_tokens"]},
 ]
 
 
@@ -37,6 +38,8 @@ def trained(checkpoint: Path, options: dict[str, Any]) -> Any:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
+        elif "modules_to_save" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
     return model.eval()
 
 

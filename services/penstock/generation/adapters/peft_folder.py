@@ -47,6 +47,8 @@ _LONGEST_NAME = 256
 _MATRICES = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>[AB])(\.default)?\.weight")
 _EMBEDDING_MATRICES = re.compile(r"(?P<module>.+?)\.lora_embedding_(?P<kind>[AB])(\.default)?")
 T = TypeVar("T")
+# Rows of the embedding, or columns of the head, that are compared at a time.
+_COMPARED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ class PeftFolder:
         self._config = _checked_file(path, CONFIG_FILE, root)
         config = _read_config(self._config, limits)
         self._scale = _scales(config)
+        # Modules whose weight is another one, not one plus a product, and that weight in the file.
+        saved = _saved_modules(config)
+        self._saved: dict[str, tuple[str, StoredTensor]] = {}
         try:
             stored = read_header(self._weights)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -80,19 +85,36 @@ class PeftFolder:
         # Module -> its A and B in the file.
         self._modules: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
         for name, tensor in stored.items():
-            self._sort(name, tensor, places)
+            if name.removeprefix(_PREFIX).removesuffix(".weight") in saved:
+                self._keep(name, tensor)
+            else:
+                self._sort(name, tensor, places)
+        for module in sorted(saved):
+            if module not in self._saved:
+                raise _broken(f"{WEIGHTS_FILE} has no weight of {module}, which is in modules_to_save")
+            if module in self._modules:
+                raise _broken(f"{WEIGHTS_FILE} has lora_A and lora_B of {module}, which is in modules_to_save")
         self._places = {module: places[module] for module in self._modules if module != _EMBEDDING}
         if not self._modules:
             raise _broken(f"{WEIGHTS_FILE} has no lora_A and lora_B")
         ranks = [self._check_module(module, pair, limits) for module, pair in self._modules.items()]
         self.rank = max(ranks)
-        self.targets = tuple(sorted({module.rpartition(".")[2] for module in self._modules}))
+        self.targets = tuple(sorted({module.rpartition(".")[2] for module in (*self._modules, *self._saved)}))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its matrices in the model's dtype; padding in memory adds a few."""
         pairs = (tensor for pair in self._modules.values() for _, tensor in pair.values())
-        return sum(math.prod(tensor.shape) for tensor in pairs) * self._model.dtype.itemsize
+        numbers = sum(math.prod(tensor.shape) for tensor in pairs)
+        # As `_change` makes of each: a matrix beside an identity.
+        hidden = self._model.config.hidden_size
+        numbers += sum(math.prod(tensor.shape) + hidden * hidden for _, tensor in self._saved.values())
+        return numbers * self._model.dtype.itemsize
+
+    @property
+    def depends_on_weights(self) -> bool:
+        """True when what `read` returns fits only the weights that the model has then."""
+        return bool(self._saved)
 
     def read(self) -> AdapterWeights:
         """Read the matrices. Raises InvalidArgument (ADAPTER_BROKEN) when they are not finite or cannot be read."""
@@ -110,6 +132,13 @@ class PeftFolder:
                     if place.order is not None:
                         b = place.order.applied(b, place.first)
                     sites.setdefault(place.site, []).append(LoraPart(place.first, a, b, self._scale(module, rank)))
+                for module, (name, _) in self._saved.items():
+                    change_VI = self._change(module, self._tensor(file, name))
+                    identity_II = torch.eye(change_VI.shape[1], dtype=change_VI.dtype, device=change_VI.device)
+                    if module == _EMBEDDING:
+                        embedding = EmbeddingPart(change_VI, identity_II, 1.0)
+                    else:
+                        sites[self._model.head_site] = [LoraPart(0, identity_II, change_VI, 1.0)]
         except (OSError, SafetensorError) as error:
             raise _broken(f"{WEIGHTS_FILE} could not be read") from error
         for parts in sites.values():
@@ -133,6 +162,39 @@ class PeftFolder:
             raise _broken(f"{WEIGHTS_FILE}: {name} is not finite")
         # A copy: the file may be written into later.
         return tensor.to(self._model.device, self._model.dtype, copy=True).contiguous()
+
+    @torch.inference_mode()
+    def _change(self, module: str, weight_VI: Tensor) -> Tensor:
+        """Return what a saved module's weight has more than the model's own, in its place.
+
+        The model's may be packed, quantised or mapped: it is read by its use, of ids and of unit vectors.
+        """
+        vocabulary, hidden = weight_VI.shape
+        device = weight_VI.device
+        if module == _EMBEDDING:
+            for ids in torch.split(torch.arange(vocabulary, device=device), _COMPARED):
+                weight_VI[ids] = (weight_VI[ids].float() - self._model.embed(ids).float()).to(weight_VI.dtype)
+            return weight_VI
+        head = self._model.head
+        bias = head.as_float(torch.zeros(1, hidden, dtype=weight_VI.dtype, device=device))
+        for columns in torch.split(torch.arange(hidden, device=device), _COMPARED):
+            units = torch.zeros(len(columns), hidden, dtype=weight_VI.dtype, device=device)
+            units[torch.arange(len(columns), device=device), columns] = 1.0
+            own = (head.as_float(units) - bias).T
+            weight_VI[:, columns] = (weight_VI[:, columns].float() - own).to(weight_VI.dtype)
+        return weight_VI
+
+    def _keep(self, name: str, tensor: StoredTensor) -> None:
+        """Note a saved module's weight. Raises for one that the model cannot have."""
+        module = name.removeprefix(_PREFIX).removesuffix(".weight")
+        config = self._model.config
+        if tensor.shape != (expected := (config.vocab_size, config.hidden_size)):
+            raise _unsupported(
+                f"{WEIGHTS_FILE}: {module} has shape {list(tensor.shape)}, the model's is {list(expected)}"
+            )
+        if module == _EMBEDDING and config.embedding_scale != 1.0:
+            raise _unsupported(f"modules_to_save ({module}): this model multiplies its embedding")
+        self._saved[module] = (name, tensor)
 
     def _check_size(self, stored: Mapping[str, StoredTensor]) -> None:
         size = self._weights.stat().st_size
@@ -254,9 +316,6 @@ def _read_config(file: Path, limits: AdapterLimits) -> dict[str, Any]:
         raise _unsupported(f"{CONFIG_FILE}: bias other than none")
     if config.get("fan_in_fan_out"):
         raise _unsupported(f"{CONFIG_FILE}: fan_in_fan_out")
-    if saved := config.get("modules_to_save"):
-        named = ", ".join(map(str, saved)) if isinstance(saved, list) else str(saved)
-        raise _unsupported(f"{CONFIG_FILE}: modules_to_save ({named[:200]}), which replace weights: merge the adapter")
     begun = config.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
         raise _unsupported(
@@ -268,6 +327,19 @@ def _read_config(file: Path, limits: AdapterLimits) -> dict[str, Any]:
         if value and field not in _HARMLESS:
             raise _unsupported(f"{CONFIG_FILE}: {str(field)[:64]}")
     return config
+
+
+def _saved_modules(config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the modules that the adapter replaces, of the embedding and the head. Raises for others."""
+    saved = config.get("modules_to_save") or []
+    by_name = {module.rpartition(".")[2]: module for module in (_EMBEDDING, _HEAD)}
+    names = [str(name).rpartition(".")[2] for name in (saved if isinstance(saved, list) else [saved])]
+    if others := ", ".join(name for name in names if name not in by_name):
+        raise _unsupported(
+            f"{CONFIG_FILE}: modules_to_save ({others[:200]}), which replace weights: merge the adapter; supported are "
+            f"{', '.join(by_name)}"
+        )
+    return frozenset(by_name[name] for name in names)
 
 
 def _scales(config: Mapping[str, Any]) -> Callable[[str, int], float]:

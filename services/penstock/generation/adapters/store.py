@@ -30,6 +30,10 @@ class AdapterFiles(Protocol):
     def num_bytes(self) -> int:
         """Bytes that its matrices take in memory, nearly."""
 
+    @property
+    def depends_on_weights(self) -> bool:
+        """True when what `read` returns fits only the weights that the model has then."""
+
     def digest(self) -> str:
         """Read the files and return their SHA-256. Raises InvalidArgument."""
 
@@ -85,8 +89,16 @@ class AdapterStore:
         self._reading = threading.Lock()
 
     def open_by(self, open_adapter: OpenAdapter) -> None:
-        """Check and read folders by another function from now on: the model is another object of the same shape."""
-        self._open = open_adapter
+        """Check and read folders by another function from now on: the model is another object of the same shape.
+
+        What depends on its weights is read again with its next use; no request may use such an adapter now. Blocking:
+        waits for a reading under way.
+        """
+        with self._reading, self._lock:
+            self._open = open_adapter
+            for known in self._known.values():
+                if known.last.depends_on_weights:
+                    known.last, known.is_loaded = _without_weights(known.last), False
 
     def load(self, name: str, path: Path, *, root: Path | None = None, replace: bool = False) -> Adapter:
         """Read the PEFT folder `path` and make it known as `name`.
@@ -222,7 +234,10 @@ class AdapterStore:
             self._make_room(files.num_bytes)
         weights = files.read()
         generation, digest = secrets.token_hex(16), files.digest()
-        adapter = Adapter(name, path, generation, files.rank, files.targets, weights.num_bytes, weights, digest)
+        adapter = Adapter(
+            name, path, generation, files.rank, files.targets, weights.num_bytes, weights, digest,
+            depends_on_weights=files.depends_on_weights,
+        )  # fmt: skip
         with self._lock:
             self._loads += 1
             known = self._known.get(name)

@@ -23,3 +23,5 @@ class Adapter:
     weights: object = field(repr=False)
     # SHA-256 of its files: equal in two processes iff the name stands for the same there.
     digest: str = ""
+    # Its matrices fit the model's weights of that time only: a model with others reads its files again.
+    depends_on_weights: bool = False

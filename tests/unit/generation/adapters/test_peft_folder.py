@@ -102,6 +102,27 @@ def test_a_rank_above_the_bound_is_refused(tmp_path: Path, checkpoint: Path, mod
     assert "--max-adapter-rank is 16" in message
 
 
+def test_a_saved_head_and_embedding_are_the_models_in_shape(tmp_path: Path, checkpoint: Path, model: CausalLM) -> None:
+    path = lora_folder(tmp_path / "saved", checkpoint, targets=("v_proj",), saved=("lm_head", "embed_tokens"))
+    files = PeftFolder(path, None, model, LIMITS)
+    assert (files.targets, files.depends_on_weights) == (("embed_tokens", "lm_head", "v_proj"), True)
+    assert files.num_bytes > 2 * 4 * (model.config.vocab_size * 48 + 48 * 48)
+    assert files.num_bytes == files.read().num_bytes
+    head = "base_model.model.lm_head.weight"
+    change_weights(path, lambda tensors: tensors.update({head: torch.zeros(7, 48)}))
+    assert refused(path, model) == (
+        "ADAPTER_UNSUPPORTED",
+        f"path: {WEIGHTS_FILE}: lm_head has shape [7, 48], the model's is [{model.config.vocab_size}, 48]",
+    )
+    change_weights(path, lambda tensors: tensors.__delitem__(head))
+    assert refused(path, model) == (
+        "ADAPTER_BROKEN",
+        f"path: {WEIGHTS_FILE} has no weight of lm_head, which is in modules_to_save",
+    )
+    both = lora_folder(tmp_path / "both", checkpoint, targets=("lm_head",), saved=("lm_head",))
+    assert refused(both, model)[0] == "ADAPTER_BROKEN"
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -112,7 +133,7 @@ def test_a_rank_above_the_bound_is_refused(tmp_path: Path, checkpoint: Path, mod
         ({"bias": "all"}, "bias"),
         ({"lora_bias": True}, "lora_bias"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"modules_to_save": ["score", "lm_head"]}, "modules_to_save (score, lm_head)"),
+        ({"modules_to_save": ["score", "lm_head"]}, "modules_to_save (score)"),
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights pissa"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),

@@ -43,6 +43,10 @@ class Files:
     def num_bytes(self) -> int:
         return self.folders.sizes.get(self.name, 10)
 
+    @property
+    def depends_on_weights(self) -> bool:
+        return self.name.startswith("saved")
+
     def digest(self) -> str:
         return self.name
 
@@ -204,3 +208,16 @@ def test_a_failed_load_leaves_names_as_they_were() -> None:
             store.load(name, Path("bad"), replace=True)
     assert store.names() == ("a",)
     assert store.get("a") is a
+
+
+def test_what_fits_only_the_models_weights_is_read_again_for_others() -> None:
+    store, folders = make_store()
+    for name in ("plain", "saved"):
+        store.load(name, Path(name))
+    old = store.get("saved")
+    store.open_by(folders.open)
+    assert (loaded(store), store.get("saved")) == (["plain"], None)
+    again = store.bring("saved")
+    assert folders.reads == ["plain", "saved", "saved"]
+    assert old is not None
+    assert again.generation != old.generation
