@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -136,7 +137,8 @@ async def test_a_tree_that_is_stopped_while_it_loads_stops() -> None:
 
 
 async def test_a_child_that_cannot_start_is_one_line_that_names_the_flag() -> None:
-    async with serve("--kv-memory", "1KiB") as tree:
+    # In float32, which no CPU is warned of.
+    async with serve("--kv-memory", "1KiB", "--dtype", "float32") as tree:
         assert await tree.end() == 2
         assert tree.process.stderr is not None
         shown = (await tree.process.stderr.read()).decode()
@@ -155,7 +157,12 @@ async def test_a_taken_port_is_reported_before_anything_is_loaded(flag: str) -> 
 
 async def test_the_demo_answers_shows_its_timings_and_leaves_nothing() -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.cli.main", "demo"), stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE
+        *(sys.executable, "-m", "penstock.cli.main", "demo"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=PIPE,
+        stderr=PIPE,
+        # A number format that no CPU is warned of.
+        env={**os.environ, "PENSTOCK_DTYPE": "float32"},
     )
     stdout, stderr = await process.communicate()
     assert (process.returncode, stderr) == (0, b"")

@@ -288,7 +288,7 @@ def test_the_cpu_takes_the_threads_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(("kernels", "machine", "told"), [
-    ("auto", "x86_64", True), ("auto", "aarch64", False), ("torch", "x86_64", False),
+    ("auto", "x86_64", True), ("auto", "aarch64", True), ("auto", "riscv64", False), ("torch", "x86_64", False),
 ])  # fmt: skip
 def test_who_could_have_kernels_and_has_none_is_told(
     kernels: str, machine: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

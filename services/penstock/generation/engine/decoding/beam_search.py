@@ -1,4 +1,4 @@
-"""Beam search and beam sampling, as transformers 5.23's `_beam_search`."""
+"""Beam search and beam sampling, as transformers 5.24's `_beam_search`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class BeamSearch(BeamStrategy):
     Of the first `num_beams` extensions, those that a criterion ends become hypotheses. The best of the others go on.
 
     Beam sampling draws the extensions instead, without replacement and with probabilities softmax(score): it ranks
-    their scores with Gumbel noise (Kool et al. 2019), which gives the order of transformers' multinomial. Of the drawn
-    extensions those with the best scores go on.
+    their scores with Gumbel noise (Kool et al. 2019), which is transformers' multinomial. The drawn extensions are then
+    taken by their scores, as in 4.41; 5.23 took them as they were drawn.
     """
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
@@ -79,18 +79,18 @@ class BeamSearch(BeamStrategy):
 
     def _choose(self, ranked: list[Extension]) -> list[Extension]:
         """Return the extensions that go on, best first. An ended one of the first `num_beams` becomes a hypothesis."""
+        if self._samples:
+            ranked = sorted(ranked, key=_BY_SCORE, reverse=True)
         running: list[Extension] = []
         for place, extension in enumerate(ranked):
-            if len(running) == self._num_beams and not self._samples:
+            if len(running) == self._num_beams:
                 break
             stop = self.stop_of(extension)
             if stop is None:
                 running.append(extension)
             elif place < self._num_beams:
                 self.conclude(self._hypotheses, extension, stop, self._drawn)
-        if self._samples:
-            running.sort(key=_BY_SCORE, reverse=True)
-        return running[: self._num_beams]
+        return running
 
     def _placed(self, beams: list[Beam]) -> list[Beam]:
         for beam, spec in zip(beams, self._specs, strict=False):
