@@ -10,7 +10,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from penstock.router.chat.tool_calls import CallResult, ToolCallPiece, argument_text, is_text, loads
 
@@ -25,6 +25,16 @@ _HEAD = re.compile(
     re.DOTALL,
 )
 _NAMES = {"true": True, "false": False, "null": None}
+# JSON Schema's types of what Python reads from JSON.
+_KINDS: Mapping[type, frozenset[str]] = {
+    dict: frozenset({"object"}),
+    list: frozenset({"array"}),
+    str: frozenset({"string"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    type(None): frozenset({"null"}),
+}
 
 
 class _Broken(Exception):
@@ -43,12 +53,14 @@ class CallBlock:
         program: Program,
         opened: str,
         *,
+        text: str = "",
         first_index: int,
         make_id: Callable[[], str],
         max_chars: int,
         schemas: Schemas,
     ) -> None:
-        """`opened`: the marker, as it was. `max_chars`: more of them without a step forward are no call."""
+        """`opened`: the marker, as it was. `text`: the beginning of the calls themselves, where that told them.
+        `max_chars`: more of them without a step forward are no call."""
         self.opened = opened
         self.schemas = schemas
         # Without a marker only a tool that was offered tells a call from text.
@@ -56,8 +68,10 @@ class CallBlock:
         self._index = first_index
         self._make_id = make_id
         self._max_chars = max_chars
-        self._text = ""
+        self._text = text
         self._position = 0
+        # End of the shortest text that is known to be no call: what follows is read as if nothing had begun.
+        self._decided = len(text)
         # Beginning of what no complete call holds yet.
         self._mark = 0
         self._is_last = False
@@ -99,15 +113,16 @@ class CallBlock:
     def _break_off(self, result: CallResult, *, is_cut: bool) -> None:
         result.closed = True
         left = self._text[self._mark :]
+        cut = len(self._text) if self._is_last else max(self._decided, self._position)
         if not self._calls:
-            result.raw = self.opened + left
+            result.raw, result.rest = self.opened + self._text[:cut], self._text[cut:]
         elif self._is_open:
             # A call whose name is told cannot be taken back: it stays as it is, marked by not being complete.
             result.rest = "" if is_cut else self._text[self._position :]
         elif is_cut and (not left.strip() or _may_close(left)):
             result.complete = self._all_complete
         else:
-            result.raw = left
+            result.raw, result.rest = self._text[self._mark : cut], self._text[cut:]
 
     def _drop_read(self) -> None:
         """Forget text that is in calls already."""
@@ -115,7 +130,7 @@ class CallBlock:
         if self._calls and begin:
             self._text = self._text[begin:]
             self._position -= begin
-            self._mark = 0
+            self._mark = self._decided = 0
 
     # What programs do.
 
@@ -160,11 +175,17 @@ class CallBlock:
         """Raise: the text is no call."""
         raise _Broken
 
+    def _refuse_behind(self, chars: int) -> NoReturn:
+        """Raise: the text is no call, which the next `chars` characters tell, and no fewer."""
+        self._decided = self._position + chars
+        raise _Broken
+
     def more(self) -> Steps:
         """Wait for more text. Raises when there is none, or too much waits."""
         if self._is_last:
             raise _Cut
         if len(self._text) - self._position > self._max_chars:
+            self._decided = len(self._text)
             raise _Broken
         yield
 
@@ -203,7 +224,9 @@ class CallBlock:
         """Return the option that follows. Raises when none does."""
         found = yield from self.one_of(*options)
         if not found:
-            raise _Broken
+            rest = self._text[self._position :]
+            same = (length for length in range(len(rest)) if any(one.startswith(rest[:length]) for one in options))
+            self._refuse_behind(max(same, default=0) + 1)
         return found
 
     def space(self) -> Steps:
@@ -225,7 +248,9 @@ class CallBlock:
         yield from self.space()
         scanner, parts = _Balance(), list[str]()
         if not self._text.startswith("{", self._position):
-            raise _Cut if self._is_last and self._position == len(self._text) else _Broken
+            if self._is_last and self._position == len(self._text):
+                raise _Cut
+            self._refuse_behind(1)
         while True:
             begin = self._position
             end = scanner.scan(self._text, begin)
@@ -261,18 +286,20 @@ class CallBlock:
             if match is not None:
                 name = loads(match[1])
                 self._position = match.end()
+                # The brace behind the head is seen, too.
+                self._decided = match.end() + 1
                 self.begin(name if isinstance(name, str) else "")
                 yield from self.arguments()
                 yield from self.balanced(depth=1)
                 self.done()
                 return
             if self._position < len(self._text) and self._text[self._position] != "{":
-                raise _Broken
+                self._refuse_behind(1)
             end = scanner.scan(self._text, self._position + scan)
             if end is not None:
                 call = loads(self._text[self._position : end])
                 if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                    raise _Broken
+                    self._refuse_behind(end - self._position)
                 self._position = end
                 call_id = call.get("id")
                 self.whole(
@@ -309,7 +336,7 @@ class CallBlock:
             if not isinstance(tree, ast.Call) or tree.args or not re.fullmatch(r"[\w.\-]+", name):
                 raise _Broken
             values = {_key(keyword): _constant(keyword.value) for keyword in tree.keywords}
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
             raise _Broken from None
         self.whole(name, values)
 
@@ -358,15 +385,27 @@ def _takes_text(schema: Mapping[str, Any], key: str, value: str) -> bool:
     JSON."""
     properties = schema.get("properties")
     one = properties.get(key) if isinstance(properties, Mapping) else None
-    if isinstance(one, Mapping):
-        kinds = one.get("type")
-        if kinds == "string" or ("enum" in one and value in one["enum"]):
-            return True
-        if isinstance(kinds, list) and "string" in kinds:
-            return loads(value.strip()) is None and value.strip() != "null"
-        if kinds is not None:
-            return False
-    return loads(value.strip()) is None and value.strip() != "null"
+    kinds = _kinds(one) if isinstance(one, Mapping) else set()
+    if isinstance(one, Mapping) and isinstance(one.get("enum"), list) and value in one["enum"]:
+        return True
+    if kinds and "string" not in kinds:
+        return False
+    meant = loads(value.strip())
+    if value.strip() != "null" and (meant is None or isinstance(meant, str)):
+        return True
+    # JSON, but text may be meant as well: only a kind that the schema names is taken for more.
+    return bool(kinds) and _KINDS[type(meant)].isdisjoint(kinds)
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema names, those of its alternatives included."""
+    named = schema.get("type")
+    kinds = {named} if isinstance(named, str) else {str(one) for one in named} if isinstance(named, list) else set()
+    for word in ("anyOf", "oneOf"):
+        options = schema.get(word)
+        for option in options if isinstance(options, list) else ():
+            kinds |= _kinds(option) if isinstance(option, Mapping) else set()
+    return kinds
 
 
 def _key(keyword: ast.keyword) -> str:

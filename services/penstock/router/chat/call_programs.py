@@ -109,6 +109,8 @@ def qwen_coder(close: str) -> Program:
             yield from block.expect("<function=")
         while True:
             name, _ = yield from block.until(">")
+            if len(name.split()) != 1 or "<" in name:
+                block.refuse()
             yield from _members(block, name.strip(), "<parameter=", ">", "</parameter>", "</function>")
             if (yield from _goes_on(block, (close, "<function="))) != "<function=":
                 return
@@ -128,13 +130,21 @@ def invokes(call: str, end: str, parameter: str, parameter_end: str, close: str)
 
 
 def _members(block: CallBlock, tool: str, opens: str, opened: str, closes: str, end: str) -> Steps:
-    """Read parameters up to `end`. Keys may have quotes, and attributes behind them: string="true" tells the kind."""
+    """Read parameters up to `end`. Keys may have quotes, and attributes behind them: string="true" tells the kind.
+    Models that know other formats write one JSON object instead."""
     block.begin(tool)
     is_first = True
+    if (yield from block.peek()) == "{":
+        yield from block.arguments()
+        yield from block.expect(end)
+        block.done()
+        return
     while (yield from block.expect(opens, end)) == opens:
         head, _ = yield from block.until(opened)
         key, _, attributes = head.partition('"')
-        value, _ = yield from block.until(closes)
+        # Qwen3-Coder leaves </parameter> out at times: a line that begins what follows ends the value, too.
+        value, found = yield from block.until(closes, "\n" + opens, "\n" + end)
+        block.unread(0 if found == closes else len(found))
         kind = None if "string=" not in attributes else 'string="true"' in attributes
         value = value.removeprefix("\n").removesuffix("\n") if kind is None else value
         block.member(tool, key.strip(), value, is_first=is_first, is_string=kind)

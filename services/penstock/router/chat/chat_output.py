@@ -77,6 +77,7 @@ class ChatParser:
         them. `max_calls`: further calls are dropped; 0: none is."""
         self._parse_tools = parse_tools
         self._format = chat.tools
+        self._opens = (*chat.tools.opens, *chat.tools.inline)
         self._thought = chat.reasoning or THINK
         self._schemas = schemas or {}
         self._max_calls = max_calls
@@ -191,8 +192,8 @@ class ChatParser:
             piece.text += self._held
             self._held = ""
             return False
-        begin, opened = _find_first(self._held, self._format.opens)
-        keep = begin if begin >= 0 else len(self._held) - _overlap(self._held, *self._format.opens)
+        begin, opened = _find_first(self._held, self._opens)
+        keep = begin if begin >= 0 else len(self._held) - _overlap(self._held, *self._opens)
         piece.text += self._held[:keep]
         self._held = self._held[keep:]
         if begin < 0:
@@ -202,12 +203,12 @@ class ChatParser:
 
     def _after_call(self, piece: ChatPiece) -> bool:
         stripped = self._held.lstrip()
-        opened = next((one for one in self._format.opens if stripped.startswith(one)), "")
+        opened = next((one for one in self._opens if stripped.startswith(one)), "")
         if opened:
             self._held = stripped
             self._open_call(opened)
             return True
-        if not stripped or any(one.startswith(stripped) for one in self._format.opens):
+        if not stripped or any(one.startswith(stripped) for one in self._opens):
             return False
         self._state, self._ends_in_calls = _State.CONTENT, False
         return True
@@ -218,13 +219,15 @@ class ChatParser:
         if program is None:
             self._call = ToolCallReader(self._calls, self._make_id(), self._max_head_chars)
         else:
-            self._call = self._block(program, opened)
+            is_inline = opened in self._format.inline
+            self._call = self._block(program, "" if is_inline else opened, opened if is_inline else "")
         self._state = _State.CALL
 
-    def _block(self, program: Program, opened: str) -> CallBlock:
+    def _block(self, program: Program, opened: str, text: str = "") -> CallBlock:
         return CallBlock(
             program,
             opened,
+            text=text,
             first_index=self._calls,
             make_id=self._make_id,
             max_chars=self._max_head_chars,

@@ -27,13 +27,15 @@ class ToolFormat:
 
     name: str
     models: str
-    # A block begins with any of these, wherever it stands; with a `start` only where an answer begins.
+    # A block begins with any of these, wherever it stands; with a `start` only where an answer begins. An `inline` is
+    # the beginning of the call itself.
     opens: tuple[str, ...]
     # None: the format has a reader of its own.
     program: Program | None
     # A template that has all marks of one of these chooses the format; the first row that fits wins.
     marks: tuple[tuple[str, ...], ...] = ()
     starts: tuple[str, ...] = ()
+    inline: tuple[str, ...] = ()
     # Further markers that must stay in the text though a vocabulary calls them special.
     inner: tuple[str, ...] = ()
     # Messages of channels, which have a parser of their own.
@@ -165,7 +167,8 @@ TOOLS = (
     ToolFormat(
         "phi4",
         "Phi-4-mini",
-        opens=("<|tool_call|>",),
+        # The second is what the model writes where a prompt tells it no other.
+        opens=("<|tool_call|>", "functools"),
         program=programs.objects(close=("<|/tool_call|>",)),
         marks=(("<|/tool_call|>",),),
         inner=("<|/tool_call|>",),
@@ -185,6 +188,7 @@ TOOLS = (
         program=programs.llama,
         marks=(("<|python_start|>",), ("<|header_start|>",)),
         starts=("[", "{"),
+        inline=('{"name":',),
         inner=("<|python_end|>",),
     ),
     ToolFormat(
@@ -194,6 +198,7 @@ TOOLS = (
         program=programs.llama,
         marks=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
         starts=("{",),
+        inline=('{"name":',),
     ),
     ToolFormat(
         "hermes",

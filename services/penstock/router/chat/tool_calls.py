@@ -172,14 +172,15 @@ def _refuse(constant: str) -> object:
 
 
 def argument_text(arguments: object) -> str | None:
-    """JSON text of arguments, or None when there is none that a message could carry."""
-    if isinstance(arguments, str):
+    """JSON text of arguments, or None when there is none that a message could carry. A model may have written them as
+    JSON within a string already."""
+    if isinstance(arguments, str) and (not is_text(arguments) or isinstance(loads(arguments), dict)):
         return arguments if is_text(arguments) else None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         return text if is_text(text) else json.dumps(arguments, allow_nan=False)
-    except (ValueError, RecursionError):
-        # A number too large for a float.
+    except (TypeError, ValueError, RecursionError):
+        # Python's bytes, sets and complex numbers, which JSON has none of, or a number too large for a float.
         return None
 
 

@@ -1,5 +1,9 @@
 """Tool-call formats: examples in each form that is published of them, with names of this test, give the same calls in
-any split."""
+any split.
+
+The forms are those of model cards, of openai/harmony's docs/format.md, and of the parsers' tests of vLLM
+(tests/tool_parsers) and SGLang (test/registered/function_call), as of November 2026.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError
 from penstock.router.chat.chat_output import make_parser
-from penstock.router.chat.formats import REASONING, TOOLS, choose_format
+from penstock.router.chat.formats import REASONING, TOOLS, ToolFormat, choose_format
 from penstock.router.config import RouterConfig
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -22,6 +26,14 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "get_time": {"properties": {"zone": {"type": "string"}}},
     "search": {
         "properties": {"query": {"type": "string"}, "filters": {"type": "object"}, "exact": {"type": "boolean"}}
+    },
+    "note": {
+        "properties": {
+            "text": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "count": {"type": ["integer", "null"]},
+            "either": {"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+            "tags": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+        }
     },
 }
 
@@ -187,6 +199,66 @@ EXAMPLES = [
         [("search", {"query": 'It\'s "so"', "exact": False})],
         "I see: ",
     ),
+    Example(
+        "hermes", '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}</tool_call>', [OSLO]
+    ),
+    Example(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        [PARIS],
+    ),
+    Example(
+        "qwen3_coder",
+        "I look.\n\n<function=get_weather>\n<parameter=city>Oslo\n</function>\n</tool_call>",
+        [OSLO],
+        "I look.\n\n",
+    ),
+    Example(
+        "qwen3_coder",
+        "<tool_call>\n<function=note>\n<parameter=text>\n12\n</parameter>\n<parameter=count>\n12\n</parameter>\n"
+        '<parameter=either>\n12\n</parameter>\n<parameter=tags>\n["a", "b"]\n</parameter>\n</function>\n</tool_call>',
+        [("note", {"text": "12", "count": 12, "either": 12, "tags": ["a", "b"]})],
+    ),
+    Example(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="note"><parameter name="text">null</parameter><parameter name="either">true'
+        "</parameter></invoke></minimax:tool_call>",
+        [("note", {"text": None, "either": "true"})],
+    ),
+    Example(
+        "llama3",
+        'I call {"name": "get_weather", "parameters": {"city": "Oslo"}}',
+        [OSLO],
+        "I call ",
+    ),
+    *(
+        Example(
+            "llama3",
+            f'{{"name": "get_weather", "arguments": {{"city": "Paris", "days": 3}}}}{separator}'
+            '{"name": "get_time", "parameters": {"zone": "Europe/Oslo"}}',
+            [PARIS, TIME],
+        )
+        for separator in (";", " ; ", ";\n", "\n")
+    ),
+    Example(
+        "llama3",
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Oslo"}}'
+        '<|python_tag|>{"name": "get_time", "parameters": {}}',
+        [OSLO, ("get_time", {})],
+    ),
+    Example(
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n{\n"city": "Paris", "days": 3\n}\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="get_time">\n\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        [PARIS, ("get_time", {})],
+    ),
+    Example(
+        "phi4",
+        'functools[\n  {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}},\n'
+        '  {"name": "get_time", "arguments": {"zone": "Europe/Oslo"}}\n]',
+        [PARIS, TIME],
+    ),
     Example("granite", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]', [OSLO]),
     Example(
         "granite",
@@ -280,8 +352,7 @@ def is_json(text: str) -> bool:
 
 
 FRAGMENTS = sorted(
-    {marker for row in TOOLS for marker in (*row.opens, *row.inner)}
-    | {
+    {
         "{",
         "}",
         "[",
@@ -314,8 +385,18 @@ FRAGMENTS = sorted(
 )
 
 
-@given(st.sampled_from([row.name for row in TOOLS]), st.lists(st.sampled_from(FRAGMENTS), max_size=14))
-def test_any_text_parses_alike_in_every_split(name: str, fragments: list[str]) -> None:
+def fragments_of(row: ToolFormat) -> st.SearchStrategy[tuple[str, list[str]]]:
+    """Pieces of a format: its markers, its examples and what is cut out of them, mixed with what breaks calls."""
+    texts = [example.text for example in EXAMPLES if example.format == row.name]
+    spans = st.tuples(st.sampled_from(texts), st.integers(0, 200), st.integers(1, 40))
+    cuts = spans.map(lambda span: span[0][span[1] % len(span[0]) :][: span[2]])
+    piece = st.sampled_from([*row.opens, *row.inner, *texts, *FRAGMENTS]) | cuts
+    return st.tuples(st.just(row.name), st.lists(piece, max_size=10))
+
+
+@given(st.sampled_from(TOOLS).flatmap(fragments_of))
+def test_any_text_parses_alike_in_every_split(case: tuple[str, list[str]]) -> None:
+    name, fragments = case
     text = "".join(fragments)
     whole = parse(name, [text])
     assert parse(name, list(text)) == whole
@@ -340,6 +421,40 @@ def test_any_text_parses_alike_in_every_split(name: str, fragments: list[str]) -
 )
 def test_what_is_no_call_comes_back_as_it_was(name: str, text: str) -> None:
     assert parse(name, [text]) == (text, "", [], False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm4", "<tool_call>no {} </tool_call>"),
+        ("qwen3_coder", "<tool_call>nothing</tool_call>\n"),
+        ("qwen3_coder", "<tool_call>\n<function=get_weather\n</function>\n</tool_call>\n"),
+        ("granite", "<|tool_call|>[not json]"),
+        ("mistral", "[TOOL_CALLS][1, 2]"),
+        ("llama3", 'An object: {"name": "Oslo", "parameters": {}} '),
+        ("llama4", "<|python_start|>[get_weather(Oslo)]"),
+        ("minimax_m2", "<minimax:tool_call>x"),
+        ("phi4", "Python has functools and "),
+    ],
+)
+def test_call_behind_what_is_none_is_found_in_every_split(name: str, text: str) -> None:
+    row = next(row for row in TOOLS if row.name == name)
+    marks = (*row.opens, *row.inline)
+    call = next(one for one in EXAMPLES if one.format == name and one.calls and one.text.startswith(marks))
+    whole = parse(name, [text + call.text])
+    assert (whole[0].strip(), [one[0] for one in whole[2]]) == (text.strip(), [one[0] for one in call.calls])
+    assert parse(name, list(text + call.text)) == whole
+
+
+@pytest.mark.parametrize("value", ["b'x'", "{1, 2}", "3j", "...", "{[1]}", "1e999", "-'a'"])
+def test_constant_that_json_has_none_of_leaves_the_text(value: str) -> None:
+    text = f"[search(query={value})]"
+    assert parse("llama4", [text]) == (text, "", [], False)
+
+
+def test_arguments_that_are_a_text_come_as_json() -> None:
+    text = '<tool_call>{"name": "get_time", "arguments": "now"}</tool_call>'
+    assert [call[1] for call in parse("hermes", [text])[2]] == ['"now"']
 
 
 def test_arguments_come_as_they_are_written() -> None:
