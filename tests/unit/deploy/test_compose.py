@@ -30,6 +30,16 @@ def test_every_service_of_penstock_is_in_the_stack() -> None:
         assert STACK[name]["build"]["args"]["ROLE"] == name
 
 
+@pytest.mark.parametrize("name", ROLES)
+def test_a_container_has_limits_that_a_variable_sets(name: str) -> None:
+    service, guide = STACK[name], (ROOT / "docs" / "guide" / "deployment.md").read_text(encoding="utf-8")
+    assert service["pids_limit"] > 0
+    memory = re.fullmatch(rf"\$\{{PENSTOCK_{name.upper()}_MEMORY:-(\w+)\}}", service["mem_limit"])
+    assert memory is not None
+    assert memory[1] in guide
+    assert service["cpus"] == f"${{PENSTOCK_{name.upper()}_CPUS:-0}}"
+
+
 @pytest.mark.parametrize("file", ["docker-compose.yml", "docker-compose.tls.yml"])
 @pytest.mark.parametrize("name", ROLES)
 def test_variables_are_options_of_the_service(name: str, file: str) -> None:
