@@ -21,7 +21,10 @@ import_tree() { # image, extra packages
   echo "making $1 from a debootstrap tree"
   debootstrap --variant=minbase --include="$2" "$suite" "$work/$1" >"$work/$1.log" 2>&1 ||
     { tail -20 "$work/$1.log" >&2; exit 1; }
-  tar -C "$work/$1" --exclude=./dev --exclude=./proc --exclude=./sys -c . | docker import - "$1" >/dev/null
+  # As slim as a registry's slim image: no archives and lists of packages, no manuals and translations.
+  tar -C "$work/$1" --exclude=./dev --exclude=./proc --exclude=./sys --exclude='./var/cache/apt/*' \
+    --exclude='./var/lib/apt/lists/*' --exclude='./usr/share/doc/*' --exclude='./usr/share/man/*' \
+    --exclude='./usr/share/locale/*' -c . | docker import - "$1" >/dev/null
   rm -rf "${work:?}/$1"
 }
 

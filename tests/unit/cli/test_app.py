@@ -28,9 +28,10 @@ from penstock.cli.pack_config import PackConfig
 from penstock.cli.reference import configuration_markdown
 from penstock.cli.serve import commands as serve_commands
 from penstock.cli.serve.reports import Reporter
-from penstock.cli.serve.service_process import ROLES
+from penstock.cli.serve.service_process import ROLES, check_models
 from penstock.cli.serve.tree import Tree, TreeConfig, front_variables, role_arguments, tree_options
 from penstock.cli.trace import TraceConfig
+from penstock.common import checkpoint
 from penstock.common.config import ServerConfig, from_env_and_flags
 from penstock.common.errors import StartupError
 from penstock.common.options import options_of
@@ -357,3 +358,13 @@ def test_progress_of_a_build_is_lines_where_no_terminal_is(
     first, *lines = capsys.readouterr().out.splitlines()
     assert "4 files" in first
     assert lines == ["  2 of 4 files after 11 s", "  4 of 4 files after 18 s"]
+
+
+@pytest.mark.parametrize("name", ["router", "gateway"])
+def test_service_without_a_model_needs_no_embedded_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "demo_folder", lambda: tmp_path / "none")
+    check_models(ROLES[name].config_class()())
+    with pytest.raises(StartupError, match="the embedded model has no"):
+        check_models(ROLES["tokenizer"].config_class()())

@@ -127,8 +127,12 @@ def begin_log(service: str, given: dict[str, Any]) -> None:
 
 
 def check_models(config: ProcessConfig) -> None:
-    """Look for the models' folders, before seconds of imports. Raises StartupError naming MODEL or the flag."""
-    check_model(getattr(config, "model", None))
+    """Look for the models' folders, before seconds of imports. Raises StartupError naming MODEL or the flag.
+
+    A service without a MODEL needs no embedded one either: its image has none.
+    """
+    if hasattr(config, "model"):
+        check_model(config.model)
     if (assistant := getattr(config, "assistant_model", None)) is not None:
         try:
             check_model(assistant)

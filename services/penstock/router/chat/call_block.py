@@ -385,7 +385,7 @@ def _takes_text(schema: Mapping[str, Any], key: str, value: str) -> bool:
     JSON."""
     properties = schema.get("properties")
     one = properties.get(key) if isinstance(properties, Mapping) else None
-    kinds = _kinds(one) if isinstance(one, Mapping) else set()
+    kinds: set[str] = _kinds(one) if isinstance(one, Mapping) else set()
     if isinstance(one, Mapping) and isinstance(one.get("enum"), list) and value in one["enum"]:
         return True
     if kinds and "string" not in kinds:
@@ -400,7 +400,7 @@ def _takes_text(schema: Mapping[str, Any], key: str, value: str) -> bool:
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names, those of its alternatives included."""
     named = schema.get("type")
-    kinds = {named} if isinstance(named, str) else {str(one) for one in named} if isinstance(named, list) else set()
+    kinds: set[str] = {named} if isinstance(named, str) else {str(one) for one in named} if isinstance(named, list) else set()
     for word in ("anyOf", "oneOf"):
         options = schema.get(word)
         for option in options if isinstance(options, list) else ():
