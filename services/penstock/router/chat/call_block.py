@@ -400,7 +400,8 @@ def _takes_text(schema: Mapping[str, Any], key: str, value: str) -> bool:
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names, those of its alternatives included."""
     named = schema.get("type")
-    kinds: set[str] = {named} if isinstance(named, str) else {str(one) for one in named} if isinstance(named, list) else set()
+    several = named if isinstance(named, list) else [named]
+    kinds = {one for one in several if isinstance(one, str)}
     for word in ("anyOf", "oneOf"):
         options = schema.get(word)
         for option in options if isinstance(options, list) else ():
