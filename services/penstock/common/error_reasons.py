@@ -119,6 +119,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("TEMPLATE_PROCESS_DIED", "INTERNAL", "the process that renders the chat template died", _SAY),
     _row("DETOKENIZE_FAILED", "INTERNAL", "the answer could not be turned into text", _SAY),
     _row("BACKEND_PROTOCOL", "INTERNAL", "a generation service broke the protocol", "compare the versions of router and backend; the router's log says what it broke"),
+    _row("CHAT_FORMAT", "INTERNAL", "reading the tool calls or the reasoning of an answer failed", "report it with the log line of this request; `--tool-format hermes` or `--reasoning-format none` may help meanwhile"),
     _row("TOKENIZER_PROTOCOL", "INTERNAL", "the tokenizer broke the protocol", "compare the versions of router and tokenizer"),
     _row("PATH_NOT_FOUND", "NOT_FOUND", "the HTTP gateway has no such path", "take one of the gateway's page"),
     _row("ORIGIN_NOT_ALLOWED", "HTTP-403", "a page of another origin calls the HTTP gateway from a browser", "let it in: `--allowed-origin`"),

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.common.errors import PenstockError, ResourceExhausted
+from penstock.common.errors import Internal, PenstockError, ResourceExhausted
+from penstock.common.logging import get_logger
 from penstock.common.pace import Demand
 from penstock.common.tracing import Span
 from penstock.router.chat.chat_output import ChatParser, ChatPiece
@@ -19,6 +20,8 @@ from penstock.router.requests.delta_buffer import DeltaBuffer, PendingDelta
 from penstock.router.requests.returned_sequence import Piece, ReturnedSequence
 from penstock.router.requests.suspect import Suspect
 from penstock.v1 import common_pb2, generation_pb2, tokenizer_pb2
+
+_log = get_logger("penstock.router")
 
 
 class AttemptHandle(Protocol):
@@ -202,7 +205,12 @@ class RequestState:
                 self.timings.first_token_at = now
         parser = sequence.parser
         if parser is not None:
-            self._on_chat_text(sequence, parser, piece, text)
+            try:
+                self._on_chat_text(sequence, parser, piece, text)
+            except Exception as error:
+                # A model may write anything. Other streams of this step must not end by it.
+                _log.error("a chat's text was not understood", request_id=self.spec.request_id, exc_info=error)
+                self.fail(Internal("the text of the answer could not be taken apart", reason="CHAT_FORMAT"))
         elif text or (self._sends_empty and piece.token_ids):
             self._on_plain_text(piece, text)
         if self._backend_finished is not None and self.undecoded == 0:
