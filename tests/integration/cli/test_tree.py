@@ -7,16 +7,21 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
+import urllib.request
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
+import factories.servers.tiny_service
 import psutil
 import pytest
 from penstock.cli.progress import WORDS
 from penstock_client import AsyncClient
 
+TLS_FILES = Path(factories.servers.tiny_service.__file__).parent / "tls"
 SMALL = ("--kv-memory", "64MiB", "--threads", "1", "--port", "0", "--metrics-port", "0")
 MAX_LINES = 15
 ROLES = ["generation", "router", "tokenizer"]
@@ -88,6 +93,21 @@ async def test_a_tree_is_ready_serves_and_lets_streams_finish_when_stopped() -> 
         assert completion.usage.completion_tokens == 400
         assert await tree.end() == 0
         assert await gone(members)
+
+
+@pytest.mark.slow
+async def test_a_tree_with_tls_has_a_gateway_with_tls() -> None:
+    ca, cert, key = (str(TLS_FILES / name) for name in ("ca.pem", "server.pem", "server.key"))
+    flags = ("--tls-cert", cert, "--tls-key", key, "--channel-tls-ca", ca, "--http-port", "0")
+    async with serve("--dtype", "float32", *flags) as tree:
+        await tree.ready()
+        shown = next(line for line in tree.lines if line.startswith("READY"))
+        where = shown.partition("HTTP ")[2].partition(" ")[0]
+        assert where.startswith("https://127.0.0.1:")
+        trusted = ssl.create_default_context(cafile=ca)
+        answer = await asyncio.to_thread(urllib.request.urlopen, f"{where}/models", context=trusted, timeout=60)
+        with answer:
+            assert json.load(answer)["data"][0]["id"] == "penstock-demo"
 
 
 async def test_a_tree_tells_the_state_of_its_engine_by_signal_and_by_command() -> None:

@@ -29,7 +29,7 @@ from penstock.cli.reference import configuration_markdown
 from penstock.cli.serve import commands as serve_commands
 from penstock.cli.serve.reports import Reporter
 from penstock.cli.serve.service_process import ROLES, check_models
-from penstock.cli.serve.tree import Tree, TreeConfig, front_variables, role_arguments, tree_options
+from penstock.cli.serve.tree import Tree, TreeConfig, front_variables, gateway_variables, role_arguments, tree_options
 from penstock.cli.trace import TraceConfig
 from penstock.common import checkpoint
 from penstock.common.config import ServerConfig, from_env_and_flags
@@ -160,7 +160,11 @@ def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> 
         (("serve", "--generation-replicas", "0"), "--generation-replicas"),
         (("serve", "--tls-cert", "x.pem"), "--tls-key"),
         (("serve", "--http-port", "70000"), "--http-port"),
-        (("serve", "--http-port", "0", "--tls-cert", "x.pem", "--tls-key", "y.pem"), "--http-port"),
+        (("serve", "--http-port", "0", "--tls-cert", "x.pem", "--tls-key", "y.pem"), "--channel-tls-ca"),
+        (
+            ("serve", "--http-port", "0", "--tls-cert", "x", "--tls-key", "y", "--tls-client-ca", "z", "--channel-tls"),
+            "--channel-tls-cert",
+        ),
         (("serve", "gateway", "--router", "nowhere"), "--router"),
         (("serve", "--quantization", "int3"), "--quantization must be one of auto, none, int8, int4"),
         (("serve", "generation", "--kernels", "cuda"), "--kernels must be one of"),
@@ -250,7 +254,7 @@ def test_the_tree_offers_each_flag_once_and_none_that_it_sets_itself() -> None:
     flags = [bound.flag for bound in tree_options()]
     assert len(flags) == len(set(flags))
     assert {"--kv-memory", "--workers", "--max-live-requests", "--served-model-name", "--port"} <= set(flags)
-    assert not {"--tokenizer", "--backend", "--channel-tls-ca"} & set(flags)
+    assert not {"--tokenizer", "--backend", "--channel-token-file"} & set(flags)
 
 
 def test_the_tree_hands_each_service_its_own_flags() -> None:
@@ -273,6 +277,16 @@ def test_the_tree_hands_each_service_its_own_flags() -> None:
     router = role_arguments("router", given)
     assert router[router.index("--port") + 1] == "6000"
     assert not {"--model", "--kv-memory", "--lora"} & set(router)
+
+
+def test_only_the_gateway_of_a_tree_has_a_way_through_tls() -> None:
+    given = {"channel_tls_ca": "ca.pem", "channel_tls_server_name": "front", "tls_cert": "c.pem"}
+    gateway = role_arguments("gateway", given)
+    assert gateway[2:] == ["--channel-tls-ca", "ca.pem", "--channel-tls-server-name", "front"]
+    assert role_arguments("tokenizer", given) == ["serve", "tokenizer"]
+    assert role_arguments("generation", given) == ["serve", "generation"]
+    assert role_arguments("router", given) == ["serve", "router", "--tls-cert", "c.pem"]
+    assert gateway_variables() >= {"PENSTOCK_CHANNEL_TLS_CA", "PENSTOCK_CHANNEL_TLS_KEY"}
 
 
 def tree(given: dict[str, object]) -> Tree:

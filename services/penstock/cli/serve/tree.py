@@ -34,6 +34,10 @@ WIRED = {
     *("model_config", "tokenizer_path", "load_tokenizer"),
     *(field.name for field in fields(ChannelConfig)),
 }
+# The gateway alone calls a port with TLS, the router's; the other processes talk over loopback in the clear.
+GATEWAY_CHANNEL = {
+    *("channel_tls", "channel_tls_ca", "channel_tls_cert", "channel_tls_key", "channel_tls_server_name"),
+}
 # Fields of ServerConfig for the router, which clients reach; the tree tells the gateway what it shall have of them. The
 # others go to every process.
 FRONT = {
@@ -42,6 +46,8 @@ FRONT = {
 }
 # Options with one value for several services; any other name that two services share is set per service.
 SHARED = {"model", "served_model_name"}
+# Flags of the gateway's own TLS: what the router has.
+_TLS_FLAGS = {"--tls-cert": "tls_cert", "--tls-key": "tls_key", "--tls-client-ca": "tls_client_ca"}
 # The tree waits for its children as long as they live: loading a large model may take any time.
 FOREVER = "24h"
 # Routine logs of children would drown the start-up print, and JSON lines in it are for nobody.
@@ -58,7 +64,7 @@ class TreeConfig:
     http_port: int = option(
         HTTP_PORT,
         "Port of the HTTP gateway (OpenAI's API, the chat page); 0 takes a free one, -1 has none. "
-        "Beside TLS there is none.",
+        "Beside --tls-cert it needs --channel-tls-ca, to trust the router.",
         group="Process tree",
         minimum=-1,
         maximum=65535,
@@ -88,7 +94,8 @@ def _own(role: str) -> set[str]:
         name: {bound.name for bound in options_of(ROLES[name].config_class())} - _server_fields() for name in ROLES
     }
     elsewhere = set().union(*(names[other] for other in ROLES if other != role))
-    return (names[role] - elsewhere - WIRED) | (names[role] & SHARED)
+    channel = GATEWAY_CHANNEL if role == "gateway" else set()
+    return (names[role] - elsewhere - WIRED) | (names[role] & (SHARED | channel))
 
 
 def role_arguments(role: str, given: dict[str, Any]) -> list[str]:
@@ -148,15 +155,14 @@ class Tree:
 
     async def _start(self, supervisor: Supervisor) -> bool:
         self._say(f"penstock {__version__}: loading {self.model}")
-        tokenizer = await supervisor.start("tokenizer", self._inner("tokenizer"), without=front_variables())
+        inner = front_variables() | gateway_variables()
+        tokenizer = await supervisor.start("tokenizer", self._inner("tokenizer"), without=inner)
         names = [f"generation {n + 1}" if n else "generation" for n in range(self.config.generation_replicas)]
-        backends = [
-            await supervisor.start(name, self._inner("generation"), without=front_variables()) for name in names
-        ]
+        backends = [await supervisor.start(name, self._inner("generation"), without=inner) for name in names]
         below = [tokenizer, *backends]
         if not await first_of([child.listening for child in below], self.ended, lambda _: None):
             return False
-        router = await supervisor.start("router", self._router(tokenizer, backends))
+        router = await supervisor.start("router", self._router(tokenizer, backends), without=gateway_variables())
         everyone = [*below, router]
         if self.has_gateway:
             if not await first_of([router.listening], self.ended, lambda _: None):
@@ -200,6 +206,9 @@ class Tree:
         arguments += ["--start-timeout-seconds", FOREVER]
         if self.front.auth_token_file is not None:
             arguments += ["--metrics-token-file", self.front.auth_token_file]
+        for flag, value in _TLS_FLAGS.items():
+            if (path := getattr(self.front, value)) is not None:
+                arguments += [flag, path]
         return arguments
 
     def _quiet(self) -> list[str]:
@@ -244,9 +253,11 @@ class Tree:
         seconds = time.monotonic() - self.began
         lines = tuple(line for child in everyone for line in child.ready.result().lines)
         self.reporter.send(Report(READY, addresses, metrics, lines))
-        shown = ", ".join(f"http://{where}/metrics" for where in metrics.values())
+        # Inner processes listen on loopback, in the clear.
+        schemes = {name: "https" for name in ("router", "gateway") if self.front.is_tls}
+        shown = ", ".join(f"{schemes.get(name, 'http')}://{where}/metrics" for name, where in metrics.items())
         self._say(f"metrics: {shown or 'off'}")
-        at = f"http://{addresses.get('gateway')}"
+        at = f"{schemes.get('gateway', 'http')}://{addresses.get('gateway')}"
         http = f" · chat page {at}/ · HTTP {at}/v1" if "gateway" in addresses else ""
         self._say(f"READY · gRPC {addresses['router']}{http} · {seconds:.1f} s")
 
@@ -257,7 +268,12 @@ def front_variables() -> set[str]:
     return {bound.env for bound in options if bound.name in FRONT}
 
 
-def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfig) -> bool:
+def gateway_variables() -> set[str]:
+    """PENSTOCK_* variables of the gateway's way to the router, which the others' ways must not take."""
+    return {bound.env for bound in options_of(ChannelConfig) if bound.name in GATEWAY_CHANNEL}
+
+
+def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfig, channel: ChannelConfig) -> bool:
     """True when a gateway is part of the tree.
 
     Raises StartupError naming --http-port when it was asked for and cannot be, or when its port is taken.
@@ -266,13 +282,16 @@ def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfi
         return False
     is_asked = "http_port" in given or f"{ENV_PREFIX}HTTP_PORT" in current_environment()
     why = None
-    if front.is_tls:
-        why = "the tree's gateway speaks no TLS: start `penstock serve gateway` with --tls-cert and --channel-tls-ca"
+    flag = "--http-port"
+    if front.is_tls and not (channel.channel_tls or channel.channel_tls_ca):
+        flag, why = "--channel-tls-ca", "beside --tls-cert the HTTP gateway needs the router's CA to trust it"
+    elif front.tls_client_ca is not None and channel.channel_tls_cert is None:
+        flag, why = "--channel-tls-cert", "beside --tls-client-ca the HTTP gateway needs a certificate of its own"
     elif any(find_spec(name) is None for name in ("starlette", "uvicorn", "httptools")):
         why = "the HTTP gateway is not installed: pip install 'penstock[gateway]'"
     if why is not None:
         if is_asked:
-            raise StartupError(why, flag="--http-port")
+            raise StartupError(f"{why} (or --http-port -1)", flag=flag)
         return False
     if config.http_port and config.http_port in (front.port, front.metrics_port):
         raise StartupError("--http-port is the port of another part: give another one", flag="--http-port")
@@ -284,8 +303,8 @@ def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfi
     return True
 
 
-def _check(given: dict[str, Any]) -> tuple[ServerConfig, str]:
-    """Return the router's configuration and the model's name.
+def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
+    """Return the router's configuration, the gateway's way to it, and the model's name.
 
     Faults that would stop a service later stop the tree now: a wrong option, a missing folder, a taken port.
     """
@@ -300,7 +319,8 @@ def _check(given: dict[str, Any]) -> tuple[ServerConfig, str]:
     if front.metrics_port > 0:
         require_free_port(front.host, front.metrics_port, "--metrics-port")
     generation: Any = read["generation"]
-    return front, generation.served_model_name or model_name(generation.model)
+    channel = cast("ChannelConfig", read["gateway"])
+    return front, channel, generation.served_model_name or model_name(generation.model)
 
 
 def _names(role: Role) -> set[str]:
@@ -323,8 +343,8 @@ def run_tree(
     tree_names = {bound.name for bound in options_of(TreeConfig)}
     try:
         config = from_env_and_flags(TreeConfig, _only(given, tree_names))
-        front, model = _check(given)
-        has_gateway = _wants_gateway(given, config, front)
+        front, channel, model = _check(given)
+        has_gateway = _wants_gateway(given, config, front, channel)
         return asyncio.run(Tree(given, config, front, model, reporter, has_gateway).run())
     except StartupError as error:
         return reporter.give_up(error, debug=bool(given.get("debug")))
