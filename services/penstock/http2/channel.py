@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from penstock.http2 import frames
-from penstock.http2.client_calls import AnswerStream, CallsConnection
+from penstock.http2.client_calls import AnswerStream, CallsConnection, late
 from penstock.http2.client_connection import rpc_error
 from penstock.http2.client_stream import ResponseT, StreamCall
 from penstock.http2.limits import ChannelLimits
@@ -76,7 +78,7 @@ class Peer:
 
 
 class Answers(Generic[AnswerT]):
-    """Messages of an answer, for one task; the call begins with the first iteration."""
+    """Messages of an answer, for one task; the call begins with the first that is asked for."""
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class Answers(Generic[AnswerT]):
         self._parse = parse
         self._deadline = deadline
         self._stream: AnswerStream | None = None
+        self._waiting: deque[AnswerT] = deque()
         self._is_cancelled = False
 
     def __aiter__(self) -> Self:
@@ -96,13 +99,27 @@ class Answers(Generic[AnswerT]):
 
     async def __anext__(self) -> AnswerT:
         """Return the next message. Raises grpc.aio.AioRpcError for any status but OK."""
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._read()
-        except TimeoutError:
-            raise _late() from None
-        if message is None:
-            raise StopAsyncIteration
+        if not self._waiting:
+            self._waiting.extend(await self.read_all())
+            if not self._waiting:
+                raise StopAsyncIteration
+        return self._waiting.popleft()
+
+    async def read_all(self) -> list[AnswerT]:
+        """Return the messages that wait, at least one; none after OK. In place of iteration. Raises as it does.
+
+        Cancelling it cancels the call.
+        """
+        stream = self._stream if self._stream is not None else await self._open()
+        while (messages := stream.waiting()) is None:
+            try:
+                await stream.more()
+            except asyncio.CancelledError:
+                stream.cancel()
+                raise
+        return list(map(self._parsed, messages))
+
+    def _parsed(self, message: bytes) -> AnswerT:
         try:
             return self._parse(message)
         except DecodeError:
@@ -115,12 +132,15 @@ class Answers(Generic[AnswerT]):
         if self._stream is not None:
             self._stream.cancel()
 
-    async def _read(self) -> bytes | None:
-        if self._stream is None:
-            self._stream = await self._begin()
-            if self._is_cancelled:
-                self._stream.cancel()
-        return await self._stream.read()
+    async def _open(self) -> AnswerStream:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                self._stream = stream = await self._begin()
+        except TimeoutError:
+            raise late() from None
+        if self._is_cancelled:
+            stream.cancel()
+        return stream
 
 
 class Http2Channel:
@@ -138,13 +158,16 @@ class Http2Channel:
         tls: ssl.SSLContext | None = None,
         server_name: str | None = None,
         decorate: Decorate | None = None,
+        stream_window: int = frames.STREAM_WINDOW,
     ) -> None:
         """Make it. `address`: host:port. A call waits `timeout` seconds for a connection, or until its own deadline.
 
-        `tls` and `server_name` as in Peer. `decorate` makes the metadata of every call.
+        `tls` and `server_name` as in Peer. `decorate` makes the metadata of every call. `stream_window`: bytes of each
+        answer that may be here or on their way before they are taken.
         """
         self._limits = limits
         self._timeout = timeout
+        self._stream_window = stream_window
         self._peer = Peer(address, tls, server_name)
         self._decorate = decorate if decorate is not None else tuple
         self._connection: CallsConnection | None = None
@@ -207,7 +230,7 @@ class Http2Channel:
 
             async def begin() -> AnswerStream:
                 connection = await self._connected()
-                return await connection.stream(self._peer.head(method, added), data)
+                return await connection.stream(self._peer.head(method, added), data, deadline)
 
             return Answers(begin, response_deserializer, deadline)
 
@@ -235,13 +258,13 @@ class Http2Channel:
 
     async def _call_within(self, timeout: float, method: str, data: bytes, metadata: Metadata) -> bytes:
         if timeout <= 0:
-            raise _late()
+            raise late()
         added = (("grpc-timeout", frames.timeout(timeout)), *self._decorate(metadata))
         try:
             async with asyncio.timeout(timeout):
                 return await self._call(method, data, added)
         except TimeoutError:
-            raise _late() from None
+            raise late() from None
 
     async def _call(self, method: str, data: bytes, metadata: Metadata) -> bytes:
         connection = await self._connected()
@@ -270,8 +293,9 @@ class Http2Channel:
             raise _closed() from None
 
     async def _dial(self) -> CallsConnection:
-        old, limits = self._connection, self._limits
-        self._connection = await self._peer.connect(lambda: CallsConnection(limits), self._timeout)
+        old, limits, window = self._connection, self._limits, self._stream_window
+        make = partial(CallsConnection, limits, stream_window=window)
+        self._connection = await self._peer.connect(make, self._timeout)
         if old is not None:
             old.drain()
         return self._connection
@@ -279,10 +303,6 @@ class Http2Channel:
 
 def _closed() -> grpc.aio.AioRpcError:
     return rpc_error(grpc.StatusCode.UNAVAILABLE, "the channel is closed")
-
-
-def _late() -> grpc.aio.AioRpcError:
-    return rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 def _unreadable() -> grpc.aio.AioRpcError:

@@ -6,6 +6,7 @@ grpc.aio takes a thread switch or two and several system calls for each call, be
 from __future__ import annotations
 
 import asyncio
+import struct
 from abc import ABC, abstractmethod
 from collections import deque
 
@@ -15,8 +16,12 @@ from penstock.http2 import frames
 from penstock.http2.client_connection import ClientConnection, rpc_error, wake
 from penstock.http2.limits import ChannelLimits
 
-# Share of a window, the connection's and each stream's, that may be owed to the peer before it is given back.
+# Part of the connection's window that may be owed to the peer before it is given back.
 _OWED = frames.STREAM_WINDOW // 4
+# Bytes that a message which waits takes besides its own.
+_MESSAGE_OVERHEAD = 48
+# A message's flag and length.
+_HEAD = struct.Struct(">BI")
 _MAX_STREAM = frames.MAX_WINDOW - 2
 # Calls at once before the server's settings have come; without a limit in them any number is allowed (RFC 9113, 6.5.2).
 _MAX_CALLS = 100
@@ -43,8 +48,8 @@ class _Call(ABC):
         return True
 
     @abstractmethod
-    def take(self, limit: int) -> None:
-        """Take the new bytes in `body`. Raises the AioRpcError that ends the call. `limit`: most bytes of a message."""
+    def take(self, data: bytes, limit: int) -> None:
+        """Take more of the answer. Raises the AioRpcError that ends the call. `limit`: most bytes of a message."""
 
     @abstractmethod
     def end(self, error: grpc.aio.AioRpcError) -> None:
@@ -60,9 +65,10 @@ class _Unary(_Call):
         super().__init__(window)
         self.answer = answer
 
-    def take(self, limit: int) -> None:
+    def take(self, data: bytes, limit: int) -> None:
         """Check the size; `end` finds an answer of more than one message."""
         body = self.body
+        body += data
         size = int.from_bytes(body[1:5], "big") if len(body) >= frames.MESSAGE_HEAD else 0
         _check_size(max(size, len(body) - frames.MESSAGE_HEAD), limit)
 
@@ -84,45 +90,76 @@ class _Unary(_Call):
 class AnswerStream(_Call):
     """Messages of an answer, for one task."""
 
-    __slots__ = ("_connection", "_messages", "_reader", "_status", "_waiting_bytes", "stream")
+    __slots__ = (
+        "_connection",
+        "_messages",
+        "_most_waiting",
+        "_reader",
+        "_status",
+        "_timer",
+        "_waiting_bytes",
+        "stream",
+    )
 
-    def __init__(self, connection: CallsConnection, stream: int, window: int) -> None:
+    def __init__(
+        self, connection: CallsConnection, stream: int, window: int, most_waiting: int, deadline: float | None
+    ) -> None:
+        """Make it. The peer is held up while more than `most_waiting` bytes wait for the reader.
+
+        `deadline` is a time of the event loop.
+        """
         super().__init__(window)
         self.stream = stream
         self._connection = connection
-        self._messages: deque[bytes] = deque()
+        self._messages: list[bytes] = []
+        self._most_waiting = most_waiting
         self._waiting_bytes = 0
         self._status: grpc.aio.AioRpcError | None = None
         self._reader: asyncio.Future[None] | None = None
+        # One timer for the call: a limit on each wait would cost more than the wait.
+        self._timer = connection.loop.call_at(deadline, self._expire) if deadline is not None else None
 
-    async def read(self) -> bytes | None:
-        """Return the next message; None after OK. Raises grpc.aio.AioRpcError. Cancelling it cancels the call."""
-        while not self._messages:
-            if self._status is not None:
-                if self._status.code() is grpc.StatusCode.OK:
-                    return None
-                raise self._status
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
-        message = self._messages.popleft()
-        self._waiting_bytes -= len(message)
-        self._connection.give_back(self)
-        return message
+    def waiting(self) -> list[bytes] | None:
+        """Remove and return the messages that wait: none after OK; None until `more` is done. Raises
+        grpc.aio.AioRpcError."""
+        messages = self._messages
+        if messages:
+            self._messages = []
+            self._waiting_bytes = 0
+            self._connection.give_back(self)
+            return messages
+        if self._status is None:
+            return None
+        if self._status.code() is grpc.StatusCode.OK:
+            return messages
+        raise self._status
+
+    def more(self) -> asyncio.Future[None]:
+        """Return a future that is done once there is more for `waiting`."""
+        self._reader = self._connection.loop.create_future()
+        return self._reader
 
     def cancel(self) -> None:
         """Cancel the call, unless it is over."""
-        self._connection.give_up(self)
+        self._connection.give_up(self, rpc_error(grpc.StatusCode.CANCELLED, "cancelled here"))
+
+    def _expire(self) -> None:
+        self._connection.give_up(self, late())
 
     @property
     def may_go_on(self) -> bool:
-        return self._waiting_bytes <= frames.STREAM_WINDOW // 2
+        return self._waiting_bytes <= self._most_waiting
 
-    def take(self, limit: int) -> None:
+    def take(self, data: bytes, limit: int) -> None:
         body, at = self.body, 0
+        size = len(data) - frames.MESSAGE_HEAD
+        if not body and 0 <= size <= limit and data[: frames.MESSAGE_HEAD] == _HEAD.pack(0, size):
+            # One whole message, as most are.
+            self._messages.append(data[frames.MESSAGE_HEAD :])
+            self._waiting_bytes += size + _MESSAGE_OVERHEAD
+            wake(self._reader)
+            return
+        body += data
         while at + frames.MESSAGE_HEAD <= len(body):
             if body[at]:
                 raise rpc_error(grpc.StatusCode.INTERNAL, _COMPRESSED)
@@ -132,7 +169,7 @@ class AnswerStream(_Call):
             if end > len(body):
                 break
             self._messages.append(bytes(body[begin:end]))
-            self._waiting_bytes += end - begin
+            self._waiting_bytes += end - begin + _MESSAGE_OVERHEAD
             at = end
         if at:
             del body[:at]
@@ -142,14 +179,17 @@ class AnswerStream(_Call):
         if error.code() is grpc.StatusCode.OK and self.body:
             error = rpc_error(grpc.StatusCode.INTERNAL, "a message was cut short")
         self._status = error
+        if self._timer is not None:
+            self._timer.cancel()
         wake(self._reader)
 
 
 class CallsConnection(ClientConnection):
     """Connection for many calls. Belongs to one event loop."""
 
-    def __init__(self, limits: ChannelLimits) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: ChannelLimits, *, stream_window: int = frames.STREAM_WINDOW) -> None:
+        """Make it. The peer may send `stream_window` bytes of an answer that nobody has taken."""
+        super().__init__(limits, stream_window=stream_window)
         self._calls: dict[int, _Call] = {}
         self._next_stream = 1
         self._max_calls = _MAX_CALLS
@@ -161,6 +201,11 @@ class CallsConnection(ClientConnection):
         # True once the peer takes no new calls; those that it has go on.
         self._is_leaving = False
         self._error = rpc_error(grpc.StatusCode.UNAVAILABLE, "the connection is closed")
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that it belongs to."""
+        return self._loop
 
     @property
     def is_usable(self) -> bool:
@@ -182,18 +227,21 @@ class CallsConnection(ClientConnection):
                 self._reset(stream)
             self._gone()
 
-    async def stream(self, head: bytes, request: bytes) -> AnswerStream:
-        """Send a request with an answer of many messages. Raises grpc.aio.AioRpcError when it cannot be sent."""
+    async def stream(self, head: bytes, request: bytes, deadline: float | None = None) -> AnswerStream:
+        """Send a request with an answer of many messages. Raises grpc.aio.AioRpcError when it cannot be sent.
+
+        At `deadline`, a time of the event loop, the call ends with DEADLINE_EXCEEDED.
+        """
         stream = await self._next()
-        call = AnswerStream(self, stream, self._initial_window)
+        call = AnswerStream(self, stream, self._initial_window, self._stream_window // 2, deadline)
         self._begin(stream, call, head, request)
         return call
 
-    def give_up(self, call: AnswerStream) -> None:
-        """Cancel a call, unless it is over."""
+    def give_up(self, call: AnswerStream, error: grpc.aio.AioRpcError) -> None:
+        """Cancel a call, unless it is over; its reader gets `error`."""
         if self._calls.pop(call.stream, None) is not None:
             self._reset(call.stream)
-            call.end(rpc_error(grpc.StatusCode.CANCELLED, "cancelled here"))
+            call.end(error)
             self._gone()
 
     def give_back(self, call: AnswerStream) -> None:
@@ -264,11 +312,10 @@ class CallsConnection(ClientConnection):
         if flags & frames.END_STREAM:
             raise frames.Violation(frames.PROTOCOL_ERROR, "a call ended without a status")
         call.owed += len(payload)
-        if call.owed > frames.STREAM_WINDOW:
+        if call.owed > self._stream_window:
             raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the window")
-        call.body += frames.content(flags, payload, prioritised=False)
         try:
-            call.take(self._max_message_bytes)
+            call.take(frames.content(flags, payload, prioritised=False) if flags else payload, self._max_message_bytes)
         except grpc.aio.AioRpcError as error:
             self._end_call(stream, error)
             self._reset(stream)
@@ -277,7 +324,7 @@ class CallsConnection(ClientConnection):
 
     def _let_send(self, stream: int, call: _Call) -> None:
         """Let the peer send on; one frame is sent for many messages."""
-        if call.owed >= _OWED and call.may_go_on:
+        if call.owed >= self._stream_window // 4 and call.may_go_on:
             self._send(frames.window_update(stream, call.owed))
             call.owed = 0
 
@@ -371,6 +418,11 @@ class CallsConnection(ClientConnection):
         if self._out:
             out, self._out = self._out, []
             super()._send(b"".join(out))
+
+
+def late() -> grpc.aio.AioRpcError:
+    """Make the error of a call whose deadline has passed."""
+    return rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 def _check_size(size: int, limit: int) -> None:

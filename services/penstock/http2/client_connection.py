@@ -49,8 +49,10 @@ _OK = rpc_error(grpc.StatusCode.OK, "")
 class ClientConnection(asyncio.Protocol, ABC):
     """Connection whose subclasses handle the frames of streams. Belongs to one event loop."""
 
-    def __init__(self, limits: ChannelLimits) -> None:
+    def __init__(self, limits: ChannelLimits, *, stream_window: int = frames.STREAM_WINDOW) -> None:
         self._max_message_bytes = limits.max_message_bytes
+        # Bytes that the peer may send on a stream before a window update.
+        self._stream_window = stream_window
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._decoder = HeaderDecoder(MAX_METADATA_BYTES)
@@ -109,7 +111,7 @@ class ClientConnection(asyncio.Protocol, ABC):
             self._fail(grpc.StatusCode.UNAVAILABLE, "the peer does not speak HTTP/2")
             return
         settings = (
-            (frames.INITIAL_WINDOW_SIZE, frames.STREAM_WINDOW),
+            (frames.INITIAL_WINDOW_SIZE, self._stream_window),
             (frames.MAX_HEADER_LIST_SIZE, MAX_METADATA_BYTES),
         )
         more = frames.window_update(0, frames.STREAM_WINDOW - frames.DEFAULT_WINDOW)
@@ -140,14 +142,14 @@ class ClientConnection(asyncio.Protocol, ABC):
                     raise frames.Violation(frames.PROTOCOL_ERROR, "the first frame is not SETTINGS")
                 self._needs_settings = False
             while at + frames.FRAME_HEAD <= size:
-                length = int.from_bytes(data[at : at + 3], "big")
+                high, low, kind, flags, stream = frames.HEAD.unpack_from(data, at)
+                length = high << 16 | low
                 if length > frames.DEFAULT_FRAME_SIZE:
                     raise frames.Violation(frames.PROTOCOL_ERROR, "a frame is too large")
                 begin = at + frames.FRAME_HEAD
                 if begin + length > size:
                     break
-                stream = int.from_bytes(data[at + 5 : begin], "big") & frames.MAX_WINDOW
-                self._take(data[at + 3], data[at + 4], stream, data[begin : begin + length])
+                self._take(kind, flags, stream & frames.MAX_WINDOW, data[begin : begin + length])
                 at = begin + length
         except frames.Violation as broken:
             self._fail(grpc.StatusCode.INTERNAL, str(broken))

@@ -32,7 +32,7 @@ NOT_HTTP_1 = (
 )
 
 # Length (24 bits as 8 and 16), type, flags, stream; then gRPC's flag and length.
-_HEAD = struct.Struct(">BHBBI")
+HEAD = struct.Struct(">BHBBI")
 _MESSAGE = struct.Struct(">BHBBIBI")
 _STATUS_200 = b"\x88"
 # Literals without indexing; 31 is content-type in the static table.
@@ -77,7 +77,7 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     """Make one frame."""
     size = len(payload)
-    return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
+    return HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
 
 
 def message_frame(stream: int, message: bytes) -> bytes:

@@ -20,6 +20,7 @@ from factories.wire.http2 import LIMITS, Socket, frames_of, message
 from penstock.common.config import ChannelConfig
 from penstock.http2 import frames
 from penstock.http2 import server as server_module
+from penstock.http2.channel import Answers
 from penstock.http2.client_calls import CallsConnection
 from penstock.http2.client_stream import StreamCall
 from penstock.http2.limits import ServerLimits
@@ -281,8 +282,8 @@ def _admit(name: str, metadata: Any) -> bool:
 
 
 async def _read_all(calls: CallsConnection, head: bytes) -> None:
-    answers = await calls.stream(head, b"ask")
-    while await answers.read() is not None:
+    answers = Answers(lambda: calls.stream(head, b"ask"), bytes, None)
+    while await answers.read_all():
         pass
 
 
