@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
@@ -93,10 +93,14 @@ def _value(known: Coroutine[Any, Any, Any]) -> Any:
 class AsyncChannel:
     """A connection that is used from one event loop."""
 
-    def __init__(self, address: str, config: ClientConfig) -> None:
-        """Raises ValueError and OSError for the files of `config.tls`."""
+    def __init__(self, address: str, config: ClientConfig, channel: Any = None) -> None:
+        """Open it, or use a `channel` that another closes. Raises ValueError and OSError for the files of
+        `config.tls`."""
         options = config.channel_options()
-        if config.tls:
+        self._is_own = channel is None
+        if channel is not None:
+            self._channel = channel
+        elif config.tls:
             self._channel = grpc.aio.secure_channel(address, config.tls.credentials(), options)
         else:
             self._channel = grpc.aio.insecure_channel(address, options)
@@ -110,13 +114,22 @@ class AsyncChannel:
 
     async def close(self) -> None:
         """End running calls at once."""
-        await self._channel.close(None)
+        if self._is_own:
+            await self._channel.close(None)
 
     @staticmethod
-    def reader(call: Any) -> Callable[[], Awaitable[Any]]:
-        """A function that gives the next event of a call, or END."""
+    def reader(call: Any) -> Callable[[], Awaitable[list[Any]]]:
+        """A function that gives the next events of a call: grpc.aio's one at a time, none at the end."""
+        read_all: Callable[[], Awaitable[list[Any]]] | None = getattr(call, "read_all", None)
+        if read_all is not None:
+            return read_all
         read: Callable[[], Awaitable[Any]] = call.read
-        return read
+
+        async def read_one() -> list[Any]:
+            event = await read()
+            return [] if event is END else [event]
+
+        return read_one
 
     @staticmethod
     async def results(open_stream: Callable[[Any], Any], requests: Iterable[Any], most: int) -> list[Any]:
@@ -165,10 +178,14 @@ class Exchange:
 class Channel:
     """A connection that threads may share."""
 
-    def __init__(self, address: str, config: ClientConfig) -> None:
-        """Raises ValueError and OSError for the files of `config.tls`."""
+    def __init__(self, address: str, config: ClientConfig, channel: Any = None) -> None:
+        """Open it, or use a `channel` that another closes. Raises ValueError and OSError for the files of
+        `config.tls`."""
         options = config.channel_options()
-        if config.tls:
+        self._is_own = channel is None
+        if channel is not None:
+            self._channel = channel
+        elif config.tls:
             self._channel = grpc.secure_channel(address, config.tls.credentials(), options)
         else:
             self._channel = grpc.insecure_channel(address, options)
@@ -185,12 +202,13 @@ class Channel:
 
     def close(self) -> None:
         """End running calls at once."""
-        self._channel.close()
+        if self._is_own:
+            self._channel.close()
 
     @staticmethod
-    def reader(call: Any) -> Callable[[], Any]:
-        """A function that gives the next event of a call, or END."""
-        return partial(next, call, END)
+    def reader(call: Any) -> Callable[[], list[Any]]:
+        """A function that gives the next event of a call in a list, which is empty at the end."""
+        return lambda: list(islice(call, 1))
 
     @staticmethod
     def results(open_stream: Callable[[Any], Any], requests: Iterable[Any], most: int) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import grpc
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
@@ -45,34 +46,55 @@ class StreamState:
         if self.finished is not None:
             raise Internal("an event came after Finished", reason="PROTOCOL")
         kind = event.WhichOneof("event")
+        if kind == "delta":
+            return self._delta(event.delta)
         if kind == "started":
             self.started = event.started
         elif kind == "finished":
             self._finish(event.finished)
-        elif kind == "delta":
-            return self._delta(event.delta)
         return None
 
     def _delta(self, proto: text_pb2.TextDelta | text_pb2.ChatDelta) -> Delta:
-        if proto.seq != (0 if self.last_seq is None else self.last_seq + 1):
+        seq = proto.seq
+        if seq != (0 if self.last_seq is None else self.last_seq + 1):
             raise Internal("a delta is missing or came twice", reason="PROTOCOL")
-        self.last_seq = proto.seq
-        chat = proto if isinstance(proto, text_pb2.ChatDelta) else None
-        calls = tuple(ToolCall(c.index, c.id, c.name, c.arguments) for c in chat.tool_calls) if chat else ()
-        reasoning = chat.reasoning if chat else ""
-        logprobs = tuple(map(logprob_entry, proto.logprobs))
-        tensors = tuple(map(step_tensors, proto.tensors))
-        delta = Delta(proto.seq, proto.index, proto.text, reasoning, calls, tuple(proto.token_ids), logprobs, tensors)
+        self.last_seq = seq
+        reasoning = ""
+        calls: tuple[ToolCall, ...] = ()
+        if isinstance(proto, text_pb2.ChatDelta):
+            reasoning = proto.reasoning
+            if proto.tool_calls:
+                calls = tuple(ToolCall(c.index, c.id, c.name, c.arguments) for c in proto.tool_calls)
+        # Most have text alone, and there is one for every token.
+        ids: Any = proto.token_ids
+        logprobs: Any = proto.logprobs
+        tensors: Any = proto.tensors
+        delta = Delta(
+            seq,
+            proto.index,
+            proto.text,
+            reasoning,
+            calls,
+            tuple(ids) if ids else (),
+            tuple(map(logprob_entry, logprobs)) if logprobs else (),
+            tuple(map(step_tensors, tensors)) if tensors else (),
+        )
         self._collect(delta)
         return delta
 
     def _collect(self, delta: Delta) -> None:
-        choice = self.choices.setdefault(delta.index, Choice(delta.index))
+        choice = self.choices.get(delta.index)
+        if choice is None:
+            choice = self.choices[delta.index] = Choice(delta.index)
         choice.text += delta.text
-        choice.reasoning += delta.reasoning
-        choice.token_ids.extend(delta.token_ids)
-        choice.logprobs.extend(delta.logprobs)
-        choice.tensors.extend(delta.tensors)
+        if delta.reasoning:
+            choice.reasoning += delta.reasoning
+        if delta.token_ids:
+            choice.token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            choice.logprobs.extend(delta.logprobs)
+        if delta.tensors:
+            choice.tensors.extend(delta.tensors)
         for piece in delta.tool_calls:
             if piece.index < len(choice.tool_calls):
                 known = choice.tool_calls[piece.index]

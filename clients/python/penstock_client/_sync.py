@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,8 @@ class Stream(Iterator[Delta]):
     def __init__(self, open_call: Callable[[], Any], state: StreamState) -> None:
         """Send the request by `open_call`, which returns gRPC's call; a retry calls it again."""
         self._open, self._state = open_call, state
+        # Events that have come and were not looked at.
+        self._events: deque[Any] = deque()
         self._start()
 
     def _start(self) -> None:
@@ -66,22 +69,45 @@ class Stream(Iterator[Delta]):
 
     def __next__(self) -> Delta:
         while True:
+            while self._events:
+                if (delta := self._next()) is not None:
+                    return delta
+            if not self._fetch():
+                raise StopIteration
+
+    def read(self) -> list[Delta]:
+        """Return the deltas that have come, at least one; none at the end. In place of iteration.
+
+        It is for a reader that may be behind. On grpcio's own channels it is one delta at a time.
+        """
+        found: list[Delta] = []
+        while True:
+            while self._events:
+                if (delta := self._next()) is not None:
+                    found.append(delta)
+            if found or not self._fetch():
+                return found
+
+    def _fetch(self) -> bool:
+        """Wait for further events, by another try where that is allowed; False at the end."""
+        while True:
             try:
-                event = self._read()
-                if event is END:
-                    if self._state.finished is None:
-                        raise truncated_stream()
-                    raise StopIteration
-                delta = self._state.feed(event)
+                self._events.extend(self._read())
             except grpc.RpcError as error:
                 time.sleep(self._state.retry_delay(error))
                 self._start()
                 continue
-            except PenstockError:
+            if not self._events and self._state.finished is None:
                 self.close()
-                raise
-            if delta is not None:
-                return delta
+                raise truncated_stream()
+            return bool(self._events)
+
+    def _next(self) -> Delta | None:
+        try:
+            return self._state.feed(self._events.popleft())
+        except PenstockError:
+            self.close()
+            raise
 
     @property
     def state(self) -> StreamState:
@@ -108,13 +134,16 @@ class Stream(Iterator[Delta]):
 class Client:
     """A connection to one Penstock router. Threads may share it."""
 
-    def __init__(self, address: str, config: ClientConfig | None = None) -> None:
+    def __init__(self, address: str, config: ClientConfig | None = None, *, channel: Any = None) -> None:
         """Connect to `address`, host:port or another name that gRPC resolves. Raises ValueError for a token in the
-        clear."""
+        clear.
+
+        `channel`: one of gRPC's to use in place of a new one, such as one with interceptors. Its owner closes it.
+        """
         self.config = config or ClientConfig()
         self._address = address
         self._metadata = self.config.metadata(address)
-        self._channel = Channel(address, self.config)
+        self._channel = Channel(address, self.config, channel)
         self._stub, self._admin = self._channel.stub, self._channel.admin_stub
 
     def __enter__(self) -> Self:

@@ -1,0 +1,76 @@
+"""`AsyncStream.read`: the deltas that have come, from a channel whose calls give what waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from penstock.common.errors import Internal
+from penstock.v1 import generation_pb2, text_pb2
+from penstock_client import AsyncClient, Delta
+
+
+class Call:
+    """A call whose events come in these batches."""
+
+    def __init__(self, *batches: list[text_pb2.ChatResponse]) -> None:
+        self._batches = list(batches)
+        self.is_cancelled = False
+
+    async def read_all(self) -> list[text_pb2.ChatResponse]:
+        return self._batches.pop(0) if self._batches else []
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Channel:
+    """A channel of grpc.aio as stubs use it, with one call."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def unary_stream(self, *_: Any, **__: Any) -> Any:
+        return lambda *_, **__: self._call
+
+    unary_unary = stream_unary = stream_stream = unary_stream
+
+
+STARTED = text_pb2.ChatResponse(started=generation_pb2.Started(request_id="r"))
+FINISHED = text_pb2.ChatResponse(finished=generation_pb2.Finished())
+
+
+def delta(seq: int) -> text_pb2.ChatResponse:
+    return text_pb2.ChatResponse(delta=text_pb2.ChatDelta(seq=seq, text=f"t{seq}"))
+
+
+async def test_deltas_that_have_come_are_read_together() -> None:
+    call = Call([STARTED], [delta(0)], [delta(1), delta(2), FINISHED])
+    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).chat("Hello")
+    assert await stream.read() == [Delta(0, 0, "t0")]
+    assert await stream.read() == [Delta(1, 0, "t1"), Delta(2, 0, "t2")]
+    assert await stream.read() == []
+    assert stream.state.completion().text == "t0t1t2"
+
+
+async def test_iteration_goes_on_where_reading_stopped() -> None:
+    call = Call([STARTED, delta(0)], [delta(1), delta(2), FINISHED])
+    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).chat("Hello")
+    assert await anext(stream) == Delta(0, 0, "t0")
+    assert await anext(stream) == Delta(1, 0, "t1")
+    assert await stream.read() == [Delta(2, 0, "t2")]
+    assert [one async for one in stream] == []
+
+
+@pytest.mark.parametrize(
+    ("batches", "reason"),
+    [([[STARTED, delta(1)]], "PROTOCOL"), ([[STARTED, delta(0)]], "TRUNCATED_STREAM")],
+    ids=["a gap", "no end"],
+)
+async def test_a_stream_that_breaks_the_protocol_is_cancelled(batches: Any, reason: str) -> None:
+    call = Call(*batches)
+    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).chat("Hello")
+    with pytest.raises(Internal) as caught:
+        await stream.result()
+    assert caught.value.reason == reason
+    assert call.is_cancelled
