@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import Any
 
 from penstock_client import Choice, Delta, LogprobEntry, Timings, Usage
@@ -17,11 +18,18 @@ _REASONS: Mapping[str, str] = {
     "TOOL_CALLS": "tool_calls",
 }
 DONE = b"data: [DONE]\n\n"
+# json.dumps makes an encoder for each call that asks for anything else than its defaults.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def dumps(value: Any) -> bytes:
     """JSON as bytes. A half of a character pair, which no UTF-8 has, becomes `?`."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _ENCODER.encode(value).encode("utf-8", "replace")
+
+
+def quoted(text: str) -> bytes:
+    """A text as JSON: `dumps` of it. The per-token path."""
+    return bytes(encode_basestring(text), "utf-8", "replace")
 
 
 def event(value: Any) -> bytes:
@@ -32,6 +40,34 @@ def event(value: Any) -> bytes:
 def named_event(name: str, value: Mapping[str, Any]) -> bytes:
     """One server-sent event with a name, which is its object's type as well."""
     return f"event: {name}\n".encode() + event({"type": name, **value})
+
+
+def merged(deltas: list[Delta]) -> list[Delta]:
+    """Deltas that have come, those of text alone that follow each other as one.
+
+    So a reader that keeps up gets an event for each, and one that is behind gets fewer, larger events.
+    """
+    if len(deltas) < 2:
+        return deltas
+    found: list[Delta] = []
+    for delta in deltas:
+        last = found[-1] if found else None
+        # Reasoning goes before text in an event, so it is not joined to text that came earlier.
+        if (
+            last is not None
+            and last.index == delta.index
+            and _is_text(last)
+            and _is_text(delta)
+            and not (last.text and delta.reasoning)
+        ):
+            found[-1] = Delta(delta.seq, last.index, last.text + delta.text, last.reasoning + delta.reasoning)
+        else:
+            found.append(delta)
+    return found
+
+
+def _is_text(delta: Delta) -> bool:
+    return not (delta.tool_calls or delta.logprobs or delta.token_ids or delta.tensors)
 
 
 def finish_reason(choice: Choice) -> str:

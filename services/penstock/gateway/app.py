@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
-from penstock_client import AsyncClient, ClientConfig, KeepAliveConfig, TLSConfig
+from penstock_client import AsyncClient, ClientConfig, TLSConfig
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
@@ -21,7 +19,7 @@ from starlette.routing import Route
 
 from penstock import __version__
 from penstock.common.addresses import BoundAddresses
-from penstock.common.credentials import TokenFile, check_channel_files
+from penstock.common.credentials import TokenFile, channel_tls_context, check_channel_files
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.metrics import add_process_metrics
@@ -56,7 +54,8 @@ from penstock.gateway.text_routes import (
     score,
     tokenize,
 )
-from penstock.serving.channels import open_channel, watch_health
+from penstock.http2.channel import Http2Channel
+from penstock.serving.channels import watch_health
 from penstock.serving.health_socket import HealthSocket
 from penstock.serving.server import OwnServer, open_tracing
 
@@ -105,8 +104,17 @@ class GatewayApp(OwnServer):
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._config, self._registry = config, registry
         check_channel_files(config)
+        # Our own: grpc.aio takes more for each message than all the rest of the gateway.
+        self._channel = Http2Channel(
+            config.router,
+            config,
+            timeout=config.connect_timeout_seconds,
+            tls=channel_tls_context(config),
+            server_name=config.channel_tls_server_name,
+            stream_window=config.answer_window_bytes,
+        )
         try:
-            self._client = AsyncClient(config.router, _client_config(config))
+            self._client = AsyncClient(config.router, _client_config(config), channel=self._channel.for_stubs)
         except ValueError as error:
             # A token for a router that is neither on this machine nor behind TLS.
             raise StartupError(
@@ -187,7 +195,7 @@ class GatewayApp(OwnServer):
         if self._health is not None:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
-        await self._client.close()
+        self._channel.close()
         if self._responses is not None:
             await self._responses.close()
         if self._health_socket is not None:
@@ -205,15 +213,14 @@ class GatewayApp(OwnServer):
     async def _follow_health(self) -> None:
         """Know at all times whether the router serves."""
         # Health needs no token.
-        channel = open_channel(self._config.router, replace(self._config, channel_token_file=None))
-        async with channel:
-            while True:
-                with contextlib.suppress(grpc.RpcError):
-                    async with contextlib.aclosing(watch_health(channel, ROUTER_SERVICE)) as updates:
-                        async for is_serving in updates:
-                            (self._router_serves.set if is_serving else self._router_serves.clear)()
-                self._router_serves.clear()
-                await asyncio.sleep(_RETRY_SECONDS)
+        channel = self._channel.for_stubs
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                async with contextlib.aclosing(watch_health(channel, ROUTER_SERVICE)) as updates:
+                    async for is_serving in updates:
+                        (self._router_serves.set if is_serving else self._router_serves.clear)()
+            self._router_serves.clear()
+            await asyncio.sleep(_RETRY_SECONDS)
 
     def _application(self) -> Starlette:
         def route(path: str, handler: Handler, method: str) -> Route:
@@ -311,21 +318,9 @@ def _open_store(config: GatewayConfig) -> ResponseStore | None:
 
 def _client_config(config: GatewayConfig) -> ClientConfig:
     """The client's side of the configuration. Raises StartupError for an unreadable token file."""
-    tls = None
-    if config.is_channel_tls:
-        ca, cert, key = (
-            Path(path).expanduser() if path else None
-            for path in (config.channel_tls_ca, config.channel_tls_cert, config.channel_tls_key)
-        )
-        tls = TLSConfig(ca_file=ca, cert_file=cert, key_file=key, server_name=config.channel_tls_server_name)
     token = None
     if config.channel_token_file is not None:
         tokens = TokenFile(config.channel_token_file, "--channel-token-file")
         token = tokens.authorization().partition(" ")[2]
-    return ClientConfig(
-        tls=tls,
-        token=token,
-        keepalive=KeepAliveConfig(interval=config.keepalive_seconds, timeout=config.keepalive_timeout_seconds),
-        max_receive_bytes=config.max_message_bytes,
-        call_metadata=call_metadata,
-    )
+    # It has no channel of its own to open: TLS is what a token must not go without.
+    return ClientConfig(tls=TLSConfig() if config.is_channel_tls else None, token=token, call_metadata=call_metadata)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, cast
 
-from penstock_client import AsyncStream, Choice, Completion, Usage
+from penstock_client import AsyncStream, Choice, Completion, Delta, Usage
 
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.answers import (
@@ -16,6 +16,8 @@ from penstock.gateway.answers import (
     event,
     extras,
     finish_reason,
+    merged,
+    quoted,
     stop_reason,
     tool_call_pieces,
     usage_of,
@@ -128,78 +130,97 @@ def _choice(choice: Choice, *, wants_logprobs: bool) -> dict[str, Any]:
     return made
 
 
-async def _events(
-    stream: AsyncStream, call: HttpCall, *, wants_logprobs: bool, wants_usage: bool
-) -> AsyncIterator[bytes]:
+class _Chunks:
     """Chunks of a streamed answer, in OpenAI's order: role, deltas, reasons, usage, [DONE]."""
-    begun: set[int] = set()
-    head: Head | None = None
-    template = b""
-    # What a chunk of plain text has around its text, by index: only the text is new for a token.
-    around: dict[int, tuple[bytes, bytes]] = {}
 
-    def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return template + dumps([choice]) + tail
+    def __init__(self, call: HttpCall, *, wants_logprobs: bool, wants_usage: bool) -> None:
+        self._call = call
+        self._wants_logprobs, self._wants_usage = wants_logprobs, wants_usage
+        self._head: Head | None = None
+        # Bytes of a chunk up to its choices, and behind them. With include_usage every chunk but the last has a usage
+        # of null.
+        self._opened, self._tail = b"", b',"usage":null}\n\n' if wants_usage else b"}\n\n"
+        self._begun: set[int] = set()
+        # What a chunk of plain text has around its text, by index: only the text is new for a token.
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    # With include_usage every chunk but the last has a usage of null.
-    tail = b',"usage":null}\n\n' if wants_usage else b"}\n\n"
-    async with stream:
-        state = stream.state
-        async for delta in stream:
-            if head is None:
-                head = _head(state.started, call)
-                template = _opened(head)
-            index = delta.index
-            first = b""
-            if index not in begun:
-                begun.add(index)
-                first = chunk(index, {"role": "assistant", "content": ""})
-            if delta.text and not (delta.reasoning or delta.tool_calls or wants_logprobs or delta.token_ids):
-                if index not in around:
-                    made = chunk(index, {"content": "\0"})
-                    before, _, after = made.partition(b'"\\u0000"')
-                    around[index] = (before, after)
-                before, after = around[index]
-                yield first + before + dumps(delta.text) + after
-                continue
-            content: dict[str, Any] = {}
-            if delta.reasoning:
-                content["reasoning_content"] = delta.reasoning
-            if delta.text:
-                content["content"] = delta.text
-            if delta.tool_calls:
-                content["tool_calls"] = tool_call_pieces(delta)
-            more: dict[str, Any] = {}
-            if wants_logprobs and delta.logprobs:
-                more["logprobs"] = chat_logprobs(delta.logprobs)
-            if delta.token_ids:
-                more["token_ids"] = delta.token_ids
-            if content or more:
-                first += chunk(index, content, **more)
-            if first:
-                yield first
+    def begin(self, started: Any) -> None:
+        """Take the facts that all chunks begin with."""
+        self._call.request_id = started.request_id
+        self._head = Head("chatcmpl", "chat.completion.chunk", started.request_id, started.model)
+        self._opened = b"data: " + dumps(self._head.fields)[:-1] + b',"choices":'
+
+    def of(self, deltas: Iterable[Delta], started: Any) -> bytes:
+        """Chunks of new output. The per-token path."""
+        if self._head is None:
+            self.begin(started)
+        out = []
+        for delta in deltas:
+            index, text = delta.index, delta.text
+            if index not in self._begun:
+                out.append(self._role(index))
+            if text and not (delta.reasoning or delta.tool_calls or self._wants_logprobs or delta.token_ids):
+                around = self._around.get(index) or self._make_around(index)
+                out += (around[0], quoted(text), around[1])
+            else:
+                out.append(self._rich(delta))
+        return b"".join(out)
+
+    def end(self, state: Any) -> bytes:
+        """The last chunks, of a stream that ended well."""
         started, finished = state.started, state.finished
-        if head is None:
-            head = _head(started, call)
-            template = _opened(head)
+        if self._head is None:
+            self.begin(started)
+        assert self._head is not None
         last = b""
         for index in sorted(state.choices):
             choice = state.choices[index]
-            if index not in begun:
-                last += chunk(index, {"role": "assistant", "content": ""})
-            last += chunk(index, {}, finish_reason=finish_reason(choice), stop_reason=stop_reason(choice))
-        own = extras(started, finished)
-        if wants_usage and finished is not None:
-            last += event(head.with_(choices=[], usage=usage_of([Usage.of(finished.usage)]), penstock=own))
-        yield last + DONE
+            if index not in self._begun:
+                last += self._role(index)
+            last += self._chunk(index, {}, finish_reason=finish_reason(choice), stop_reason=stop_reason(choice))
+        if self._wants_usage and finished is not None:
+            own, usage = extras(started, finished), usage_of([Usage.of(finished.usage)])
+            last += event(self._head.with_(choices=[], usage=usage, penstock=own))
+        return last + DONE
+
+    def _role(self, index: int) -> bytes:
+        self._begun.add(index)
+        return self._chunk(index, {"role": "assistant", "content": ""})
+
+    def _make_around(self, index: int) -> tuple[bytes, bytes]:
+        before, _, after = self._chunk(index, {"content": "\0"}).partition(b'"\\u0000"')
+        self._around[index] = before, after
+        return before, after
+
+    def _rich(self, delta: Delta) -> bytes:
+        """Chunk of a delta that is more than text; empty where there is nothing to tell."""
+        content: dict[str, Any] = {}
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
+        if delta.text:
+            content["content"] = delta.text
+        if delta.tool_calls:
+            content["tool_calls"] = tool_call_pieces(delta)
+        more: dict[str, Any] = {}
+        if self._wants_logprobs and delta.logprobs:
+            more["logprobs"] = chat_logprobs(delta.logprobs)
+        if delta.token_ids:
+            more["token_ids"] = delta.token_ids
+        return self._chunk(delta.index, content, **more) if content or more else b""
+
+    def _chunk(self, index: int, delta: dict[str, Any], **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return self._opened + dumps([choice]) + self._tail
 
 
-def _head(started: Any, call: HttpCall) -> Head:
-    call.request_id = started.request_id
-    return Head("chatcmpl", "chat.completion.chunk", started.request_id, started.model)
-
-
-def _opened(head: Head) -> bytes:
-    """Bytes of a chunk up to its choices."""
-    return b"data: " + dumps(head.fields)[:-1] + b',"choices":'
+async def _events(
+    stream: AsyncStream, call: HttpCall, *, wants_logprobs: bool, wants_usage: bool
+) -> AsyncIterator[bytes]:
+    """Chunks of a streamed answer."""
+    chunks = _Chunks(call, wants_logprobs=wants_logprobs, wants_usage=wants_usage)
+    async with stream:
+        state = stream.state
+        while deltas := merged(await stream.read()):
+            if piece := chunks.of(deltas, state.started):
+                yield piece
+        yield chunks.end(state)

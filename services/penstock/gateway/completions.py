@@ -19,6 +19,8 @@ from penstock.gateway.answers import (
     event,
     extras,
     finish_reason,
+    merged,
+    quoted,
     stop_reason,
     usage_of,
 )
@@ -257,7 +259,7 @@ class _Chunks:
             before, _, after = self._text(number, "\0", None).partition(b'"\\u0000"')
             self._around[number] = (before, after)
         before, after = self._around[number]
-        return before + dumps(delta.text) + after
+        return before + quoted(delta.text) + after
 
     def _entries(self, number: int, entries: Sequence[LogprobEntry], started: Any) -> dict[str, Any] | None:
         if self._plan.logprobs is None:
@@ -337,10 +339,10 @@ async def _events(plan: _Plan) -> AsyncIterator[bytes]:
 async def _pieces(plan: _Plan, chunks: _Chunks, stream: AsyncStream, first: int) -> AsyncIterator[bytes]:
     """Chunks of one prompt, whose choices count from `first`."""
     state = stream.state
-    async for delta in stream:
+    while deltas := merged(await stream.read()):
         started = state.started
         chunks.begin(started)
-        if piece := chunks.delta(first + delta.index, delta, started):
+        if piece := b"".join([chunks.delta(first + delta.index, delta, started) for delta in deltas]):
             yield piece
     chunks.begin(state.started)
     yield b"".join(chunks.end(first + index, state.choices[index]) for index in sorted(state.choices))

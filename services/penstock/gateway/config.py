@@ -19,6 +19,9 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
     start_timeout_seconds: float = option(
         60.0, "Time that the router has to be ready at the start.", group=NETWORK, minimum=0.1
     )
+    connect_timeout_seconds: float = option(
+        10.0, "Time for the router to accept a connection.", group=NETWORK, minimum=0.1
+    )
     channel_token_file: str | None = option(
         None,
         "Send the first bearer token of this file for callers that show none; it lets everybody in who reaches the "
@@ -52,6 +55,13 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
     )
     stalled_reader_seconds: float = option(
         60.0, "A reader of an answer that takes nothing for so long is cut off.", group=LIMITS, minimum=0.1
+    )
+    answer_window_bytes: int = option(
+        64 << 10,
+        "Bytes of an answer that may be here, or on their way from the router, before its reader takes them.",
+        group=LIMITS,
+        minimum=16 << 10,
+        maximum=1 << 20,
     )
     max_prompts: int = option(256, "Prompts of one request of /v1/completions.", group=LIMITS, minimum=1)
     concurrent_prompts: int = option(16, "Of these so many are with the router at once.", group=LIMITS, minimum=1)

@@ -36,7 +36,7 @@ from penstock.common.tracing import (
 )
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import OPENAI_ERRORS, ErrorShape, HttpError, error_headers, internal, status_of
-from penstock.gateway.http_server import ABORT
+from penstock.gateway.http_server import ABORT, WRITE
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.response_store import ResponseStore
 
@@ -393,7 +393,7 @@ class _Exchange:
 
     async def _stream(self, pieces: AsyncIterator[bytes], call: HttpCall) -> None:
         """Send pieces as they come. The first is awaited before the status is sent: until then an error has one."""
-        clock = asyncio.get_running_loop().time
+        clock, write = asyncio.get_running_loop().time, self._scope["extensions"][WRITE]["call"]
         try:
             first = await _checked(anext(pieces))
             self._metrics.first_token.observe_traced(time.monotonic() - self._begin, exemplar())
@@ -402,9 +402,10 @@ class _Exchange:
             await self._send({"type": "http.response.body", "body": first, "more_body": True})
             try:
                 async for piece in pieces:
-                    self._sending_since = clock()
-                    await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-                    self._sending_since = None
+                    if not write(piece):
+                        self._sending_since = clock()
+                        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                        self._sending_since = None
             except (PenstockError, grpc.RpcError) as error:
                 # The status has gone: the error is an event, after which [DONE] does not come.
                 known = error if isinstance(error, PenstockError) else from_rpc_error(error)

@@ -12,7 +12,7 @@ from typing import Any
 from penstock_client import AsyncStream, Choice, Completion, Delta, Usage
 
 from penstock.common.errors import InvalidArgument
-from penstock.gateway.answers import dumps, extras, named_event
+from penstock.gateway.answers import dumps, extras, merged, named_event
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.request_fields import Fields, checked, checked_call, options_of, typed
 
@@ -344,11 +344,11 @@ async def _events(stream: AsyncStream, call: HttpCall) -> AsyncIterator[bytes]:
     begun = False
     async with stream:
         state = stream.state
-        async for delta in stream:
+        while deltas := merged(await stream.read()):
             first = b""
             if not begun:
                 begun, first = True, _begin(state.started, call)
-            if piece := first + blocks.pieces(delta):
+            if piece := first + b"".join(map(blocks.pieces, deltas)):
                 yield piece
         last = b"" if begun else _begin(state.started, call)
         finished = state.finished

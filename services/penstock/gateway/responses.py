@@ -17,7 +17,7 @@ from penstock_client import AsyncStream, Delta, Usage
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from penstock.common.logging import get_logger
-from penstock.gateway.answers import chat_logprobs, dumps, extras, named_event, usage_of
+from penstock.gateway.answers import chat_logprobs, dumps, extras, merged, named_event, usage_of
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.errors import HttpError
 from penstock.gateway.request_fields import Fields, checked, options_of, typed
@@ -366,9 +366,9 @@ async def _events(plan: _Plan, call: HttpCall) -> AsyncIterator[bytes]:
         return made([("response.created", {"response": response}), ("response.in_progress", {"response": response})])
 
     async with plan.open() as stream:
-        async for delta in stream:
+        while deltas := merged(await stream.read()):
             first = b"" if created_at else begin(stream.state.started)
-            if piece := first + made(_take(items, delta)):
+            if piece := first + b"".join([made(_take(items, delta)) for delta in deltas]):
                 yield piece
         first = b"" if created_at else begin(stream.state.started)
         response, last = _ended(plan, stream, items, created_at)

@@ -1,0 +1,38 @@
+"""Parts of OpenAI's answers: texts as JSON, and deltas that become one event for a reader that is behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from penstock.gateway.answers import dumps, merged, quoted
+from penstock_client import Delta, LogprobEntry
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", 'quote " slash \\ / line\n tab\t nul\0', "é 漢 😀", "half \ud83d of a pair", "\u2028<"]
+)
+def test_a_text_is_quoted_as_json_is_made_of_anything_else(text: str) -> None:
+    assert quoted(text) == dumps(text)
+    assert json.loads(quoted(text)) == text.encode("utf-8", "replace").decode()
+
+
+def test_texts_that_follow_each_other_are_one_delta() -> None:
+    deltas = [Delta(0, 0, "", "think"), Delta(1, 0, "", "ing"), Delta(2, 0, "one"), Delta(3, 0, " two")]
+    assert merged(deltas) == [Delta(3, 0, "one two", "thinking")]
+
+
+def test_order_is_kept_between_choices_and_between_text_and_reasoning() -> None:
+    deltas = [Delta(0, 0, "a"), Delta(1, 1, "b"), Delta(2, 0, "c"), Delta(3, 0, "", "d"), Delta(4, 0, "e")]
+    assert merged(deltas) == [
+        Delta(0, 0, "a"),
+        Delta(1, 1, "b"),
+        Delta(2, 0, "c"),
+        Delta(4, 0, "e", "d"),
+    ]
+
+
+def test_a_delta_of_more_than_text_stays_as_it_is() -> None:
+    ids, scored = Delta(1, 0, "b", token_ids=(7,)), Delta(2, 0, "c", logprobs=(LogprobEntry(7, "c", -0.5, 1),))
+    deltas = [Delta(0, 0, "a"), ids, scored, Delta(3, 0, "d")]
+    assert merged(deltas) == deltas
