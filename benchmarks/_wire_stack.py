@@ -28,7 +28,8 @@ from benchmarks._wire_protocols import MODEL
 _ROOT = Path(__file__).resolve().parents[1]
 MODES = ("uncoalesced", "coalesced")
 SLOTS = 4096
-SMG, GATEWAY = "smg", "gateway"
+# smg by HTTP/2 and by HTTP/1.1.
+SMG, SMG_1, GATEWAY = "smg", "smg1", "gateway"
 _START_SECONDS, _LOOK_SECONDS = 60.0, 0.05
 _TOKEN_CHARS = 4
 
@@ -155,7 +156,7 @@ class Processes:
         name, _, flags = text.partition("=")
         other = flags.removeprefix("@") if flags.startswith("@") else ""
         folder = Path(other) if other else _ROOT
-        environment = {"PYTHONPATH": os.pathsep.join(str(folder / part) for part in ("services", "clients/python"))}
+        environment = _environment(folder)
         flags, _, more = ("", "", "") if other else flags.partition("//")
         given = shlex.split(f"{self._arguments.tokenizer_flags} {more}")
         tokenizer = self._service("tokenizer", *given, environment=environment)
@@ -178,19 +179,28 @@ class Processes:
         process.wait_ready()
         return process
 
-    def gateway(self) -> Variant:
-        """Penstock's HTTP gateway before a router and tokenizer of its own, ready. After a first `variant`."""
+    def gateway(self, text: str) -> Variant:
+        """Penstock's HTTP gateway before a router and tokenizer of its own, ready. After a first `variant`.
+
+        `text`: NAME=FLAGS, or NAME=@DIR for the gateway of another checkout.
+        """
+        name, _, flags = text.partition("=")
+        other, given = (flags[1:], []) if flags.startswith("@") else ("", shlex.split(flags))
         sides = {}
-        for mode, side in self.variant(GATEWAY).sides.items():
-            gateway = stack.start("gateway", "--router", side.address)
+        for mode, side in self.variant(name).sides.items():
+            where = _environment(Path(other) if other else _ROOT)
+            gateway = stack.start("gateway", "--router", side.address, *given, environment=where)
             self._exits.callback(gateway.log.unlink, missing_ok=True)
             self._exits.callback(gateway.kill)
             _wait_ready(gateway)
             sides[mode] = Side(gateway.address, "sse1", {"gateway": gateway.popen.pid, **side.pids})
-        return Variant(GATEWAY, sides)
+        return Variant(name, sides)
 
-    def smg(self) -> Variant:
-        """The smg gateway before a worker that emits the same at the same pace, ready. After a first `variant`."""
+    def smg(self) -> list[Variant]:
+        """The smg gateway before a worker that emits the same at the same pace, ready, by both versions of HTTP.
+
+        After a first `variant`.
+        """
         served = ("--model", MODEL, "--tokenizer", str(demo_folder()))
         sides = {}
         for mode in self._arguments.modes:
@@ -202,4 +212,10 @@ class Processes:
             self._exits.callback(gateway.process.kill)
             gateway.wait_ready()
             sides[mode] = Side(gateway.address, "sse", {"gateway": gateway.process.pid, "backend": worker})
-        return Variant(SMG, sides)
+        plain = {mode: Side(side.address, "sse1", side.pids) for mode, side in sides.items()}
+        return [Variant(SMG, sides), Variant(SMG_1, plain)]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Variables by which a process runs the packages of a checkout."""
+    return {"PYTHONPATH": os.pathsep.join(str(folder / part) for part in ("services", "clients/python"))}

@@ -16,8 +16,10 @@ The backend steps like an engine, at most every `--step-seconds`, with one messa
 Variants take turns, round by round. A variant is `NAME=FLAGS` (flags of `penstock serve router`, and behind `//` of the
 tokenizer) or `NAME=@DIR` (the services of another checkout); CPU time is that of a process and its children, from
 /proc/PID/stat. `--gateway` adds Penstock's HTTP gateway before a router of its own, read as server-sent events on a
-connection for each stream. `--smg` adds the smg gateway (`make peers`) before a worker that emits the same ids in the
-same steps by the same window, read by the same client. Every variant's text is compared with the answer first.
+connection for each stream; `--gateway-variant` adds further ones, as NAME=FLAGS (of `penstock serve gateway`) or
+NAME=@DIR. `--smg` adds the smg gateway (`make peers`) before a worker that emits the same ids in the same steps by the
+same window, read by the same client: over HTTP/2, and over HTTP/1.1 on a connection for each stream ("smg1"). Every
+variant's text is compared with the answer first.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from benchmarks._processes import stop_on_sigterm
 from benchmarks._report import Table, save
 from benchmarks._wire_profile import flamegraphs
 from benchmarks._wire_report import COLUMNS, markdown, plot
-from benchmarks._wire_stack import MODES, SLOTS, SMG, Processes, Side, Variant, cpu_seconds, memory_mb
+from benchmarks._wire_stack import GATEWAY, MODES, SLOTS, SMG, SMG_1, Processes, Side, Variant, cpu_seconds, memory_mb
 
 
 class Bench:
@@ -52,9 +54,10 @@ class Bench:
         self._client = self.processes.client()
         self.variants = [self.processes.variant(text) for text in ["now=", *arguments.variant]]
         if arguments.gateway:
-            self.variants.append(self.processes.gateway())
+            self.variants.append(self.processes.gateway(f"{GATEWAY}="))
+        self.variants += [self.processes.gateway(text) for text in arguments.gateway_variant]
         if arguments.smg:
-            self.variants.append(self.processes.smg())
+            self.variants += self.processes.smg()
 
     def check(self, variant: Variant, mode: str, streams: int) -> None:
         """A chat of each stream. Raises SystemExit when one that ended well is not the answer."""
@@ -98,7 +101,7 @@ def profile(bench: Bench, folder: Path, mode: str, streams: int, requests: int) 
     """Flame graphs of the processes of each variant under this load; smg is no Python."""
     for variant in bench.variants:
         side = variant.sides[mode]
-        if variant.name == SMG:
+        if variant.name in (SMG, SMG_1):
             continue
         with flamegraphs(folder, f"{variant.name}-{mode}-{streams}", side.pids) as seconds:
             until = time.monotonic() + seconds
@@ -168,6 +171,7 @@ def main() -> None:
     parser.add_argument("--connections", type=at_least(1), default=1, help="connections that streams are spread over")
     parser.add_argument("--variant", action="append", default=[], help="see above; may be repeated")
     parser.add_argument("--gateway", action="store_true", help="Penstock's HTTP gateway, over HTTP/1.1, as a variant")
+    parser.add_argument("--gateway-variant", action="append", default=[], help="see above; may be repeated")
     parser.add_argument("--smg", action="store_true", help="the smg gateway as a variant, if `make peers` installed it")
     parser.add_argument("--smg-flags", default="", help="more flags of `smg launch`")
     parser.add_argument("--tokenizer-flags", default="", help="flags of `penstock serve tokenizer`")
