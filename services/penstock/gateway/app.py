@@ -62,6 +62,8 @@ from penstock.serving.server import OwnServer, open_tracing
 ROUTER_SERVICE = "penstock.v1.TextService"
 # Seconds between tries to watch the router's health.
 _RETRY_SECONDS = 0.5
+# A start that waits longer for the router says so.
+_SILENT_SECONDS = 3.0
 # Seconds after the drain for last bytes to leave.
 _CLOSE_SECONDS = 0.5
 _POST: dict[str, Handler] = {
@@ -175,6 +177,10 @@ class GatewayApp(OwnServer):
         seconds = self._config.start_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._router_serves.wait(), _SILENT_SECONDS)
+                if not self._router_serves.is_set():
+                    _log.info("waiting for the router", router=self._config.router, at_most_seconds=seconds)
                 await self._router_serves.wait()
         except TimeoutError:
             raise StartupError(

@@ -61,6 +61,9 @@ class _BoundedProtocol(HttpToolsProtocol):
         """
         if self.flow.write_paused or self.transport.is_closing():
             return False
+        if not piece:
+            # A chunk of no bytes would end the answer.
+            return True
         self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return True
 
