@@ -25,12 +25,14 @@ class Room:
     may_have_torch: bool
 
 
+@functools.cache
 def rooms() -> list[Room]:
     """The table's rows."""
     page = (ROOT / "docs" / "learn" / "rooms.md").read_text(encoding="utf-8")
     return [Room(name, order, torch == "yes") for order, (name, torch) in enumerate(_ROW.findall(page))]
 
 
+@functools.cache
 def room_of(module: str) -> Room | None:
     """Find the room of `module` (without `penstock.`): the one with the longest name that it lies in."""
     found = [room for room in rooms() if module == room.name or module.startswith(room.name + ".")]

@@ -30,6 +30,7 @@ _FUNCTION = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.py):([\w.]+)`")
 _PATTERN = re.compile(r"`([\w.-][\w./*-]*/[\w.-]*\*[\w./*-]*\.py)`")
 # `test_stream.py`, `tests/integration/http2/test_*`, `test_a_row_is_the_same`: files or functions of tests.
 _TEST = re.compile(r"`((?:[\w.-]+/)*test_[\w*]+(?:\.py)?)`")
+_TEST_FUNCTION = re.compile(r"^(?:async )?def (test_\w+)", re.MULTILINE)
 _MERGE_MARKER = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 _PREFIXES = ("", "services/penstock/", "services/penstock/generation/", "services/")
 # Trees that pages name files of.
@@ -49,6 +50,7 @@ PRESENT = [page for page in PAGES if not any(page.is_relative_to(past) for past 
 LEAST_FUNCTIONS = 40
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """Make the anchors of a page's headings, as the site and the forge do."""
     headings = _HEADING.findall(_CODE_BLOCK.sub("", page.read_text(encoding="utf-8")))
@@ -65,12 +67,23 @@ def tree() -> frozenset[str]:
     return frozenset(f"/{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}" for path in paths)
 
 
+@cache
+def paths_by_name() -> dict[str, list[str]]:
+    """Map the last part of a path to the tree's paths that end with it, in order."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(tree()):
+        found.setdefault(path.rstrip("/").rpartition("/")[2], []).append(path)
+    return found
+
+
+@cache
 def find(name: str) -> Path | None:
     """Find a file or folder that a page names: from the repository or a package, else by the end of its path."""
     for prefix in _PREFIXES:
         if (ROOT / prefix / name).exists():
             return ROOT / prefix / name
-    ends = sorted(path for path in tree() if path.endswith((f"/{name}", f"/{name}/")))
+    last = name.rstrip("/").rpartition("/")[2]
+    ends = [path for path in paths_by_name().get(last, ()) if path.endswith((f"/{name}", f"/{name}/"))]
     return ROOT / ends[0][1:] if ends else None
 
 
@@ -125,12 +138,15 @@ def test_pages_of_the_site_name_files_that_exist(page: Path) -> None:
 def functions_of_tests() -> frozenset[str]:
     """List the functions of the tests, each with a slash at its beginning, as files have it."""
     paths = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "benchmarks").rglob("test_*.py")]
-    return frozenset(f"/{name}" for path in paths for name in definitions(path) if name.startswith("test_"))
+    return frozenset(f"/{name}" for path in paths for name in _TEST_FUNCTION.findall(path.read_text(encoding="utf-8")))
 
 
+@cache
 def is_test(name: str) -> bool:
     """True for a file, a pattern of files or a function of the tests."""
     file = name if name.endswith((".py", "*")) else f"{name}.py"
+    if "*" not in file:
+        return find(file) is not None or f"/{name}" in functions_of_tests()
     return bool(fnmatch.filter(tree(), f"*/{file}")) or f"/{name}" in functions_of_tests()
 
 
