@@ -21,7 +21,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*_PACKAGES, os.environ.
 os.environ.setdefault("PENSTOCK_HTTP_PORT", "-1")
 # On a busy machine an example that takes long, or is made slowly, is not a failure.
 _SLOW = [hypothesis.HealthCheck.too_slow]
-hypothesis.settings.register_profile("penstock", deadline=None, suppress_health_check=_SLOW)
+hypothesis.settings.register_profile("penstock", max_examples=50, deadline=None, suppress_health_check=_SLOW)
 hypothesis.settings.load_profile("penstock")
 # The first test that needs the C++ kernels compiles them: a minute, several on a busy machine.
 _WITH_COMPILATION_SECONDS = 900

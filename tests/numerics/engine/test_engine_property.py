@@ -120,7 +120,7 @@ def check_together(
 
 
 def test_same_ids_alone_batched_chunked_preempted_and_prefix_hit(model: CausalLM) -> None:
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+    @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
     @given(st.lists(specs(), min_size=2, max_size=7), tight, st.lists(st.integers(0, 2), min_size=7, max_size=7))
     def check(drawn: list[dict[str, Any]], config: EngineConfig, gaps: list[int]) -> None:
         check_together(model, drawn, config, gaps, Coverage())
@@ -153,7 +153,7 @@ def test_a_beginning_that_is_shared_in_the_step_that_computes_it_gives_the_same_
 
 
 def test_a_resumed_request_goes_on_with_the_same_ids(model: CausalLM) -> None:
-    @settings(max_examples=10, deadline=None, derandomize=True)
+    @settings(max_examples=5, deadline=None, derandomize=True)
     @given(specs(), st.data())
     def check(spec: dict[str, Any], data: st.DataObject) -> None:
         whole = alone(model, spec)

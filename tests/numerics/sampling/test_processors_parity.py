@@ -168,7 +168,7 @@ def test_each_option_does_something(options: dict[str, Any]) -> None:
     assert any(is_changed(seed) for seed in range(300))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from([0.1, 0.25, 0.5]))
 def test_any_mix_of_options_in_any_mix_of_rows_equals_transformers(seed: int, share: float) -> None:
     rng = random.Random(seed)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -48,9 +49,15 @@ def test_the_corpus_passes_its_own_checkers(family: str) -> None:
             assert last.check(last.answer.replace("\x1f", "")), last
 
 
+@cache
+def demo_tokenizer() -> Tokenizer:
+    """Read the tokenizer once: it takes longer than an example."""
+    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
 @given(text=st.text())
 def test_composed_text_comes_back_from_the_tokenizer(text: str) -> None:
-    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer = demo_tokenizer()
     composed = tokenizer.normalizer.normalize_str(text)
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == composed
 

@@ -125,7 +125,7 @@ def words(answer: Answer) -> list[Any]:
     return [answer.ids, logprobs, answer.finished.sequences, answer.finished.completion_tokens]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     drawn=st.lists(st.tuples(specs(), st.just(PLAIN) | assistances), min_size=1, max_size=7),
     config=configs,

@@ -69,7 +69,7 @@ def fits(config: Any, item: Request) -> bool:
     return bool(needed <= config.num_blocks)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(specs(), min_size=1, max_size=8), configs, st.data())
 def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(
     drawn: list[dict[str, Any]], config: Any, data: st.DataObject
@@ -103,7 +103,7 @@ def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(
     assert engine.load().kv_blocks_used == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(specs(), st.data())
 def test_a_resumed_request_goes_on_with_the_same_ids(spec: dict[str, Any], data: st.DataObject) -> None:
     whole = alone(spec)
@@ -119,7 +119,7 @@ def test_a_resumed_request_goes_on_with_the_same_ids(spec: dict[str, Any], data:
     assert rest.finished.completion_tokens == whole.finished.completion_tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(specs())
 def test_several_returned_sequences_equal_as_many_requests_with_derived_seeds(spec: dict[str, Any]) -> None:
     together = alone(spec | {"num_return_sequences": 4})
@@ -128,7 +128,7 @@ def test_several_returned_sequences_equal_as_many_requests_with_derived_seeds(sp
         assert single.ids[0] == together.ids[index]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(specs(), min_size=2, max_size=8), configs, st.data())
 def test_cancelling_at_any_moment_frees_the_blocks_and_disturbs_nobody(
     drawn: list[dict[str, Any]], config: Any, data: st.DataObject
