@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 
 from factories.source_tree import ROOT, modules
 from penstock.common import errors
@@ -14,10 +14,15 @@ _BY_NAME = {row.name: row for row in ERROR_REASONS}
 _COMPOSED = {"TEMPLATE_TIME_LIMIT", "TEMPLATE_MEMORY_LIMIT"}
 
 
-def _raised() -> Iterator[tuple[str, str | None]]:
+@cache
+def _raised() -> frozenset[tuple[str, str | None]]:
     """Every reason in the source with the status of its error's class; None where the class is a variable."""
+    found = set()
     for path in modules().values():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if "reason=" not in text:
+            continue
+        tree = ast.parse(text)
         constants = {
             target.id: node.value.value
             for node in tree.body
@@ -26,12 +31,12 @@ def _raised() -> Iterator[tuple[str, str | None]]:
             if isinstance(target, ast.Name)
         }
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            kind = getattr(errors, ast.unparse(call.func), None)
-            for keyword in call.keywords:
-                value = keyword.value
-                text = constants.get(value.id) if isinstance(value, ast.Name) else getattr(value, "value", None)
-                if keyword.arg == "reason" and isinstance(text, str):
-                    yield text, kind.code.name if isinstance(kind, type) else None
+            for value in (keyword.value for keyword in call.keywords if keyword.arg == "reason"):
+                kind = getattr(errors, ast.unparse(call.func), None)
+                reason = constants.get(value.id) if isinstance(value, ast.Name) else getattr(value, "value", None)
+                if isinstance(reason, str):
+                    found.add((reason, kind.code.name if isinstance(kind, type) else None))
+    return frozenset(found)
 
 
 def test_every_reason_has_a_row_with_its_status() -> None:
