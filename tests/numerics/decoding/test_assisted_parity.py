@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ TEXTS = AssistanceOptions(prompt_lookup_num_tokens=3, ngram_memory_num_tokens=5,
 
 @pytest.fixture(
     scope="module",
-    params=["qwen2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral"))],
+    params=["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3", "mistral"))],
 )
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model and a draft model that agrees with it more often than not."""
@@ -106,20 +108,25 @@ def test_a_draft_model_gives_what_transformers_gives(
     assert rejected > 0
 
 
-@pytest.mark.thinned(5)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 0.7},
-        {"do_sample": True, "top_p": 0.8, "repetition_penalty": 1.2, "num_return_sequences": 3},
-        {"do_sample": True, "top_k": 20, "frequency_penalty": 0.5, "min_new_tokens": 20},
-        {"do_sample": True, "min_p": 0.06, "no_repeat_ngram_size": 2, "logit_bias": {5: 4.0}},
-        {"do_sample": True, "typical_p": 0.9, "bad_words_ids": ((7,), (8, 9)), "stop_token_ids": ((11, 12),)},
-    ],
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"do_sample": False},
+    {"do_sample": True, "temperature": 0.7},
+    {"do_sample": True, "top_p": 0.8, "repetition_penalty": 1.2, "num_return_sequences": 3},
+    {"do_sample": True, "top_k": 20, "frequency_penalty": 0.5, "min_new_tokens": 20},
+    {"do_sample": True, "min_p": 0.06, "no_repeat_ngram_size": 2, "logit_bias": {5: 4.0}},
+    {"do_sample": True, "typical_p": 0.9, "bad_words_ids": ((7,), (8, 9)), "stop_token_ids": ((11, 12),)},
 )
-@pytest.mark.parametrize("assistance", [LOOKUP, DRAFT, MEMORY, LOOKAHEAD, TEXTS])
-@pytest.mark.parametrize("tight", [False, True])
+
+
+def assistances() -> Iterator[Any]:
+    """Every assistance in roomy and tight pools with all options; the ordinary run has one set of them for each."""
+    pools = itertools.product((LOOKUP, DRAFT, MEMORY, LOOKAHEAD, TEXTS), (False, True))
+    for (turn, (assistance, tight)), (place, options) in itertools.product(enumerate(pools), enumerate(OPTIONS)):
+        marks = [] if place == turn % len(OPTIONS) else [pytest.mark.slow]
+        yield pytest.param(options, assistance, tight, marks=marks)
+
+
+@pytest.mark.parametrize(("options", "assistance", "tight"), [*assistances()])
 def test_assistance_changes_neither_ids_nor_logprobs(
     models: tuple[CausalLM, CausalLM], options: dict[str, Any], assistance: AssistanceOptions, tight: bool
 ) -> None:

@@ -25,7 +25,7 @@ PAD = 319
 EARLY = {EarlyStopping.FALSE: False, EarlyStopping.TRUE: True, EarlyStopping.NEVER: "never"}
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama"])
+@pytest.fixture(scope="module", params=["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11)
 
@@ -77,7 +77,7 @@ SIZES = ((2, 1, 12), (4, 3, 20), (5, 5, 9), (4, 4, 1), (3, 2, 40), (6, 6, 16), (
 SETTINGS = list(itertools.product([0, 1, 3], EARLY, [-1.0, 0.0, 1.0, 2.0]))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("turn", range(len(SETTINGS)))
 def test_sequences_and_scores_are_those_of_generate(model: CausalLM, reference: PreTrainedModel, turn: int) -> None:
     num_eos, early, penalty = SETTINGS[turn]

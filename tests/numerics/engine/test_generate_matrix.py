@@ -109,9 +109,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-def matrix(*groups: Callable[[], list[Case]]) -> pytest.MarkDecorator:
-    cases = [case for group in groups for case in group()]
+def matrix(group: Callable[[], list[Case]]) -> pytest.MarkDecorator:
+    cases = group()
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+def options_first(group: Callable[[], list[Case]]) -> pytest.MarkDecorator:
+    """The matrix; the ordinary run has the first case of each option and of each model, the others are slow."""
+    seen: set[str] = set()
+    params = []
+    for case in group():
+        watermark = case.arguments.get("watermarking_config", {})
+        new = {case.group, case.model, *case.arguments, *(f"watermark's {name}" for name in watermark)} - seen
+        seen |= new
+        params.append(pytest.param(case, id=case.name, marks=[] if new else [pytest.mark.slow]))
+    return pytest.mark.parametrize("case", params)
 
 
 def check_ids(models: Models, case: Case) -> None:
@@ -123,7 +135,7 @@ def check_ids(models: Models, case: Case) -> None:
         assert ours.scores == pytest.approx(scores, rel=BEAM_SCORE_TOLERANCE, abs=BEAM_SCORE_TOLERANCE)
 
 
-@matrix(mode_cases.greedy)
+@options_first(mode_cases.greedy)
 def test_greedy_search_gives_the_ids_of_transformers(models: Models, case: Case) -> None:
     check_ids(models, case)
 
@@ -134,40 +146,43 @@ def test_without_an_input_it_begins_as_transformers_does(models: Models) -> None
     assert generate(models.ours("golden-qwen2"), [], arguments).ids == [expected[0, 1:].tolist()]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @matrix(mode_cases.beam)
 def test_beam_search_gives_the_ids_and_scores_of_transformers(models: Models, case: Case) -> None:
     check_ids(models, case)
 
 
+@pytest.mark.thinned(4)
 @matrix(mode_cases.prompt_lookup)
 def test_prompt_lookup_gives_the_ids_of_transformers(models: Models, case: Case) -> None:
     check_ids(models, case)
 
 
+@pytest.mark.thinned(4)
 @matrix(mode_cases.draft)
 def test_a_draft_model_gives_the_ids_of_transformers(models: Models, case: Case) -> None:
     check_ids(models, case)
 
 
+@pytest.mark.thinned(4)
 @matrix(mode_cases.greedy_guidance)
 def test_guided_greedy_search_gives_the_ids_of_transformers(models: Models, case: Case) -> None:
     check_ids(models, case)
 
 
+@pytest.mark.thinned(3)
 @matrix(mode_cases.sampled_guidance)
 def test_guided_sampling_draws_from_the_scores_of_transformers(models: Models, case: Case) -> None:
     check_scores(models, case)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @matrix(mode_cases.beam_sample)
 def test_beam_sampling_draws_from_the_scores_of_transformers(models: Models, case: Case) -> None:
     check_scores(models, case)
 
 
-@pytest.mark.thinned(3)
-@matrix(mode_cases.sample)
+@options_first(mode_cases.sample)
 def test_sampling_draws_from_the_scores_of_transformers_and_stops_where_it_does(models: Models, case: Case) -> None:
     check_scores(models, case)
 
@@ -229,6 +244,7 @@ def with_first_end(answers: list[list[int]], golden: dict[str, Any]) -> list[lis
     return [[*ids[:-1], ends[0]] if ids[-1] in ends else ids for ids in answers]
 
 
+@pytest.mark.thinned(4)
 @golden_cases("contrastive")
 def test_contrastive_search_gives_the_golden_ids(models: Models, golden: dict[str, Any]) -> None:
     check_golden(models, golden)
@@ -246,6 +262,7 @@ def test_constrained_beam_search_gives_the_golden_ids_and_scores(models: Models,
     check_golden(models, golden)
 
 
+@pytest.mark.thinned(4)
 @golden_cases("dola")
 def test_dola_gives_the_golden_ids(models: Models, golden: dict[str, Any]) -> None:
     check_golden(models, golden)
@@ -258,6 +275,7 @@ def test_the_golden_files_were_made_with_these_models() -> None:
         assert set(used) <= set(GOLDEN_MODELS)
 
 
+@pytest.mark.thinned(3)
 @golden_cases("beam", "guidance")
 def test_the_golden_files_agree_with_the_installed_release_where_both_have_the_mode(
     models: Models, golden: dict[str, Any]

@@ -55,24 +55,23 @@ def summary(loaded: LoadedModel, ids: list[int], arguments: Mapping[str, Any]) -
     return found.ids, [end.reason for end in finished.sequences], finished.prompt_tokens
 
 
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_gives_for_rows_what_it_gives_for_ids_with_these_rows(pair: Pair, mode: str) -> None:
-    for seed in range(2):
-        random = Random(seed)
-        options = {**MODES[mode](random), "max_new_tokens": 14, "seed": seed, "eos_token_id": [7, 40, 93, 117]}
-        options["suppress_tokens"] = PLANTED
-        if mode == "guided":
-            options["negative_prompt_ids"] = [88, 89]
-        expected = summary(pair.planted, PLANTED, options)
-        # The options look at ids, which are the same.
-        assert summary(pair.model, PLANTED, {**options, "inputs_embeds": pair.rows}) == expected
-        # And after them, where some of the prompt has no ids: options that look at the output alone.
-        plain = {name: value for name, value in options.items() if name != "repetition_penalty"}
-        tail = [50, 51]
-        after = {**plain, "inputs_embeds": pair.rows, "inputs_embeds_before_ids": True}
-        assert summary(pair.model, tail, after) == summary(pair.planted, [*PLANTED, *tail], plain)
-        alone = summary(pair.model, [], {**plain, "inputs_embeds": pair.rows})
-        assert alone == summary(pair.planted, PLANTED, plain)
+def test_a_mode_gives_for_rows_what_it_gives_for_ids_with_these_rows(pair: Pair, mode: str, seed: int) -> None:
+    options = {**MODES[mode](Random(seed)), "max_new_tokens": 14, "seed": seed, "eos_token_id": [7, 40, 93, 117]}
+    options["suppress_tokens"] = PLANTED
+    if mode == "guided":
+        options["negative_prompt_ids"] = [88, 89]
+    expected = summary(pair.planted, PLANTED, options)
+    # The options look at ids, which are the same.
+    assert summary(pair.model, PLANTED, {**options, "inputs_embeds": pair.rows}) == expected
+    # And after them, where some of the prompt has no ids: options that look at the output alone.
+    plain = {name: value for name, value in options.items() if name != "repetition_penalty"}
+    tail = [50, 51]
+    after = {**plain, "inputs_embeds": pair.rows, "inputs_embeds_before_ids": True}
+    assert summary(pair.model, tail, after) == summary(pair.planted, [*PLANTED, *tail], plain)
+    alone = summary(pair.model, [], {**plain, "inputs_embeds": pair.rows})
+    assert alone == (expected if plain == options else summary(pair.planted, PLANTED, plain))
 
 
 @pytest.mark.parametrize("rows_a_step", [1, 5, 64])
@@ -168,7 +167,10 @@ def test_the_size_of_the_steps_changes_nothing(pair: Pair, rows_a_step: int) -> 
     assert engine.stats.steps >= 13 // rows_a_step
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample", "beam", "contrastive", "lookup"])
+@pytest.mark.parametrize(
+    "mode",
+    ["sample", "beam", "contrastive", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("greedy", "lookup"))],
+)
 def test_a_preempted_request_goes_on_as_if_nothing_had_been(pair: Pair, mode: str) -> None:
     specs = [
         {**MODES[mode](Random(1)), "prompt": [], "rows": [seed, *range(12)], "max_new_tokens": 16, "seed": seed}
@@ -293,6 +295,7 @@ def test_the_last_id_of_the_vocabulary_is_no_placeholder(pair: Pair) -> None:
     assert hits(None, [VOCAB_SIZE - 1] * 13, repetition_penalty=1.4, no_repeat_ngram_size=1) == 0
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("options", [{"max_new_tokens": 20}, {"max_new_tokens": 12, "do_sample": True, "seed": 2}])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("name", ["golden-qwen2", "golden-llama"], ids=["apart", "tied"])

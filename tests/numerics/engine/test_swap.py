@@ -25,6 +25,8 @@ CONCURRENT = 10
 OVERCOMMIT = 4
 BLOCK_SIZE = 4
 RANDOM_MODES: Mapping[str, Draw] = {**MODES, "drafted": drafted("draft")}
+# One sequence, several, several that go in lockstep, a second model; the others are for `make slow`.
+USUAL = {"sample", "beam", "contrastive", "drafted"}
 TEXT_MODES = ("structured", "textual")
 
 
@@ -124,8 +126,9 @@ def check_mode(loaded: LoadedModel, draw: Draw) -> None:
         assert (engine.stats.swaps > 0) == (way != RECOMPUTE), way
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("mode", RANDOM_MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode in USUAL else [pytest.mark.slow]) for mode in RANDOM_MODES]
+)
 def test_the_same_ids_in_every_mode_and_way(random_model: LoadedModel, mode: str) -> None:
     check_mode(random_model, RANDOM_MODES[mode])
 
