@@ -64,18 +64,19 @@ async def refusal(call: Any) -> PenstockError:
     return from_rpc_error(refused.value)
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=str)
-async def test_what_cannot_be_is_refused_by_its_field(stack: Stack, row: Refusal) -> None:
+@pytest.mark.parametrize(("turn", "row"), [*enumerate(REFUSALS)], ids=str)
+async def test_what_cannot_be_is_refused_by_its_field(stack: Stack, turn: int, row: Refusal) -> None:
+    """Every row meets one kind of request, in turns; all of them meet a session below."""
     fields, stub = messages(row), stack.router.stub
-    chat = text_pb2.ChatRequest(messages=[tokenizer_pb2.Message(role="user", content="Hello")], **fields)
-    for call in (
-        stub.Generate(text_pb2.GenerateTextRequest(text="Hello", **fields)),
-        stub.Generate(text_pb2.GenerateTextRequest(token_ids=ids(*PROMPT), **fields)),
-        stub.Chat(chat),
-        stack.backend.generation.Generate(generation_pb2.GenerateRequest(prompt_token_ids=PROMPT, **fields)),
-    ):
-        error = await refusal(call)
-        assert (type(error), error.field) == (row.kind, row.path)
+    hello = [tokenizer_pb2.Message(role="user", content="Hello")]
+    kinds = (
+        lambda: stub.Generate(text_pb2.GenerateTextRequest(text="Hello", **fields)),
+        lambda: stub.Generate(text_pb2.GenerateTextRequest(token_ids=ids(*PROMPT), **fields)),
+        lambda: stub.Chat(text_pb2.ChatRequest(messages=hello, **fields)),
+        lambda: stack.backend.generation.Generate(generation_pb2.GenerateRequest(prompt_token_ids=PROMPT, **fields)),
+    )
+    error = await refusal(kinds[turn % len(kinds)]())
+    assert (type(error), error.field) == (row.kind, row.path)
     await stack.assert_nothing_is_left()
 
 
@@ -201,14 +202,20 @@ WARNINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("warning", "config"), WARNINGS, ids=lambda value: str(value).replace("\n", " ")[:60])
-async def test_warnings_of_transformers_are_passed_on(stack: Stack, warning: str, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("turn", "warning", "config"),
+    [(turn, *row) for turn, row in enumerate(WARNINGS)],
+    ids=lambda value: str(value).replace("\n", " ")[:60],
+)
+async def test_warnings_of_transformers_are_passed_on(
+    stack: Stack, turn: int, warning: str, config: dict[str, Any]
+) -> None:
     # One step suffices where the answer would be long.
     message = config_pb2.GenerationConfig(**{**LONGEST, **config})
     stop = config_pb2.StopConfig(stop_token_ids=[ids(token) for token in range(64)])
-    for prompt in ({"text": "Hello"}, {"token_ids": ids(*PROMPT)}):
-        answer = await first_words(stack, text_pb2.GenerateTextRequest(config=message, stop=stop, **prompt))
-        assert [text for text in answer.started.warnings if warning in text]
+    prompt: dict[str, Any] = ({"text": "Hello"}, {"token_ids": ids(*PROMPT)})[turn % 2]
+    answer = await first_words(stack, text_pb2.GenerateTextRequest(config=message, stop=stop, **prompt))
+    assert [text for text in answer.started.warnings if warning in text]
     await stack.backend.until_idle()
 
 

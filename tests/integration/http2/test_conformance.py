@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from factories.servers.tiny_service import SERVING, FixedConfig, health_of, tiny
 from factories.wire.conformance import HELLO, OK, Case, call, cases
 from factories.wire.raw_client import Seen, frames_from
@@ -49,12 +51,19 @@ async def outcome_of(case: Case, address: str) -> tuple[str, int]:
         writer.close()
 
 
-@pytest.mark.parametrize("name", list(CASES))
-async def test_the_asyncio_transport_keeps_to_it(name: str) -> None:
-    case = CASES[name]
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def asyncio_server() -> AsyncIterator[str]:
+    """Address of one server for all cases: each has a connection of its own, and none may harm those after it."""
     async with tiny(FixedConfig(transport="asyncio")) as (service, running, _):
-        found = await asyncio.wait_for(outcome_of(case, running.address), 60)
+        yield running.address
         service.servicer.release.set()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", list(CASES))
+async def test_the_asyncio_transport_keeps_to_it(name: str, asyncio_server: str) -> None:
+    case = CASES[name]
+    found = await asyncio.wait_for(outcome_of(case, asyncio_server), 60)
     assert (found[0] == "connection") if case.kind == "closed" else found == (case.kind, case.code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -21,8 +22,15 @@ def test_there_are_enough_of_them() -> None:
     assert len({lie.name for lie in LIES}) == len(LIES) >= 46
 
 
-@pytest.mark.parametrize("transport", ["asyncio", "grpc"])
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
+def on_both_transports() -> Iterator[Any]:
+    """Every lie on either transport; of those on grpc.aio, which is not the default, the ordinary run has a third."""
+    for place, lie in enumerate(LIES):
+        yield pytest.param(lie, "asyncio", id=f"{lie.name}-asyncio")
+        marks = [pytest.mark.slow] if place % 3 else []
+        yield pytest.param(lie, "grpc", id=f"{lie.name}-grpc", marks=marks)
+
+
+@pytest.mark.parametrize(("lie", "transport"), [*on_both_transports()])
 async def test_no_lie_ends_with_ok(lie: Lie, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TEST_TRANSPORT", transport)
     honest = backend(script=count_up(TOKENS), eos_token_ids=(EOS,), extra_load=100)
