@@ -26,13 +26,12 @@ VOCABULARY, LENGTH, SAMPLES = 8, 3, 4000
 PROMPT = [3, 5, 1, 3, 5, 1, 3]
 DRAFT = AssistanceOptions(num_assistant_tokens=2, confidence_threshold=0.0)
 LOOKUP = AssistanceOptions(prompt_lookup_num_tokens=2, max_matching_ngram_size=1)
-# Draft qualities: the model itself, two nearer and farther copies, one that never saw it.
-QUALITIES = ("same", "near", "far", "other")
 CONFIG = engine_config(num_blocks=600, max_batch_tokens=600, max_running_sequences=64, max_draft_rows=400)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Draft models: the model itself, two nearer and farther copies, one that never saw it."""
     base = tmp_path_factory.mktemp("models")
     sizes = {"vocab_size": VOCABULARY, "initializer_range": 0.12}
     same = tiny_checkpoint(base / "same", seed=11, **sizes)
@@ -92,7 +91,9 @@ def p_value(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], 
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-@pytest.mark.parametrize("quality", QUALITIES)
+@pytest.mark.parametrize(
+    "quality", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("same", "far")), "near", "other"]
+)
 def test_sampling_with_a_draft_model_has_the_models_distribution(
     models: dict[str, CausalLM], exact: dict[tuple[int, ...], float], quality: str
 ) -> None:

@@ -102,7 +102,7 @@ def message(spec: Mapping[str, Any]) -> Any:
 
 def test_mixed_requests_with_adapters_and_without_give_what_each_gives_alone(loaded: LoadedModel) -> None:
     random = Random(3)
-    specs = [mixed_request(random, {"drafted": drafted("draft")}) for _ in range(40)]
+    specs = [mixed_request(random, {"drafted": drafted("draft")}) for _ in range(28)]
     for spec in specs:
         if random.random() < 0.75:
             spec["adapter"] = random.choice(list(TARGETS))

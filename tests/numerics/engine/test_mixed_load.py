@@ -49,12 +49,12 @@ class Load(NamedTuple):
 
 def random_model(folder: Path) -> Load:
     """Two layers, and a draft model that is nearly the same."""
-    return Load(with_draft(folder, "golden-qwen2", noise=0.1), {"drafted": drafted("draft")}, 3)
+    return Load(with_draft(folder, "golden-qwen2", noise=0.1), {"drafted": drafted("draft")}, 2)
 
 
 def deep_model(folder: Path) -> Load:
     """Eight layers, so that DoLa has some to contrast."""
-    return Load(with_draft(folder, "golden-deep", noise=0.02), {"drafted": drafted("draft")}, 2)
+    return Load(with_draft(folder, "golden-deep", noise=0.02), {"drafted": drafted("draft")}, 1)
 
 
 def with_draft(folder: Path, name: str, noise: float) -> LoadedModel:

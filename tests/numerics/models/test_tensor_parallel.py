@@ -16,7 +16,7 @@ from penstock import Generator
 from penstock.common.errors import InvalidArgument, StartupError
 
 # Of each family: drawn at random, several at once.
-REQUESTS = 24
+REQUESTS = 12
 # Kinds of models beside the four: their numbers of heads, one tensor for several products, biases, scales, soft caps.
 KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     **{family: (family, 2, {}) for family in FAMILIES},
@@ -63,7 +63,7 @@ def test_ids_are_those_of_one_process(tmp_path: Path, kind: str) -> None:
     family, count, sizes = KINDS[kind]
     folder = tiny_checkpoint(tmp_path / "model", family, **sizes)
     random = Random(kind)
-    asked = [mixed_request(random, {}) for _ in range(REQUESTS if family in FAMILIES else REQUESTS // 3)]
+    asked = [mixed_request(random, {}) for _ in range(REQUESTS if family in FAMILIES else REQUESTS // 2)]
     assert answers_of(folder, count, asked, threads=count) == answers_of(folder, 1, asked)
 
 

@@ -18,7 +18,7 @@ from penstock.generation.engine.decoding.beam_options import BeamOptions
 from torch import Tensor
 
 CPU = torch.device("cpu")
-DRAWS = 10_000
+DRAWS = 4000
 AT_A_TIME = 2000
 torch.set_num_threads(1)
 

@@ -82,7 +82,7 @@ def test_a_released_sequence_is_counted_anew() -> None:
     ids=str,
 )
 def test_draws_follow_the_exact_distribution(options: dict[str, Any]) -> None:
-    draws, vocab = 20_000, 500
+    draws, vocab = 8000, 500
     given_V = logits(1, 11, vocab=vocab, scale=2.0)[0]
     one = sequence([4, 5], params(do_sample=True, **options))
     probs = new_sampler().processed_scores(given_V[None], [one])[0].double().softmax(-1)
