@@ -169,6 +169,7 @@ async def test_a_service_by_itself_writes_records_where_its_log_is_json(hub: Hub
     assert 0 < weights["bytes"] <= len(hub.files["model.safetensors"])
 
 
+@pytest.mark.slow
 async def test_a_tree_writes_records_where_its_log_is_json(hub: Hub) -> None:
     hub.allow(None)
     async with serve(hub, hub.repo, *SMALL, "--log-format", "json") as started:
@@ -180,7 +181,7 @@ async def test_a_tree_writes_records_where_its_log_is_json(hub: Hub) -> None:
     assert not [line for line in started.text.splitlines() if line.startswith("downloaded")]
 
 
-@pytest.mark.parametrize("role", ["tokenizer", "generation"])
+@pytest.mark.parametrize("role", ["tokenizer", pytest.param("generation", marks=pytest.mark.slow)])
 async def test_a_start_that_is_stopped_does_not_download_to_the_end(hub: Hub, role: str) -> None:
     flags = SMALL if role == "generation" else ("--port", "0", "--metrics-port", "0")
     async with serve(hub, role, hub.repo, *flags) as started:

@@ -32,9 +32,9 @@ shape = list(torch.ops.aten._adaptive_avg_pool2d(meta, [2, 2]).shape)
 print(json.dumps({"deferred": deferred, "names": names, "shape": shape}))
 """
 
-# Requests of every mode with every processor, drafts and grammars among them: their ids.
+# Requests of every mode and every processor, drafts and grammars among them: their ids.
 SERVE = """
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from factories.engine.mixed import _PROCESSORS, MODES, drafted, structured, textual
@@ -43,7 +43,7 @@ from penstock.common.checkpoint import demo_folder
 loaded = load_service(demo_folder(), assistant_model=str(demo_folder()), assistant_kv_memory="4MiB")
 name = loaded.served.assistant_model
 found, random = [], Random(0)
-for draw, processor in product([*MODES.values(), drafted(name), structured(name), textual], _PROCESSORS):
+for draw, processor in zip([*MODES.values(), drafted(name), structured(name), textual], cycle(_PROCESSORS)):
     arguments = {"max_new_tokens": 6, "seed": 1, **processor, **draw(random)}
     found.append(generate(loaded, [45, 46, 200, 45, 46], arguments).ids)
 print(json.dumps(found))

@@ -88,7 +88,9 @@ async def moved(
     raise AssertionError(f"the fault met no stream in {TRIES} tries")
 
 
-@pytest.mark.parametrize("config", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow), pytest.param(SEEDED, id="seeded")]
+)
 async def test_a_stream_moves_from_an_engine_that_hangs_which_shows_it_and_comes_back(
     engines: list[FailingEngine], config: config_pb2.GenerationConfig
 ) -> None:
@@ -106,7 +108,9 @@ async def test_a_stream_moves_from_an_engine_that_hangs_which_shows_it_and_comes
         await router.until("backend_up", 1.0, backend=hung.address)
 
 
-@pytest.mark.parametrize("config", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(GREEDY, id="greedy"), pytest.param(SEEDED, id="seeded", marks=pytest.mark.slow)]
+)
 async def test_a_stream_moves_from_a_process_that_is_stopped(
     engines: list[FailingEngine], config: config_pb2.GenerationConfig
 ) -> None:
