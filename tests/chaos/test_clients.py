@@ -24,7 +24,7 @@ from penstock.common.errors import from_rpc_error
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROUNDS = max(1, int(os.environ.get("PENSTOCK_CHAOS_TRIES", "50")) // 10)
-CALLS = 16
+CALLS = 8
 CONNECTIONS = 150
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\x04\0\0\0\0\0"

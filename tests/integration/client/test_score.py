@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 from factories.engine.step_gate import held_after
 from factories.servers import stack
 from factories.servers.generation import Client, generation_service, request
@@ -21,12 +22,13 @@ from penstock.v1 import admin_pb2, generation_pb2, text_pb2
 from penstock_client import AsyncClient
 from penstock_client import Client as SyncClient
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 # The first items are answered in them, which watchers of the load see, and many are left.
 SOME_STEPS = 8
 GREETINGS = [("Hello", ", world"), ("The capital of France is", " Paris"), ("The capital of France is ", "Paris")]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def client() -> AsyncIterator[Client]:
     async with generation_service(demo_folder(), kv_memory="32MiB", block_size=4, dtype="float32") as one:
         yield one
@@ -39,6 +41,16 @@ async def stack_of_one(**config: Any) -> AsyncIterator[tuple[Client, Router]]:
         running_router(backend=(one.running.address,), **config) as router,
     ):
         yield one, router
+
+
+Served = tuple[Client, Router]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Served]:
+    """A stack for tests that leave nothing in it."""
+    async with stack_of_one() as both:
+        yield both
 
 
 def items(*pairs: tuple[list[int], list[int]]) -> list[generation_pb2.ScoreItem]:
@@ -192,13 +204,13 @@ async def test_a_token_across_the_boundary_counts_as_continuation() -> None:
         assert joined, "no cut lies within a token: the text is badly chosen"
 
 
-async def test_an_empty_prompt_is_the_beginning_of_a_text() -> None:
-    async with stack_of_one() as (client, router):
-        answer = await router.stub.Score(text_pb2.ScoreTextRequest(items=text_items(("", "Hello"))))
-        ids = await router.encode("Hello")
-        assert [entry.chosen.token_id for entry in answer.results[0].logprobs] == ids
-        assert answer.usage.prompt_tokens == len(ids) + 1
-        await client.until_idle()
+async def test_an_empty_prompt_is_the_beginning_of_a_text(served: Served) -> None:
+    client, router = served
+    answer = await router.stub.Score(text_pb2.ScoreTextRequest(items=text_items(("", "Hello"))))
+    ids = await router.encode("Hello")
+    assert [entry.chosen.token_id for entry in answer.results[0].logprobs] == ids
+    assert answer.usage.prompt_tokens == len(ids) + 1
+    await client.until_idle()
 
 
 @pytest.mark.parametrize(
@@ -211,12 +223,15 @@ async def test_an_empty_prompt_is_the_beginning_of_a_text() -> None:
         ({"items": text_items(*[("a", "b")] * 257)}, "items"),
     ],
 )
-async def test_bad_text_items_are_refused_by_their_public_names(fields: dict[str, Any], field: str) -> None:
-    async with stack_of_one() as (_, router):
-        error = await error_of(router.stub.Score(text_pb2.ScoreTextRequest(**fields)))
-        assert isinstance(error, InvalidArgument)
-        assert error.field == field
-        assert router.metric("requests_total", method="Score", status="INVALID_ARGUMENT") == 1
+async def test_bad_text_items_are_refused_by_their_public_names(
+    served: Served, fields: dict[str, Any], field: str
+) -> None:
+    _, router = served
+    refused = router.metric("requests_total", method="Score", status="INVALID_ARGUMENT")
+    error = await error_of(router.stub.Score(text_pb2.ScoreTextRequest(**fields)))
+    assert isinstance(error, InvalidArgument)
+    assert error.field == field
+    assert router.metric("requests_total", method="Score", status="INVALID_ARGUMENT") == refused + 1
 
 
 async def test_a_router_without_backends_says_so_at_once() -> None:
@@ -227,25 +242,25 @@ async def test_a_router_without_backends_says_so_at_once() -> None:
         assert error.reason == "NO_BACKEND"
 
 
-async def test_a_deadline_at_the_router_reaches_the_backend() -> None:
-    async with stack_of_one() as (client, router):
-        many = text_items(*[(f"{index} " + "hello " * 400, "b") for index in range(200)])
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await router.stub.Score(text_pb2.ScoreTextRequest(items=many), timeout=0.2)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await client.until_idle()
+async def test_a_deadline_at_the_router_reaches_the_backend(served: Served) -> None:
+    client, router = served
+    many = text_items(*[(f"{index} " + "hello " * 400, "b") for index in range(200)])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.stub.Score(text_pb2.ScoreTextRequest(items=many), timeout=0.2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await client.until_idle()
 
 
-async def test_a_client_that_gives_up_at_the_router_frees_the_backend() -> None:
-    async with stack_of_one() as (client, router):
-        many = text_items(*[(f"{index} " + "hello " * 400, "b") for index in range(50)])
-        with held_after(SOME_STEPS):
-            call = router.stub.Score(text_pb2.ScoreTextRequest(items=many))
-            await client.until(lambda load: load.running_requests > 0)
-            call.cancel()
-        await client.until_idle()
-        await router.until("requests_total", 1.0, method="Score", status="CANCELLED")
-        assert router.metric("num_requests_running") == 0
+async def test_a_client_that_gives_up_at_the_router_frees_the_backend(served: Served) -> None:
+    client, router = served
+    many = text_items(*[(f"{index} " + "hello " * 400, "b") for index in range(50)])
+    with held_after(SOME_STEPS):
+        call = router.stub.Score(text_pb2.ScoreTextRequest(items=many))
+        await client.until(lambda load: load.running_requests > 0)
+        call.cancel()
+    await client.until_idle()
+    await router.until("requests_total", 1.0, method="Score", status="CANCELLED")
+    assert router.metric("num_requests_running") == 0
 
 
 async def test_a_backend_killed_during_score_is_replaced_unseen() -> None:
@@ -283,17 +298,15 @@ async def test_a_backend_killed_during_score_is_replaced_unseen() -> None:
             one.log.unlink(missing_ok=True)
 
 
-async def test_the_python_client_scores() -> None:
-    async with stack_of_one() as (_, router):
+async def test_the_python_client_scores(served: Served) -> None:
+    _, router = served
 
-        def synchronous() -> list[float]:
-            with SyncClient(router.server.address) as client:
-                return [score.logprob for score in client.score(GREETINGS).scores]
+    def synchronous() -> list[float]:
+        with SyncClient(router.server.address) as client:
+            return [score.logprob for score in client.score(GREETINGS).scores]
 
-        async with AsyncClient(router.server.address) as client:
-            answer = await client.score(GREETINGS, top_logprobs=1)
-        assert [score.logprob for score in answer.scores] == pytest.approx(
-            await asyncio.to_thread(synchronous), abs=1e-3
-        )
-        assert answer.scores[0].tokens[0].text == ","
-        assert answer.usage.prompt_tokens > 0
+    async with AsyncClient(router.server.address) as client:
+        answer = await client.score(GREETINGS, top_logprobs=1)
+    assert [score.logprob for score in answer.scores] == pytest.approx(await asyncio.to_thread(synchronous), abs=1e-3)
+    assert answer.scores[0].tokens[0].text == ","
+    assert answer.usage.prompt_tokens > 0

@@ -18,6 +18,7 @@ from factories.servers.tiny_service import SERVING, FixedConfig, health_of, tiny
 from factories.wire.conformance import HELLO, OK, Case, call, cases
 from factories.wire.raw_client import Seen, frames_from
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 DEVIATIONS = Path(__file__).resolve().parents[2] / "data" / "http2" / "grpc_deviations.json"
 CASES = {case.name: case for case in cases()}
 # The stream of a call behind each case.
@@ -59,7 +60,6 @@ async def asyncio_server() -> AsyncIterator[str]:
         service.servicer.release.set()
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", list(CASES))
 async def test_the_asyncio_transport_keeps_to_it(name: str, asyncio_server: str) -> None:
     case = CASES[name]

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import (
     FailedPrecondition,
@@ -31,6 +32,7 @@ from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 USER = pb.Message(role="user", content="Hello")
 
 
@@ -52,32 +54,38 @@ async def serving(**options: Any) -> AsyncIterator[Running]:
         yield Running(tokenizer_pb2_grpc.TokenizerServiceStub(channel), server, app, registry)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Running]:
+    """A tokenizer as it comes, for tests that leave nothing in it."""
+    async with serving() as running:
+        yield running
+
+
 async def error_of(call: Any) -> PenstockError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     return from_rpc_error(raised.value)
 
 
-async def test_every_rpc_answers() -> None:
-    async with serving() as running:
-        stub = running.stub
-        chat = await stub.ApplyChatTemplate(pb.ApplyChatTemplateRequest(messages=[USER]))
-        assert chat.text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-        assert chat.template_seconds > 0
-        assert chat.tokenize_seconds > 0
-        encoded = await stub.Encode(pb.EncodeRequest(texts=[chat.text, "Hello"], return_offsets=True))
-        assert encoded.encodings[0].ids == chat.token_ids
-        assert encoded.encodings[1].offsets[-1].end == len("Hello")
-        decoded = await stub.Decode(pb.DecodeRequest(sequences=[{"ids": chat.token_ids}], skip_special_tokens=False))
-        assert decoded.texts == [chat.text]
-        about = await stub.GetTokenizer(pb.GetTokenizerRequest(model="penstock-demo"))
-        assert about.tokenizer_fingerprint == tokenizer_fingerprint(demo_folder())
-        assert about.fingerprint != about.tokenizer_fingerprint
-        assert about.eos_token_ids[0] in about.special_token_ids
-        assert "im_start" in about.chat_template
-        assert not about.HasField("bos_token_id")
-        value = running.registry.get_sample_value("penstock_tokenizer_tokens_total", {"operation": "chat"})
-        assert value == len(chat.token_ids)
+async def test_every_rpc_answers(running: Running) -> None:
+    stub = running.stub
+    chat = await stub.ApplyChatTemplate(pb.ApplyChatTemplateRequest(messages=[USER]))
+    assert chat.text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.template_seconds > 0
+    assert chat.tokenize_seconds > 0
+    encoded = await stub.Encode(pb.EncodeRequest(texts=[chat.text, "Hello"], return_offsets=True))
+    assert encoded.encodings[0].ids == chat.token_ids
+    assert encoded.encodings[1].offsets[-1].end == len("Hello")
+    decoded = await stub.Decode(pb.DecodeRequest(sequences=[{"ids": chat.token_ids}], skip_special_tokens=False))
+    assert decoded.texts == [chat.text]
+    about = await stub.GetTokenizer(pb.GetTokenizerRequest(model="penstock-demo"))
+    assert about.tokenizer_fingerprint == tokenizer_fingerprint(demo_folder())
+    assert about.fingerprint != about.tokenizer_fingerprint
+    assert about.eos_token_ids[0] in about.special_token_ids
+    assert "im_start" in about.chat_template
+    assert not about.HasField("bos_token_id")
+    value = running.registry.get_sample_value("penstock_tokenizer_tokens_total", {"operation": "chat"})
+    assert value == len(chat.token_ids)
 
 
 async def test_user_text_stays_text_unless_the_operator_allows_it() -> None:
@@ -128,49 +136,47 @@ async def test_bad_input_names_its_field() -> None:
         assert isinstance(await error_of(stub.GetTokenizer(pb.GetTokenizerRequest(model="other"))), NotFound)
 
 
-async def test_padding_is_refused_before_it_takes_the_memory() -> None:
-    async with serving() as running:
-        for request in (
-            pb.EncodeRequest(texts=["a"], padding=pb.PADDING_STRATEGY_MAX_LENGTH, max_length=2**32 - 1),
-            pb.EncodeRequest(texts=["a b " * 50_000, *["a"] * 99], padding=pb.PADDING_STRATEGY_LONGEST),
-            pb.EncodeRequest(
-                texts=["a"], padding=pb.PADDING_STRATEGY_MAX_LENGTH, max_length=2**20 + 1, return_offsets=True
-            ),
-        ):
-            error = await error_of(running.stub.Encode(request))
-            assert (error.field, error.reason) == ("padding", "TOO_LARGE")
+async def test_padding_is_refused_before_it_takes_the_memory(running: Running) -> None:
+    for request in (
+        pb.EncodeRequest(texts=["a"], padding=pb.PADDING_STRATEGY_MAX_LENGTH, max_length=2**32 - 1),
+        pb.EncodeRequest(texts=["a b " * 50_000, *["a"] * 99], padding=pb.PADDING_STRATEGY_LONGEST),
+        pb.EncodeRequest(
+            texts=["a"], padding=pb.PADDING_STRATEGY_MAX_LENGTH, max_length=2**20 + 1, return_offsets=True
+        ),
+    ):
+        error = await error_of(running.stub.Encode(request))
+        assert (error.field, error.reason) == ("padding", "TOO_LARGE")
 
 
-async def test_decode_stream_answers_each_message_in_order() -> None:
-    async with serving() as running:
-        text = "Stop 你好 👩‍👩‍👧 here</end> never"
-        ids = (await running.stub.Encode(pb.EncodeRequest(texts=[text]))).encodings[0].ids
-        call = running.stub.DecodeStream()
-        shown = {1: "", 2: ""}
-        matched = {}
-        for place, index in enumerate(ids):
-            first = place == 0
-            items = [
-                pb.DecodeStreamItem(
-                    stream_id=stream_id,
-                    open=pb.DecodeStreamOpen(stop_strings=stops) if first else None,
-                    token_ids=[index],
-                    finish=place == len(ids) - 1,
-                )
-                for stream_id, stops in ((1, []), (2, ["</end>"]))
-            ]
-            await call.write(pb.DecodeStreamRequest(items=items))
-            answer = await call.read()
-            assert [result.stream_id for result in answer.results] == [1, 2]
-            for result in answer.results:
-                assert not result.error
-                shown[result.stream_id] += result.text
-                if result.HasField("matched_stop_string"):
-                    matched[result.stream_id] = result.matched_stop_string
-        assert shown == {1: text, 2: "Stop 你好 👩‍👩‍👧 here"}
-        assert matched == {2: "</end>"}
-        await call.done_writing()
-        assert await call.read() == grpc.aio.EOF
+async def test_decode_stream_answers_each_message_in_order(running: Running) -> None:
+    text = "Stop 你好 👩‍👩‍👧 here</end> never"
+    ids = (await running.stub.Encode(pb.EncodeRequest(texts=[text]))).encodings[0].ids
+    call = running.stub.DecodeStream()
+    shown = {1: "", 2: ""}
+    matched = {}
+    for place, index in enumerate(ids):
+        first = place == 0
+        items = [
+            pb.DecodeStreamItem(
+                stream_id=stream_id,
+                open=pb.DecodeStreamOpen(stop_strings=stops) if first else None,
+                token_ids=[index],
+                finish=place == len(ids) - 1,
+            )
+            for stream_id, stops in ((1, []), (2, ["</end>"]))
+        ]
+        await call.write(pb.DecodeStreamRequest(items=items))
+        answer = await call.read()
+        assert [result.stream_id for result in answer.results] == [1, 2]
+        for result in answer.results:
+            assert not result.error
+            shown[result.stream_id] += result.text
+            if result.HasField("matched_stop_string"):
+                matched[result.stream_id] = result.matched_stop_string
+    assert shown == {1: text, 2: "Stop 你好 👩‍👩‍👧 here"}
+    assert matched == {2: "</end>"}
+    await call.done_writing()
+    assert await call.read() == grpc.aio.EOF
 
 
 async def test_one_bad_sequence_leaves_the_others_alone() -> None:
@@ -265,7 +271,7 @@ async def test_a_full_queue_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 async def test_few_bytes_that_padding_makes_many_ids_of_do_not_hold_up_the_event_loop(
-    padding: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    running: Running, padding: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
     encode = TextTokenizer.encode
@@ -275,9 +281,8 @@ async def test_few_bytes_that_padding_makes_many_ids_of_do_not_hold_up_the_event
         return encode(*arguments)
 
     monkeypatch.setattr(TextTokenizer, "encode", noted)
-    async with serving() as running:
-        await running.stub.Encode(pb.EncodeRequest(texts=["a"]))
-        await running.stub.Encode(pb.EncodeRequest(**{"texts": ["a"], **padding}))
+    await running.stub.Encode(pb.EncodeRequest(texts=["a"]))
+    await running.stub.Encode(pb.EncodeRequest(**{"texts": ["a"], **padding}))
     assert threads == [threading.current_thread().name, "tokenizer-large_"]
 
 
