@@ -80,13 +80,46 @@ class AsyncStream(AsyncIterator[Delta]):
 
         It is for a reader that may be behind. On grpcio's own channels it is one delta at a time.
         """
-        found: list[Delta] = []
         while True:
-            while self._events:
-                if (delta := self._next()) is not None:
-                    found.append(delta)
+            found = self._found()
             if found or not await self._fetch():
                 return found
+
+    async def run(self, take: Callable[[list[Delta]], bool]) -> bool:
+        """Hand the deltas that have come to `take`, until it returns False, or to the end: that is returned as True.
+
+        In place of iteration; it may be run again. A channel whose calls have a `run` of their own wakes no task for a
+        message.
+        """
+        while True:
+            if (found := self._found()) and not take(found):
+                return False
+            run = getattr(self._call, "run", None)
+            if run is None:
+                if not await self._fetch():
+                    return True
+                continue
+            try:
+                is_over = await run(lambda events: self._push(events, take))
+            except grpc.RpcError as error:
+                await self._retry(error)
+                continue
+            if is_over:
+                self._check_end()
+            return bool(is_over)
+
+    def _push(self, events: list[Any], take: Callable[[list[Delta]], bool]) -> bool:
+        self._events.extend(events)
+        found = self._found()
+        return not found or take(found)
+
+    def _found(self) -> list[Delta]:
+        """Deltas of the events that have come."""
+        found = []
+        while self._events:
+            if (delta := self._next()) is not None:
+                found.append(delta)
+        return found
 
     async def _fetch(self) -> bool:
         """Wait for further events, by another try where that is allowed; False at the end."""
@@ -94,13 +127,21 @@ class AsyncStream(AsyncIterator[Delta]):
             try:
                 self._events.extend(await self._read())
             except grpc.RpcError as error:
-                await asyncio.sleep(self._state.retry_delay(error))
-                self._start()
+                await self._retry(error)
                 continue
-            if not self._events and self._state.finished is None:
-                self.close()
-                raise truncated_stream()
+            if not self._events:
+                self._check_end()
             return bool(self._events)
+
+    async def _retry(self, error: grpc.RpcError) -> None:
+        """Wait and try again. Raises the error where that is not allowed."""
+        await asyncio.sleep(self._state.retry_delay(error))
+        self._start()
+
+    def _check_end(self) -> None:
+        if self._state.finished is None:
+            self.close()
+            raise truncated_stream()
 
     def _next(self) -> Delta | None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 from penstock_client import AsyncStream, Choice, Completion, Delta, Usage
@@ -16,13 +16,13 @@ from penstock.gateway.answers import (
     event,
     extras,
     finish_reason,
-    merged,
     quoted,
     stop_reason,
     tool_call_pieces,
     usage_of,
 )
 from penstock.gateway.endpoint import Answer, HttpCall
+from penstock.gateway.followed import Followed
 from penstock.gateway.request_fields import Fields, checked, messages_of, options_of, tools_of
 
 
@@ -35,7 +35,7 @@ async def chat_completions(call: HttpCall) -> Answer:
     wants_logprobs = _take_logprobs(fields, options, call)
     stream = open_chat(fields, call, options)
     if is_stream:
-        return _events(stream, call, wants_logprobs=wants_logprobs, wants_usage=wants_usage)
+        return _Chunks(stream, call, wants_logprobs=wants_logprobs, wants_usage=wants_usage)
     async with stream:
         completion = await stream.result()
     call.request_id = completion.started.request_id
@@ -130,13 +130,13 @@ def _choice(choice: Choice, *, wants_logprobs: bool) -> dict[str, Any]:
     return made
 
 
-class _Chunks:
+class _Chunks(Followed):
     """Chunks of a streamed answer, in OpenAI's order: role, deltas, reasons, usage, [DONE]."""
 
-    def __init__(self, call: HttpCall, *, wants_logprobs: bool, wants_usage: bool) -> None:
+    def __init__(self, stream: AsyncStream, call: HttpCall, *, wants_logprobs: bool, wants_usage: bool) -> None:
+        super().__init__(stream)
         self._call = call
         self._wants_logprobs, self._wants_usage = wants_logprobs, wants_usage
-        self._head: Head | None = None
         # Bytes of a chunk up to its choices, and behind them. With include_usage every chunk but the last has a usage
         # of null.
         self._opened, self._tail = b"", b',"usage":null}\n\n' if wants_usage else b"}\n\n"
@@ -144,16 +144,13 @@ class _Chunks:
         # What a chunk of plain text has around its text, by index: only the text is new for a token.
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def begin(self, started: Any) -> None:
-        """Take the facts that all chunks begin with."""
+    def begin(self) -> None:
+        started: Any = self.stream.state.started
         self._call.request_id = started.request_id
         self._head = Head("chatcmpl", "chat.completion.chunk", started.request_id, started.model)
         self._opened = b"data: " + dumps(self._head.fields)[:-1] + b',"choices":'
 
-    def of(self, deltas: Iterable[Delta], started: Any) -> bytes:
-        """Chunks of new output. The per-token path."""
-        if self._head is None:
-            self.begin(started)
+    def of(self, deltas: Iterable[Delta]) -> bytes:
         out = []
         for delta in deltas:
             index, text = delta.index, delta.text
@@ -166,20 +163,15 @@ class _Chunks:
                 out.append(self._rich(delta))
         return b"".join(out)
 
-    def end(self, state: Any) -> bytes:
-        """The last chunks, of a stream that ended well."""
-        started, finished = state.started, state.finished
-        if self._head is None:
-            self.begin(started)
-        assert self._head is not None
-        last = b""
+    async def end(self) -> bytes:
+        state, last = self.stream.state, b""
         for index in sorted(state.choices):
             choice = state.choices[index]
             if index not in self._begun:
                 last += self._role(index)
             last += self._chunk(index, {}, finish_reason=finish_reason(choice), stop_reason=stop_reason(choice))
-        if self._wants_usage and finished is not None:
-            own, usage = extras(started, finished), usage_of([Usage.of(finished.usage)])
+        if self._wants_usage and state.finished is not None:
+            own, usage = extras(state.started, state.finished), usage_of([Usage.of(state.finished.usage)])
             last += event(self._head.with_(choices=[], usage=usage, penstock=own))
         return last + DONE
 
@@ -211,16 +203,3 @@ class _Chunks:
     def _chunk(self, index: int, delta: dict[str, Any], **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return self._opened + dumps([choice]) + self._tail
-
-
-async def _events(
-    stream: AsyncStream, call: HttpCall, *, wants_logprobs: bool, wants_usage: bool
-) -> AsyncIterator[bytes]:
-    """Chunks of a streamed answer."""
-    chunks = _Chunks(call, wants_logprobs=wants_logprobs, wants_usage=wants_usage)
-    async with stream:
-        state = stream.state
-        while deltas := merged(await stream.read()):
-            if piece := chunks.of(deltas, state.started):
-                yield piece
-        yield chunks.end(state)

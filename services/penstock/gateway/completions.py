@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock_client import AsyncStream, Choice, Completion, Delta, LogprobEntry, Usage
+from penstock_client._state import StreamState
 
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.answers import (
@@ -26,6 +27,7 @@ from penstock.gateway.answers import (
 )
 from penstock.gateway.chat import include_usage
 from penstock.gateway.endpoint import Answer, HttpCall
+from penstock.gateway.followed import Followed
 from penstock.gateway.request_fields import Fields, checked, options_of, token_lists
 
 
@@ -75,7 +77,7 @@ async def completions(call: HttpCall) -> Answer:
     if plan.echo and plan.logprobs is not None:
         plan.first_texts = await _first_texts(plan)
     if plan.is_stream:
-        return _events(plan)
+        return _OneAnswer(plan) if len(plan.prompts) == 1 else _events(plan)
     answers = await _all(plan)
     started = answers[0].started
     call.request_id = started.request_id
@@ -276,67 +278,83 @@ class _Chunks:
             choice["token_ids"] = token_ids
         return self._opened + dumps([choice]) + self._tail
 
-    def end(self, number: int, choice: Choice) -> bytes:
-        """Chunk with the reason for which a choice ended."""
+    def ends(self, state: StreamState, first: int) -> bytes:
+        """Chunks with the reasons for which the choices of a prompt ended, which count from `first`."""
+        return b"".join([self._end(first + index, state.choices[index]) for index in sorted(state.choices)])
+
+    def _end(self, number: int, choice: Choice) -> bytes:
         reason, matched = finish_reason(choice), stop_reason(choice)
         if self._plan.no_output:
             reason, matched = "length", None
         ended = {"index": number, "text": "", "logprobs": None, "finish_reason": reason, "stop_reason": matched}
         return self._opened + dumps([ended]) + self._tail
 
-    def usage(self, usages: list[Usage], own: dict[str, Any]) -> bytes:
-        """Chunk with the usage, where it was asked for."""
+    def last(self, states: list[StreamState]) -> bytes:
+        """Chunk with the usage of all prompts, where it was asked for, and the end."""
         if not self._plan.wants_usage or self._head is None:
-            return b""
+            return DONE
+        usages = [Usage.of(state.finished.usage) for state in states if state.finished is not None]
         total = usage_of(usages, no_output=self._plan.no_output)
-        return event(self._head.with_(choices=[], usage=total, penstock=own))
+        own = extras(states[0].started, states[0].finished)
+        return event(self._head.with_(choices=[], usage=total, penstock=own)) + DONE
+
+
+class _OneAnswer(Followed):
+    """Chunks of one prompt's answer, then usage and [DONE]."""
+
+    def __init__(self, plan: _Plan) -> None:
+        super().__init__(plan.open(plan.prompts[0]))
+        self._chunks = _Chunks(plan)
+
+    def begin(self) -> None:
+        self._chunks.begin(self.stream.state.started)
+
+    def of(self, deltas: list[Delta]) -> bytes:
+        chunks, started = self._chunks, self.stream.state.started
+        return b"".join([chunks.delta(delta.index, delta, started) for delta in deltas])
+
+    async def end(self) -> bytes:
+        return self._chunks.ends(self.stream.state, 0) + self._chunks.last([self.stream.state])
 
 
 async def _events(plan: _Plan) -> AsyncIterator[bytes]:
-    """Chunks of all prompts' answers as they come, then usage and [DONE]."""
-    chunks, states = _Chunks(plan), []
-    if len(plan.prompts) == 1:
-        async with plan.open(plan.prompts[0]) as stream:
+    """Chunks of several prompts' answers as they come, then usage and [DONE]."""
+    chunks, states = _Chunks(plan), list[StreamState]()
+    # Bounded: a reader that stops holds the prompts' streams up, not memory.
+    pieces: asyncio.Queue[bytes | None] = asyncio.Queue(plan.call.config.concurrent_prompts)
+    turns = asyncio.Semaphore(plan.call.config.concurrent_prompts)
+
+    async def follow(prompt: str | list[int], first: int) -> None:
+        async with turns, plan.open(prompt) as stream:
+            async for piece in _pieces(chunks, stream, first):
+                await pieces.put(piece)
             states.append(stream.state)
-            async for piece in _pieces(plan, chunks, stream, 0):
-                yield piece
-    else:
-        # Bounded: a reader that stops holds the prompts' streams up, not memory.
-        pieces: asyncio.Queue[bytes | None] = asyncio.Queue(plan.call.config.concurrent_prompts)
-        turns = asyncio.Semaphore(plan.call.config.concurrent_prompts)
 
-        async def follow(prompt: str | list[int], first: int) -> None:
-            async with turns, plan.open(prompt) as stream:
-                async for piece in _pieces(plan, chunks, stream, first):
-                    await pieces.put(piece)
-                states.append(stream.state)
-
-        async def follow_all() -> None:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for number, prompt in enumerate(plan.prompts):
-                        group.create_task(follow(prompt, number * plan.count))
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
-            finally:
-                # Full only where nobody reads any more.
-                await pieces.put(None)
-
-        task = asyncio.create_task(follow_all())
+    async def follow_all() -> None:
         try:
-            while (queued := await pieces.get()) is not None:
-                yield queued
-            await task
+            async with asyncio.TaskGroup() as group:
+                for number, prompt in enumerate(plan.prompts):
+                    group.create_task(follow(prompt, number * plan.count))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         finally:
-            task.cancel()
-            while not pieces.empty():
-                pieces.get_nowait()
-            await asyncio.gather(task, return_exceptions=True)
-    usages = [Usage.of(state.finished.usage) for state in states if state.finished is not None]
-    yield chunks.usage(usages, extras(states[0].started, states[0].finished)) + DONE
+            # Full only where nobody reads any more.
+            await pieces.put(None)
+
+    task = asyncio.create_task(follow_all())
+    try:
+        while (queued := await pieces.get()) is not None:
+            yield queued
+        await task
+    finally:
+        task.cancel()
+        while not pieces.empty():
+            pieces.get_nowait()
+        await asyncio.gather(task, return_exceptions=True)
+    yield chunks.last(states)
 
 
-async def _pieces(plan: _Plan, chunks: _Chunks, stream: AsyncStream, first: int) -> AsyncIterator[bytes]:
+async def _pieces(chunks: _Chunks, stream: AsyncStream, first: int) -> AsyncIterator[bytes]:
     """Chunks of one prompt, whose choices count from `first`."""
     state = stream.state
     while deltas := merged(await stream.read()):
@@ -345,4 +363,4 @@ async def _pieces(plan: _Plan, chunks: _Chunks, stream: AsyncStream, first: int)
         if piece := b"".join([chunks.delta(first + delta.index, delta, started) for delta in deltas]):
             yield piece
     chunks.begin(state.started)
-    yield b"".join(chunks.end(first + index, state.choices[index]) for index in sorted(state.choices))
+    yield chunks.ends(state, first)

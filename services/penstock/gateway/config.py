@@ -63,6 +63,13 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
         minimum=16 << 10,
         maximum=1 << 20,
     )
+    max_unsent_bytes: int = option(
+        128 << 10,
+        "Bytes that may wait in the system for the reader of a connection, besides those on their way (Linux, macOS).",
+        group=LIMITS,
+        minimum=4096,
+        maximum=1 << 30,
+    )
     max_prompts: int = option(256, "Prompts of one request of /v1/completions.", group=LIMITS, minimum=1)
     concurrent_prompts: int = option(16, "Of these so many are with the router at once.", group=LIMITS, minimum=1)
     max_ignored_fields: int = option(

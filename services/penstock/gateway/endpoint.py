@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from penstock_client import AsyncClient
+from penstock_client import AsyncClient, Delta
 
 from penstock.common.credentials import bearer_token
 from penstock.common.errors import (
@@ -34,8 +34,10 @@ from penstock.common.tracing import (
     outgoing,
     parse_context,
 )
+from penstock.gateway.answers import merged
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import OPENAI_ERRORS, ErrorShape, HttpError, error_headers, internal, status_of
+from penstock.gateway.followed import Followed
 from penstock.gateway.http_server import ABORT, WRITE
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.response_store import ResponseStore
@@ -44,7 +46,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 # Whole answer as JSON, or an answer in pieces.
-Answer = bytes | AsyncIterator[bytes]
+Answer = bytes | Followed | AsyncIterator[bytes]
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [
@@ -391,21 +393,16 @@ class _Exchange:
         if self._task is not None:
             self._task.cancel()
 
-    async def _stream(self, pieces: AsyncIterator[bytes], call: HttpCall) -> None:
+    async def _stream(self, answer: Followed | AsyncIterator[bytes], call: HttpCall) -> None:
         """Send pieces as they come. The first is awaited before the status is sent: until then an error has one."""
-        clock, write = asyncio.get_running_loop().time, self._scope["extensions"][WRITE]["call"]
         try:
-            first = await _checked(anext(pieces))
+            first = await _checked(answer.first() if isinstance(answer, Followed) else anext(answer))
             self._metrics.first_token.observe_traced(time.monotonic() - self._begin, exemplar())
             self.status = 200
             await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *call.headers()]})
             await self._send({"type": "http.response.body", "body": first, "more_body": True})
             try:
-                async for piece in pieces:
-                    if not write(piece):
-                        self._sending_since = clock()
-                        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-                        self._sending_since = None
+                await (self._follow(answer) if isinstance(answer, Followed) else self._send_pieces(answer))
             except (PenstockError, grpc.RpcError) as error:
                 # The status has gone: the error is an event, after which [DONE] does not come.
                 known = error if isinstance(error, PenstockError) else from_rpc_error(error)
@@ -419,8 +416,35 @@ class _Exchange:
                 await self._send({"type": "http.response.body", "body": last, "more_body": True})
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            if (close := getattr(pieces, "aclose", None)) is not None:
+            if isinstance(answer, Followed):
+                answer.stream.close()
+            elif (close := getattr(answer, "aclose", None)) is not None:
                 await close()
+
+    async def _follow(self, answer: Followed) -> None:
+        """Write events in the turn in which their deltas come, while the connection takes them."""
+        write, left = self._scope["extensions"][WRITE]["call"], b""
+
+        def take(deltas: list[Delta]) -> bool:
+            nonlocal left
+            piece = answer.of(merged(deltas))
+            if not piece or write(piece):
+                return True
+            left = piece
+            return False
+
+        while not await answer.stream.run(take):
+            await self._send_piece(left)
+        await self._send_piece(await answer.end())
+
+    async def _send_pieces(self, pieces: AsyncIterator[bytes]) -> None:
+        async for piece in pieces:
+            await self._send_piece(piece)
+
+    async def _send_piece(self, piece: bytes) -> None:
+        self._sending_since = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        self._sending_since = None
 
     async def refuse(self, error: PenstockError, call: HttpCall | None) -> None:
         """Answer with an error."""

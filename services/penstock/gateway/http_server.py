@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from typing import Any
 
 from uvicorn.config import Config
@@ -34,6 +35,10 @@ class _BoundedProtocol(HttpToolsProtocol):
         if len(self.connections) > self.bounds.max_connections:
             transport.abort()
             return
+        # Else the system takes megabytes for a reader that has stopped, at the full speed of the stream.
+        own = transport.get_extra_info("socket")
+        if own is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.bounds.max_unsent_bytes)
         self._await_head()
 
     def _await_head(self) -> None:

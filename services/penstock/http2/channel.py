@@ -119,6 +119,15 @@ class Answers(Generic[AnswerT]):
                 raise
         return list(map(self._parsed, messages))
 
+    async def run(self, take: Callable[[list[AnswerT]], bool]) -> bool:
+        """Hand the messages that wait to `take` in the turn of the event loop that they arrive in: no task is woken.
+
+        In place of iteration. Returns True after OK, and False once `take` has: it may be run again. Raises as
+        iteration does, and the errors of `take`. Cancelling it cancels the call.
+        """
+        stream = self._stream if self._stream is not None else await self._open()
+        return await stream.run(lambda messages: take(list(map(self._parsed, messages))))
+
     def _parsed(self, message: bytes) -> AnswerT:
         try:
             return self._parse(message)

@@ -9,6 +9,7 @@ import asyncio
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 
 import grpc
 
@@ -92,10 +93,13 @@ class AnswerStream(_Call):
 
     __slots__ = (
         "_connection",
+        "_failure",
+        "_has_refused",
         "_messages",
         "_most_waiting",
         "_reader",
         "_status",
+        "_take",
         "_timer",
         "_waiting_bytes",
         "stream",
@@ -116,6 +120,10 @@ class AnswerStream(_Call):
         self._waiting_bytes = 0
         self._status: grpc.aio.AioRpcError | None = None
         self._reader: asyncio.Future[None] | None = None
+        # While `run` waits: the receiver of messages; a flag that it wants no more, and its error.
+        self._take: Callable[[list[bytes]], bool] | None = None
+        self._has_refused = False
+        self._failure: Exception | None = None
         # One timer for the call: a limit on each wait would cost more than the wait.
         self._timer = connection.loop.call_at(deadline, self._expire) if deadline is not None else None
 
@@ -139,6 +147,51 @@ class AnswerStream(_Call):
         self._reader = self._connection.loop.create_future()
         return self._reader
 
+    async def run(self, take: Callable[[list[bytes]], bool]) -> bool:
+        """Hand the messages that wait to `take` in the turn of the event loop that they arrive in: no task is woken.
+
+        Returns True after OK, and False once `take` has: it may be run again. Raises grpc.aio.AioRpcError, and the
+        errors of `take`. Cancelling it cancels the call.
+        """
+        while (messages := self.waiting()) is None or messages:
+            if messages is not None:
+                if not take(messages):
+                    return False
+                continue
+            self._take, self._has_refused, self._failure = take, False, None
+            try:
+                await self.more()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            finally:
+                self._take = None
+            if self._failure is not None:
+                raise self._failure
+            if self._has_refused:
+                return False
+        return True
+
+    def deliver(self) -> None:
+        """Hand on what has come to the receiver of `run`."""
+        if self._take is None or not (messages := self.waiting()):
+            return
+        try:
+            self._has_refused = not self._take(messages)
+        except Exception as error:
+            # `run` raises it, as a task would have.
+            self._failure = error
+        if self._has_refused or self._failure is not None:
+            self._take = None
+            wake(self._reader)
+
+    def _arrived(self) -> None:
+        if self._take is None:
+            wake(self._reader)
+        else:
+            # Once all that came together has been taken apart: several messages are handed on as one list.
+            self._connection.touched.append(self)
+
     def cancel(self) -> None:
         """Cancel the call, unless it is over."""
         self._connection.give_up(self, rpc_error(grpc.StatusCode.CANCELLED, "cancelled here"))
@@ -157,7 +210,7 @@ class AnswerStream(_Call):
             # One whole message, as most are.
             self._messages.append(data[frames.MESSAGE_HEAD :])
             self._waiting_bytes += size + _MESSAGE_OVERHEAD
-            wake(self._reader)
+            self._arrived()
             return
         body += data
         while at + frames.MESSAGE_HEAD <= len(body):
@@ -173,7 +226,7 @@ class AnswerStream(_Call):
             at = end
         if at:
             del body[:at]
-            wake(self._reader)
+            self._arrived()
 
     def end(self, error: grpc.aio.AioRpcError) -> None:
         if error.code() is grpc.StatusCode.OK and self.body:
@@ -198,6 +251,8 @@ class CallsConnection(ClientConnection):
         self._turns: deque[asyncio.Future[None]] = deque()
         self._owed = 0
         self._out: list[bytes] = []
+        # Streams with new messages for `run`.
+        self.touched: list[AnswerStream] = []
         # True once the peer takes no new calls; those that it has go on.
         self._is_leaving = False
         self._error = rpc_error(grpc.StatusCode.UNAVAILABLE, "the connection is closed")
@@ -327,6 +382,11 @@ class CallsConnection(ClientConnection):
         if call.owed >= self._stream_window // 4 and call.may_go_on:
             self._send(frames.window_update(stream, call.owed))
             call.owed = 0
+
+    def _taken(self) -> None:
+        touched, self.touched = self.touched, []
+        for call in touched:
+            call.deliver()
 
     def _take_status(self, stream: int, error: grpc.aio.AioRpcError) -> None:
         call = self._calls.get(stream)

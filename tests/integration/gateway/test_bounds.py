@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,22 @@ from penstock.serving import health_probe
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 # More than any test reads.
 ENDLESS = count_up(1_000_000)
+# Events of so many are more than what lies in sockets, windows and buffers.
+PAUSED_TOKENS = 4_000
+ROUTES: dict[str, tuple[dict[str, Any], Callable[[Any], str]]] = {
+    "chat/completions": ({"messages": HELLO}, lambda choice: choice["delta"].get("content", "")),
+    "completions": ({"prompt": [1]}, lambda choice: choice["text"]),
+}
+
+
+def events_of(answer: bytes) -> list[bytes]:
+    """Data of the events of an answer in chunks."""
+    _, _, rest = answer.partition(b"\r\n\r\n")
+    body, at = bytearray(), 0
+    while size := int(rest[at : (line := rest.index(b"\r\n", at))], 16):
+        body += rest[line + 2 : line + 2 + size]
+        at = line + size + 4
+    return [event.removeprefix(b"data: ") for event in bytes(body).split(b"\n\n") if event]
 
 
 class Connection:
@@ -105,6 +122,31 @@ async def test_a_reader_that_stops_is_cut_off_and_the_others_go_on() -> None:
         # The router may have given the request up before the gateway did.
         assert gateway.metric("readers_stalled_total") <= 1
         stopped.close()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_reader_that_pauses_gets_the_whole_answer_in_order(route: str) -> None:
+    asked, text_of = ROUTES[route]
+    script = count_up(PAUSED_TOKENS)
+    async with (
+        backend(script=script) as one,
+        running_router(one, max_buffered_bytes=1 << 20) as router,
+        running_gateway(router.server.address, answer_window_bytes=16 << 10) as gateway,
+    ):
+        # Buffers of the usual size.
+        connection = Connection(*await asyncio.open_connection(*gateway.host_port, limit=4096))
+        connection.post(f"/v1/{route}", {**asked, "max_tokens": PAUSED_TOKENS, "stream": True}, "connection: close")
+        assert await connection.status() == 200
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: one.steps >= PAUSED_TOKENS)
+        connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        *events, done = events_of(await connection.until_closed())
+        connection.close()
+        assert done == b"[DONE]"
+        texts = [text for event in events if (text := text_of(json.loads(event)["choices"][0]))]
+        assert "".join(texts) == await router.decode(list(script(0)))
+        # What waited for it came as fewer events.
+        assert len(texts) < PAUSED_TOKENS
 
 
 async def test_tokens_are_the_routers_matter(tmp_path: Path) -> None:

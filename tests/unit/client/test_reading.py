@@ -1,7 +1,8 @@
-"""`AsyncStream.read`: the deltas that have come, from a channel whose calls give what waits."""
+"""`AsyncStream.read` and `run`: the deltas that have come, from a channel whose calls give what waits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,16 @@ class Call:
 
     def cancel(self) -> None:
         self.is_cancelled = True
+
+
+class Handing(Call):
+    """A call that hands its batches on."""
+
+    async def run(self, take: Callable[[list[text_pb2.ChatResponse]], bool]) -> bool:
+        while events := await self.read_all():
+            if not take(events):
+                return False
+        return True
 
 
 class Channel:
@@ -73,4 +84,31 @@ async def test_a_stream_that_breaks_the_protocol_is_cancelled(batches: Any, reas
     with pytest.raises(Internal) as caught:
         await stream.result()
     assert caught.value.reason == reason
+    assert call.is_cancelled
+
+
+@pytest.mark.parametrize("kind", [Call, Handing], ids=["read", "handed on"])
+async def test_deltas_are_handed_on_until_no_more_are_taken_and_then_to_the_end(kind: type[Call]) -> None:
+    call = kind([STARTED], [delta(0)], [delta(1), delta(2)], [delta(3)], [FINISHED])
+    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).chat("Hello")
+    taken: list[list[int]] = []
+
+    def take(deltas: list[Delta]) -> bool:
+        taken.append([one.seq for one in deltas])
+        return len(taken) != 2
+
+    assert not await stream.run(take)
+    assert taken == [[0], [1, 2]]
+    assert await stream.run(take)
+    assert taken == [[0], [1, 2], [3]]
+    assert stream.state.completion().text == "t0t1t2t3"
+
+
+@pytest.mark.parametrize("kind", [Call, Handing], ids=["read", "handed on"])
+async def test_a_run_of_a_stream_without_its_end_raises(kind: type[Call]) -> None:
+    call = kind([STARTED, delta(0)])
+    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).chat("Hello")
+    with pytest.raises(Internal) as caught:
+        await stream.run(lambda deltas: True)
+    assert caught.value.reason == "TRUNCATED_STREAM"
     assert call.is_cancelled

@@ -162,3 +162,74 @@ async def test_a_reader_that_is_cancelled_cancels_the_call() -> None:
     reading.cancel()
     await turns()
     assert peer.received(frames.RST_STREAM) == [(1, frames.CANCEL.to_bytes(4, "big"))]
+
+
+async def test_messages_are_handed_on_in_the_turn_they_come_in_until_the_end() -> None:
+    peer, taken = Peer(), list[list[bytes]]()
+    answers = peer.answers()
+
+    def take(messages: list[bytes]) -> bool:
+        taken.append(messages)
+        return True
+
+    running = asyncio.ensure_future(answers.run(take))
+    await turns()
+    peer.send(HEAD, frames.message_frame(1, b"one"), frames.message_frame(1, b"two"))
+    assert taken == [[b"one", b"two"]]
+    peer.send(frames.message_frame(1, b"three"))
+    assert taken[1:] == [[b"three"]]
+    peer.send(frames.message_frame(1, b"four"), frames.header_frames(1, OK, end=True, limit=1 << 14))
+    assert taken[2:] == [[b"four"]]
+    assert await running
+
+
+async def test_a_receiver_that_takes_no_more_is_handed_the_rest_when_it_runs_again() -> None:
+    peer, taken = Peer(), list[list[bytes]]()
+    answers = peer.answers()
+
+    def take(messages: list[bytes]) -> bool:
+        taken.append(messages)
+        return len(taken) != 1
+
+    running = asyncio.ensure_future(answers.run(take))
+    await turns()
+    peer.send(HEAD, frames.message_frame(1, b"one"))
+    peer.send(frames.message_frame(1, b"two"))
+    assert not await running
+    peer.send(frames.message_frame(1, b"three"), frames.header_frames(1, OK, end=True, limit=1 << 14))
+    assert taken == [[b"one"]]
+    assert await answers.run(take)
+    assert taken == [[b"one"], [b"two", b"three"]]
+
+
+async def test_errors_of_the_receiver_and_of_the_call_end_the_run() -> None:
+    peer = Peer()
+    answers = peer.answers()
+
+    def fail(messages: list[bytes]) -> bool:
+        raise LookupError
+
+    running = asyncio.ensure_future(answers.run(fail))
+    await turns()
+    peer.send(HEAD, frames.message_frame(1, b"one"))
+    with pytest.raises(LookupError):
+        await running
+    running = asyncio.ensure_future(answers.run(lambda messages: True))
+    await turns()
+    peer.send(frames.header_frames(1, frames.trailers(9, "broken", ()), end=True, limit=1 << 14))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await running
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_run_that_is_cancelled_cancels_the_call() -> None:
+    peer, taken = Peer(), list[list[bytes]]()
+    answers = peer.answers()
+    running = asyncio.ensure_future(answers.run(lambda messages: bool(taken.append(messages)) or True))
+    await turns()
+    peer.send(HEAD)
+    running.cancel()
+    await turns()
+    peer.send(frames.message_frame(1, b"late"))
+    assert not taken
+    assert peer.received(frames.RST_STREAM) == [(1, frames.CANCEL.to_bytes(4, "big"))]
