@@ -134,11 +134,76 @@ def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def npu_dynamic_quant(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise row by row to int8, by the largest magnitude."""
+    assert input.dtype in (torch.float16, torch.bfloat16)
+    x = input.float()
+    scale = x.abs().amax(-1) / 127.0
+    # Of a row of zeros; what the operator gives there is not documented.
+    safe = torch.where(scale > 0, scale, 1.0)
+    return (x / safe.unsqueeze(-1)).round().to(torch.int8), scale
+
+
+def npu_quant_matmul(
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    *,
+    pertoken_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    output_dtype: int | None = None,
+) -> Tensor:
+    """Multiply whole numbers; scale the sums by output and by row, and add a bias of fractions."""
+    assert pertoken_scale is not None
+    assert output_dtype is not None
+    # Sums of 65 535 products of bytes are exact in float64.
+    sums = (x1.double() @ x2.double()).float()
+    found = sums * scale * pertoken_scale.unsqueeze(1)
+    return (found if bias is None else found + bias).to(_OUTPUT_DTYPES[output_dtype])
+
+
+def npu_convert_weight_to_int4pack(weight: Tensor, inner_k_tiles: int = 0) -> Tensor:
+    """Pack eight columns into one number, the first in its lowest bits."""
+    assert inner_k_tiles == 0
+    parts = (weight & 15).unflatten(1, (-1, 8)).long()
+    packed = (parts << (4 * torch.arange(8))).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def npu_weight_quant_batchmatmul(
+    x: Tensor,
+    weight: Tensor,
+    antiquant_scale: Tensor,
+    antiquant_offset: Tensor | None = None,
+    quant_scale: Tensor | None = None,
+    quant_offset: Tensor | None = None,
+    bias: Tensor | None = None,
+    antiquant_group_size: int = 0,
+) -> Tensor:
+    """Multiply by (weight + offset) * scale, as torch-npu's own test of it."""
+    assert quant_scale is None
+    assert quant_offset is None
+    nibbles = ((weight.unsqueeze(-1) >> (4 * torch.arange(8))) & 15).flatten(1)
+    values = torch.where(nibbles > 7, nibbles - 16, nibbles).float()
+    group = antiquant_group_size or len(values)
+
+    def spread(rows: Tensor) -> Tensor:
+        return rows.float().repeat_interleave(group, dim=0)[: len(values)]
+
+    if antiquant_offset is not None:
+        values = values + spread(antiquant_offset)
+    found = x.float() @ (values * spread(antiquant_scale))
+    return (found if bias is None else found + bias.float()).to(x.dtype)
+
+
+# Numbers that torch's dtypes have where an operator takes one as a number.
+_OUTPUT_DTYPES = {5: torch.float16, 15: torch.bfloat16}
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         *(npu_fused_infer_attention_score, npu_scatter_pa_kv_cache, npu_rms_norm, npu_add_rms_norm),
-        *(npu_rotary_mul, npu_swiglu),
+        *(npu_rotary_mul, npu_swiglu, npu_dynamic_quant, npu_quant_matmul),
+        *(npu_convert_weight_to_int4pack, npu_weight_quant_batchmatmul),
     )
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from factories.models import quantised as made
+from factories.models.emulated_npu import EmulatedNPU
 from factories.models.native import use_native
 from factories.models.packed import use_packing
 from factories.models.paged import PagedDriver, PagedSequence
@@ -125,6 +126,17 @@ def test_the_kernels_have_the_same_whole_numbers(tmp_path: Path, case: str, dtyp
     # All layers in one call.
     assert model.can_draw
     assert error(logits(model), exact) <= WORST[form] + (0 if dtype == "float32" else 0.03)
+
+
+@pytest.mark.parametrize("case", ["gptq", "gptq-asymmetric-64", "awq", "w8a8"])
+def test_an_npus_products_have_the_same_whole_numbers(tmp_path: Path, case: str) -> None:
+    (config, quantise), form = CASES[case]
+    pair = made.quantised_pair(tmp_path, config, quantise)
+    device = EmulatedNPU()
+    device.start(num_threads=1)
+    model = load_model(pair.folder, device=device, dtype="bfloat16")
+    assert model.config.weight_forms == ((form, 14),)
+    assert error(logits(model), logits(load(pair.dense))) <= WORST[form] + 0.03
 
 
 def test_float16_checkpoints_run_in_bfloat16_where_whole_numbers_are_kept(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.models.emulated_npu import EmulatedNPU
 from factories.models.native import use_native
 from factories.models.paged import PagedDriver, PagedSequence
 from penstock.common.checkpoint import resolve_model
 from penstock.common.errors import StartupError
+from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
@@ -40,16 +43,29 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found - exact).abs().mean() / exact.std())
 
 
-@pytest.mark.parametrize("kernels", [CPUDevice, _NativeCPU])
+def _emulated_npu() -> EmulatedNPU:
+    device = EmulatedNPU()
+    device.start(num_threads=1)
+    return device
+
+
+@pytest.mark.parametrize(
+    ("make", "dtypes"),
+    [
+        (CPUDevice, ("float32", "bfloat16")),
+        (_NativeCPU, ("float32", "bfloat16")),
+        (_emulated_npu, ("float16", "bfloat16")),
+    ],
+)
 @pytest.mark.parametrize("quantization", list(WORST))
 @pytest.mark.parametrize("tied", [True, False])
 def test_quantised_logits_are_near_those_of_float32(
-    tmp_path: Path, quantization: str, kernels: type[CPUDevice], tied: bool
+    tmp_path: Path, quantization: str, make: Callable[[], Device], dtypes: tuple[str, ...], tied: bool
 ) -> None:
     folder = tiny_checkpoint(tmp_path, tie_word_embeddings=tied)
     exact = logits(load_model(folder, dtype="float32", device=CPUDevice()))
-    for dtype in ("float32", "bfloat16"):
-        model = load_model(folder, dtype=dtype, quantization=quantization, device=kernels())
+    for dtype in dtypes:
+        model = load_model(folder, dtype=dtype, quantization=quantization, device=make())
         found = logits(model)
         assert found.shape[1] == VOCAB_SIZE
         assert error(found, exact) <= WORST[quantization]

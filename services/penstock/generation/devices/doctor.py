@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from penstock.common.errors import StartupError
 from penstock.generation.attention.base import AttentionMetadata, HeadWeights
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.base import Device
 from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.linear.base import INT4, INT8, LinearMethod, WholeRows
+from penstock.generation.layers.linear.int4 import GROUP
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 8, 2, 128
 _WIDTH = _HEADS * _HEAD_DIM
@@ -52,6 +56,10 @@ def examine(device: Device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Fin
 
 def _operations(device: Device, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]:
     yield "linear layer", lambda: _linear(device, dtype)
+    for form in (INT8, INT4):
+        with contextlib.suppress(StartupError):
+            method = device.linear_method(dtype, form)
+            yield f"linear layer, {form}", lambda method=method, form=form: _whole(device, method, form, dtype)  # type: ignore[misc]
     kernels, reference = device.layer_kernels(dtype), LayerKernels()
     x, y, weight = (values.to(dtype) for values in (_numbers(7, _WIDTH), _numbers(7, _WIDTH, seed=1), _numbers(_WIDTH)))
 
@@ -73,6 +81,38 @@ def _linear(device: Device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = _numbers(7, _WIDTH).to(dtype)
     linear = device.linear_method(dtype).linear(weight.to(device.torch_device), None)
     return linear(x.to(device.torch_device)), x.float() @ weight.float().T
+
+
+@dataclass(slots=True)
+class _Whole:
+    """A WholeWeight that is in memory."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    form: str
+    rows: WholeRows
+
+    def whole_pieces(self) -> Iterator[WholeRows]:
+        """See WholeWeight."""
+        yield self.rows
+
+
+def _whole(device: Device, method: LinearMethod, form: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the product with whole numbers, and the same in float32."""
+    # Whole numbers too, and the largest of each row is 127: a product that quantises x finds these very ones.
+    whole = (_numbers(7, _WIDTH) * 30).round().clamp(-127, 127)
+    whole[:, 0] = 127
+    x = whole * 2.0**-5
+    numbers = _numbers(64, _WIDTH, seed=2)
+    if form == INT8:
+        values, scale = (numbers * 30).round().clamp(-127, 127), 2.0**-10
+        rows = WholeRows(values.to(torch.int8), torch.full((64,), scale))
+    else:
+        values, scale = (numbers * 3).round().clamp(-8, 7), 2.0**-7
+        rows = WholeRows((values + 8).to(torch.uint8), torch.full((64, _WIDTH // GROUP), scale))
+    place = device.torch_device
+    weight = _Whole((64, _WIDTH), dtype, form, WholeRows(rows.values.to(place), rows.scale.to(place)))
+    return method.whole(weight, None)(x.to(place, dtype)), x @ (values * scale).T
 
 
 def _attention(device: Device, dtype: torch.dtype, window: int | None) -> tuple[Tensor, Tensor]:

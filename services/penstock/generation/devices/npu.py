@@ -19,9 +19,14 @@ from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.accelerator import Accelerator
 from penstock.generation.devices.base import DTYPES, named_dtype
 from penstock.generation.layers.kernels import LayerKernels, NPUKernels
+from penstock.generation.layers.linear import QUANTIZATIONS
+from penstock.generation.layers.linear.dense import PlainLinearMethod
+from penstock.generation.layers.linear.npu import DTYPES as PRODUCT_DTYPES
+from penstock.generation.layers.linear.npu import NPUInt4Method, NPUInt8Method
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention
+    from penstock.generation.layers.linear.base import LinearMethod
 
 _log = get_logger("penstock.generation")
 
@@ -60,6 +65,21 @@ class NPUDevice(Accelerator):
         if requested is not None and size is not None and requested != size:
             raise StartupError(f"--block-size must be {size} on an NPU, found {requested}", flag="--block-size")
         return size or super().block_size(requested)
+
+    def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
+        """See Device."""
+        if quantization == "none":
+            return PlainLinearMethod()
+        if quantization not in QUANTIZATIONS:
+            raise StartupError(
+                f"--quantization must be auto or one of {', '.join(QUANTIZATIONS)}", flag="--quantization"
+            )
+        if dtype not in PRODUCT_DTYPES:
+            raise StartupError(
+                f"--quantization {quantization} needs --dtype bfloat16 or float16 with --device {self.name}",
+                flag="--quantization",
+            )
+        return NPUInt8Method() if quantization == "int8" else NPUInt4Method(dtype)
 
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
         """See Device."""

@@ -15,6 +15,13 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.devices.doctor import examine
 from typer.testing import CliRunner
 
+# Dtypes of x in products of whole numbers.
+WHOLE_NUMBERS: dict[type[Device], set[torch.dtype]] = {
+    CPUDevice: {torch.bfloat16, torch.float32},
+    EmulatedNPU: {torch.bfloat16, torch.float16},
+    EmulatedCUDA: set(),
+}
+
 
 def started(device: Device) -> Device:
     device.start(num_threads=1, kernels="torch")
@@ -25,7 +32,9 @@ def started(device: Device) -> Device:
 @pytest.mark.parametrize("kind", [CPUDevice, EmulatedNPU, EmulatedCUDA])
 def test_a_device_that_is_right(kind: type[Device], dtype: torch.dtype) -> None:
     findings = list(examine(started(kind()), dtype))
-    assert len(findings) == 8
+    forms = [finding.name for finding in findings if finding.name.startswith("linear layer, ")]
+    assert len(findings) == 8 + len(forms)
+    assert forms == (["linear layer, int8", "linear layer, int4"] if dtype in WHOLE_NUMBERS[kind] else [])
     assert [finding.name for finding in findings if not finding.is_right] == []
 
 
@@ -71,4 +80,4 @@ def test_the_command_prints_a_line_for_each_operation(monkeypatch: pytest.Monkey
     found = CliRunner().invoke(app.app, ["doctor", "--device", "npu:0"])
     assert found.exit_code == 0, found.output
     assert "npu:0 (emulated)" in found.output
-    assert found.output.count("\nok ") == 8
+    assert found.output.count("\nok ") == 10
