@@ -129,7 +129,7 @@ class GenerationServiceConfig(ServerConfig):
     tensor_parallel: int = option(
         1,
         "Processes of this machine that share the model: each has a part of every layer's heads and widths, of the "
-        "vocabulary, and of the threads. Native models without experts.",
+        "vocabulary, and of the threads; on NPUs each has one, from --device on. Native models without experts.",
         group=MODEL,
         minimum=1,
         maximum=64,
@@ -684,8 +684,6 @@ class GenerationServiceConfig(ServerConfig):
             raise StartupError(
                 "--lora is not possible with --tensor-parallel: merge the adapter into the model", flag="--lora"
             )
-        if self.device not in ("auto", "cpu"):
-            raise StartupError("--tensor-parallel runs on the CPU in this release", flag="--tensor-parallel")
         if self.threads is not None and self.threads < self.tensor_parallel:
             raise StartupError(
                 f"--threads {self.threads} is less than --tensor-parallel {self.tensor_parallel}: a thread each",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class Accelerator(Device):
     """One of the accelerators of a kind that are visible to this process."""
 
+    ranks_share_memory = False
+
     def __init__(self, number: int = 0) -> None:
         """Take the device's number among the visible ones. Nothing is imported until it is used."""
         self.number = number

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.common.errors import StartupError
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from penstock.generation.attention.base import Attention
     from penstock.generation.host.arena import Arena
     from penstock.generation.host.mapped import MappedFile
@@ -51,6 +53,10 @@ class Device(ABC):
     """One accelerator, or the CPU. Cheap to make; `start` is called once before anything is loaded."""
 
     name: str
+    # Ranks of --tensor-parallel share one memory.
+    ranks_share_memory = True
+    # Its process group collects at one rank; otherwise at all of them.
+    gathers_at_one = True
 
     @property
     @abstractmethod
@@ -134,6 +140,20 @@ class Device(ABC):
     @abstractmethod
     def sampling_kernels(self) -> SamplingKernels:
         """Return the fastest operations on rows of scores that work here."""
+
+    def of_rank(self, rank: int) -> str:
+        """Return the name, for --device, of the device that a rank of --tensor-parallel has where rank 0 has this one.
+
+        Raises StartupError naming --tensor-parallel where a model cannot be spread.
+        """
+        raise StartupError(
+            f"--tensor-parallel is not there with --device {self.name}: leave it out", flag="--tensor-parallel"
+        )
+
+    def process_group(self, store: Any, rank: int, count: int, patience: timedelta) -> Any:
+        """Return torch's process group of `count` ranks over `store`, a store of torch.distributed; a collective waits
+        for `patience`. Only where `of_rank` gives a name."""
+        raise RuntimeError(f"{self.name} has no ranks")
 
     @abstractmethod
     def synchronize(self) -> None:

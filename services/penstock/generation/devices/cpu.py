@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,8 @@ from penstock.generation.layers.linear.native import NativeLinearMethod, formats
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from penstock.generation.host.mapped import MappedFile
 
 _log = get_logger("penstock.generation")
@@ -164,6 +166,20 @@ class CPUDevice(Device):
 
     def _uses_native(self, dtype: torch.dtype) -> bool:
         return self.instruction_set is not None and dtype in library.DTYPES
+
+    def of_rank(self, rank: int) -> str:
+        """See Device."""
+        return self.name
+
+    def process_group(self, store: Any, rank: int, count: int, patience: timedelta) -> Any:
+        """See Device: gloo, which listens on loopback."""
+        # torch's stubs leave out what its process groups do.
+        distributed: Any = torch.distributed
+        gloo = distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = patience
+        return gloo(store, rank, count, options)
 
     def synchronize(self) -> None:
         """See Device: nothing is queued on a CPU."""

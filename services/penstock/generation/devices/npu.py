@@ -25,6 +25,8 @@ from penstock.generation.layers.linear.npu import DTYPES as PRODUCT_DTYPES
 from penstock.generation.layers.linear.npu import NPUInt4Method, NPUInt8Method
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from penstock.generation.attention.base import Attention
     from penstock.generation.layers.linear.base import LinearMethod
 
@@ -36,6 +38,8 @@ class NPUDevice(Accelerator):
 
     name = "npu"
     limits = AttentionLimits()
+    # HCCL's process group refuses to.
+    gathers_at_one = False
 
     def _runtime(self) -> Any:
         try:
@@ -91,6 +95,19 @@ class NPUDevice(Accelerator):
             head_dim=head_dim,
         )
         return SDPAAttention()
+
+    def of_rank(self, rank: int) -> str:
+        """See Device: each has the next one."""
+        return f"{self.name}:{self.number + rank}"
+
+    def process_group(self, store: Any, rank: int, count: int, patience: timedelta) -> Any:
+        """See Device: HCCL, made as torch-npu makes that of init_process_group("hccl")."""
+        hccl = import_module("torch_npu")._C._distributed_c10d.ProcessGroupHCCL
+        options = hccl.Options()
+        options._timeout = patience
+        options.global_ranks_in_group = []
+        options.group_id = "penstock"
+        return hccl(store, rank, count, options)
 
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
         """See Device."""

@@ -1,16 +1,19 @@
-"""Sums and parts between the ranks of one host, by gloo."""
+"""Sums and parts between the ranks of one host, by the process group of their device."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.generation.weights.sharding import Shard
+
+if TYPE_CHECKING:
+    from penstock.generation.devices.base import Device
 
 # Time that a rank waits for another, to meet or in one collective. One that has died is noticed at once, by its
 # connection.
@@ -25,16 +28,14 @@ class RankGroup:
         self.shard = shard
         # torch's stubs leave out what its process groups do.
         self._group: Any = None
+        self._gathers_at_one = True
 
-    def join(self, meeting: Path) -> None:
-        """Meet the others by a file in a folder that only they may write. Listens on loopback."""
+    def join(self, meeting: Path, device: Device) -> None:
+        """Meet the others by a file in a folder that only they may write."""
         distributed: Any = dist
-        gloo = distributed.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = _PATIENCE
         store = distributed.FileStore(str(meeting), self.shard.count)
-        self._group = gloo(store, self.shard.rank, self.shard.count, options)
+        self._group = device.process_group(store, self.shard.rank, self.shard.count, _PATIENCE)
+        self._gathers_at_one = device.gathers_at_one
 
     def leave(self) -> None:
         """Close the connections."""
@@ -54,11 +55,13 @@ class RankGroup:
         if part_NX.shape[1] < each:
             part_NX = torch.nn.functional.pad(part_NX, (0, each - part_NX.shape[1]))
         part_NX = part_NX.contiguous()
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        if self.shard.rank:
-            self._group.gather([], [part_NX], options).wait()
-            return None
         parts = [torch.empty_like(part_NX) for _ in range(self.shard.count)]
-        self._group.gather([parts], [part_NX], options).wait()
+        if self._gathers_at_one:
+            options = dist.GatherOptions()
+            options.rootRank = 0
+            self._group.gather([] if self.shard.rank else [parts], [part_NX], options).wait()
+        else:
+            self._group.allgather([parts], [part_NX]).wait()
+        if self.shard.rank:
+            return None
         return torch.cat(parts, dim=1)[:, :num_columns].contiguous()

@@ -16,13 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.parallel.group import RankGroup
 from penstock.generation.parallel.messages import PoolOrder
 from penstock.generation.weights.sharding import FLAG, Shard
+
+if TYPE_CHECKING:
+    from penstock.generation.devices.base import Device
 
 _log = get_logger("penstock.generation")
 # Answers of a rank to its orders; any other text is its error.
@@ -46,9 +49,14 @@ class Ranks:
     """Ranks 1 to `count` - 1 of a group of which this process is rank 0. Used by one thread at a time, but for `close`
     and `on_loss`."""
 
-    def __init__(self, count: int, order: dict[str, Any]) -> None:
-        """Start them. `order` is what each needs to load its part, as JSON: see worker.py."""
+    def __init__(self, count: int, device: Device, order: dict[str, Any]) -> None:
+        """Start them. `device` is rank 0's; `order` is what each needs to load its part, as JSON: see worker.py.
+
+        Raises StartupError naming --tensor-parallel where the device has none.
+        """
+        devices = [device.of_rank(number) for number in range(1, count)]
         self.group = RankGroup(Shard(0, count))
+        self._device = device
         # Called once, on a thread of its own, when a rank is lost.
         self.on_loss: Callable[[RankLost], None] | None = None
         self._folder = tempfile.mkdtemp(prefix="penstock-ranks-")
@@ -57,8 +65,8 @@ class Ranks:
         self._ranks: list[_Rank] = []
         self._wake, self._woken = os.pipe()
         try:
-            for number in range(1, count):
-                self._ranks.append(_start(number, {**order, "rank": number, "count": count}))
+            for number, name in enumerate(devices, 1):
+                self._ranks.append(_start(number, {**order, "device": name, "rank": number, "count": count}))
         except BaseException:
             self.close()
             os.close(self._wake)
@@ -80,7 +88,7 @@ class Ranks:
         for rank in self._ranks:
             self._answer_of(rank)
         try:
-            self.group.join(Path(meeting))
+            self.group.join(Path(meeting), self._device)
         except RuntimeError as error:
             raise StartupError(f"the ranks of {FLAG} did not meet: {error}", flag=FLAG) from error
 

@@ -78,7 +78,7 @@ class Worker:
 
     def join(self, order: PoolOrder) -> None:
         """Meet the other ranks."""
-        self._group.join(Path(order.meeting))
+        self._group.join(Path(order.meeting), self._device)
 
     def do(self, message: bytes) -> None:
         """Do what a message asks for."""
@@ -88,7 +88,7 @@ class Worker:
         if kind is Kind.STEP:
             self._step(StepOrder.decoded(body, model.config.hidden_size, model.dtype), kv)
         elif kind is Kind.LOGITS:
-            hidden_NI = decode_hidden(body, model.config.hidden_size, model.dtype)
+            hidden_NI = decode_hidden(body, model.config.hidden_size, model.dtype).to(self._device.torch_device)
             self._group.columns(model.compute_logits(hidden_NI), model.config.vocab_size)
         else:
             copy_blocks(kv, self._host, decode_copies(body))
@@ -105,7 +105,8 @@ class Worker:
             device,
         )
         ids_T = torch.from_numpy(order.ids.astype(np.int64)).to(device)
-        model.forward(ids_T, positions_T, metadata, kv, embeds_TI=order.embeds)
+        embeds = None if order.embeds is None else order.embeds.to(device)
+        model.forward(ids_T, positions_T, metadata, kv, embeds_TI=embeds)
 
 
 def main() -> int:

@@ -201,14 +201,16 @@ def _load(
     timer.end("tokenizer")
     # Runs beside the loading of weights, which needs the interpreter for moments only.
     prefixes = None if token_bytes is None else beside.submit(TokenPrefixes, token_bytes)
-    ranks = _ranks(config, folder, model_config)
+    device = open_device(config.device)
+    ranks = _ranks(config, folder, model_config, device)
     if ranks is not None:
         if_failed.callback(ranks.close)
-    device = open_device(config.device)
     device.start(num_threads=config.rank_threads, kernels=config.kernels, arena=arena)
     # Memory that is already taken for the weights counts as free.
     available = device.memory().available + (0 if arena is None else arena.num_touched)
-    _check_room(config, folder, model_config, kv_memory, available)
+    # What the ranks of a model have in all.
+    whole = available if device.ranks_share_memory else available * config.tensor_parallel
+    _check_room(config, folder, model_config, kv_memory, whole)
     model, draft_weights = _weights(config, folder, name, device, show, ranks)
     weights_are_loaded()
     _check_defaults(defaults, model)
@@ -349,7 +351,7 @@ def _adapters(config: GenerationServiceConfig, name: str, model: LanguageModel) 
     return store
 
 
-def _ranks(config: GenerationServiceConfig, folder: Path, model: ModelConfig) -> Ranks | None:
+def _ranks(config: GenerationServiceConfig, folder: Path, model: ModelConfig, device: Device) -> Ranks | None:
     """Start the other ranks, which load their parts while this process loads its own; None: there are none."""
     if config.tensor_parallel == 1:
         return None
@@ -358,7 +360,6 @@ def _ranks(config: GenerationServiceConfig, folder: Path, model: ModelConfig) ->
         "folder": str(folder),
         "dtype": config.dtype,
         "quantization": config.quantization,
-        "device": config.device,
         "threads": config.rank_threads,
         "kernels": config.kernels,
         "map_embeddings": config.map_embeddings,
@@ -366,7 +367,7 @@ def _ranks(config: GenerationServiceConfig, folder: Path, model: ModelConfig) ->
         "log_level": config.log_level,
         "debug": config.debug,
     }
-    return Ranks(config.tensor_parallel, order)
+    return Ranks(config.tensor_parallel, device, order)
 
 
 def _weights(
@@ -475,9 +476,9 @@ def _kv_pool(
     states = (slots + snapshots) * state_bytes(model.state_layout)
     blocks = kv_pool_blocks(
         memory,
-        # Of all processes: they share the machine's memory.
+        # Of all processes that share this memory.
         bytes_per_block=kv_bytes_per_block(facts.num_layers, size, model.num_kv_heads, facts.head_dim, dtype)
-        * config.tensor_parallel,
+        * (config.tensor_parallel if device.ranks_share_memory else 1),
         block_size=size,
         available=left.available - states,
         total=left.total,
