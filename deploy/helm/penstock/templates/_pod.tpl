@@ -218,6 +218,13 @@ livenessProbe:
     medium: Memory
     sizeLimit: {{ $values.generation.sharedMemory }}
 {{- end }}
+{{- if eq .name "generation" }}
+{{- range $number, $place := $values.generation.hostPaths }}
+- name: host-{{ $number }}
+  hostPath:
+    path: {{ $place.path }}
+{{- end }}
+{{- end }}
 {{- if $values.tls.enabled }}
 - name: tls
   secret:
@@ -239,8 +246,8 @@ livenessProbe:
 {{- $places := dict "tmp" "/tmp" "home" "/home/penstock" "hub" "/cache" "model" "/models" "shared-memory" "/dev/shm" "tls" "/etc/penstock/tls" "auth" "/etc/penstock/auth" -}}
 {{- range include "penstock.volumes" . | fromYamlArray }}
 - name: {{ .name }}
-  mountPath: {{ get $places .name }}
-  {{- if has .name (list "model" "tls" "auth") }}
+  mountPath: {{ get $places .name | default (dig "hostPath" "path" "" .) }}
+  {{- if or (has .name (list "model" "tls" "auth")) .hostPath }}
   readOnly: true
   {{- end }}
 {{- end }}
