@@ -36,10 +36,10 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients sdks wheels numerics sanitize arm64 soak chaos safeguards fuzz lint types stubs docs site charts bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients sdks wheels numerics sanitize arm64 npu-wheel soak chaos safeguards fuzz lint types stubs docs site charts bench guard peers compose venv clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 kernels: $(VENV)/.runtime  ## compile the optional C++ kernels (needs g++)
 	@$(BIN)/penstock build-kernels
@@ -73,6 +73,9 @@ wheels: $(VENV)/.dev  ## the wheels penstock, penstock-client and penstock-kerne
 
 sanitize: $(VENV)/.dev  ## the C++ kernels' tests with address and undefined-behaviour sanitizers (needs g++ and its libasan)
 	@$(BIN)/python -m tools.sanitize_kernels
+
+npu-wheel: $(VENV)/.dev  ## models on fake tensors through a real torch-npu, which is downloaded (50 MB; needs gcc, no NPU)
+	@$(BIN)/python tools/npu_wheel.py
 
 arm64: $(VENV)/.dev  ## the C++ kernels cross-compiled for arm64, and their tests under QEMU (an hour, 6 GiB; needs g++-aarch64-linux-gnu and qemu-user-static)
 	@$(BIN)/python -m tools.arm64_kernels
