@@ -23,7 +23,7 @@ from penstock.generation.engine.config import PREEMPTIONS, SWAP, EngineConfig
 from penstock.generation.engine.failpoints import Failpoint
 from penstock.generation.grammar.limits import GrammarLimits
 from penstock.generation.host.memory import parse_memory
-from penstock.generation.layers.linear import QUANTIZATIONS
+from penstock.generation.layers.linear import FP8, QUANTIZATIONS
 from penstock.generation.options.limits import RequestLimits
 
 ADAPTERS = "Adapters"
@@ -102,7 +102,7 @@ class GenerationServiceConfig(ServerConfig):
         "auto",
         "Weights of the linear layers, quantised at load: faster, less exact. int4: smallest, and fastest for a "
         "stream or two; int8: more exact, and faster than int4 with several streams and for prompts; none: as "
-        "--dtype; auto: as `penstock pack` wrote MODEL, otherwise none.",
+        "--dtype; fp8: on GPUs that have it; auto: as `penstock pack` wrote MODEL, otherwise none.",
         group=MODEL,
     )
     model_route: str = option(
@@ -631,7 +631,7 @@ class GenerationServiceConfig(ServerConfig):
         super().validate()
         for flag, value, allowed in (
             ("--kernels", self.kernels, KERNELS),
-            ("--quantization", self.quantization, ("auto", *QUANTIZATIONS)),
+            ("--quantization", self.quantization, ("auto", *QUANTIZATIONS, FP8)),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("--model-route", self.model_route, ROUTES),
             ("--preemption", self.preemption, PREEMPTIONS),

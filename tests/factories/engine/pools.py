@@ -19,7 +19,7 @@ def unwritten_pool(
     layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> KVCachePool:
     """Make a pool on the CPU that gives NaN where nothing was written."""
-    kv = KVCachePool(layers, blocks, block_size, kv_heads, head_dim, dtype, torch.device("cpu"))
+    kv = KVCachePool(layers, blocks, block_size, kv_heads, head_dim, dtype, torch.device("cpu"), has_scrap=True)
     spoil(kv)
     return kv
 

@@ -39,5 +39,6 @@ def new_sampler() -> Sampler:
 
 
 def new_runner(model: CausalLM, kv: KVCachePool, **options: Any) -> ModelRunner:
-    """Make a runner that samples with the kernels of this run."""
-    return ModelRunner(model, kv, kernels=cpu_device().sampling_kernels(), **options)
+    """Make a runner that samples with the kernels of this run, and captures graphs where its device does."""
+    device = cpu_device()
+    return ModelRunner(model, kv, kernels=device.sampling_kernels(), graphs=device.graph_capture(), **options)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.generation.attention.upload import uploaded
+
 if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
 
@@ -119,12 +121,12 @@ class AttentionMetadata:
         slots = block_tables.numpy()[row_seq, index].astype(np.int64) * block_size + offset
 
         def moved(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values).to(device or block_tables.device)
+            return uploaded(values, device or block_tables.device)
 
         metadata = cls(
             query_start=moved(starts),
             context_lens=moved(np.array(kv_lens, dtype=np.int32)),
-            block_tables=block_tables.to(device or block_tables.device),
+            block_tables=moved(block_tables.numpy()),
             slot_mapping=moved(slots),
             query_lens=list(query_lens),
             kv_lens=list(kv_lens),
@@ -192,6 +194,11 @@ class Attention(ABC):
     name: str
     # Positions before its window that a row may read. They take no weight, but must hold numbers.
     reads_behind = 0
+
+    def can_be_captured(self, heads: HeadWeights, dtype: torch.dtype, kv: KVCachePool) -> bool:
+        """True when `forward_qkv` of decoding sequences with these heads queues the same work in every step, and reads
+        nothing of `metadata` but its tensors and its number of rows."""
+        return False
 
     @abstractmethod
     def forward(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.generation.attention.base import Attention, AttentionMetadata
+from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights
 from penstock.generation.attention.sdpa import SDPAAttention
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class FlashAttention(Attention):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See Attention.forward."""
-        is_special = softcap or sinks is not None or kv.dtype is not q_THD.dtype
-        if is_special or not self._limits.fits(q_THD.dtype, q_THD.shape[2]) or not self._reads(kv):
+        if softcap or sinks is not None or not self._takes(q_THD.dtype, q_THD.shape[2], kv):
             return self._portable.forward(
                 q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window, softcap=softcap, sinks=sinks
             )
@@ -89,7 +88,12 @@ class FlashAttention(Attention):
         assert isinstance(out, Tensor)
         return out
 
-    def _reads(self, kv: KVCachePool) -> bool:
-        """True when the operator's offsets reach all of a layer's pool."""
-        keys = kv.key(0)
-        return kv.block_size % self._limits.block_multiple == 0 and keys.numel() <= _INT32
+    def can_be_captured(self, heads: HeadWeights, dtype: torch.dtype, kv: KVCachePool) -> bool:
+        """See Attention."""
+        return not heads.softcap and heads.sinks is None and self._takes(dtype, heads.head_dim, kv)
+
+    def _takes(self, dtype: torch.dtype, head_dim: int, kv: KVCachePool) -> bool:
+        """True when the operator has such heads, and its offsets reach all of a layer's pool."""
+        if kv.dtype is not dtype or not self._limits.fits(dtype, head_dim):
+            return False
+        return kv.block_size % self._limits.block_multiple == 0 and kv.key(0).numel() <= _INT32

@@ -66,8 +66,10 @@ class KVCachePool:
         device: torch.device,
         *,
         num_further_blocks: int = 0,
+        has_scrap: bool = False,
     ) -> None:
         """Allocate the pool: `num_blocks` for requests, and behind them further ones, which no request gets.
+        `has_scrap`: there is one more, for rows of no sequence.
 
         Raises StartupError naming --kv-memory when the memory cannot be had.
         """
@@ -82,7 +84,9 @@ class KVCachePool:
         # States of recurrent layers; None: the model has none.
         self.states: StatePool | None = None
         self.bytes_per_block = kv_bytes_per_block(num_layers, block_size, num_kv_heads, head_dim, dtype)
-        all_blocks = num_blocks + num_further_blocks
+        all_blocks = num_blocks + num_further_blocks + has_scrap
+        # Block that is written and never read; None: there is none.
+        self.scrap_block = all_blocks - 1 if has_scrap else None
         shape = (num_layers, 2, all_blocks, block_size, num_kv_heads)
         try:
             self._data = fresh_zeros((*shape, head_dim), dtype, device)
@@ -181,7 +185,7 @@ class KVCachePool:
 
     def _rows(self, blocks: Tensor) -> Tensor:
         """Return a view (slots, all numbers of a slot)."""
-        return blocks.view((self.num_blocks + self.num_further_blocks) * self.block_size, -1)
+        return blocks.view(blocks.shape[0] * self.block_size, -1)
 
 
 def _dequantised(whole_TKD: Tensor, scale_TK: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,11 +12,12 @@ from penstock.generation.devices import KERNELS
 from penstock.generation.devices.base import Device, DeviceMemory
 from penstock.generation.host.memory import host_memory
 from penstock.generation.layers.linear.dense import PlainLinearMethod
-from penstock.generation.sampling.kernels import SamplingKernels
+from penstock.generation.sampling.kernels import QueuedSampling
 
 if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
     from penstock.generation.layers.linear.base import LinearMethod
+    from penstock.generation.sampling.kernels import SamplingKernels
 
 
 class Accelerator(Device):
@@ -80,14 +81,14 @@ class Accelerator(Device):
         """See Device."""
         if quantization != "none":
             raise StartupError(
-                f"--quantization {quantization} is not there with --device {self.name} yet: use none",
+                f"--quantization {quantization} is not there with --device {self.name}: use none",
                 flag="--quantization",
             )
         return PlainLinearMethod()
 
     def sampling_kernels(self) -> SamplingKernels:
         """See Device."""
-        return SamplingKernels()
+        return QueuedSampling()
 
     def synchronize(self) -> None:
         """See Device."""

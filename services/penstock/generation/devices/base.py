@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from penstock.generation.attention.base import Attention
+    from penstock.generation.devices.graph_capture import GraphCapture
     from penstock.generation.host.arena import Arena
     from penstock.generation.host.mapped import MappedFile
     from penstock.generation.layers.kernels import LayerKernels
@@ -154,6 +155,10 @@ class Device(ABC):
         """Return torch's process group of `count` ranks over `store`, a store of torch.distributed; a collective waits
         for `patience`. Only where `of_rank` gives a name."""
         raise RuntimeError(f"{self.name} has no ranks")
+
+    def graph_capture(self) -> GraphCapture | None:
+        """Return the way to capture decode steps; None: the device has none."""
+        return None
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -24,7 +24,7 @@ from penstock.generation.host.arena import Arena
 from penstock.generation.host.cpu_features import packing_obstacle
 from penstock.generation.host.memory import host_memory
 from penstock.generation.layers.kernels import LayerKernels, NativeKernels
-from penstock.generation.layers.linear import QUANTIZATIONS
+from penstock.generation.layers.linear import FP8, QUANTIZATIONS
 from penstock.generation.layers.linear.base import LinearMethod
 from penstock.generation.layers.linear.dense import PlainLinearMethod, cpu_linear_method
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
@@ -223,6 +223,8 @@ def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool, arena: Ar
 
     Raises StartupError naming --quantization.
     """
+    if quantization == FP8:
+        raise StartupError(f"--quantization {FP8} is for --device cuda: use int8 here", flag="--quantization")
     if quantization not in QUANTIZATIONS:
         raise StartupError(f"--quantization must be auto or one of {', '.join(QUANTIZATIONS)}", flag="--quantization")
     if quantization != "none" and dtype not in (torch.bfloat16, torch.float32):

@@ -15,13 +15,22 @@ from penstock.generation.attention.cuda import FlashAttention, FlashLimits
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.accelerator import Accelerator
 from penstock.generation.devices.base import DTYPES, named_dtype
+from penstock.generation.devices.cuda_graphs import CUDAGraphs
 from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.linear import FP8
+from penstock.generation.layers.linear.fp8 import Fp8LinearMethod
+from penstock.generation.layers.linear.int4_cuda import CudaInt4Method
+from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Method
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention
+    from penstock.generation.devices.graph_capture import GraphCapture
+    from penstock.generation.layers.linear.base import LinearMethod
 
 _log = get_logger("penstock.generation")
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+# Least compute capability of a quantised product.
+_CAPABILITIES = {"int4": (8, 0), FP8: (8, 9)}
 
 
 class CUDADevice(Accelerator):
@@ -73,6 +82,29 @@ class CUDADevice(Accelerator):
             head_dim=head_dim,
         )
         return SDPAAttention()
+
+    def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
+        """See Device."""
+        if quantization == "int8":
+            return AcceleratorInt8Method()
+        if quantization in _CAPABILITIES:
+            self._check_capability(quantization, _CAPABILITIES[quantization])
+            return CudaInt4Method() if quantization == "int4" else Fp8LinearMethod()
+        return super().linear_method(dtype, quantization)
+
+    def _check_capability(self, quantization: str, least: tuple[int, int]) -> None:
+        """Raise StartupError naming --quantization on a GPU older than its product."""
+        found = self._runtime().get_device_capability(self.number)
+        if found < least:
+            raise StartupError(
+                f"--quantization {quantization} needs a GPU of compute capability {least[0]}.{least[1]}, and this one "
+                f"has {found[0]}.{found[1]}: use int8 or none",
+                flag="--quantization",
+            )
+
+    def graph_capture(self) -> GraphCapture | None:
+        """See Device."""
+        return CUDAGraphs()
 
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
         """See Device."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.upload import uploaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,6 +33,8 @@ class ModelInputs:
     metadata: AttentionMetadata
     # One more than there are entries.
     row_starts: list[int]
+    # metadata.block_tables on the host: on the CPU the same memory.
+    tables: np.ndarray
 
 
 class InputBatch:
@@ -76,15 +79,15 @@ class InputBatch:
             row_starts.append(len(input_ids))
         slots = [self._refresh(entry) for entry in scheduled]
         context_lens = [entry.start + entry.num_tokens for entry in scheduled]
-        width = -(-max(context_lens) // self._block_size)
+        tables = self._tables[slots, : -(-max(context_lens) // self._block_size)]
         metadata, positions_T = AttentionMetadata.build(
             [entry.num_tokens for entry in scheduled],
             context_lens,
-            torch.from_numpy(self._tables[slots, :width]),
+            torch.from_numpy(tables),
             self._block_size,
             self._device,
         )
-        return ModelInputs(torch.tensor(input_ids, device=self._device), positions_T, metadata, row_starts)
+        return ModelInputs(self._moved(np.array(input_ids)), positions_T, metadata, row_starts, tables)
 
     def _build_rows(self, scheduled: Seq[ScheduledSequence]) -> ModelInputs:
         """Build for entries of one token each: in a decode step caches are cold, and each operator takes tens of µs."""
@@ -96,6 +99,7 @@ class InputBatch:
         blocks = [entry.sequence.block_table[entry.start // size] for entry in scheduled]
         places = [block * size + start % size for block, start in zip(blocks, starts, strict=True)]
         longest = max(context_lens)
+        tables = self._tables[slots, : -(-longest // size)]
         rows = self._moved(np.array((ids, starts, places), dtype=np.int64))
         input_ids_T, positions_T, slot_mapping_T = rows.unbind()
         if len(self._row_starts) != count + 1:
@@ -103,16 +107,16 @@ class InputBatch:
         metadata = AttentionMetadata(
             query_start=self._row_starts,
             context_lens=self._moved(np.array(context_lens, dtype=np.int32)),
-            block_tables=self._moved(self._tables[slots, : -(-longest // size)]),
+            block_tables=self._moved(tables),
             slot_mapping=slot_mapping_T,
             query_lens=[1] * count,
             kv_lens=context_lens,
             max_context_len=longest,
         )
-        return ModelInputs(input_ids_T, positions_T, metadata, list(range(count + 1)))
+        return ModelInputs(input_ids_T, positions_T, metadata, list(range(count + 1)), tables)
 
     def _moved(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return uploaded(values, self._device)
 
     def _refresh(self, entry: ScheduledSequence) -> int:
         """Bring the sequence's row up to date, from the block of its first token to compute on. Return its slot.

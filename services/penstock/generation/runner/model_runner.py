@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 
 from penstock.generation.attention.host_kv import copy_blocks
+from penstock.generation.attention.upload import uploaded
 from penstock.generation.core.draw import DrawKind
 from penstock.generation.core.request import Logprob, PositionLogprobs
 from penstock.generation.core.sampling_params import SamplingParams
@@ -18,6 +20,7 @@ from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
 from penstock.generation.host.memory import trim_heap
 from penstock.generation.models.capture import joint
+from penstock.generation.models.captured_decode import CapturedLM, can_capture
 from penstock.generation.runner.dola import EarlyExits
 from penstock.generation.runner.draw_rows import DrawRows
 from penstock.generation.runner.fast_path import FastPath, goes_on
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
     from penstock.generation.attention.host_kv import HostKVPool
     from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.devices.graph_capture import GraphCapture
     from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.models.language_model import LanguageModel
     from penstock.generation.sampling.token_masks import TokenMasks
@@ -70,15 +74,27 @@ class ModelRunner:
         masks: MaskFiller | None = None,
         kernels: SamplingKernels | None = None,
         host: HostKVPool | None = None,
+        graphs: GraphCapture | None = None,
+        most_captured_rows: int = 256,
     ) -> None:
         """`prompt_logprob_rows`: most prompt rows with logits at a time; each takes vocabulary x 4 bytes, thrice.
 
         `masks` None: no sequence may have a grammar. `kernels`: the device's sampling kernels; None: the reference.
-        `host` None: no step copies blocks from or to the host.
+        `host` None: no step copies blocks from or to the host. `graphs`: decode steps of up to `most_captured_rows` are
+        captured by it where the model can be.
         """
         self._again = partial(
-            ModelRunner, kv=kv, prompt_logprob_rows=prompt_logprob_rows, masks=masks, kernels=kernels, host=host
+            ModelRunner,
+            kv=kv,
+            prompt_logprob_rows=prompt_logprob_rows,
+            masks=masks,
+            kernels=kernels,
+            host=host,
+            graphs=graphs,
+            most_captured_rows=most_captured_rows,
         )
+        if graphs is not None and can_capture(model, kv):
+            model = CapturedLM(model, kv, graphs, most_captured_rows)
         kernels = kernels or SamplingKernels()
         self._model = model
         self._kv = kv
@@ -154,7 +170,9 @@ class ModelRunner:
             # The call of a steady decode looks the ids up by itself.
             looks_up = adapters is None or not adapters.changes_embedding
             if drawn is not None and looks_up and goes_on(output.scheduled):
-                self._steady = SteadyDecode(output.scheduled, inputs.metadata, self._kv.block_size, adapters)
+                self._steady = SteadyDecode(
+                    output.scheduled, inputs.metadata, inputs.tables, self._kv.block_size, adapters
+                )
         else:
             hidden_RI = self._model.forward(
                 inputs.input_ids_T,
@@ -225,6 +243,8 @@ class ModelRunner:
             # Else the memory of many rows would stay beside the pages of the pool that the step of all layers touches.
             trim_heap()
         self.release([sequence.seq_id for sequence in sequences])
+        if isinstance(self._model, CapturedLM):
+            self._model.capture_all()
 
     def _shallow(self, num_layers: int) -> ModelRunner:
         """Return this runner, with the same buffers, over the first layers of its model and pool only, or over all
@@ -419,7 +439,7 @@ class ModelRunner:
         }
 
     def _index(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+        return uploaded(np.array(values, dtype=np.int64), self._model.device)
 
 
 def _impossible(token_id: int, num_top: int | None) -> SampledToken:

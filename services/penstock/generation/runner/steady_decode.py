@@ -34,11 +34,12 @@ class SteadyDecode:
         self,
         scheduled: Seq[ScheduledSequence],
         metadata: AttentionMetadata,
+        tables: np.ndarray,
         block_size: int,
         adapters: AdapterBatch | None = None,
     ) -> None:
         """Begin after a step of these entries on the fast path, for which `goes_on` is true. `adapters`: of its rows;
-        none may change the embedding."""
+        none may change the embedding; `tables`: as ModelInputs.tables."""
         self._block_size = block_size
         self._sequences = [entry.sequence for entry in scheduled]
         self._draws = [entry.sequence.draw for entry in scheduled]
@@ -47,7 +48,7 @@ class SteadyDecode:
         self._longest = metadata.max_context_len
         # A sequence has the same one for life.
         self._adapters = adapters
-        self._tables = np.pad(metadata.block_tables.numpy(), ((0, 0), (0, _SPARE_BLOCKS)))
+        self._tables = np.pad(tables, ((0, 0), (0, _SPARE_BLOCKS)))
         # A tensor over the same memory.
         self._tables_SB = torch.from_numpy(self._tables)
 

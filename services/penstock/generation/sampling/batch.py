@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.generation.attention.upload import uploaded
 from penstock.generation.core.draw import DrawKind
 from penstock.generation.sampling.ops.counted_draws import uniforms
 from penstock.generation.sampling.processors import LATE_PROCESSORS, PROCESSORS, WARPERS
@@ -136,6 +137,11 @@ class SamplingBatch:
         ]
 
     @cached_property
+    def greedy_index_R(self) -> torch.Tensor:
+        """`greedy_rows` as an index on the device."""
+        return self.index(self.greedy_rows)
+
+    @cached_property
     def draw_options(self) -> DrawOptions:
         """Options of the sampled rows that draw a token, in their order."""
         count = len(self._keys)
@@ -167,7 +173,7 @@ class SamplingBatch:
 
     def index(self, rows: list[int]) -> torch.Tensor:
         """Return row numbers as an index on the device."""
-        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+        return uploaded(np.array(rows, dtype=np.int64), self.device)
 
     def positions(self) -> npt.NDArray[np.uint64]:
         """Return the number of output tokens so far of every row (N)."""
@@ -175,7 +181,7 @@ class SamplingBatch:
 
     def uniforms(self, positions_N: npt.NDArray[np.uint64]) -> torch.Tensor:
         """Return the uniform numbers that the sampled rows draw with (M, fp64)."""
-        return torch.from_numpy(uniforms(self.keys_M, positions_N[self.sampled_rows])).to(self.device)
+        return uploaded(uniforms(self.keys_M, positions_N[self.sampled_rows]), self.device)
 
 
 def _wanting(states: Seq[SamplingState]) -> Wanting:

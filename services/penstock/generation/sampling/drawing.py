@@ -22,17 +22,22 @@ if TYPE_CHECKING:
     from penstock.generation.core.request import PositionLogprobs
     from penstock.generation.sampling.batch import SamplingBatch
 
-# Scores that are worked on at a time: 4 MiB of fp32.
-_SCORES_AT_A_TIME = 1 << 20
+
+def not_numbers() -> FloatingPointError:
+    """Make the error of a row with a NaN, or with nothing that may be chosen."""
+    return FloatingPointError("the model produced logits that are not numbers")
 
 
 class Drawing:
     """One step's results, filled in by `greedy` and `sampled` from the processed scores."""
 
+    # Scores that are worked on at a time: 4 MiB of fp32.
+    scores_at_a_time = 1 << 20
+
     def __init__(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> None:
         self._batch = batch
         self._scores_NV = scores_NV
-        self._rows_at_a_time = max(1, _SCORES_AT_A_TIME // scores_NV.shape[1])
+        self._rows_at_a_time = max(1, self.scores_at_a_time // scores_NV.shape[1])
         self.token_ids_N = torch.empty(len(batch.states), dtype=torch.int64, device=scores_NV.device)
         # Row -> logprobs, of the rows that asked.
         self.logprobs: dict[int, PositionLogprobs] = {}
@@ -60,7 +65,9 @@ class Drawing:
 
     def tokens(self) -> list[SampledToken]:
         """Return the results of every row, with the logprobs that were asked for."""
-        token_ids = self.token_ids_N.tolist()
+        return self._tokens(self.token_ids_N.tolist())
+
+    def _tokens(self, token_ids: list[int]) -> list[SampledToken]:
         if not self.logprobs:
             return [SampledToken(token_id) for token_id in token_ids]
         return [
@@ -84,7 +91,11 @@ class Drawing:
         # Either argmax finds a NaN before any number. Most often every row is greedy, or fine at least.
         is_fine_N = np.isfinite(scores_NV.gather(1, self.token_ids_N[:, None])[:, 0].cpu().numpy())
         if not is_fine_N.all() and not is_fine_N[batch.greedy_rows].all():
-            raise FloatingPointError("the model produced logits that are not numbers")
+            raise not_numbers()
+        self._greedy_logprobs()
+
+    def _greedy_logprobs(self) -> None:
+        batch = self._batch
         asking = [row for row in batch.greedy_rows if row in batch.num_top] if batch.num_top else []
         if asking:
             self._add_greedy_logprobs(batch.index(asking))
@@ -110,14 +121,23 @@ class Drawing:
         found = top_candidates(self._scores_NV, rows_R, count)
         total_R1 = None if has_top_k else self._softmax_totals(picked_R)
         nucleus = warp_candidates(self._batch, picked_R, found, total_R1)
-        places_R = draw_from_candidates(nucleus.weights_RC, found.ids_RC, uniforms_M[picked_R])
-        exact_R = nucleus.is_exact_R
+        places_R, is_number_R1 = draw_from_candidates(nucleus.weights_RC, found.ids_RC, uniforms_M[picked_R])
+        self._check(is_number_R1)
         # Rows that are not exact are written too, and overwritten when they are drawn again.
         self.token_ids_N[rows_R] = found.ids_RC.gather(1, places_R[:, None])[:, 0]
         for few in self._wanted(rows_R):
             scores_RC = nucleus.scores_RC[few].masked_fill_(nucleus.weights_RC[few] == 0.0, -torch.inf)
             self._add_logprobs(rows_R[few], places_R[few], scores_RC, found.ids_RC[few])
-        return picked_R[:0] if bool(exact_R.all()) else picked_R[~exact_R]
+        return self._inexact(picked_R, nucleus.is_exact_R)
+
+    def _inexact(self, picked_R: torch.Tensor, is_exact_R: torch.Tensor) -> torch.Tensor:
+        """Return those of `picked_R` that their candidates do not decide."""
+        return picked_R[:0] if bool(is_exact_R.all()) else picked_R[~is_exact_R]
+
+    def _check(self, is_number_R1: torch.Tensor) -> None:
+        """Raise FloatingPointError where a row is not drawn from numbers."""
+        if not bool(is_number_R1.all()):
+            raise not_numbers()
 
     def _softmax_totals(self, picked_R: torch.Tensor) -> torch.Tensor:
         """Sum of exp(score - highest) of the tempered rows (R, 1; fp64): the inverse of the highest probability."""
@@ -134,7 +154,8 @@ class Drawing:
         for warper in () if is_warped else self._batch.warpers:
             warper.apply(scores_RV, picked_R)
         probs_RV = scores_RV.softmax(-1)
-        places_R = draw_from_vocabulary(probs_RV, uniforms_M[picked_R])
+        places_R, is_number_R1 = draw_from_vocabulary(probs_RV, uniforms_M[picked_R])
+        self._check(is_number_R1)
         self.token_ids_N[rows_R] = places_R
         for few in self._wanted(rows_R):
             self._add_logprobs(rows_R[few], places_R[few], scores_RV[few], None)

@@ -12,6 +12,7 @@ from penstock.generation.sampling.native_drawing import Kept, NativeDrawing, nat
 from penstock.generation.sampling.ops.green_lists import in_head
 from penstock.generation.sampling.ops.gumbel import Ranked, top_noisy
 from penstock.generation.sampling.ops.logprobs import position_logprobs
+from penstock.generation.sampling.queued_drawing import QueuedDrawing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -51,6 +52,16 @@ class SamplingKernels:
     ) -> list[Ranked]:
         """Return gumbel.top_noisy of every row in `rows`."""
         return [top_noisy(scores_NV[row], *rest) for row, *rest in zip(rows, streams, counts, strict=True)]
+
+
+class QueuedSampling(SamplingKernels):
+    """The reference for a device whose work is queued: a step's draws wait for it once."""
+
+    name = "queued"
+
+    def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> Drawing:
+        """See SamplingKernels."""
+        return QueuedDrawing(batch, scores_NV)
 
 
 class NativeSampling(SamplingKernels):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
+from penstock.generation.attention.upload import uploaded
 from penstock.generation.core.modes import Rescue
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     import numpy.typing as npt
+    import torch
 
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
@@ -48,11 +49,11 @@ class TokenMasks:
                 masks.append(mask)
         if not rows:
             return
-        bias_MV = self._bias(masks, scores_NV.shape[1]).to(scores_NV.device)
+        bias_MV = uploaded(self._bias(masks, scores_NV.shape[1]), scores_NV.device)
         if len(rows) == len(sequences):
             masked_MV = scores_NV.add_(bias_MV)
         else:
-            index_M = torch.tensor(rows, dtype=torch.int64, device=scores_NV.device)
+            index_M = uploaded(np.array(rows, dtype=np.int64), scores_NV.device)
             masked_MV = scores_NV[index_M].add_(bias_MV)
             scores_NV[index_M] = masked_MV
         highest_M = masked_MV.amax(dim=1).tolist()
@@ -60,11 +61,12 @@ class TokenMasks:
             for place in _stuck([sequences[row].params for row in rows], highest_M):
                 scores_NV[rows[place]] = bias_MV[place]
 
-    def _bias(self, masks: list[int], vocab_size: int) -> torch.Tensor:
+    def _bias(self, masks: list[int], vocab_size: int) -> npt.NDArray[np.float32]:
         """Bias (M, V) in fp32 on the host: 0 or -inf."""
         words_MW = self.words_RW if masks == list(range(len(self.words_RW))) else self.words_RW[masks]
         bias_MB8 = np.take(_BIAS_OF_BYTE, words_MW.view(np.uint8), axis=0)
-        return torch.from_numpy(bias_MB8.reshape(len(masks), -1)[:, :vocab_size])
+        biases: npt.NDArray[np.float32] = bias_MB8.reshape(len(masks), -1)[:, :vocab_size]
+        return biases
 
 
 def _stuck(options: list[SamplingParams], highest_M: list[float]) -> list[int]:

@@ -220,13 +220,22 @@ def _load(
     timer.end("weights")
     # Before the KV pool, which takes a share of the memory that is left.
     adapters = _adapters(config, name, model)
-    kv = _kv_pool(config, kv_memory, model, device, context)
+    graphs = device.graph_capture()
+    kv = _kv_pool(config, kv_memory, model, device, context, has_scrap=graphs is not None)
     host_kv = _host_kv_pool(config, kv, device, context)
     if ranks is not None:
         dtype = str(kv.dtype).removeprefix("torch.")
         ranks.make_pools(kv.num_blocks, kv.block_size, dtype, 0 if host_kv is None else host_kv.num_blocks)
     masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
-    runner = ModelRunner(model, kv, masks=masks, kernels=device.sampling_kernels(), host=host_kv)
+    runner = ModelRunner(
+        model,
+        kv,
+        masks=masks,
+        kernels=device.sampling_kernels(),
+        host=host_kv,
+        graphs=graphs,
+        most_captured_rows=config.max_running_sequences,
+    )
     # Before the warm-up, which writes into the KV pool: the memory of large steps then does not add to the pool's.
     batch = _batch(config, model, kv, device, show)
     trim_heap()
@@ -466,7 +475,13 @@ def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
 
 
 def _kv_pool(
-    config: GenerationServiceConfig, memory: int | None, model: LanguageModel, device: Device, context: int
+    config: GenerationServiceConfig,
+    memory: int | None,
+    model: LanguageModel,
+    device: Device,
+    context: int,
+    *,
+    has_scrap: bool,
 ) -> KVCachePool:
     facts, size = model.config, device.block_size(config.block_size)
     dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
@@ -498,6 +513,7 @@ def _kv_pool(
         dtype,
         device.torch_device,
         num_further_blocks=-(-config.graph_kv_tokens // size) if opens_graphs(config, model) else 0,
+        has_scrap=has_scrap,
     )
     kv.states = new_states(model.state_layout, slots, device.torch_device, snapshots)
     if kv.states is not None:

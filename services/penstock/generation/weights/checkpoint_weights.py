@@ -299,7 +299,7 @@ class StoredWeight:
                         order.applied(rows.scale, first),
                         None if rows.offset is None else order.applied(rows.offset, first),
                     )
-                yield rows
+                yield rows.to(self._device)
                 first += piece.values.shape[0]
 
     def joined(self) -> Tensor:

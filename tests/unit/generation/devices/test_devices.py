@@ -64,8 +64,9 @@ def test_a_gpu_is_asked_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (device.block_size(None), device.block_size(512)) == (256, 512)
     with pytest.raises(StartupError, match="--block-size must be a multiple of 256 with --device cuda, found 16"):
         device.block_size(16)
-    with pytest.raises(StartupError, match="--quantization int8 is not there with --device cuda yet"):
-        device.linear_method(torch.bfloat16, "int8")
+    assert device.linear_method(torch.bfloat16, "int8").name == "int8"
+    with pytest.raises(StartupError, match="--quantization int3 is not there with --device cuda"):
+        device.linear_method(torch.bfloat16, "int3")
     assert device.attention(torch.bfloat16, 128).name == "flash"
     for dtype, head_dim in ((torch.float32, 128), (torch.bfloat16, 320), (torch.bfloat16, 100)):
         assert device.attention(dtype, head_dim).name == "sdpa"

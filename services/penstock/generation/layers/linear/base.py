@@ -64,6 +64,11 @@ class WholeRows:
     # float32 (rows, groups); int4-asymmetric only.
     offset: Tensor | None = None
 
+    def to(self, device: torch.device) -> WholeRows:
+        """Return the same on `device`."""
+        offset = None if self.offset is None else self.offset.to(device)
+        return WholeRows(self.values.to(device), self.scale.to(device), offset)
+
     def asymmetric(self) -> WholeRows:
         """Return the same numbers of an int4 form as int4-asymmetric."""
         return self if self.offset is not None else WholeRows(self.values, self.scale, self.scale * -8.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,32 +48,53 @@ def _torch_zero(scale: Tensor, offset: Tensor, rounded: Tensor) -> Tensor:
     return torch.where(is_constant, offset, steps * rounded)
 
 
+@dataclass(frozen=True, slots=True)
+class Int4Numbers:
+    """A weight as torch's products of int4 take it, filled up to whole groups of inputs and whole blocks of outputs."""
+
+    # Outputs and inputs without what fills up.
+    shape: tuple[int, int]
+    # int4 or int4-asymmetric.
+    form: str
+    # From 0 to 15, int32; they mean (value - 8) * scale + zero.
+    values_OI: Tensor
+    # bfloat16 (groups, outputs, 2).
+    scale_and_zero: Tensor
+
+    @classmethod
+    def of(cls, weight_OI: Tensor | WholeRows, *, outputs: int) -> Int4Numbers:
+        """Quantise a weight, or take one that is whole numbers; there are a multiple of `outputs` rows. Raises
+        NotFinite."""
+        offset = None
+        if isinstance(weight_OI, Tensor):
+            rows, inputs = weight_OI.shape
+            values, scale = quantize_groups(F.pad(weight_OI, (0, 0, 0, -rows % outputs)))
+        else:
+            rows, inputs = weight_OI.values.shape
+            values = F.pad(weight_OI.values, (0, -inputs % GROUP, 0, -rows % outputs), value=8).int()
+            scale = F.pad(weight_OI.scale, (0, 0, 0, -rows % outputs)).bfloat16()
+            offset = weight_OI.offset
+        check_finite(scale)
+        zero = torch.zeros_like(scale)
+        if offset is not None and not isinstance(weight_OI, Tensor):
+            check_finite(offset)
+            zero[:rows] = _torch_zero(weight_OI.scale, offset, scale[:rows])
+        form = INT4 if offset is None else INT4_ASYMMETRIC
+        return cls((rows, inputs), form, values, torch.stack([scale, zero], dim=2).transpose(0, 1).contiguous())
+
+
 class Int4Linear(Linear):
     """A linear layer with weights of half a byte each, and 1/16 byte for the scales."""
 
     def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
         """Take a weight to quantise, or one that is whole numbers; their scales and offsets are rounded to bfloat16."""
-        offset = None
-        if isinstance(weight_OI, Tensor):
-            self.out_features, self.in_features = weight_OI.shape
-            values, scale = quantize_groups(F.pad(weight_OI, (0, 0, 0, -self.out_features % _BLOCK)))
-        else:
-            self.out_features, self.in_features = weight_OI.values.shape
-            rows = -self.out_features % _BLOCK
-            values = F.pad(weight_OI.values, (0, -self.in_features % GROUP, 0, rows), value=8).int()
-            scale = F.pad(weight_OI.scale, (0, 0, 0, rows)).bfloat16()
-            offset = weight_OI.offset
-        check_finite(scale)
-        # torch adds its zero: (value - 8) * scale + zero.
-        zero = torch.zeros_like(scale)
-        if offset is not None and not isinstance(weight_OI, Tensor):
-            check_finite(offset)
-            zero[: self.out_features] = _torch_zero(weight_OI.scale, offset, scale[: self.out_features])
-        self._form = INT4 if offset is None else INT4_ASYMMETRIC
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, _INNER_TILES)
-        self._scale_and_zero = torch.stack([scale, zero], dim=2).transpose(0, 1).contiguous()
+        numbers = Int4Numbers.of(weight_OI, outputs=_BLOCK)
+        self.out_features, self.in_features = numbers.shape
+        self._form = numbers.form
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.values_OI, _INNER_TILES)
+        self._scale_and_zero = numbers.scale_and_zero
         self._bias = None if bias_O is None else bias_O.float()
-        self._padding = values.shape[1] - self.in_features
+        self._padding = numbers.values_OI.shape[1] - self.in_features
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Linear."""

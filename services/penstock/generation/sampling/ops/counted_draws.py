@@ -65,22 +65,23 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 _BLOCK = 128
 
 
-def draw_from_candidates(weights_RC: torch.Tensor, ids_RC: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """Places (R) in the candidates, drawn with probability proportional to `weights_RC` (fp64, 0 = dropped).
-
-    Raises FloatingPointError when a row's weights do not sum to a number.
+def draw_from_candidates(
+    weights_RC: torch.Tensor, ids_RC: torch.Tensor, uniforms_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places (R) in the candidates, drawn with probability proportional to `weights_RC` (fp64, 0 = dropped), and a bool
+    for each row (R, 1): False where its weights do not sum to a number, and the place means nothing.
     """
     order_RC = ids_RC.argsort(dim=-1)
     cumulative_RC = weights_RC.gather(1, order_RC).cumsum(-1)
     places_R1 = _invert(cumulative_RC, _targets(cumulative_RC, uniforms_R))
-    return order_RC.gather(1, places_R1)[:, 0]
+    return order_RC.gather(1, places_R1)[:, 0], _are_numbers(cumulative_RC)
 
 
-def draw_from_vocabulary(weights_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """Token ids (R), drawn with probability proportional to `weights_RV` (fp32, 0 = dropped).
+def draw_from_vocabulary(weights_RV: torch.Tensor, uniforms_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (R), drawn with probability proportional to `weights_RV` (fp32, 0 = dropped), and for each row a bool
+    as `draw_from_candidates` has it.
 
-    It draws on two levels, first the block of ids, then the id: only one block per row is summed token by token. Raises
-    FloatingPointError when a row's weights do not sum to a number.
+    It draws on two levels, first the block of ids, then the id: only one block per row is summed token by token.
     """
     vocab_size = weights_RV.shape[1]
     whole = vocab_size // _BLOCK
@@ -93,15 +94,18 @@ def draw_from_vocabulary(weights_RV: torch.Tensor, uniforms_R: torch.Tensor) -> 
     ids_RW = blocks_R1 * _BLOCK + torch.arange(_BLOCK, device=weights_RV.device)
     weights_RW = weights_RV.gather(1, ids_RW.clamp(max=vocab_size - 1)).masked_fill_(ids_RW >= vocab_size, 0.0)
     cumulative_RW = before_R1 + weights_RW.cumsum(-1, dtype=torch.float64)
-    return ids_RW.gather(1, _invert(cumulative_RW, targets_R1))[:, 0]
+    return ids_RW.gather(1, _invert(cumulative_RW, targets_R1))[:, 0], _are_numbers(cumulative_RB)
+
+
+def _are_numbers(cumulative_RC: torch.Tensor) -> torch.Tensor:
+    """Return (R, 1): True for a row with a total. A NaN among the scores leaves a NaN, or no weight at all where it was
+    compared with something before."""
+    totals_R1 = cumulative_RC[:, -1:]
+    return (totals_R1 > 0) & (totals_R1 < torch.inf)
 
 
 def _targets(cumulative_RC: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    totals_R1 = cumulative_RC[:, -1:]
-    # A NaN among the scores leaves a NaN, or no weight at all where it was compared with something before.
-    if not bool(((totals_R1 > 0) & (totals_R1 < torch.inf)).all()):
-        raise FloatingPointError("the model produced logits that are not numbers")
-    return uniforms_R[:, None] * totals_R1
+    return uniforms_R[:, None] * cumulative_RC[:, -1:]
 
 
 def _invert(cumulative_RC: torch.Tensor, targets_R1: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.generation.attention.upload import uploaded
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as Seq
@@ -40,7 +42,7 @@ class Places:
         if vocab_size != self._vocab_size:
             self._kept_E = self._ids_E < vocab_size
             places_E = self._rows_E * vocab_size + self._ids_E
-            self._index_E = torch.from_numpy(places_E[self._kept_E]).to(self._device)
+            self._index_E = uploaded(places_E[self._kept_E], self._device)
             self._vocab_size = vocab_size
         return self._index_E
 
@@ -51,7 +53,7 @@ class Places:
     def of(self, values_E: npt.NDArray[np.float32], vocab_size: int) -> torch.Tensor:
         """Return the values (one per pair) that belong to the places of `index`."""
         self.index(vocab_size)
-        return torch.from_numpy(values_E[self._kept_E]).to(self._device)
+        return uploaded(values_E[self._kept_E], self._device)
 
 
 def only(scores_V: torch.Tensor, ids_A: torch.Tensor) -> None:

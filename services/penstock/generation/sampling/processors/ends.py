@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.generation.attention.upload import uploaded
 from penstock.generation.sampling.ops.places import Places, id_array
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
 
@@ -85,7 +86,7 @@ class MinNewTokens(LogitsProcessor):
         active = (positions_N[self._rows] < self._minimum) & (self._eos_ids < vocab_size)
         if active.any():
             places = self._rows[active] * vocab_size + self._eos_ids[active]
-            scores_NV.view(-1)[torch.from_numpy(places).to(self._device)] = -torch.inf
+            scores_NV.view(-1)[uploaded(places, self._device)] = -torch.inf
 
 
 # Finite in fp32 when a score is multiplied by it, and far more than is left of the score anyway.

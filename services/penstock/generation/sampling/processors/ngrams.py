@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 
+from penstock.generation.attention.upload import uploaded
 from penstock.generation.sampling.processors.base import LogitsProcessor
 from penstock.generation.sampling.trackers import NgramFollowers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    import numpy as np
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams
@@ -75,4 +76,4 @@ def _ban(scores_NV: torch.Tensor, rows: Rows) -> None:
         first = row * vocab_size
         places += [first + token_id for token_id in followers.after(sequence.token_ids) if token_id < vocab_size]
     if places:
-        scores_NV.view(-1)[torch.tensor(places, dtype=torch.int64, device=scores_NV.device)] = -torch.inf
+        scores_NV.view(-1)[uploaded(np.array(places, dtype=np.int64), scores_NV.device)] = -torch.inf

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from penstock.generation.attention.upload import uploaded
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
 from penstock.generation.sampling.trackers import PromptIds, TokenCounts
 
@@ -41,8 +42,8 @@ class RepetitionPenalty(LogitsProcessor):
 
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         places_E, lengths = _places(self._rows, self._seen, scores_NV.shape[1])
-        penalties_E = torch.from_numpy(self._penalties.repeat(lengths)).to(self._device)
-        penalise(scores_NV, torch.from_numpy(places_E).to(self._device), penalties_E)
+        penalties_E = uploaded(self._penalties.repeat(lengths), self._device)
+        penalise(scores_NV, uploaded(places_E, self._device), penalties_E)
 
 
 class EncoderRepetitionPenalty(LogitsProcessor):
@@ -65,8 +66,8 @@ class EncoderRepetitionPenalty(LogitsProcessor):
 
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         places_E, lengths = _places(self._rows, self._prompts, scores_NV.shape[1])
-        penalties_E = torch.from_numpy(self._penalties.repeat(lengths)).to(self._device)
-        penalise(scores_NV, torch.from_numpy(places_E).to(self._device), penalties_E)
+        penalties_E = uploaded(self._penalties.repeat(lengths), self._device)
+        penalise(scores_NV, uploaded(places_E, self._device), penalties_E)
 
 
 class OpenAIPenalties(LogitsProcessor):
@@ -95,8 +96,8 @@ class OpenAIPenalties(LogitsProcessor):
             return
         counts_E = np.concatenate([outputs.counts for outputs in self._outputs])
         penalties_E = self._frequency.repeat(lengths) * counts_E + self._presence.repeat(lengths)
-        flat, index_E = scores_NV.view(-1), torch.from_numpy(places_E).to(self._device)
-        flat[index_E] = flat[index_E] - torch.from_numpy(penalties_E).to(self._device)
+        flat, index_E = scores_NV.view(-1), uploaded(places_E, self._device)
+        flat[index_E] = flat[index_E] - uploaded(penalties_E, self._device)
 
 
 def _counts(state: RowState, kind: type[LogitsProcessor]) -> TokenCounts:
@@ -145,6 +146,6 @@ class HammingDiversity(LogitsProcessor):
         for row, sequence in self._rows:
             taken = sequence.draw.taken_ids
             if taken:
-                index_E = torch.tensor(taken, dtype=torch.int64, device=scores_NV.device)
+                index_E = uploaded(np.array(taken, dtype=np.int64), scores_NV.device)
                 penalty = min(sequence.params.mode.diversity_penalty, LARGEST_SCORE)
                 scores_NV[row].index_add_(0, index_E, torch.full_like(index_E, penalty, dtype=torch.float32), alpha=-1)

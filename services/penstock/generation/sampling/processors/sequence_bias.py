@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from penstock.generation.attention.upload import uploaded
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
 
 if TYPE_CHECKING:
@@ -111,6 +112,6 @@ def _add(scores_NV: torch.Tensor, rows: Rows) -> None:
             places.append(ids_E[is_known_E] + row * vocab_size)
             values.append(values_E[is_known_E])
     if places:
-        index = torch.from_numpy(np.concatenate(places)).to(scores_NV.device)
-        added = torch.from_numpy(np.concatenate(values)).to(scores_NV.device)
+        index = uploaded(np.concatenate(places), scores_NV.device)
+        added = uploaded(np.concatenate(values), scores_NV.device)
         scores_NV.view(-1).index_add_(0, index, added)

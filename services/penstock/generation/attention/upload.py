@@ -1,0 +1,23 @@
+"""Numbers of the host on their way to the device of a step's tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+def uploaded(values: npt.NDArray[np.generic[Any]], device: torch.device) -> Tensor:
+    """Return the numbers on `device`: on the CPU in the same memory, elsewhere a copy that does not wait for the work
+    that is queued there.
+
+    Such a copy needs pinned memory, which torch keeps until the copy is done: from any other it first waits for all
+    work of its stream.
+    """
+    found = torch.from_numpy(values)
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)

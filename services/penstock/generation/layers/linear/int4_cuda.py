@@ -1,0 +1,78 @@
+"""int4 by torch's CUDA operators: groups of 32 inputs share a scale; x is bfloat16 in the product."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, WholeRows, dense
+from penstock.generation.layers.linear.int4 import GROUP, Int4Numbers
+from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
+
+# Outputs are packed in tiles of 8, inputs in tiles of 16, of which a thread has 2, 4 or 8 one behind the other.
+_OUTPUTS, _TILE = 8, 16
+_INNER_TILES = (8, 4, 2)
+
+
+class CudaInt4Linear(Linear):
+    """A linear layer with weights of half a byte each, and 1/8 byte for scales and zeros."""
+
+    def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
+        """Take a weight to quantise, or one that is whole numbers; their scales and offsets are rounded to bfloat16."""
+        numbers = Int4Numbers.of(weight_OI, outputs=_OUTPUTS)
+        self.out_features, self.in_features = numbers.shape
+        self._form = numbers.form
+        values = numbers.values_OI
+        self._padding = values.shape[1] - self.in_features
+        inner = next(tiles for tiles in _INNER_TILES if not values.shape[1] % (tiles * _TILE))
+        # Two values a byte, the first in the upper half.
+        halves = (values[:, ::2] << 4 | values[:, 1::2]).to(torch.uint8)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack(halves, inner)
+        self._scale_and_zero = numbers.scale_and_zero
+        self._bias = None if bias_O is None else bias_O.float()
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See Linear."""
+        return self.as_float(x_TI).to(x_TI.dtype)
+
+    def as_float(self, x_TI: Tensor) -> Tensor:
+        """See Linear: of a product that is rounded to bfloat16."""
+        if not x_TI.shape[0]:
+            return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
+        x = F.pad(x_TI, (0, self._padding)).bfloat16()
+        found = torch.ops.aten._weight_int4pack_mm(x, self._packed, GROUP, self._scale_and_zero)
+        result: Tensor = found[:, : self.out_features].float()
+        return result if self._bias is None else result + self._bias
+
+    @property
+    def quantised_as(self) -> str:
+        """See Linear."""
+        return self._form
+
+    @property
+    def mean_scale(self) -> float:
+        """See Linear. Outputs that only fill up a tile are left out."""
+        return float(self._scale_and_zero[:, : self.out_features, 0].float().abs().mean())
+
+    @property
+    def num_bytes(self) -> int:
+        """See Linear."""
+        own: int = self._packed.nbytes + self._scale_and_zero.nbytes
+        return own + (0 if self._bias is None else self._bias.nbytes)
+
+
+class CudaInt4Method(LinearMethod):
+    """Quantises as it loads; the head is int8, since rounding hurts most there."""
+
+    name = "int4"
+
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        return CudaInt4Linear(weight_OI, bias_O)
+
+    def _whole(self, rows: WholeRows, bias_O: Tensor | None) -> Linear:
+        return CudaInt4Linear(rows, bias_O)
+
+    def head(self, weight_VI: Tensor | Weight) -> Linear:
+        """See LinearMethod."""
+        return AcceleratorInt8Linear(dense(weight_VI), None)

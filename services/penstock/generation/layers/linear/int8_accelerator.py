@@ -1,0 +1,75 @@
+"""int8 by torch._int_mm, which accelerators have: a scale for each output and, computed anew for each row of x, one for
+the row, as on the CPU (int8.py). The sums are whole numbers: every device gives the same."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.generation.layers.linear.base import Linear, LinearMethod, WholeRows, check_finite
+from penstock.generation.layers.linear.int8 import quantize_rows
+
+# What cuBLASLt's product takes: more rows than 16, and multiples of 8 of inputs and outputs.
+LEAST_ROWS = 17
+MULTIPLE = 8
+
+
+class AcceleratorInt8Linear(Linear):
+    """A linear layer with weights of one byte each."""
+
+    def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
+        """Take a weight to quantise, or one that is whole numbers."""
+        if isinstance(weight_OI, Tensor):
+            values, scale = quantize_rows(weight_OI)
+        else:
+            values, scale = weight_OI.values, weight_OI.scale[:, None]
+        self.out_features, self.in_features = values.shape
+        check_finite(scale)
+        self._padding = -self.in_features % MULTIPLE
+        # (inputs, outputs), a column at a time: the layout that the product reads.
+        self._weight_IO = F.pad(values.to(torch.int8), (0, self._padding, 0, -self.out_features % MULTIPLE)).t()
+        self._scale = scale.flatten().contiguous()
+        self._bias = None if bias_O is None else bias_O.float()
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See Linear."""
+        return self.as_float(x_TI).to(x_TI.dtype)
+
+    def as_float(self, x_TI: Tensor) -> Tensor:
+        """See Linear."""
+        rows = x_TI.shape[0]
+        if not rows:
+            return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
+        values, scale_T1 = quantize_rows(x_TI)
+        values = F.pad(values.to(torch.int8), (0, self._padding, 0, max(0, LEAST_ROWS - rows)))
+        sums = torch._int_mm(values, self._weight_IO)[:rows, : self.out_features]
+        result = sums.float().mul_(self._scale).mul_(scale_T1)
+        return result if self._bias is None else result.add_(self._bias)
+
+    @property
+    def quantised_as(self) -> str:
+        """See Linear."""
+        return "int8"
+
+    @property
+    def mean_scale(self) -> float:
+        """See Linear."""
+        return float(self._scale.mean())
+
+    @property
+    def num_bytes(self) -> int:
+        """See Linear."""
+        return self._weight_IO.nbytes + self._scale.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+
+class AcceleratorInt8Method(LinearMethod):
+    """Quantises as it loads: no calibration."""
+
+    name = "int8"
+
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        return AcceleratorInt8Linear(weight_OI, bias_O)
+
+    def _whole(self, rows: WholeRows, bias_O: Tensor | None) -> Linear:
+        return AcceleratorInt8Linear(rows, bias_O)
