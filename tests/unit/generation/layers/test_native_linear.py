@@ -146,6 +146,19 @@ def test_inputs_that_are_summed_in_several_parts(format: Format) -> None:
     assert torch.equal(linear.as_float(x[7:8]), found[7:8])
 
 
+@pytest.mark.parametrize("format", [Format.INT8, Format.INT4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_the_largest_whole_numbers_are_summed_exactly(format: Format, rows: int) -> None:
+    """All of one sign, so that sums of products are as large as 16 bits have to hold."""
+    weight = torch.full((40, 192), 7.0)
+    weight[::2, ::32] = -8.0
+    weight[1::2] *= -1
+    x = torch.ones(rows, 192)
+    linear = NativeLinearMethod(format).linear(weight, None)
+    kept, given = quantised(weight, x, format)
+    assert_near(linear(x), given @ kept.T, 1e-6)
+
+
 def test_many_rows_and_panels_in_several_threads() -> None:
     weight, x = torch.randn(1000, 96).bfloat16(), torch.randn(517, 96).bfloat16()
     linear = NativeLinearMethod(Format.BF16).linear(weight, None)

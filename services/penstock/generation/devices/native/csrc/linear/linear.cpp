@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 
+#include "linear/products.h"
 #include "util/abs_max.h"
 #include "util/vec.h"
 
@@ -24,13 +25,6 @@ constexpr int TILE = 2;
 
 int max_tile_rows() { return TILE; }
 
-static inline vi load_bits(const char* p) {
-  vi v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
-static inline vi splat_bits(int32_t x) { return vi{} + x; }
-
 struct F32 {
   typedef vf Sum;
   static inline Sum dot(Sum sum, int32_t x, vi w) {
@@ -48,42 +42,12 @@ struct BF16 {
 #elif defined(__AVX512BF16__)
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat_bits(x), (__m512bh)w);
 #else
-    vf low = (vf)splat_bits(x << 16), high = (vf)splat_bits(x & int32_t(0xFFFF0000));
-    sum += low * (vf)(w << 16);
-    return sum + high * (vf)(w & int32_t(0xFFFF0000));
+    const vi both = splat_bits(x), high = splat_bits(int32_t(0xFFFF0000));
+    sum += (vf)(both << 16) * (vf)(w << 16);
+    return sum + (vf)(both & high) * (vf)(w & high);
 #endif
   }
 };
-
-// Four products of bytes, `u` unsigned and `s` signed, added to each sum.
-static inline vi dot_bytes(vi sum, vi u, vi s) {
-#ifdef __ARM_FEATURE_MATMUL_INT8
-  return (vi)vusdotq_s32((int32x4_t)sum, (uint8x16_t)u, (int8x16_t)s);
-#elif defined(__aarch64__)
-  // Both signed: `u` less 128, and the 128 back.
-  const int8x16_t signed_u = (int8x16_t)(u ^ splat_bits(int32_t(0x80808080)));
-  const int32x4_t rest = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(-128), (int8x16_t)s);
-  return (vi)vsubq_s32(vdotq_s32((int32x4_t)sum, signed_u, (int8x16_t)s), rest);
-#elif defined(__AVX512VNNI__)
-  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
-#else
-  // Goes through 16 bits: the instruction for bytes saturates.
-  const __m256i even = _mm256_set1_epi32(0x00FF00FF);
-  __m256i u0 = _mm256_and_si256((__m256i)u, even), u1 = _mm256_srli_epi16((__m256i)u, 8);
-  __m256i s0 = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)s, 8), 8),
-          s1 = _mm256_srai_epi16((__m256i)s, 8);
-  return sum + (vi)_mm256_madd_epi16(u0, s0) + (vi)_mm256_madd_epi16(u1, s1);
-#endif
-}
-
-// As dot_bytes; `u` is at most 127.
-static inline vi dot_small_bytes(vi sum, vi u, vi s) {
-#ifdef __aarch64__
-  return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)u, (int8x16_t)s);
-#else
-  return dot_bytes(sum, u, s);
-#endif
-}
 
 struct INT8 {
   typedef vi Sum;
@@ -162,13 +126,7 @@ static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& pa
     for (int v = 0; v < V; ++v) {
       vf value = (vf)sum[m][v];
       if constexpr (std::is_same_v<Sum, vi>)
-        if (part.is_last) {
-          // x is 128 too large.
-          vi offset = load_bits((const char*)(a.column_sum + panel * PANEL + v * L));
-          value = __builtin_convertvector(sum[m][v] - (offset << 7), vf);
-          value = value * splat(a.row_scale[row + m]) *
-                  load((const float*)a.column_scale + panel * PANEL + v * L);
-        }
+        if (part.is_last) value = scaled_int8(a, row + m, panel * PANEL + v * L, sum[m][v]);
       store_all(&block[m][v * L], value);
     }
 }
@@ -184,7 +142,7 @@ struct INT4 {
 };
 
 // Rows whose results stay in registers from group to group.
-constexpr int KEPT_ROWS = TILE / 4;
+constexpr int KEPT_ROWS = L == 8 ? 1 : TILE / 4;
 
 template <typename S, bool HAS_OFFSET>
 template <int M>
@@ -210,7 +168,7 @@ void INT4<S, HAS_OFFSET>::tile(const LinearArgs& a, int64_t row, int64_t panel, 
     vi sum[M][V];
     for (int m = 0; m < M; ++m)
       for (int v = 0; v < V; ++v)
-        sum[m][v] = HAS_OFFSET ? vi{} : splat_bits(-8 * a.row_sum[(row + m) * groups + group]);
+        sum[m][v] = start_group(HAS_OFFSET ? 0 : -8 * a.row_sum[(row + m) * groups + group]);
 #pragma GCC unroll 4
     for (int u = 0; u < STEPS; ++u) {
       const int64_t g = group * STEPS + u;
@@ -225,7 +183,7 @@ void INT4<S, HAS_OFFSET>::tile(const LinearArgs& a, int64_t row, int64_t panel, 
         const int32_t* x = (const int32_t*)a.x + (row + m) * a.x_stride + 2 * g;
         vi x0 = splat_bits(x[0]), x1 = splat_bits(x[1]);
         for (int v = 0; v < V; ++v)
-          sum[m][v] = dot_small_bytes(dot_small_bytes(sum[m][v], first[v], x0), second[v], x1);
+          sum[m][v] = dot_group(dot_group(sum[m][v], first[v], x0), second[v], x1);
       }
     }
     const S* scale = (const S*)a.column_scale + (panel * groups + group) * PANEL;
@@ -233,7 +191,8 @@ void INT4<S, HAS_OFFSET>::tile(const LinearArgs& a, int64_t row, int64_t panel, 
     for (int m = 0; m < M; ++m) {
       const int64_t at = (row + m) * groups + group;
       for (int v = 0; v < V; ++v) {
-        vf value = __builtin_convertvector(sum[m][v], vf) * splat(a.row_scale[at]);
+        const vi whole = end_group(sum[m][v], HAS_OFFSET ? 0 : -8 * a.row_sum[at]);
+        vf value = __builtin_convertvector(whole, vf) * splat(a.row_scale[at]);
         vf total = KEEPS ? kept[KEEPS ? m : 0][v] : load(&block[m][v * L]);
         total += value * load(scale + v * L);
         if constexpr (HAS_OFFSET)
@@ -414,7 +373,8 @@ static void add_adapters(const AdapterRows& a, int64_t row, int64_t rows, int64_
                          float (*block)[PANEL]) {
   for (int64_t first = 0, last; first < rows; first = last) {
     const int32_t adapter = a.adapter[row + first];
-    for (last = first + 1; last < rows && a.adapter[row + last] == adapter; ++last) {}
+    last = first + 1;
+    while (last < rows && last < first + TILE && a.adapter[row + last] == adapter) ++last;
     if (adapter < 0 || a.matrices[adapter].ranks == 0) continue;
     const AdapterMatrices& matrices = a.matrices[adapter];
     const Expand add =
@@ -442,6 +402,18 @@ static int64_t first_of(int64_t rows, int64_t t, int64_t tiles) {
   return first + (rows - first) * (t - 1) / (tiles - 1);
 }
 
+// Rows of one panel, whose sums are made: their adapters, and then the results.
+static void finish_rows(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel,
+                        float (*block)[PANEL], Beyond beyond) {
+  if (a.adapters != nullptr) add_adapters(*a.adapters, row, rows, panel, block);
+  if (a.highest != nullptr) {
+    update_argmax(a, block, row, rows, panel, beyond);
+    return;
+  }
+  const Store put = a.out_bf16 ? pick_store<bf16>(a.gate) : pick_store<float>(a.gate);
+  put(a, block, row, rows, panel, beyond);
+}
+
 void multiply(const LinearArgs& a, const LinearTask& task) {
   const int64_t rows = task.last_row - task.first_row, tiles = (rows + TILE - 1) / TILE;
   const int64_t parts = (a.granules + PART - 1) / PART;
@@ -463,16 +435,9 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
         const int64_t first = first_of(rows, t, tiles), last = first_of(rows, t + 1, tiles);
         pick(a, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
         if (!part.is_last) continue;
-        if (a.adapters != nullptr)
-          add_adapters(*a.adapters, task.first_row + first, last - first, panel, blocks + first);
         const bool fetches = part.is_new && last - first >= FETCHING_ROWS;
         const Beyond beyond{fetches ? a.weight + (panel + 1) * a.granules * PANEL * 4 : nullptr};
-        if (a.highest != nullptr) {
-          update_argmax(a, blocks + first, task.first_row + first, last - first, panel, beyond);
-          continue;
-        }
-        const Store put = a.out_bf16 ? pick_store<bf16>(a.gate) : pick_store<float>(a.gate);
-        put(a, blocks + first, task.first_row + first, last - first, panel, beyond);
+        finish_rows(a, task.first_row + first, last - first, panel, blocks + first, beyond);
       }
     }
 }
