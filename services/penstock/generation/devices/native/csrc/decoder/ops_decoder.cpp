@@ -328,6 +328,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   static Prefetch beginning(const Linear& layer, int64_t rows, int64_t thread, int64_t threads,
                             int64_t bytes) {
     LinearArgs args{};
+    args.format = layer.format;
     args.weight = (const char*)layer.weight.const_data_ptr();
     args.granules = layer.granules;
     const LinearShare share(args, rows, layer.panels, threads);

@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 
+#include "linear/expanded.h"
 #include "linear/products.h"
 #include "util/abs_max.h"
 #include "util/vec.h"
@@ -23,7 +24,13 @@ constexpr int TILE = 12;
 constexpr int TILE = 2;
 #endif
 
-int max_tile_rows() { return TILE; }
+#ifdef PENSTOCK_EXPANDS
+int64_t panels_at_once(Format format, int64_t rows) {
+  return is_expanded(format, rows) ? PANELS_AT_ONCE : 1;
+}
+#else
+int64_t panels_at_once(Format, int64_t) { return 1; }
+#endif
 
 struct F32 {
   typedef vf Sum;
@@ -414,7 +421,18 @@ static void finish_rows(const LinearArgs& a, int64_t row, int64_t rows, int64_t 
   put(a, block, row, rows, panel, beyond);
 }
 
+#ifdef PENSTOCK_EXPANDS
+static void multiply_expanded(const LinearArgs& a, const LinearTask& task) {
+  sum_expanded(a, task, [&](int64_t panel, float (*block)[PANEL]) {
+    finish_rows(a, task.first_row, task.last_row - task.first_row, panel, block, Beyond{nullptr});
+  });
+}
+#endif
+
 void multiply(const LinearArgs& a, const LinearTask& task) {
+#ifdef PENSTOCK_EXPANDS
+  if (is_expanded(a.format, task.last_row - task.first_row)) return multiply_expanded(a, task);
+#endif
   const int64_t rows = task.last_row - task.first_row, tiles = (rows + TILE - 1) / TILE;
   const int64_t parts = (a.granules + PART - 1) / PART;
   alignas(64) float blocks[ROW_BLOCK][PANEL];

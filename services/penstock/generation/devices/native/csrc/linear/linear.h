@@ -114,7 +114,8 @@ struct PackArgs {
 };
 
 #define PENSTOCK_LINEAR_KERNELS                                                                    \
-  int max_tile_rows();                                                                             \
+  /* Panels that a task of so many rows should have at least. */                                   \
+  int64_t panels_at_once(Format, int64_t rows);                                                    \
   void multiply(const LinearArgs&, const LinearTask&);                                             \
   void quantize(const QuantizeArgs&, int64_t first, int64_t last);                                 \
   /* `count` dense rows to the columns from `column` on; false: int8 or int4, and a number is none \

@@ -30,13 +30,15 @@ struct LinearShare {
   // Small enough for all threads to end together.
   static constexpr int64_t TASK_BYTES = 64 << 10;
 
-  int64_t rows, panels, threads, blocks, each, parts;
+  int64_t rows, panels, threads, blocks, parts;
 
   LinearShare(const LinearArgs& args, int64_t rows, int64_t panels, int64_t threads)
       : rows(rows), panels(panels), threads(threads), blocks((rows + ROW_BLOCK - 1) / ROW_BLOCK) {
-    each = std::max<int64_t>(1, std::min<int64_t>((panels + threads - 1) / threads,
-                                                  TASK_BYTES / (args.granules * PANEL * 4)));
-    parts = (panels + each - 1) / each;
+    const int64_t each = std::max<int64_t>(KERNEL(panels_at_once)(args.format, rows),
+                                           TASK_BYTES / (args.granules * PANEL * 4));
+    // As many for each thread, where there are so many.
+    const int64_t turns = std::max<int64_t>(1, (panels + each * threads - 1) / (each * threads));
+    parts = std::min(panels, turns * threads);
   }
 
   int64_t first_of(int64_t thread) const { return blocks * parts * thread / threads; }
@@ -45,8 +47,8 @@ struct LinearShare {
     return {
         .first_row = rows * block / blocks,
         .last_row = rows * (block + 1) / blocks,
-        .first_panel = part * each,
-        .last_panel = std::min(panels, (part + 1) * each),
+        .first_panel = panels * part / parts,
+        .last_panel = panels * (part + 1) / parts,
     };
   }
   // Bytes of the weight that `thread` reads in its own share, where rows are one block.

@@ -1,0 +1,310 @@
+// Products of several rows where no instruction multiplies the numbers as they are stored (AVX2):
+// what an instruction takes of them is worked out once, for all rows of a task. A part of a panel
+// becomes units of 32 bits (two integers of 16 bits, or four bytes of int4), which stay in the
+// first-level cache; so do the rows in int8. Then a tile of more rows has room in the registers
+// beside half a panel. The sums have the order of linear.cpp's, and so their bits.
+#pragma once
+#if !defined(__aarch64__) && !defined(__AVX512F__)
+#define PENSTOCK_EXPANDS
+#include <algorithm>
+#include <vector>
+
+#include "linear/products.h"
+
+namespace penstock {
+namespace NS {
+
+// Rows from which it is worth the trouble.
+constexpr int64_t EXPANDED_ROWS = 3;
+static inline bool is_expanded(Format format, int64_t rows) {
+  return format >= Format::INT8 && rows >= EXPANDED_ROWS;
+}
+// Vectors of half a panel, and rows whose sums fit in the registers beside them.
+constexpr int W = HALF / L, WIDE_TILE = 6;
+// Half a panel's fill a quarter of the first-level cache, which two threads of a core share.
+constexpr int64_t UNITS_OF_PART = 128;
+// Panels for which the rows are expanded once, and whose sums stay in the second-level cache while
+// the parts go by.
+constexpr int64_t PANELS_AT_ONCE = 4;
+// Granules by which a part is longer or shorter: whole groups of int4, whole turns of the loops.
+constexpr int UNITS_AT_ONCE = 8;
+
+static inline vi interleave_low(vi a, vi b) {
+  return (vi)_mm256_permute2x128_si256(_mm256_unpacklo_epi32((__m256i)a, (__m256i)b),
+                                       _mm256_unpackhi_epi32((__m256i)a, (__m256i)b), 0x20);
+}
+static inline vi interleave_high(vi a, vi b) {
+  return (vi)_mm256_permute2x128_si256(_mm256_unpacklo_epi32((__m256i)a, (__m256i)b),
+                                       _mm256_unpackhi_epi32((__m256i)a, (__m256i)b), 0x31);
+}
+
+// Formats as units: those of a granule of the weight, and of one of x unless it is a unit itself.
+
+// The bytes of even numbers and those of odd ones, each in 16 bits.
+struct INT8Units {
+  static constexpr int COUNT = 2;
+  static constexpr bool EXPANDS_ROWS = true;
+  typedef vi Sum;
+  static inline void of_weight(vi w, vi (&units)[COUNT]) {
+    units[0] = (vi)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)w, 8), 8);
+    units[1] = (vi)_mm256_srai_epi16((__m256i)w, 8);
+  }
+  static inline void of_row(vi x, vi (&units)[COUNT]) {
+    units[0] = x & 0x00FF00FF, units[1] = (vi)_mm256_srli_epi16((__m256i)x, 8);
+  }
+  static inline Sum dot(Sum sum, vi x, vi w) {
+    return in_order(sum + (vi)_mm256_madd_epi16((__m256i)x, (__m256i)w));
+  }
+};
+
+struct INT4Units {
+  static constexpr int COUNT = 2;
+  static constexpr bool EXPANDS_ROWS = false;
+  static inline void of_weight(vi w, vi (&units)[COUNT]) {
+    units[0] = w & 0x0F0F0F0F, units[1] = (w >> 4) & 0x0F0F0F0F;
+  }
+};
+
+// What comes after this part of the weight: fetched while the sums are made, for the memory would
+// have nothing to do.
+struct Ahead {
+  const char *next, *end;
+  template <int LINES>
+  void fetch() {
+    if (next >= end) return;
+    for (int i = 0; i < LINES; ++i) __builtin_prefetch(next + i * 64, 0, 2);
+    next += LINES * 64;
+  }
+};
+
+// `w`: (granules, PANEL) granules, as (2, units, HALF) units.
+template <class U>
+static void expand_weight(const char* w, int64_t granules, char* to) {
+  for (int64_t g = 0; g < granules; ++g, w += PANEL * 4)
+    for (int v = 0; v < 2 * W; ++v) {
+      vi units[U::COUNT];
+      U::of_weight(load_bits(w + v * L * 4), units);
+      for (int u = 0; u < U::COUNT; ++u)
+        std::memcpy(to + (((v / W) * granules + g) * U::COUNT + u) * HALF * 4 + v % W * sizeof(vi),
+                    &units[u], sizeof(vi));
+    }
+}
+
+template <class U>
+static void expand_row(const int32_t* x, int64_t granules, int32_t* to) {
+  for (int64_t g = 0; g < granules; g += L) {
+    const int64_t count = std::min<int64_t>(L, granules - g);
+    vi bits = {}, units[2], pairs[2];
+    std::memcpy(&bits, x + g, count == L ? sizeof(vi) : count * 4);
+    U::of_row(bits, units);
+    pairs[0] = interleave_low(units[0], units[1]), pairs[1] = interleave_high(units[0], units[1]);
+    std::memcpy(to + 2 * g, pairs, sizeof(pairs));
+  }
+}
+
+// Rows of a part, as units.
+struct UnitRows {
+  const int32_t* x;
+  int64_t stride;
+};
+
+// The sums of M rows and half a panel, over a part.
+template <class U, int M>
+__attribute__((noinline)) static void add_half(UnitRows rows, const char* w, int64_t units,
+                                               bool is_first, Ahead& ahead, float (*block)[PANEL]) {
+  typedef typename U::Sum Sum;
+  Sum sum[M][W];
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < W; ++v) sum[m][v] = is_first ? Sum{} : (Sum)load(&block[m][v * L]);
+  const auto unit = [&](int64_t k) __attribute__((always_inline)) {
+    vi weight[W];
+    for (int v = 0; v < W; ++v) weight[v] = load_bits(w + (k * HALF + v * L) * 4);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      const vi x = vi{} + rows.x[m * rows.stride + k];
+      for (int v = 0; v < W; ++v) sum[m][v] = U::dot(sum[m][v], x, weight[v]);
+    }
+  };
+  const int64_t whole = units / UNITS_AT_ONCE * UNITS_AT_ONCE;
+  for (int64_t k = 0; k < whole; k += UNITS_AT_ONCE) {
+    ahead.fetch<UNITS_AT_ONCE / U::COUNT>();
+#pragma GCC unroll 8
+    for (int u = 0; u < UNITS_AT_ONCE; ++u) unit(k + u);
+  }
+  for (int64_t k = whole; k < units; ++k) unit(k);
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < W; ++v) store_all(&block[m][v * L], (vf)sum[m][v]);
+}
+
+// As add_half: groups of int4 from `group` on, whose scales and offsets in this half panel are at
+// `scale` and `offset`.
+template <typename S, bool HAS_OFFSET, int M>
+__attribute__((noinline)) static void add_groups(const LinearArgs& a, int64_t row, UnitRows rows,
+                                                 const char* w, int64_t group, int64_t count,
+                                                 const S* scale, const float* offset, Ahead& ahead,
+                                                 float (*block)[PANEL]) {
+  const int64_t groups = a.granules * 8 / GROUP;
+  if (group == 0)
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < W; ++v) store_all(&block[m][v * L], vf{});
+  for (int64_t g = group; g < group + count; ++g, scale += PANEL, offset += PANEL) {
+    ahead.fetch<UNITS_AT_ONCE / INT4Units::COUNT>();
+    vi sum[M][W] = {};
+#pragma GCC unroll 8
+    for (int k = 0; k < GROUP / 4; ++k, w += HALF * 4) {
+      vi weight[W];
+      for (int v = 0; v < W; ++v) weight[v] = load_bits(w + v * L * 4);
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m) {
+        const vi x = vi{} + rows.x[m * rows.stride + (g - group) * (GROUP / 4) + k];
+        for (int v = 0; v < W; ++v) sum[m][v] = dot_group(sum[m][v], weight[v], x);
+      }
+    }
+    vf scales[W];
+    for (int v = 0; v < W; ++v) scales[v] = load(scale + v * L);
+    for (int m = 0; m < M; ++m) {
+      const int64_t at = (row + m) * groups + g;
+      const int32_t start = HAS_OFFSET ? 0 : -8 * a.row_sum[at];
+      const float scale_of_row = a.row_scale[at];
+      vf total[W];
+      for (int v = 0; v < W; ++v) {
+        const vf whole = __builtin_convertvector(end_group(sum[m][v], start), vf);
+        total[v] = load(&block[m][v * L]) + whole * splat(scale_of_row) * scales[v];
+        if constexpr (HAS_OFFSET)
+          total[v] += splat(scale_of_row * float(a.row_sum[at])) * load(offset + v * L);
+      }
+      for (int v = 0; v < W; ++v) store_all(&block[m][v * L], total[v]);
+    }
+  }
+}
+
+// A run of rows of a product.
+struct Run {
+  int64_t row, rows;
+};
+
+template <int M, typename F>
+static inline void with_tile(int64_t rows, F call) {
+  if constexpr (M > 0) {
+    if (rows < M)
+      with_tile<M - 1>(rows, call);
+    else
+      call.template operator()<M>();
+  }
+}
+
+// A part of a panel of which `units` are the expanded weight, for all rows.
+template <class U>
+static void add_units(Run run, UnitRows x, int64_t, int64_t from, int64_t count, const char* units,
+                      Ahead ahead, float (*block)[PANEL]) {
+  const int64_t tiles = (run.rows + WIDE_TILE - 1) / WIDE_TILE, all = count * U::COUNT;
+  for (int half = 0; half < 2; ++half)
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t first = run.rows * t / tiles, last = run.rows * (t + 1) / tiles;
+      with_tile<WIDE_TILE>(last - first, [&]<int M>() {
+        add_half<U, M>({x.x + first * x.stride, x.stride}, units + half * all * HALF * 4, all,
+                       from == 0, ahead, (float (*)[PANEL])(block[first] + half * HALF));
+      });
+    }
+}
+
+template <typename S, bool HAS_OFFSET>
+static void add_int4(const LinearArgs& a, Run run, UnitRows x, int64_t panel, int64_t from,
+                     int64_t count, const char* units, Ahead ahead, float (*block)[PANEL]) {
+  constexpr int STEPS = GROUP / 8;
+  const int64_t tiles = (run.rows + WIDE_TILE - 1) / WIDE_TILE, groups = a.granules / STEPS,
+                group = from / STEPS;
+  for (int half = 0; half < 2; ++half) {
+    const int64_t at = (panel * groups + group) * PANEL + half * HALF;
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t first = run.rows * t / tiles, last = run.rows * (t + 1) / tiles;
+      with_tile<WIDE_TILE>(last - first, [&]<int M>() {
+        add_groups<S, HAS_OFFSET, M>(a, run.row + first, {x.x + first * x.stride, x.stride},
+                                     units + half * count * INT4Units::COUNT * HALF * 4, group,
+                                     count / STEPS, (const S*)a.column_scale + at,
+                                     HAS_OFFSET ? a.column_offset + at : nullptr, ahead,
+                                     (float (*)[PANEL])(block[first] + half * HALF));
+      });
+    }
+  }
+}
+
+// The rows of a task from granule `from` on, as units.
+template <class U>
+static UnitRows unit_rows(const LinearArgs& a, const LinearTask& task, int64_t from,
+                          int64_t count) {
+  const int32_t* x = (const int32_t*)a.x + task.first_row * a.x_stride;
+  if constexpr (!U::EXPANDS_ROWS) {
+    return {x + from * U::COUNT, a.x_stride};
+  } else {
+    // An odd number of cache lines (`spread`), with room for a whole vector at the end.
+    constexpr int64_t STRIDE = UNITS_OF_PART + 16;
+    thread_local std::vector<int32_t> expanded;
+    const int64_t rows = task.last_row - task.first_row;
+    expanded.resize(rows * STRIDE);
+    for (int64_t r = 0; r < rows; ++r)
+      expand_row<U>(x + r * a.x_stride + from, count, expanded.data() + r * STRIDE);
+    return {expanded.data(), STRIDE};
+  }
+}
+
+// The sums of a task, with `add` for those of a part and `finish` for a panel's at the end.
+template <class U, typename A, typename F>
+static void sum_units(const LinearArgs& a, const LinearTask& task, A add, F finish) {
+  constexpr int64_t MOST = UNITS_OF_PART / U::COUNT;
+  const int64_t rows = task.last_row - task.first_row, parts = (a.granules + MOST - 1) / MOST;
+  const auto begin = [&](int64_t p) {
+    return p < parts ? a.granules * p / parts / UNITS_AT_ONCE * UNITS_AT_ONCE : a.granules;
+  };
+  alignas(64) char units[(UNITS_OF_PART + UNITS_AT_ONCE * U::COUNT) * PANEL * 4];
+  alignas(64) float blocks[PANELS_AT_ONCE][ROW_BLOCK][PANEL];
+  for (int64_t first = task.first_panel, last; first < task.last_panel; first = last) {
+    last = std::min(first + PANELS_AT_ONCE, task.last_panel);
+    for (int64_t p = 0; p < parts; ++p) {
+      const int64_t from = begin(p), count = begin(p + 1) - from;
+      const UnitRows x = unit_rows<U>(a, task, from, count);
+      for (int64_t panel = first; panel < last; ++panel) {
+        const auto weight = [&](int64_t panel, int64_t granule) {
+          return a.weight + (panel * a.granules + granule) * PANEL * 4;
+        };
+        const char* next = panel + 1 < last ? weight(panel + 1, from)
+                           : p + 1 < parts  ? weight(first, begin(p + 1))
+                                            : weight(last, 0);
+        expand_weight<U>(weight(panel, from), count, units);
+        add(Run{task.first_row, rows}, x, panel, from, count, units,
+            Ahead{next, next + count * PANEL * 4}, blocks[panel - first]);
+        if (p + 1 == parts) finish(panel, blocks[panel - first]);
+      }
+    }
+  }
+}
+
+static void scale_int8(const LinearArgs& a, const LinearTask& task, int64_t panel,
+                       float (*block)[PANEL]) {
+  for (int64_t row = task.first_row; row < task.last_row; ++row, ++block)
+    for (int column = 0; column < PANEL; column += L)
+      store_all(*block + column,
+                scaled_int8(a, row, panel * PANEL + column, (vi)load(*block + column)));
+}
+
+// Calls `finish` with every panel and its results, (rows, PANEL).
+template <typename F>
+static void sum_expanded(const LinearArgs& a, const LinearTask& task, F finish) {
+  switch (a.format) {
+    case Format::INT8:
+      return sum_units<INT8Units>(a, task, add_units<INT8Units>, [&](int64_t panel, auto block) {
+        scale_int8(a, task, panel, block);
+        finish(panel, block);
+      });
+    default: {
+      const auto add = a.scale_is_bf16              ? add_int4<bf16, false>
+                       : a.column_offset == nullptr ? add_int4<float, false>
+                                                    : add_int4<float, true>;
+      sum_units<INT4Units>(a, task, [&](auto... of_part) { add(a, of_part...); }, finish);
+    }
+  }
+}
+
+}  // namespace NS
+}  // namespace penstock
+#endif
