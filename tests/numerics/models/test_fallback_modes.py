@@ -103,8 +103,8 @@ def test_an_int8_pool_holds_keys_and_values(tmp_path: Path) -> None:
     assert fallback.kv.dtype is torch.int8
     ids = [generate(one, PROMPT, {"max_new_tokens": 12}).ids for one in (native, fallback)]
     assert ids[0] == ids[1]
-    # Soft caps take the other way to the pool.
-    loaded = load_service(tiny_model_type(tmp_path / "capped", "gemma2"), model_route="fallback", kv_cache_dtype="int8")
+    # Chunks take the other way to the pool.
+    loaded = load_service(tiny_model_type(tmp_path / "chunks", "llama4_text"), kv_cache_dtype="int8")
     assert len(generate(loaded, PROMPT, {"max_new_tokens": 12, "ignore_eos": True}).ids[0]) == 12
 
 

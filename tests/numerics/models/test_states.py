@@ -15,6 +15,7 @@ from factories.models.model_types import (
     FURTHER_STATEFUL,
     STATEFUL,
     check_ids,
+    greedy_ids,
     reference_of,
     tiny_model_type,
 )
@@ -27,6 +28,7 @@ from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model
+from penstock.generation.models.transformers_states import StatefulModel
 from penstock.generation.startup.load import LoadedModel
 
 PROMPT = [7, 91, 33, 12, 7, 91, 33, 56, 101, 14, 7, 91]
@@ -58,6 +60,31 @@ def test_a_hybrid_gives_the_ids_of_generate(tmp_path: Path, model_type: str) -> 
 @pytest.mark.parametrize("model_type", [*STATEFUL, *FURTHER_STATEFUL])
 def test_every_type_gives_64_ids_of_generate(tmp_path: Path, model_type: str) -> None:
     check_ids(tiny_model_type(tmp_path, model_type), loaded_model(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "jamba"])
+def test_prompts_of_one_length_are_a_batch_and_give_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
+    model = loaded_model(tiny_model_type(tmp_path, model_type))
+    assert isinstance(model, StatefulModel)
+    # Its modules go on from a state by one token only.
+    assert model.continues == (model_type != "jamba")
+    passes: list[tuple[int, int]] = []
+    hook = model.causal.get_input_embeddings().register_forward_pre_hook(
+        lambda _, arguments: passes.append(tuple(arguments[0].shape))
+    )
+    prompts = [PROMPT, PROMPT[::-1], [5, *PROMPT[1:]]]
+    config = engine_config(num_blocks=40, block_size=4, max_batch_tokens=27, prefix_cache=False)
+    found = run(
+        model_engine(model, config),
+        *(request(prompt, max_new_tokens=4, request_id=str(place)) for place, prompt in enumerate(prompts)),
+    )
+    hook.remove()
+    reference = reference_of(tmp_path)
+    for place, prompt in enumerate(prompts):
+        assert found[str(place)].ids == {0: greedy_ids(reference, prompt, 4)}
+    # The third prompt in two parts, the first two together.
+    assert (2, 12) in passes
+    assert all(rows == 1 or length in (1, 12) for rows, length in passes)
 
 
 def test_beams_are_those_of_transformers(loaded: LoadedModel) -> None:

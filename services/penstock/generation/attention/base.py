@@ -80,18 +80,19 @@ class AttentionMetadata:
         return part, rows_T
 
     def tokens(self) -> Iterator[AttentionMetadata]:
-        """Yield the same of each row alone, in order. There must be one sequence."""
-        count, length = self.query_lens[0], self.kv_lens[0]
+        """Yield the same of the sequences' first rows, then of the second ones, and so on: all must have as many."""
+        count, num_seqs = self.query_lens[0], self.num_seqs
+        query_start = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.query_start.device)
         for row in range(count):
-            context = length - count + row + 1
+            left = count - row - 1
             yield replace(
                 self,
-                query_start=self.query_start.new_tensor([0, 1]),
-                context_lens=self.context_lens.new_tensor([context]),
-                slot_mapping=self.slot_mapping[row : row + 1],
-                query_lens=[1],
-                kv_lens=[context],
-                max_context_len=context,
+                query_start=query_start,
+                context_lens=self.context_lens - left,
+                slot_mapping=self.slot_mapping[row::count],
+                query_lens=[1] * num_seqs,
+                kv_lens=[length - left for length in self.kv_lens],
+                max_context_len=self.max_context_len - left,
                 plans={},
             )
 

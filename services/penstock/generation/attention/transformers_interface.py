@@ -5,8 +5,9 @@ step come as one sequence (1, heads, T, width). What belongs to the step is in a
 model hands arguments down to its attention. Calls are told apart by their order in a forward pass: layer numbers are
 not unique in every model, and some models go through a layer twice.
 
-Plain calls, of the pool's number of key/value heads without soft cap, sinks and chunks, go to the device's own
-attention; widths that differ are padded with zeros, which change no product. The others are computed here.
+Plain calls go to the device's own attention: widths that differ are padded with zeros, which change no product, and
+fewer key/value heads are repeated up to those of the pool. Calls with chunks, or with numbers of heads that do not
+divide each other, are computed here.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class AttentionCall:
 
     def is_plain(self, num_kv_heads: int) -> bool:
         """True when `Attention.forward` can compute it over a pool of `num_kv_heads`."""
-        special = self.chunk is not None or self.softcap is not None or self.has_sinks
-        return not special and self.num_kv_heads == num_kv_heads
+        divides = num_kv_heads % self.num_kv_heads == 0 and self.num_heads % num_kv_heads == 0
+        return self.chunk is None and divides
 
 
 class PagedStep:
@@ -74,25 +75,37 @@ class PagedStep:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks_H: Tensor | None
     ) -> Tensor:
-        """Write key and value (1, kv_heads, T, width) and attend with query (1, heads, T, key width); return
-        (1, T, heads, value width)."""
-        if query.shape[0] > 1 and query.shape[2] == 1:
-            # Decoding sequences as a batch, where there are states (models/transformers_states.py).
-            query, key, value = (x.transpose(0, 2) for x in (query, key, value))
-            return self.attend(query, key, value, scale, softcap, sinks_H).transpose(0, 1)
+        """Write key and value (B, kv_heads, T / B, width) and attend with query (B, heads, T / B, key width); return
+        (B, T / B, heads, value width). The rows of a step are in order, B sequences with as many each."""
         layer = self.num_calls
-        if layer >= len(self._calls) or key.shape[0] != 1 or key.shape[2] != self._metadata.num_rows:
+        if layer >= len(self._calls) or key.shape[0] * key.shape[2] != self._metadata.num_rows:
             raise UnsupportedAttention("it attends more often than in the first pass, or to other rows")
         self.num_calls += 1
         call, kv = self._calls[layer], self._kv
-        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-        k_TKD, v_TKD = (_padded(x, kv.num_kv_heads, kv.head_dim) for x in (k_TKD, v_TKD))
+        q_THD, k_TKD, v_TKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         if call.is_plain(kv.num_kv_heads):
-            q_THD = _padded(q_THD, q_THD.shape[1], kv.head_dim)
-            out_THD = self._attention.forward(q_THD, k_TKD, v_TKD, layer, self._metadata, kv, scale, call.window)
-            return out_THD[..., : call.value_width].unsqueeze(0)
-        kv.write(layer, self._metadata.slot_mapping, k_TKD, v_TKD)
-        return _attend(q_THD, layer, call, self._metadata, kv, scale, softcap, sinks_H).unsqueeze(0)
+            if call.num_kv_heads < kv.num_kv_heads:
+                repeats = kv.num_kv_heads // call.num_kv_heads
+                k_TKD, v_TKD = (x.repeat_interleave(repeats, 1) for x in (k_TKD, v_TKD))
+            q_THD, k_TKD, v_TKD = (_padded(x, x.shape[1], kv.head_dim) for x in (q_THD, k_TKD, v_TKD))
+            out_THD = self._attention.forward(
+                q_THD,
+                k_TKD,
+                v_TKD,
+                layer,
+                self._metadata,
+                kv,
+                scale,
+                call.window,
+                softcap=softcap or 0.0,
+                sinks=None if sinks_H is None else sinks_H.float(),
+            )
+            out_THD = out_THD[..., : call.value_width]
+        else:
+            k_TKD, v_TKD = (_padded(x, kv.num_kv_heads, kv.head_dim) for x in (k_TKD, v_TKD))
+            kv.write(layer, self._metadata.slot_mapping, k_TKD, v_TKD)
+            out_THD = _attend(q_THD, layer, call, self._metadata, kv, scale, softcap, sinks_H)
+        return out_THD.view(query.shape[0], -1, *out_THD.shape[1:])
 
 
 _STEP: ContextVar[PagedStep | None] = ContextVar("penstock_paged_step", default=None)

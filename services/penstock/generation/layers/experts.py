@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class MixtureOfExperts:
         self._router = router
         self._experts = tuple(experts)
         self._shared = shared
-        self._multiply = _grouped(self._experts) or self._one_by_one
+        self._multiply = expert_products(self._experts)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -72,8 +72,28 @@ class MixtureOfExperts:
         shares = shares.gather(-1, order)
         return experts, shares / shares.sum(-1, keepdim=True) if self._config.sums_to_one else shares
 
-    def _one_by_one(self, x_TI: Tensor, experts_TE: Tensor, shares_TE: Tensor) -> Tensor:
-        """Return the sum of each row's experts in float32: one product an expert that has rows."""
+
+def expert_products(
+    experts: Sequence[tuple[Callable[[Tensor], Tensor], Linear]],
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a function of rows (T, hidden), of the numbers of each row's experts, and of its shares in them, both
+    (T, experts of a row), in int64 and float32. It gives each row's sum of its experts times its shares, in float32.
+
+    An expert is its products up to the gate, and its down. They are one call of the C++ kernels where all are native,
+    gated and of one format.
+    """
+    return _grouped(experts) or OneByOne(experts)
+
+
+class OneByOne:
+    """The function of `expert_products` as one product an expert that has rows."""
+
+    def __init__(self, experts: Sequence[tuple[Callable[[Tensor], Tensor], Linear]]) -> None:
+        """Take the experts, of any kind."""
+        self._experts = tuple(experts)
+
+    def __call__(self, x_TI: Tensor, experts_TE: Tensor, shares_TE: Tensor) -> Tensor:
+        """See expert_products. A row sums up its experts in the order of their numbers."""
         flat, per_row = experts_TE.flatten(), experts_TE.shape[1]
         order = flat.argsort(stable=True)
         rows, shares = order // per_row, shares_TE.flatten()[order].unsqueeze(1)
@@ -90,21 +110,25 @@ class MixtureOfExperts:
         return out_TI
 
 
-def _grouped(experts: Sequence[tuple[Linear, Linear]]) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Return the products of all experts as one call of the C++ kernels (csrc/decoder/ops_experts.cpp), with the
-    arguments of MixtureOfExperts._one_by_one; None where they are not native, or of several formats."""
-    tensors = []
+def _grouped(
+    experts: Sequence[tuple[Callable[[Tensor], Tensor], Linear]],
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Return the products of all experts as one call of the C++ kernels (csrc/decoder/ops_experts.cpp); None where they
+    are not native, not gated there, or of several formats."""
+    tensors, formats = [], set()
     for gated, down in experts:
-        if not isinstance(gated, NativeLinear) or not isinstance(down, NativeLinear):
+        if not isinstance(gated, NativeLinear) or not gated.gate or not isinstance(down, NativeLinear):
             return None
         both = {"gated": gated, "down": down}
         tensors.append(
             {f"{name}.{part}": own for name, one in both.items() for part, own in one.packed.parts().items()}
         )
-    if len({linear.format for expert in experts for linear in cast("tuple[NativeLinear, NativeLinear]", expert)}) > 1:
-        # Of a quantised checkpoint with experts that are not.
+        # Experts of a quantised checkpoint may stay as they are.
+        formats |= {gated.format, down.format}
+    gated, _ = experts[0]
+    assert isinstance(gated, NativeLinear)
+    if len(formats) > 1:
         return None
-    gated, _ = cast("tuple[NativeLinear, NativeLinear]", experts[0])
     sizes = {
         "format": int(gated.format),
         "gate": gated.gate,

@@ -1,4 +1,5 @@
-"""Linear layers and norms of transformers' modules, replaced by the device's own where they compute the same."""
+"""Linear layers, experts and norms of transformers' modules, replaced by the device's own where they compute the
+same."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.common.errors import StartupError
 from penstock.generation.layers.linear.base import Linear, NotFinite
+from penstock.generation.models.expert_module import ExpertModule, activation_of, has_known_experts
 
 if TYPE_CHECKING:
     from penstock.generation.layers.kernels import LayerKernels
@@ -20,7 +22,7 @@ _NORM_TOLERANCE = 1e-6
 
 
 class LinearModule(nn.Module):
-    """One of our linear layers in the place of an `nn.Linear`."""
+    """One of our linear layers in the place of an `nn.Linear`, or of GPT-2's Conv1D."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -49,26 +51,29 @@ class NormModule(nn.Module):
 
 
 class ModuleSwaps:
-    """Swaps in one model, whose weights are of `dtype`; both methods change it."""
+    """Swaps in one model, whose weights are of `dtype`; all methods change it."""
 
     def __init__(self, causal: Any, dtype: torch.dtype) -> None:
         self._causal = causal
         self._dtype = dtype
-        # Bytes of the linear layers' weights in their new form, and their number before.
+        # Bytes of the weights of linear layers and experts in their new form, and their number before.
         self.num_bytes = 0
         self.num_swapped = 0
 
     def linears(self, method: LinearMethod, kept: Collection[nn.Module]) -> None:
         """Replace the linear layers by those of `method`, one by one.
 
-        Those in `kept`, whose weight other modules read, stay, as do products that are no `nn.Linear`, such as most
-        experts. Raises StartupError for weights that the method's format cannot hold.
+        Those in `kept`, whose weight other modules read, stay, as do products of other modules. Raises StartupError for
+        weights that the method's format cannot hold.
         """
         head = self._causal.get_output_embeddings()
+        child: Any
         for parent, name, child in self._modules():
-            if type(child) is not nn.Linear or child in kept or child.weight.dtype is not self._dtype:
+            if type(child) not in linear_types() or child in kept or child.weight.dtype is not self._dtype:
                 continue
             weight, bias = child.weight.detach(), None if child.bias is None else child.bias.detach()
+            if type(child) is not nn.Linear:
+                weight = weight.t().contiguous()
             try:
                 is_head = child is head and bias is None
                 linear = method.head(weight) if is_head else method.linear(weight, bias)
@@ -77,6 +82,22 @@ class ModuleSwaps:
             self.num_bytes += linear.num_bytes
             self.num_swapped += weight.numel()
             setattr(parent, name, LinearModule(linear))
+
+    def experts(self, method: LinearMethod, kernels: LayerKernels, *, is_quantised: bool) -> None:
+        """Replace the experts of each layer where their products become one call, or where the method `is_quantised`.
+        Elsewhere transformers' own functions are as fast. Raises StartupError as `linears` does."""
+        for parent, name, child in self._modules():
+            if has_known_experts(child, self._dtype) and (
+                is_quantised or (method.groups_experts and activation_of(child, kernels) is not None)
+            ):
+                count = sum(parameter.numel() for parameter in child.parameters())
+                try:
+                    experts = ExpertModule(child, method, kernels)
+                except NotFinite as error:
+                    raise StartupError(f"MODEL: {name}: {error}", flag="MODEL") from error
+                self.num_bytes += experts.num_bytes
+                self.num_swapped += count
+                setattr(parent, name, experts)
 
     def norms(self, kernels: LayerKernels) -> None:
         """Replace those RMSNorms whose results `kernels` give for random numbers, with the weight or one more."""
@@ -105,6 +126,13 @@ class ModuleSwaps:
         for parent in list(self._causal.modules()):
             for name, child in list(parent.named_children()):
                 yield parent, name, child
+
+
+def linear_types() -> tuple[type[nn.Module], ...]:
+    """Return the classes of modules that are a product and a bias: torch's, and one whose weight is (in, out)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return nn.Linear, Conv1D
 
 
 @torch.inference_mode()

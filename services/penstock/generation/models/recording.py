@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.generation.attention.state_pool import StateTensor
 from penstock.generation.attention.transformers_interface import AttentionCall, UnsupportedAttention, check_biases
+from penstock.generation.models.module_swaps import linear_types
 from penstock.generation.models.transformers_fallback import attending_by
 from penstock.generation.models.transformers_states import cache_argument, empty_cache, has_states, read_layout
 
@@ -38,7 +39,7 @@ class Recording:
     decoder: nn.Module
     # In the order of the pass.
     calls: tuple[AttentionCall, ...]
-    # Linear layers whose weight other modules read: they must stay as they are.
+    # Linear layers, GPT-2's Conv1D among them, whose weight other modules read: they must stay as they are.
     read_linears: frozenset[nn.Module]
     # True when the decoder gives a hidden state for the embedding and each of `num_layers` layers.
     has_hidden_states: bool
@@ -257,11 +258,16 @@ def _watched(causal: nn.Module) -> Iterator[set[nn.Module]]:
             weight: Any = self._parameters["weight"]
             return F.linear(input, weight, self._parameters["bias"])
 
-    linears = [module for module in causal.modules() if type(module) is nn.Linear]
-    for linear in linears:
-        linear.__class__ = Watched
+    class WatchedTransposed(Watched):
+        def forward(self, input: Tensor) -> Tensor:
+            weight: Any = self._parameters["weight"]
+            return F.linear(input, weight.t(), self._parameters["bias"])
+
+    linears = [(module, type(module)) for module in causal.modules() if type(module) in linear_types()]
+    for linear, kind in linears:
+        linear.__class__ = Watched if kind is nn.Linear else WatchedTransposed
     try:
         yield read
     finally:
-        for linear in linears:
-            linear.__class__ = nn.Linear
+        for linear, kind in linears:
+            linear.__class__ = kind

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.generation.models.capture import Capture
 
 # Reasons of requests that are refused.
-NO_ATTENTIONS = "is not possible with this model: transformers' modules run it, with soft caps, sinks or odd heads"
+NO_ATTENTIONS = "is not possible with this model: transformers' modules run it, with chunks or odd heads"
 NO_HIDDEN_STATES = "is not possible with this model: transformers' modules give no hidden states of its layers"
 NO_EMBEDS = "is not possible with this model: its layers look at token ids"
 

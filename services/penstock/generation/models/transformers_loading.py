@@ -134,13 +134,14 @@ def load_transformers_model(
             raise StartupError(
                 f"MODEL: model_type {config.model_type!r} cannot run by the fallback: {error}", flag="MODEL"
             ) from error
-    swaps = ModuleSwaps(causal, compute)
+    swaps, kernels = ModuleSwaps(causal, compute), device.layer_kernels(compute)
     if method.name != "plain":
         swaps.linears(method, recording.read_linears)
-    swaps.norms(device.layer_kernels(compute))
+        swaps.experts(method, kernels, is_quantised=quantization != "none")
+    swaps.norms(kernels)
     if quantization != "none":
         _log.info(
-            "linear layers of transformers are quantised; other weights stay as they are",
+            "linear layers and experts of transformers are quantised; other weights stay as they are",
             quantization=quantization,
             quantised_parameters=swaps.num_swapped,
             other_parameters=sum(parameter.numel() for parameter in causal.parameters()),

@@ -1,15 +1,15 @@
 """Models of transformers whose layers keep a state of their own, as recurrent layers and short convolutions do.
 
-Rows of one step must not flow into each other there. So a step goes through the modules in parts: sequences that decode
-as one batch (B, 1), and every prompt or part of one alone, (1, T). Each part has a cache object of transformers' own
-class, which holds the states of its sequences and no keys: these are in the paged pool.
+Rows of one step must not flow into each other there. So a step goes through the modules in parts (B, T): sequences that
+have as many tokens in it are one batch, those that begin apart from those that go on. Each part has a cache object of
+transformers' own class, which holds the states of its sequences and no keys: these are in the paged pool.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,10 @@ class StatefulModel(TransformersModel):
     # False: its modules go on from a state by one token only, as some of Mamba's first kind do. What follows the first
     # part of a prompt is then computed token by token.
     continues = True
+
+    @cached_property
+    def _cache_argument(self) -> str:
+        return cache_argument(self.causal)
 
     def by_token(self) -> StatefulModel:
         """Return a model on these very weights that goes on by one token at a time."""
@@ -100,15 +104,16 @@ class StatefulModel(TransformersModel):
         kv: KVCachePool,
         attention: Attention,
     ) -> Tensor:
-        """Return hidden states (T, hidden) of one part."""
-        if self.continues or metadata.num_rows == metadata.num_seqs or metadata.num_rows == metadata.kv_lens[0]:
+        """Return hidden states (rows, hidden) of one part."""
+        count = metadata.query_lens[0]
+        if self.continues or count == 1 or count == metadata.kv_lens[0]:
             return self._run_at_once(input_ids_T, positions_T, embeds_TI, metadata, kv, attention)
         found = []
         for row, token in enumerate(metadata.tokens()):
-            own = slice(row, row + 1)
+            own = slice(row, None, count)
             embeds = None if embeds_TI is None else embeds_TI[own]
             found.append(self._run_at_once(input_ids_T[own], positions_T[own], embeds, token, kv, attention))
-        return torch.cat(found)
+        return torch.stack(found, 1).flatten(0, 1)
 
     def _run_at_once(
         self,
@@ -119,7 +124,7 @@ class StatefulModel(TransformersModel):
         kv: KVCachePool,
         attention: Attention,
     ) -> Tensor:
-        """Return hidden states (T, hidden) of one part, or of one token."""
+        """Return hidden states (rows, hidden) of one part, or of one token of each of its sequences."""
         slots, pool, count = metadata.state_slots, kv.states, metadata.num_seqs
         assert slots is not None, "checked before"
         assert pool is not None, "checked before"
@@ -131,15 +136,15 @@ class StatefulModel(TransformersModel):
             if not is_new:
                 _fill(carrier, self._states, states.tensors)
         inputs: dict[str, Any] = {
-            "position_ids": positions_T.view(count, -1),
-            cache_argument(self.causal): carrier,
+            "position_ids": positions_T.reshape(count, -1),
+            self._cache_argument: carrier,
             "use_cache": True,
             "return_dict": True,
         }
         if embeds_TI is None:
-            inputs["input_ids"] = input_ids_T.view(count, -1)
+            inputs["input_ids"] = input_ids_T.reshape(count, -1)
         else:
-            inputs["inputs_embeds"] = embeds_TI.view(count, -1, embeds_TI.shape[1])
+            inputs["inputs_embeds"] = embeds_TI.reshape(count, -1, embeds_TI.shape[1])
         step = PagedStep(self.calls, metadata, kv, attention)
         with paged(step):
             hidden: Tensor = self._decoder(**inputs).last_hidden_state
@@ -159,7 +164,9 @@ def empty_cache(causal: Any) -> Any:
 
 def cache_argument(causal: Any) -> str:
     """Name of the model's argument, and of its output, that is the cache."""
-    return "cache_params" if "cache_params" in signature(causal.forward).parameters else "past_key_values"
+    known = signature(causal.forward).parameters
+    # The first since transformers 5.24.
+    return next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
 
 
 def has_states(config: Any) -> bool:
@@ -235,11 +242,8 @@ def _cache_class() -> Any:
 
 
 def _parts(metadata: AttentionMetadata) -> list[list[int]]:
-    """Return the sequences that decode, and one by one the others."""
-    decoding, others = [], []
+    """Return the sequences that go through the modules together."""
+    parts: dict[tuple[int, bool], list[int]] = {}
     for index, (count, length) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
-        if count == 1 and length > 1:
-            decoding.append(index)
-        else:
-            others.append([index])
-    return [decoding, *others] if decoding else others
+        parts.setdefault((count, count == length), []).append(index)
+    return list(parts.values())

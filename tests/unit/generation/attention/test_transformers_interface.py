@@ -99,7 +99,7 @@ def test_paged_attention_is_dense_attention(call: AttentionCall, lengths: list[i
 
 
 def test_long_queries_are_computed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = AttentionCall(2, 1, 4, 4, softcap=3.0)
+    call = AttentionCall(2, 1, 4, 4, chunk=40, softcap=3.0)
     q, k, v = torch.randn(2, 50, 4), torch.randn(1, 50, 4), torch.randn(1, 50, 4)
     kv = unwritten_pool(1, 13, BLOCK, 1, 4, torch.float32)
     monkeypatch.setattr(transformers_interface, "_MOST_SCORES", 700)
@@ -108,6 +108,18 @@ def test_long_queries_are_computed_piece_by_piece(monkeypatch: pytest.MonkeyPatc
     assert torch.allclose(found[0].transpose(0, 1), dense(q, k, v, call, None), rtol=1e-4, atol=1e-5)
     (plan,) = metadata.plans.values()
     assert len(plan) > 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_sequences_with_as_many_rows_may_come_as_a_batch(chunk: int | None) -> None:
+    call = AttentionCall(4, 2, 4, 6, chunk=chunk)
+    q, k, v = (torch.randn(3, heads, 5, width) for heads, width in ((4, 4), (2, 4), (2, 6)))
+    kv = unwritten_pool(1, 6, BLOCK, 2, 6, torch.float32)
+    metadata, _ = AttentionMetadata.build([5] * 3, [5] * 3, torch.arange(6, dtype=torch.int32).view(3, 2), BLOCK)
+    found = PagedStep((call,), metadata, kv, SDPAAttention()).attend(q, k, v, SCALE, None, None)
+    assert found.shape == (3, 5, 4, 6)
+    for ours, *own in zip(found, q, k, v, strict=True):
+        assert torch.allclose(ours.transpose(0, 1), dense(*own, call, None), rtol=1e-4, atol=1e-5)
 
 
 def test_a_call_that_was_not_recorded_is_refused() -> None:

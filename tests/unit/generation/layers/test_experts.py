@@ -10,7 +10,7 @@ import torch
 from factories.models.kernels import assert_close
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from penstock.generation.core.model_config import Activation, Experts
-from penstock.generation.layers.experts import MixtureOfExperts
+from penstock.generation.layers.experts import MixtureOfExperts, OneByOne
 from penstock.generation.layers.kernels import LayerKernels
 from penstock.generation.layers.linear.native import Format, NativeLinearMethod
 from torch import Tensor
@@ -61,7 +61,7 @@ def test_one_call_is_one_product_an_expert(format: Format, dtype: torch.dtype, a
     for count in (1, 2, 30):
         x = rows(count, dtype)
         chosen, shares = experts.route(experts._router.as_float(x))
-        assert_close(experts._multiply(x, chosen, shares), experts._one_by_one(x, chosen, shares), 1e-5)
+        assert_close(experts._multiply(x, chosen, shares), OneByOne(experts._experts)(x, chosen, shares), 1e-5)
 
 
 @pytest.mark.parametrize("format", [Format.BF16, Format.INT8, Format.INT4])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.model_types import CHUNK, WINDOW, tiny_model_type
-from factories.models.run_kernels import cpu_device
+from factories.models.run_kernels import KERNELS, cpu_device
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import ModelConfig, ModelRoute
 from penstock.generation.models import self_check
@@ -191,6 +191,24 @@ def test_linear_layers_are_those_of_the_device(tmp_path: Path) -> None:
     # Of four layers with seven each, and the head.
     assert kinds.count("LinearModule") == 4 * 7 + 1
     assert "Linear" not in kinds
+
+
+def test_transposed_linear_layers_are_those_of_the_device(tmp_path: Path) -> None:
+    model = load(tiny_model_type(tmp_path, "gpt2"))
+    kinds = [type(module).__name__ for module in model.causal.modules()]
+    assert kinds.count("LinearModule") == 4 * 4 + 1
+    assert "Conv1D" not in kinds
+
+
+@pytest.mark.parametrize(("quantization", "is_swapped"), [("int8", True), ("none", KERNELS == "native")])
+def test_experts_are_those_of_the_device_where_that_gains(tmp_path: Path, quantization: str, is_swapped: bool) -> None:
+    folder = tiny_model_type(tmp_path, "mixtral")
+    model = load_model(folder, dtype="float32", quantization=quantization, device=cpu_device(), route=FALLBACK)
+    assert isinstance(model, TransformersModel)
+    kinds = [type(module).__name__ for module in model.causal.modules()]
+    assert kinds.count("ExpertModule") == (4 if is_swapped else 0)
+    dense = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert (model.num_bytes < 0.6 * dense) == (quantization == "int8")
 
 
 @pytest.mark.parametrize(("kind", "count"), [("llama", 4 * 2 + 1), ("gemma2", 4 * 4 + 1), ("cohere", 0)])

@@ -149,6 +149,8 @@ class LinearMethod(ABC):
     """Turns dense weights into Linears at load time. Raises NotFinite for a weight that its format cannot hold."""
 
     name: str
+    # True when the products of a layer's gated experts are one call (layers/experts.py).
+    groups_experts = False
 
     def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
         """Take over `weight_OI` (out, in); the caller drops its reference, so no second copy stays in memory."""

@@ -228,6 +228,8 @@ class NativeLinear(Linear):
 class NativeLinearMethod(LinearMethod):
     """Packs for the C++ kernels, which must be loaded."""
 
+    groups_experts = True
+
     def __init__(self, format: Format, head: Format | None = None, *, arena: Arena | None = None) -> None:
         """Take the format of the layers, `head` for another one of the last layer, and `arena` for the weights' memory
         until it is used up."""
