@@ -88,6 +88,21 @@ GEMMA = Shape(
         "pad_token_id": None,
     },
 )
+QWEN3 = Shape(
+    "Qwen3",
+    {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+)
 # A layer is Qwen3-30B-A3B's; 4 of 48 layers, and half of its experts.
 QWEN_MOE = Shape(
     "Qwen3Moe",
@@ -107,7 +122,13 @@ QWEN_MOE = Shape(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
 )
-SHAPES = {"qwen2.5-0.5b": QWEN, "llama-3.2-1b": LLAMA, "gemma-3-1b": GEMMA, "qwen3-30b-a3b-4l": QWEN_MOE}
+SHAPES = {
+    "qwen2.5-0.5b": QWEN,
+    "llama-3.2-1b": LLAMA,
+    "qwen3-0.6b": QWEN3,
+    "gemma-3-1b": GEMMA,
+    "qwen3-30b-a3b-4l": QWEN_MOE,
+}
 
 
 def checkpoint(name: str, cache: Path = CACHE, seed: int = 0) -> Path:

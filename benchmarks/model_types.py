@@ -1,18 +1,21 @@
 """Every model type that transformers knows as a causal language model: its route, its ids, its speed.
 
     python benchmarks/model_types.py [--types gpt2,gemma2] [--kernels native] [--out docs/reference/model-types.md]
+    python benchmarks/model_types.py --types gpt2,gemma2 --update --out docs/reference/model-types.md
 
 For each type a small random model of its own configuration class is made and loaded by the route that `--model-route
 auto` takes. Its greedy ids over 64 tokens must be those of transformers' generate(), alone and in a full engine with
 chunked prompts, preemption and cached prefixes. Then a wider one continues `--batch` prompts, in turns with generate():
 processor time of one thread each, the best of `--rounds`, since the machine may be shared. In so small a model much of
-the time is Python's on both sides. A type that is refused has the reason of its start in the table.
+the time is Python's on both sides. A type that is refused has the reason of its start in the table. With `--update` the
+page's rows of other types stay; those of an earlier transformers are marked.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 import tempfile
 import time
@@ -39,6 +42,12 @@ from benchmarks._arguments import at_least, parts
 from benchmarks._report import environment
 
 PROMPT = 24
+# Of types that were seen below generate()'s speed, by their profiles (dev/log/families.md).
+_REASONS = {
+    "bailing_hybrid": "a prompt's last tokens are a pass of their own, for the snapshot",
+    "jetmoe": "experts of a form of its own, in its attention too, are transformers' on both sides",
+    "nemotron_h": "a prompt's last tokens are a pass of their own; experts without a gate are transformers'",
+}
 
 
 class Row(NamedTuple):
@@ -57,7 +66,7 @@ def measure(model_type: str, device: CPUDevice, options: argparse.Namespace) -> 
         try:
             folder = tiny_model_type(Path(place) / "small", model_type)
         except Exception as error:  # whatever a configuration class raises
-            return Row(model_type, "–", "", remark=f"no small configuration is made of it ({type(error).__name__})")
+            return Row(model_type, "–", "", remark=f"no small configuration is made of it ({said(error)})")
         try:
             model = load_model(folder, dtype="float32", device=device)
         except StartupError as error:
@@ -66,14 +75,19 @@ def measure(model_type: str, device: CPUDevice, options: argparse.Namespace) -> 
         try:
             check_ids(folder, model)
         except Exception as error:  # of either side
-            return Row(model_type, model.config.route, "differ", remark=f"{type(error).__name__}: {error}"[:160])
+            return Row(model_type, model.config.route, "differ", remark=said(error))
         try:
             sizes = {"hidden_size": options.hidden, "intermediate_size": 2 * options.hidden}
             wide = tiny_model_type(Path(place) / "wide", model_type, **sizes)
             speed = relative_speed(wide, load_model(wide, dtype="float32", device=device), device, options)
         except Exception as error:  # the sizes do not fit every type
-            return Row(model_type, model.config.route, "equal", remark=f"not timed ({type(error).__name__})")
-        return Row(model_type, model.config.route, "equal", speed)
+            return Row(model_type, model.config.route, "equal", remark=f"not timed ({said(error)})")
+        return Row(model_type, model.config.route, "equal", speed, _REASONS.get(model_type, "") if speed < 1 else "")
+
+
+def said(error: Exception) -> str:
+    """Kind and text of an error in one line, as the table has room for it."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160].replace("|", "/")
 
 
 def relative_speed(folder: Path, model: LanguageModel, device: CPUDevice, options: argparse.Namespace) -> float:
@@ -108,12 +122,27 @@ def new_engine(model: LanguageModel, device: CPUDevice, options: argparse.Namesp
     return Engine(config, ModelRunner(model, kv, kernels=device.sampling_kernels()), None)
 
 
+def read_page(path: Path) -> dict[str, Row]:
+    """Return the rows of a page that was written before, marked where its transformers was another one."""
+    text = path.read_text(encoding="utf-8")
+    version = re.search(r"transformers (\d[\w.]*\w)", text)
+    mark = "" if version is None or version[1] == transformers.__version__ else f"of transformers {version[1]}"
+    rows = {}
+    for line in text.splitlines():
+        if line.startswith("| `") and not line.startswith("| `model_type`"):
+            name, _, route, ids, speed, remark = (part.strip() for part in line.strip("|").split("|"))
+            remark = remark if "of transformers" in remark else "; ".join(filter(None, (remark, mark)))
+            rows[name.strip("`")] = Row(name.strip("`"), route, ids, float(speed or 0), remark)
+    return rows
+
+
 def page(rows: list[Row], options: argparse.Namespace) -> str:
     """Return the page."""
     facts = environment()
     served = [row for row in rows if row.ids == "equal"]
     native = sum(row.route == "native" for row in served)
     timed = sorted(row.speed for row in served if row.speed)
+    earlier = sum("of transformers" in row.remark for row in rows)
     lines = [
         "# Model types",
         "",
@@ -123,6 +152,7 @@ def page(rows: list[Row], options: argparse.Namespace) -> str:
         f"`speed` is generate()'s time over Penstock's for {options.batch} sequences",
         f"of {options.tokens} tokens in float32, processor time of one thread, hidden size {options.hidden}"
         + (f" (median {timed[len(timed) // 2]:.2f})." if timed else "."),
+        *([f"{earlier} rows are of an earlier run, as their remarks say."] if earlier else ()),
         "What the routes are, and what becomes of the others: [models](../guide/models.md).",
         "",
         f"Measured {facts['time']}, {facts['cpu']}, {options.kernels} kernels.",
@@ -147,7 +177,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=at_least(64), default=512, help="hidden size of the models that are timed")
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--out", type=Path, default=None, help="the page; standard output by default")
-    return parser.parse_args(arguments)
+    parser.add_argument("--update", action="store_true", help="keep the rows of --out for types that are not measured")
+    options = parser.parse_args(arguments)
+    if options.update and (options.out is None or not options.out.exists()):
+        parser.error("--update: --out names no page")
+    return options
 
 
 def main() -> None:
@@ -160,15 +194,15 @@ def main() -> None:
     device = CPUDevice()
     device.start(num_threads=1, kernels=options.kernels)
     options.kernels = "C++" if device.instruction_set else "torch's"
-    rows: list[Row] = []
+    rows = read_page(options.out) if options.update else {}
     known: list[Any] = [*FAMILIES, *(name for name in model_types() if name not in FAMILIES)]
     for model_type in options.types or sorted(known):
-        rows.append(measure(model_type, device, options))
-        print(*rows[-1], file=sys.stderr, flush=True)
+        rows[model_type] = measure(model_type, device, options)
+        print(*rows[model_type], file=sys.stderr, flush=True)
         if options.out is not None:
-            options.out.write_text(page(rows, options), encoding="utf-8")
+            options.out.write_text(page(sorted(rows.values()), options), encoding="utf-8")
     if options.out is None:
-        print(page(rows, options))
+        print(page(sorted(rows.values()), options))
 
 
 if __name__ == "__main__":

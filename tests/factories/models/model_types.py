@@ -7,7 +7,7 @@ a layer are cut so that every kind of layer stays.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ _SIZES: Mapping[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32,
+    "shared_experts_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "dense_intermediate_size": 96,
     "expert_ffn_hidden_size": 32,
     "ffn_hidden_size": 96,
     "n_shared_experts": 1,
@@ -72,8 +75,6 @@ _SIZES: Mapping[str, Any] = {
     "ffn_dim": 96,
     "word_embed_proj_dim": 64,
     "d_kv": 16,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "laurel_rank": 8,
@@ -84,6 +85,13 @@ _SIZES: Mapping[str, Any] = {
     "attention_bias": True,
     "use_sliding_window": True,
     "max_window_layers": 2,
+    # Decoders of encoder-decoders.
+    "encoder_layers": 1,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
 }
 _VISION: Mapping[str, Any] = {
     "hidden_size": 32,
@@ -97,33 +105,61 @@ _VISION: Mapping[str, Any] = {
 }
 # Fields of single types that no rule gives.
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
 _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+# Layers that see all have other heads; the configuration classes keep these fields under other names.
+_GLOBAL = {"global_head_dim": 32, "num_global_key_value_heads": 1}
 _OWN: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_text": _GLOBAL,
+    "gemma4_unified_text": _GLOBAL,
     "qwen2": _SLIDING,
     "qwen2_moe": _SLIDING,
     "qwen3": _SLIDING,
     # Layers with a state beside layers that attend.
     "bamba": {"attn_layer_indices": [1, 3], **_MAMBA},
-    "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16, **_MAMBA},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * (LAYERS // 2), **_MAMBA},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "num_dense_layers": 1},
+    "longcat_flash": {"num_layers": LAYERS // 2, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "state_size": 16, "expand": 2},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16},
     "qwen3_5_moe_text": _DELTA,
     "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA,
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+        "hc_count": 2,
+        "hc_lowrank": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        **_DELTA,
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2),
         "mamba_d_state": 16,
-        "mamba_headdim": 16,
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
+# Fields that must fit the hidden size.
+_FITTING: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
+    "bamba": lambda hidden: {"mamba_d_head": hidden // 4},
+    "granitemoehybrid": lambda hidden: {"mamba_d_head": hidden // 4},
+    "mamba2": lambda hidden: {"head_dim": hidden // 4},
+    "xlnet": lambda hidden: {"d_head": hidden // 4},
+    "zamba2": lambda hidden: {
+        "mamba_headdim": hidden // 4,
+        "attention_hidden_size": 2 * hidden,
+        "attention_head_dim": hidden // 2,
     },
 }
 
@@ -161,14 +197,16 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     """Return a small configuration of a type; `changes` are fields of its text part."""
     kind = CONFIG_MAPPING[model_type]
     standard = kind()
-    if standard.get_text_config(decoder=True) is standard:
-        return kind(**_fields(standard, model_type, changes))
-    name = next(name for name in ("text_config", "decoder", "generator") if hasattr(standard, name))
-    text = getattr(standard, name)
-    parts = {name: type(text)(**_fields(text, model_type, changes))}
+    parts: dict[str, Any] = {}
     if (vision := getattr(standard, "vision_config", None)) is not None:
         known = vision.to_dict()
         parts["vision_config"] = type(vision)(**{one: size for one, size in _VISION.items() if one in known})
+    names = ("text_config", "decoder", "generator")
+    name = next((name for name in names if getattr(standard, name, None) is not None), None)
+    if name is None:
+        return kind(**_fields(standard, model_type, changes), **parts)
+    text = getattr(standard, name)
+    parts[name] = type(text)(**_fields(text, text.model_type, changes))
     # Ids of images and sounds are beyond the small vocabulary.
     ids = {
         one: VOCAB_SIZE - 1
@@ -180,7 +218,9 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
 def _fields(standard: Any, model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     known, aliases = standard.to_dict(), standard.attribute_map
-    own = {**_OWN.get(model_type, {}), **changes}
+    hidden = changes.get("hidden_size", _SIZES["hidden_size"])
+    fitting = _FITTING[model_type](hidden) if model_type in _FITTING else {}
+    own = {**_OWN.get(model_type, {}), **fitting, **changes}
     sizes = {**_SIZES, **own}
     # Of a field with two names the one in the file counts.
     fields = {name: value for name, value in sizes.items() if name in known or name in aliases or name in own}
