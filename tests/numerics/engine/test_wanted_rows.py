@@ -85,7 +85,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
 
 
 @pytest.mark.parametrize(("name", "quantization"), KINDS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(step=steps(), threads=st.sampled_from([1, 2, 3]), shared=st.booleans(), kv_int8=st.booleans())
 def test_any_rows_of_a_step_have_the_bits_they_have_among_all(
     models: Any,

@@ -58,7 +58,7 @@ def test_masks_allow_exactly_what_advance_accepts(spec: ConstraintSpec) -> None:
                 break
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, len(SPECS) - 1), st.integers(0, 10_000), st.integers(0, 12))
 def test_copies_go_their_own_way(which: int, seed: int, length: int) -> None:
     draw = random.Random(seed)
@@ -155,7 +155,7 @@ def test_a_choice_is_its_values_and_nothing_else(values: tuple[str, ...]) -> Non
     assert not accepts(grammar, "")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=6), min_size=1, max_size=5, unique=True))
 @example(["\uf900"])  # NFC, which the tokenizer applies to what it encodes, makes another character of it.
 def test_any_text_can_be_a_choice(values: list[str]) -> None:
