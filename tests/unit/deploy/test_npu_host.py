@@ -1,5 +1,4 @@
-"""What a host with an Ascend NPU gives to the container is the same wherever it is written, and no other image has
-torch-npu."""
+"""Devices and driver of a host with an NPU are the same wherever they are written. No other image has torch-npu."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ GUIDE = (ROOT / "docs" / "guide" / "ascend.md").read_text(encoding="utf-8")
 DOCKER = ROOT / "deploy" / "docker"
 
 
-def test_the_drivers_paths_are_those_of_the_guide() -> None:
+def test_paths_of_the_driver_are_those_of_the_page() -> None:
     mounts = [mount.split(":") for mount in COMPOSE["generation"]["volumes"]]
     # At the same paths, to read only.
     assert all(there == here and mode == "ro" for there, here, mode in mounts)

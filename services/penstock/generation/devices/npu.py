@@ -21,8 +21,8 @@ from penstock.generation.devices.base import DTYPES, named_dtype
 from penstock.generation.layers.kernels import LayerKernels, NPUKernels
 from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.layers.linear.dense import PlainLinearMethod
-from penstock.generation.layers.linear.npu import DTYPES as PRODUCT_DTYPES
-from penstock.generation.layers.linear.npu import NPUInt4Method, NPUInt8Method
+from penstock.generation.layers.linear.npu_products import DTYPES as PRODUCT_DTYPES
+from penstock.generation.layers.linear.npu_products import NPUInt4Method, NPUInt8Method
 
 if TYPE_CHECKING:
     from datetime import timedelta

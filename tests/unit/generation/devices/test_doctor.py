@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 WHOLE_NUMBERS: dict[type[Device], set[torch.dtype]] = {
     CPUDevice: {torch.bfloat16, torch.float32},
     EmulatedNPU: {torch.bfloat16, torch.float16},
-    EmulatedCUDA: set(),
+    EmulatedCUDA: {torch.bfloat16, torch.float16, torch.float32},
 }
 
 

@@ -57,7 +57,8 @@ def search(prompt: list[int], length: int, num_beams: int, eos: tuple[int, ...],
             for token, token_score, key in row(ids, len(prompt), seed or 0, None if seed is None else place)
         ]
         extensions.sort(key=lambda one: -one[0])
-        kept = extensions[: max(2, 1 + len(eos)) * num_beams]
+        # The drawn are then taken by their scores; without draws that is their order.
+        kept = sorted(extensions[: max(2, 1 + len(eos)) * num_beams], key=lambda one: -one[1])
         stops = [ids[-1] in eos or step == length for _, _, ids in kept]
         ended += [(score, ids) for (_, score, ids), stop in zip(kept[:num_beams], stops, strict=False) if stop]
         going = [(score, ids) for (_, score, ids), stop in zip(kept, stops, strict=True) if not stop]

@@ -10,11 +10,11 @@ import torch
 from factories.models.emulated_npu import EmulatedNPU, calls
 from penstock.common.errors import StartupError
 from penstock.generation.attention.npu_operators import OperatorLimit
-from penstock.generation.layers.linear import npu
+from penstock.generation.layers.linear import npu_products as npu
 from penstock.generation.layers.linear.base import LinearMethod, NotFinite, WholeRows
 from penstock.generation.layers.linear.int4 import GROUP, Int4Linear, quantize_groups
 from penstock.generation.layers.linear.int8 import Int8Linear
-from penstock.generation.layers.linear.npu import NPUInt4Linear, NPUInt8Linear
+from penstock.generation.layers.linear.npu_products import NPUInt4Linear, NPUInt8Linear
 from torch import Tensor
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
