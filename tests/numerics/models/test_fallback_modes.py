@@ -117,6 +117,20 @@ def test_beams_of_another_type_are_those_of_transformers(tmp_path: Path) -> None
     answer = generate(loaded, prompt, arguments)
     assert answer.ids == expected
     assert answer.scores == pytest.approx(scores, rel=1e-4, abs=1e-4)
-    # Its soft caps are in no attention that could be kept.
+
+    # Chunks are in no attention that could be kept.
     with pytest.raises(InvalidArgument, match="output_attentions"):
-        generate(loaded, prompt, {"output_attentions": True})
+        generate(load_service(tiny_model_type(tmp_path / "chunks", "llama4_text")), prompt, {"output_attentions": True})
+
+
+def test_tensors_of_a_model_with_soft_caps_are_those_of_the_native_route(tmp_path: Path) -> None:
+    folder = tiny_model_type(tmp_path, "gemma2")
+    prompt = [token % VOCAB_SIZE for token in PROMPT]
+    wanted = dict.fromkeys(("output_hidden_states", "output_attentions", "output_logits"), True)
+    arguments = {"max_new_tokens": 3, "ignore_eos": True, **wanted}
+    native, fallback = (
+        _tensors(generate(load_service(folder, model_route=route), prompt, arguments))
+        for route in ("native", "fallback")
+    )
+    for name, tensor in native.items():
+        assert torch.allclose(fallback[name], tensor, rtol=1e-3, atol=1e-4), name
