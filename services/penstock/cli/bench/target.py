@@ -36,6 +36,8 @@ from penstock.v1 import (
 
 # Reason of a status that is gRPC's own.
 _NO_REASON = "UNKNOWN"
+# Reasons that say no more than their status: of gRPC's own, and of the server where it saw the deadline pass first.
+_PLAIN_REASONS = {_NO_REASON, "DEADLINE_EXCEEDED"}
 # Words of four letters or fewer: most tokenizers have a token for each, with the space before it.
 WORDS = ("time", "year", "day", "way", "man", "life", "hand", "part", "eye", "work", "week", "case", "fact", "room")
 
@@ -236,10 +238,10 @@ class Target:
                 f"--{flag} {value}" for flag, value in flags if value and error.reason == f"{flag.upper()}_NOT_FOUND"
             ]
             return f"{error.message} ({named[0]})" if named else error.message
-        if isinstance(error, DeadlineExceeded) and error.reason == _NO_REASON and self._config.timeout_seconds:
+        if isinstance(error, DeadlineExceeded) and error.reason in _PLAIN_REASONS and self._config.timeout_seconds:
             return f"took longer than --timeout {self._config.timeout_seconds:g}s"
         return error.message
 
 
 def _status(error: PenstockError) -> str:
-    return error.code.name if error.reason == _NO_REASON else f"{error.code.name} {error.reason}".strip()
+    return error.code.name if error.reason in _PLAIN_REASONS else f"{error.code.name} {error.reason}".strip()

@@ -71,7 +71,9 @@ class Ranks:
             self.close()
             os.close(self._wake)
             raise
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        # Opened here: the thread may begin after `close` has ended them, and a number of a process may be another's by then.
+        ends = [(os.pidfd_open(rank.process.pid), rank) for rank in self._ranks]
+        threading.Thread(target=self._watch, args=(ends,), name="ranks", daemon=True).start()
 
     def wait_loaded(self) -> None:
         """Return once each has loaded its part. Raises StartupError with a rank's own words."""
@@ -129,16 +131,15 @@ class Ranks:
             said = json.loads(answer)
             raise StartupError(f"rank {rank.number}: {said['message']}", flag=said["flag"])
 
-    def _watch(self) -> None:
-        """Wait for the end of any of them that nobody asked for."""
-        with selectors.DefaultSelector() as ends, contextlib.ExitStack() as opened:
+    def _watch(self, ends: list[tuple[int, _Rank]]) -> None:
+        """Wait for the end of any of them that nobody asked for. `ends` has a descriptor of each process, closed here."""
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
             opened.callback(os.close, self._wake)
-            ends.register(self._wake, selectors.EVENT_READ)
-            for rank in self._ranks:
-                descriptor = os.pidfd_open(rank.process.pid)
+            selector.register(self._wake, selectors.EVENT_READ)
+            for descriptor, rank in ends:
                 opened.callback(os.close, descriptor)
-                ends.register(descriptor, selectors.EVENT_READ, rank)
-            gone = [key.data for key, _ in ends.select() if key.data is not None]
+                selector.register(descriptor, selectors.EVENT_READ, rank)
+            gone = [key.data for key, _ in selector.select() if key.data is not None]
         if not gone or self._is_closed:
             return
         (rank, *_) = gone
