@@ -1,9 +1,11 @@
 """Memory and the others' streams while many readers of the gateway stop reading.
 
-Tokenizer, router and gateway with their default flags, before a backend that emits as fast as it is read. Some callers
-read streams of chat completions to their ends, one after the other; alone for --seconds, then beside --stopped readers
-that open a stream, read its head and never read again. Told: the callers' tokens a second, the time to their first
-token, what gateway and router take more, and how many of the stopped were cut off by the end.
+Tokenizer, router and gateway with their default flags, before a backend that emits a token of each stream every
+--step-seconds, as an engine does (0: as fast as it is read, so that each further stream takes its share of the
+processor, read or not). Some callers read streams of chat completions to their ends, one after the other: alone for
+--seconds, then beside --stopped others that read as they do, then beside as many that open a stream, read its head and
+never read again. Told: the callers' tokens a second, the time to their first token, what gateway and router take more,
+and how many of the stopped were cut off by the end.
 
     python benchmarks/stopped_readers.py --stopped 256 --seconds 30
 """
@@ -77,15 +79,20 @@ async def read_streams(address: tuple[str, int], until: float, seen: Seen) -> No
     writer.close()
 
 
-async def stop_reading(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a stream and read no more than its head."""
+async def open_endless(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a stream that outlasts every phase, and read no more than its head's first line."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(request_of(_ENDLESS_TOKENS))
     status = await reader.readline()
     if b" 200 " not in status:
-        raise SystemExit(f"a stream that nobody reads was refused: {status!r}")
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
+        raise SystemExit(f"an endless stream was refused: {status!r}")
     return reader, writer
+
+
+async def swallow(reader: asyncio.StreamReader) -> None:
+    """Read whatever comes."""
+    while await reader.read(1 << 16):
+        pass
 
 
 async def watch(pids: dict[str, int], until: float, seen: Seen) -> None:
@@ -118,17 +125,24 @@ def row(name: str, seen: Seen, seconds: float, cut: str) -> list[Any]:
 
 
 async def run(arguments: argparse.Namespace, address: tuple[str, int], pids: dict[str, int]) -> None:
-    """Both phases, and the end of the stopped."""
+    """All phases, in turn."""
     header = ("callers", "tok/s", "first token p50 ms", "p99 ms", "gateway MB", "router MB", "stopped, cut off")
     table = Table(header, None)
     await phase(address, pids, arguments.callers, arguments.seconds / 4)
     alone = await phase(address, pids, arguments.callers, arguments.seconds)
     table.row(*row("alone", alone, arguments.seconds, "–"))
-    stopped = await asyncio.gather(*(stop_reading(address) for _ in range(arguments.stopped)))
+    others = await asyncio.gather(*(open_endless(address) for _ in range(arguments.stopped)))
+    readings = [asyncio.ensure_future(swallow(reader)) for reader, _ in others]
     beside = await phase(address, pids, arguments.callers, arguments.seconds)
-    cut = sum(writer.is_closing() for _, writer in stopped)
-    table.row(*row(f"beside {arguments.stopped} that stopped", beside, arguments.seconds, str(cut)))
-    for _, writer in stopped:
+    table.row(*row(f"beside {arguments.stopped} that read", beside, arguments.seconds, "–"))
+    for reading in readings:
+        reading.cancel()
+    for _, writer in others:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+    beside = await phase(address, pids, arguments.callers, arguments.seconds)
+    cut = sum(writer.is_closing() for _, writer in others)
+    table.row(*row(f"beside the {arguments.stopped}, stopped", beside, arguments.seconds, str(cut)))
+    for _, writer in others:
         writer.transport.abort()
     after = await phase(address, pids, arguments.callers, arguments.seconds)
     table.row(*row("after they left", after, arguments.seconds, "–"))
@@ -140,6 +154,7 @@ def main() -> None:
     parser.add_argument("--stopped", type=at_least(1), default=256)
     parser.add_argument("--callers", type=at_least(1), default=4)
     parser.add_argument("--seconds", type=at_least(1), default=30)
+    parser.add_argument("--step-seconds", type=float, default=0.05)
     arguments = parser.parse_args()
     stop_on_sigterm()
     with contextlib.ExitStack() as exits:
@@ -147,6 +162,7 @@ def main() -> None:
         tokenizer.wait_ready()
         port = stack.free_port()
         flags = ["--port", str(port), "--tokens", str(_ENDLESS_TOKENS), "--transport", "asyncio"]
+        flags += ["--step-seconds", str(arguments.step_seconds)]
         command = ending_with_us(sys.executable, "-m", "factories.servers.emitting_backend", *flags)
         backend = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
         exits.callback(backend.wait)
