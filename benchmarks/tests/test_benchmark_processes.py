@@ -95,7 +95,7 @@ def test_sigterm_ends_all_and_leaves_no_file(name: str, tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", ["workloads.py", "overhead.py", "wire.py", "load.py"])
 def test_services_end_with_a_driver_that_was_killed(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "temporary"
@@ -106,6 +106,7 @@ def test_services_end_with_a_driver_that_was_killed(name: str, tmp_path: Path) -
         assert gone(family)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("wanted", ["kept", "deleted"])
 def test_the_log_of_an_engine_is_kept_only_where_it_did_not_end_well(wanted: str, tmp_path: Path) -> None:
     folder = tmp_path / "temporary"

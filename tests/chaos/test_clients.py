@@ -137,7 +137,13 @@ DEEDS: tuple[Callable[[Any, random.Random], Awaitable[None]], ...] = (
 @pytest.mark.parametrize(
     "number", [pytest.param(number, marks=[pytest.mark.chaos] if number else []) for number in range(ROUNDS)]
 )
-@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: str(deed.__name__))
+@pytest.mark.parametrize(
+    "deed",
+    [
+        pytest.param(deed, id=deed.__name__, marks=[] if deed in (cancels, slow_readers) else [pytest.mark.chaos])
+        for deed in DEEDS
+    ],
+)
 async def test_a_stream_does_not_notice_what_clients_do_beside_it(
     chaos: Any, deed: Callable[[Any, random.Random], Awaitable[None]], number: int
 ) -> None:
@@ -199,6 +205,7 @@ async def exact_streams(chaos: Any, number: int, over: asyncio.Event) -> int:
     return streams
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     "number", [pytest.param(number, marks=[pytest.mark.chaos] if number else []) for number in range(ROUNDS)]
 )
@@ -251,6 +258,7 @@ async def test_a_rolling_restart_under_load_fails_no_request(chaos: Any) -> None
     await chaos.invariants.hold()
 
 
+@pytest.mark.chaos
 async def test_the_invariants_find_what_is_wrong(chaos: Any) -> None:
     """A call or a request that was lost, an answer that changed, a prompt in an error, a leak: each is found."""
     deployment, checker = chaos.deployment, chaos.invariants

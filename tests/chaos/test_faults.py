@@ -15,14 +15,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 TRIES = int(os.environ.get("PENSTOCK_CHAOS_TRIES", "50"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "1"))
 SAMPLINGS = ("greedy", "seeded")
+# Of the ordinary run, once each: tests/integration/router/test_engine_faults.py has the others, one by one.
+USUAL = {"kill -9", "step kills", "connections reset", "20 kB/s"}
 
 
 def cases() -> Iterator[object]:
-    """One try of each fault, greedy and seeded in turns; the others and the grpc transport are for `make chaos`."""
+    """Tries of each fault, greedy and seeded in turns; all but the first of the usual are for `make chaos`."""
     for number in range(max(1, TRIES // 2)):
         for place, name in enumerate(FAULTS):
             sampling = SAMPLINGS[(number + place) % 2]
-            marks = [pytest.mark.chaos] if number else []
+            marks = [] if name in USUAL and not number else [pytest.mark.chaos]
             yield pytest.param(name, sampling, number, id=f"{name}-{sampling}-{number}", marks=marks)
 
 

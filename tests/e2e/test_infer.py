@@ -29,6 +29,7 @@ def local() -> Any:
         yield target
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "given",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+import pytest
 from factories.engine.load import steps_of
 from factories.servers.stack import Stack
 from penstock_client import AsyncClient
@@ -50,6 +51,7 @@ async def test_sigterm_at_generation_finishes_its_streams_and_exits_0() -> None:
         await _stop_during_streams(running, "generation")
 
 
+@pytest.mark.slow
 async def test_sigterm_at_the_router_finishes_its_streams_and_exits_0() -> None:
     """Every stream ends with all of its tokens."""
     with Stack() as running:

@@ -39,6 +39,7 @@ def mapping(process: Process, path: Path) -> dict[str, int]:
     return {field[0].rstrip(":"): int(field[1]) for field in fields if len(field) == 3 and field[2] == "kB"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_packed_folder_is_a_model_that_processes_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_packing(monkeypatch)

@@ -94,6 +94,7 @@ def test_an_open_loop_of_texts_through_the_whole_stack() -> None:
     assert "--model nobody" in unknown[2]
 
 
+@pytest.mark.slow
 def test_a_sweep_of_rates_over_a_dataset(tmp_path: Path) -> None:
     records = [{"prompt": "once upon a time"}, {"messages": [{"role": "user", "content": "hello"}], "output_tokens": 3}]
     dataset, plot = tmp_path / "prompts.json", tmp_path / "curves.svg"

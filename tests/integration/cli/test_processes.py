@@ -164,6 +164,7 @@ async def test_sigterm_lets_the_streams_of_every_worker_finish() -> None:
         assert await asyncio.to_thread(router.popen.wait, 130) == 0
 
 
+@pytest.mark.slow
 async def test_sigterm_while_a_worker_is_being_replaced_is_a_clean_end() -> None:
     async with service("tokenizer") as process:
         before = workers(process)
@@ -174,6 +175,7 @@ async def test_sigterm_while_a_worker_is_being_replaced_is_a_clean_end() -> None
         assert await asyncio.to_thread(process.popen.wait, 130) == 0
 
 
+@pytest.mark.slow
 async def test_a_free_port_is_shared_by_all_workers() -> None:
     # The later flag counts.
     process = stack.start("tokenizer", "--port", "0", "--metrics-port", "-1", "--processes", "3")
@@ -195,6 +197,7 @@ async def test_a_free_port_is_shared_by_all_workers() -> None:
         process.log.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 async def test_a_taken_port_and_a_worker_that_cannot_start_are_named() -> None:
     async with service("tokenizer") as process:
         second = stack.start("tokenizer", "--port", str(process.port), "--processes", "2")

@@ -134,6 +134,7 @@ async def test_a_tree_tells_of_a_download_in_plain_lines(hub: Hub) -> None:
         assert await started.stop() == 0
 
 
+@pytest.mark.slow
 async def test_a_terminal_has_one_line_that_changes(hub: Hub) -> None:
     async with serve_on_terminal(hub, hub.repo, *SMALL) as started:
         # A speed is told after a second.
@@ -194,6 +195,7 @@ async def test_a_start_that_is_stopped_does_not_download_to_the_end(hub: Hub, ro
         assert "READY" not in await started.rest()
 
 
+@pytest.mark.slow
 async def test_a_service_tells_that_another_process_downloads(hub: Hub) -> None:
     async with (
         serve(hub, "generation", hub.repo, *SMALL) as first,

@@ -110,6 +110,7 @@ async def test_a_tree_with_tls_has_a_gateway_with_tls() -> None:
             assert json.load(answer)["data"][0]["id"] == "penstock-demo"
 
 
+@pytest.mark.slow
 async def test_a_tree_tells_the_state_of_its_engine_by_signal_and_by_command() -> None:
     async with serve() as tree:
         await tree.ready()

@@ -133,6 +133,7 @@ async def test_aborting_everything_ends_the_call(client: Client) -> None:
     await client.until_idle()
 
 
+@pytest.mark.slow
 async def test_a_drain_lets_a_call_finish_with_the_items_that_still_wait(client: Client) -> None:
     many = items(*[([5 + index, *LONG[:300]], [6]) for index in range(100)])
     with held_after(SOME_STEPS):

@@ -118,8 +118,8 @@ async def test_nothing_is_held_by_requests_that_ended_in_any_way(model: Path, fo
 
 
 @pytest.mark.timeout(300)
-async def test_a_thousand_loads_and_unloads_under_traffic_lose_nothing(model: Path, folders: dict[str, Path]) -> None:
-    loads = 1000
+async def test_many_loads_and_unloads_under_traffic_lose_nothing(model: Path, folders: dict[str, Path]) -> None:
+    loads = 200
     async with service(model, {"one": folders["one"]}, max_adapters=4) as client:
         store = store_of(client)
         expected = {str(await ids(client, adapter="one"))}

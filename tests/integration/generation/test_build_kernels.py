@@ -46,6 +46,7 @@ def build_kernels(cache: Path, **variables: str) -> subprocess.Popen[str]:
 
 
 @needs_compiler
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("number", "to_group", "code"),
     [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143)],

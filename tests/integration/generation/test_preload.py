@@ -77,6 +77,7 @@ def test_loaded_later_they_hold_what_they_hold_anyway(with_and_without: tuple[An
     assert with_it["shape"] == without["shape"] == [1, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_every_kind_of_request_is_answered_without_them() -> None:
     with_it, without = (run(BEGIN.format(defer=defer) + SERVE) for defer in (True, False))
     assert with_it == without

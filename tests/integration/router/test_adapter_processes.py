@@ -79,6 +79,7 @@ async def running_at(address: str) -> int:
         return int((await stub.GetLoad(admin_pb2.GetLoadRequest())).load.running_requests)
 
 
+@pytest.mark.slow
 async def test_a_stream_moves_to_a_backend_that_loads_its_adapter_for_it(root: Path) -> None:
     more = ("--adapter-root", str(root))
     async with (

@@ -13,7 +13,7 @@ from factories.servers import stack
 from factories.servers.emitting_backend import count_up
 from factories.servers.router import Router, backend, collect, generate, running_router
 from penstock.common.errors import StartupError, from_rpc_error
-from penstock.v1 import admin_pb2, admin_pb2_grpc, model_pb2, model_pb2_grpc
+from penstock.v1 import admin_pb2, admin_pb2_grpc, config_pb2, model_pb2, model_pb2_grpc
 
 TO_LOAD = admin_pb2.WatchLoadRequest()
 
@@ -188,6 +188,7 @@ async def test_a_real_backend_is_looked_into_drained_and_resumed() -> None:
             await router.until("backend_up", 0, backend=process.address)
             await admin.Resume(admin_pb2.ResumeRequest())
             await router.until("backend_up", 1, backend=process.address)
-            assert (await collect(router.stub.Generate(generate()))).finished
+            few = config_pb2.GenerationConfig(max_new_tokens=8)
+            assert (await collect(router.stub.Generate(generate(config=few)))).finished
     finally:
         process.kill()

@@ -121,6 +121,7 @@ async def test_a_stream_moves_from_a_process_that_is_stopped(
         await router.until("backend_up", 1.0, backend=stopped.address)
 
 
+@pytest.mark.slow
 async def test_a_stream_with_a_prompt_of_embeddings_moves(engines: list[FailingEngine]) -> None:
     async with router_before(engines) as router:
         lost = await moved(router, engines, SEEDED, lambda one: one.proxy.reset(), lambda _: None, embedded)
@@ -128,7 +129,9 @@ async def test_a_stream_with_a_prompt_of_embeddings_moves(engines: list[FailingE
         await router.until("backend_up", 1.0, backend=lost.address)
 
 
-@pytest.mark.parametrize("said", [b"", SESSION], ids=["black hole", "session dark"])
+@pytest.mark.parametrize(
+    "said", [pytest.param(b"", id="black hole", marks=pytest.mark.slow), pytest.param(SESSION, id="session dark")]
+)
 async def test_a_stream_moves_from_a_connection_that_goes_dark(engines: list[FailingEngine], said: bytes) -> None:
     async with router_before(engines, transport="asyncio", stall_timeout_seconds=STALL_SECONDS) as router:
         dark = await moved(router, engines, GREEDY, lambda one: one.proxy.freeze(said), lambda one: one.proxy.thaw())

@@ -15,7 +15,7 @@ from factories.servers.router import collect, generate
 from penstock.v1 import config_pb2
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("lost rank")]
-TOKENS = 300
+TOKENS = 100
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -72,7 +72,7 @@ async def ending_of(call: Any) -> Answer | PenstockError:
         return from_rpc_error(error)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("tokens", [0, 3], ids=["at once", "after its third token"])
 @pytest.mark.parametrize("count", [2, 3])
 async def test_twenty_of_twenty_killers_are_found_and_no_neighbour(count: int, tokens: int) -> None:

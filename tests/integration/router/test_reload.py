@@ -12,7 +12,7 @@ from factories.engine.step_gate import held_after
 from factories.servers.generation import Client, generation_service
 from factories.servers.router import Router, collect, generate, running_router
 from penstock.common.checkpoint import demo_folder
-from penstock.v1 import admin_pb2, admin_pb2_grpc
+from penstock.v1 import admin_pb2, admin_pb2_grpc, config_pb2
 
 STREAMS, TOKENS = 12, 200
 
@@ -81,4 +81,5 @@ async def test_a_reload_goes_through_the_router() -> None:
                 answer = await admin.Reload(admin_pb2.ReloadRequest(), metadata=(("penstock-backend", address),))
             assert answer.weights_bytes == backend.running.service._lifecycle.core.loaded.model.num_bytes
             await router.until("backend_up", 1, backend=address)
-            assert (await collect(router.stub.Generate(generate()))).finished
+            few = config_pb2.GenerationConfig(max_new_tokens=8)
+            assert (await collect(router.stub.Generate(generate(config=few)))).finished

@@ -79,6 +79,7 @@ async def test_the_refusal_says_why_and_is_counted(transport: str, tokens: str) 
         assert 1.0 in counted
 
 
+@pytest.mark.slow
 @TRANSPORTS
 async def test_watches_of_one_connection_leave_places_for_others(transport: str, tokens: str) -> None:
     async with guarded(transport, tokens) as (_, running, stub), RawClient.opened(running.address) as client:

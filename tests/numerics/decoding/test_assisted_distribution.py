@@ -92,7 +92,7 @@ def p_value(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], 
 
 
 @pytest.mark.parametrize(
-    "quality", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("same", "far")), "near", "other"]
+    "quality", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("same", "far", "other")), "near"]
 )
 def test_sampling_with_a_draft_model_has_the_models_distribution(
     models: dict[str, CausalLM], exact: dict[tuple[int, ...], float], quality: str
@@ -112,6 +112,7 @@ def test_sampling_with_prompt_lookup_has_the_models_distribution(
     assert 0.02 < acceptance < 0.9
 
 
+@pytest.mark.slow
 def test_warped_sampling_has_the_warped_distribution(folders: dict[str, Path], models: dict[str, CausalLM]) -> None:
     outputs, _ = draws(models["same"], models["far"], DRAFT, temperature=0.6)
     assert p_value(outputs, probabilities(reference_model(folders["same"]), temperature=0.6)) > 0.001
@@ -124,6 +125,7 @@ def test_plain_sampling_has_the_models_distribution(
     assert p_value(outputs, exact) > 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["draft", "temperature"])
 def test_the_test_would_notice_another_distribution(
     models: dict[str, CausalLM], exact: dict[tuple[int, ...], float], wrong: str

@@ -26,7 +26,7 @@ OVERCOMMIT = 4
 BLOCK_SIZE = 4
 RANDOM_MODES: Mapping[str, Draw] = {**MODES, "drafted": drafted("draft")}
 # One sequence, several, several that go in lockstep, a second model; the others are for `make slow`.
-USUAL = {"sample", "beam", "contrastive", "drafted"}
+USUAL = {"sample", "beam"}
 TEXT_MODES = ("structured", "textual")
 
 
@@ -138,6 +138,7 @@ def test_the_same_ids_with_a_grammar_stop_strings_and_healing(demo: LoadedModel,
     check_mode(demo, {"structured": structured(demo.served.assistant_model), "textual": textual}[mode])
 
 
+@pytest.mark.slow
 def test_the_same_ids_where_keys_and_values_are_int8(int8_model: LoadedModel) -> None:
     check_mode(int8_model, MODES["sample"])
 

@@ -16,7 +16,7 @@ from penstock.generation.models.registry import load_model
 
 TOLERANCE = 1e-4
 BATCH_TOLERANCE = 2e-5
-NUM_PROMPTS, NEW_TOKENS = 20, 64
+NUM_PROMPTS, NEW_TOKENS = 8, 48
 
 
 class Case(NamedTuple):

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "glm4": ("glm4", 2, {}),
 }
 # Those that no other stands for: every other kind is for `make slow`.
-USUAL = {*FAMILIES, "three ranks", "phi3"}
+USUAL = {"llama", "three ranks"}
 
 
 def ids_of(generator: Generator, asked: dict[str, Any]) -> Any:
@@ -67,7 +67,7 @@ def test_ids_are_those_of_one_process(tmp_path: Path, kind: str) -> None:
     assert answers_of(folder, count, asked, threads=count) == answers_of(folder, 1, asked)
 
 
-@pytest.mark.parametrize("way", ["swap", "recompute"])
+@pytest.mark.parametrize("way", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_a_pool_that_is_too_small_changes_no_id(tmp_path: Path, way: str) -> None:
     """Blocks are copied, to the host too, in every rank."""
     folder = tiny_checkpoint(tmp_path / "model")

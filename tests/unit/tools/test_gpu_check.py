@@ -63,6 +63,7 @@ def test_a_trace_counts_what_waits_and_what_allocates(bench: Bench) -> None:
     assert [name for name in calls if is_wait(name)] == ["cudaStreamSynchronize", "cudaMemcpy"]
 
 
+@pytest.mark.slow
 def test_the_whole_run_says_what_does_not_hold(
     device: EmulatedCUDA, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
