@@ -14,7 +14,7 @@ PEERS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/penstock
 TESTS ?= tests benchmarks/tests
 # Tests run on so many workers, a file on one of them: one more than cores, since many wait for processes.
 WORKERS ?= $(shell expr $$(nproc) + 1)
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 MARKS ?= not slow and not chaos and not docker and not clients
 # Packages of `make sdks`; empty: all.
 SDKS ?=

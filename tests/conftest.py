@@ -52,11 +52,19 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("pytest-xdist cannot group the tests of this pytest: take those of pyproject.toml")
 
 
+def _turn(item: pytest.Item) -> tuple[bool, int]:
+    """Order of files: those of processes and those that compute mixed by chance, so that what waits is beside what
+    does not; the many short ones of tests/unit at the end, where workers would wait for the last long one."""
+    path = item.path.relative_to(_TESTS.parent).as_posix()
+    return path.startswith("tests/unit"), crc32(path.encode())
+
+
 # Before xdist's own, which reads the groups.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests of the kernels, give them more time, and keep a file's tests, which share servers, on one worker.
     Of a test marked `thinned(n)` leave every n-th set of parameters to the ordinary run; the others are slow."""
+    items.sort(key=_turn)
     thinned: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         module = getattr(item, "module", None)

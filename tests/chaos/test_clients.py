@@ -134,16 +134,9 @@ DEEDS: tuple[Callable[[Any, random.Random], Awaitable[None]], ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=[pytest.mark.chaos] if number else []) for number in range(ROUNDS)]
-)
-@pytest.mark.parametrize(
-    "deed",
-    [
-        pytest.param(deed, id=deed.__name__, marks=[] if deed in (cancels, slow_readers) else [pytest.mark.chaos])
-        for deed in DEEDS
-    ],
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize("number", range(ROUNDS))
+@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: str(deed.__name__))
 async def test_a_stream_does_not_notice_what_clients_do_beside_it(
     chaos: Any, deed: Callable[[Any, random.Random], Awaitable[None]], number: int
 ) -> None:

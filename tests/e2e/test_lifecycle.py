@@ -10,7 +10,7 @@ from factories.engine.load import steps_of
 from factories.servers.stack import Stack
 from penstock_client import AsyncClient
 
-LONG = {"max_new_tokens": 400, "ignore_eos": True}
+LONG = {"max_new_tokens": 150, "ignore_eos": True}
 CLIENT = """
 import sys
 from penstock_client import Client
@@ -41,7 +41,7 @@ async def _stop_during_streams(running: Stack, name: str) -> None:
         process = next(one for one in running.processes if one.name == name)
         stopping = asyncio.create_task(asyncio.to_thread(process.terminate))
         completions = await asyncio.gather(*(stream.result() for stream in streams))
-        assert [completion.usage.completion_tokens for completion in completions] == [400] * 8
+        assert [completion.usage.completion_tokens for completion in completions] == [150] * 8
         assert await stopping == 0, process.output()
 
 

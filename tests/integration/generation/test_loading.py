@@ -49,7 +49,7 @@ from prometheus_client import generate_latest
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 EMPTY: dict[str, Any] = {"kernels": "torch"}
-CYCLES, MANY_CYCLES = 10, 160
+CYCLES, MANY_CYCLES = 8, 160
 GROWTH_BYTES = 24 << 20
 
 

@@ -40,7 +40,7 @@ def test_every_script_is_listed_and_run() -> None:
     assert scripts == listed == {*RUNS, "adapters.py", "engine_llm.py"}
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("script", RUNS)
 def test_a_script_runs(script: str) -> None:
     arguments, output = RUNS[script]

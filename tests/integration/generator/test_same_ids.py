@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -19,7 +20,7 @@ from penstock.generator.requests import LocalRequest
 from penstock.v1 import common_pb2, generation_pb2
 from penstock_client._types import Completion
 
-CONFIGURATIONS = 200
+CONFIGURATIONS = int(os.environ.get("PENSTOCK_CONFIGURATIONS", "80"))
 # Of the service's answers at once.
 TOGETHER = 24
 _EXTRA = {"textual": textual}
@@ -93,7 +94,7 @@ def begin(generator: Generator, arguments: Arguments) -> Completion | Exception:
 
 
 async def test_a_generator_gives_the_ids_of_the_service(folder: Path) -> None:
-    """Of 200 random configurations, in one process: ids, reasons and scores of every sequence, and refusals."""
+    """Of random configurations, in one process: ids, reasons and scores of every sequence, and refusals."""
     asked = list(configurations())
     messages = [to_message(one["prompt"], {**one, "prompt": None}) for one in asked]
     settings = {name: value for name, value in SETTINGS.items() if name != "kv_memory"}

@@ -59,7 +59,7 @@ async def peak_memory(process: Process, until: asyncio.Event) -> int:
     return peak
 
 
-@pytest.mark.parametrize("transport", ["asyncio", "grpc"])
+@pytest.mark.parametrize("transport", ["asyncio", pytest.param("grpc", marks=pytest.mark.slow)])
 async def test_millions_of_empty_messages_are_refused_before_they_are_made(transport: str) -> None:
     process = start("router", "--transport", transport, "--start-timeout-seconds", "600")
     try:

@@ -108,6 +108,7 @@ async def test_a_stream_moves_from_an_engine_that_hangs_which_shows_it_and_comes
         await router.until("backend_up", 1.0, backend=hung.address)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [pytest.param(GREEDY, id="greedy"), pytest.param(SEEDED, id="seeded", marks=pytest.mark.slow)]
 )

@@ -64,6 +64,7 @@ async def test_a_killed_rank_costs_no_token(engines: list[FailingEngine], sampli
     assert not rank.is_running()
 
 
+@pytest.mark.slow
 async def test_an_idle_process_ends_with_its_rank_and_a_rank_with_its_process(engines: list[FailingEngine]) -> None:
     one, two = engines
     rank = other_rank(two)

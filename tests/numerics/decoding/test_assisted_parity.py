@@ -74,6 +74,7 @@ def counts(answers: list[Answer]) -> tuple[int, int]:
     return sum(f.accepted_draft_tokens for f in finished), sum(f.rejected_draft_tokens for f in finished)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 3}])
 def test_prompt_lookup_gives_what_transformers_gives(
     models: tuple[CausalLM, CausalLM], references: tuple[PreTrainedModel, PreTrainedModel], processors: dict[str, Any]
@@ -86,7 +87,7 @@ def test_prompt_lookup_gives_what_transformers_gives(
         assert counts(answers)[0] >= 5
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("schedule", list(AssistantSchedule))
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
 def test_a_draft_model_gives_what_transformers_gives(

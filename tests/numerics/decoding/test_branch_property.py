@@ -78,7 +78,7 @@ tight = st.builds(
 seen: Counter[str] = Counter()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(specs(), min_size=4, max_size=6), tight, st.lists(st.integers(0, 3), min_size=6, max_size=6))
 def check(model: CausalLM, drawn: list[dict[str, Any]], config: EngineConfig, gaps: list[int]) -> None:
     engine = model_engine(model, config)

@@ -71,7 +71,11 @@ def demo_model(folder: Path) -> Load:
     return Load(loaded, {"drafted": drafted(name), "structured": structured(name), "textual": textual}, 1)
 
 
-@pytest.fixture(scope="module", params=[random_model, deep_model, demo_model], ids=lambda make: make.__name__)
+@pytest.fixture(
+    scope="module",
+    params=[random_model, pytest.param(deep_model, marks=pytest.mark.slow), demo_model],
+    ids=lambda make: make.__name__,
+)
 def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Load:
     torch.set_num_threads(1)
     make: Callable[[Path], Load] = request.param
