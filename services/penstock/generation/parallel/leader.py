@@ -115,7 +115,7 @@ class LeaderModel:
     ) -> AdapterWeights:
         """See CausalLM: every rank gets its part, and may forget it once nothing has what this returns. On any thread.
 
-        Raises Unavailable (RANK_LOST): this process ends.
+        Raises Unavailable (ENGINE_FAILED) where a rank has ended: so does this process.
         """
         ranks = self.ranks
         number = ranks.new_adapter()
@@ -130,7 +130,7 @@ class LeaderModel:
                 ranks.send_in_fragments(order.encoded())
             ranks.send(encode_adapter(number))
         except RankLost as error:
-            raise Unavailable(f"the adapter was not loaded: {error}", reason="RANK_LOST") from error
+            raise Unavailable(f"the adapter was not loaded: {error}", reason="ENGINE_FAILED") from error
         except BaseException:
             ranks.forget_adapter(number)
             raise

@@ -39,6 +39,8 @@ class Kind(IntEnum):
     ADAPTER = 7
     # Adapters that no step uses any more.
     FORGET = 8
+    # An answer, once all before it is done.
+    ANSWER = 9
 
 
 # Adapters of the rows of a call: (spans, 2) of an adapter's number, -1 for none, and a count of rows; None: no row has
@@ -189,6 +191,11 @@ def decode_forget(body: memoryview) -> list[int]:
     """Read the message after its kind."""
     numbers: list[int] = np.frombuffer(body, _NUMBERS).tolist()
     return numbers
+
+
+def encode_answer() -> bytes:
+    """Return the message that asks for an answer."""
+    return _KIND.pack(Kind.ANSWER)
 
 
 def encode_fragments(message: bytes) -> Iterator[bytes]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.parallel.group import RankGroup
-from penstock.generation.parallel.messages import PoolOrder, encode_forget, encode_fragments
+from penstock.generation.parallel.messages import PoolOrder, encode_answer, encode_forget, encode_fragments
 from penstock.generation.weights.sharding import FLAG, Shard
 
 if TYPE_CHECKING:
@@ -92,15 +92,14 @@ class Ranks:
         for rank in self._ranks:
             self._answer_of(rank)
 
+    def wait_done(self) -> None:
+        """Return once each has done all that it was told. Before `make_pools` only. Raises StartupError."""
+        self._ask(encode_answer())
+
     def make_pools(self, num_blocks: int, block_size: int, dtype: str, num_host_blocks: int) -> None:
         """Let each have a pool like this process's, and join. Raises StartupError."""
         meeting = str(Path(self._folder) / "meeting")
-        try:
-            self.send(PoolOrder(num_blocks, block_size, dtype, num_host_blocks, meeting).encoded())
-        except RankLost as error:
-            raise StartupError(f"a rank of {FLAG} ended after it had loaded", flag=FLAG) from error
-        for rank in self._ranks:
-            self._answer_of(rank)
+        self._ask(PoolOrder(num_blocks, block_size, dtype, num_host_blocks, meeting).encoded())
         try:
             self.group.join(Path(meeting), self._device)
         except RuntimeError as error:
@@ -154,6 +153,15 @@ class Ranks:
             rank.process.wait()
         self.group.leave()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ask(self, message: bytes) -> None:
+        """Send a message that is answered, and wait for the answers. Raises StartupError."""
+        try:
+            self.send(message)
+        except RankLost as error:
+            raise StartupError(f"a rank of {FLAG} ended after it had loaded", flag=FLAG) from error
+        for rank in self._ranks:
+            self._answer_of(rank)
 
     def _answer_of(self, rank: _Rank) -> None:
         try:

@@ -50,7 +50,7 @@ class Worker:
     """One rank: its part of the weights, of adapters and of the pool."""
 
     def __init__(self, order: dict[str, Any], tell_ready: Callable[[], None]) -> None:
-        """Load the part. `tell_ready` is called when pools are made. Raises StartupError."""
+        """Load the part. `tell_ready` answers a message. Raises StartupError."""
         self._tell_ready = tell_ready
         self._device: Device = open_device(order["device"])
         self._device.start(num_threads=order["threads"], kernels=order["kernels"])
@@ -85,6 +85,8 @@ class Worker:
             self._adapters.complete(decode_adapter(body))
         elif kind is Kind.FORGET:
             self._adapters.forget(decode_forget(body))
+        elif kind is Kind.ANSWER:
+            self._tell_ready()
         else:
             self._compute(kind, body)
 
