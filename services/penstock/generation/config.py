@@ -680,10 +680,6 @@ class GenerationServiceConfig(ServerConfig):
         """Refuse what a model of several processes does not do. Raises StartupError."""
         if self.tensor_parallel == 1:
             return
-        if self.lora:
-            raise StartupError(
-                "--lora is not possible with --tensor-parallel: merge the adapter into the model", flag="--lora"
-            )
         if self.threads is not None and self.threads < self.tensor_parallel:
             raise StartupError(
                 f"--threads {self.threads} is less than --tensor-parallel {self.tensor_parallel}: a thread each",

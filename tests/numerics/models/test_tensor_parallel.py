@@ -135,7 +135,6 @@ def test_what_it_does_not_do_is_refused_by_name(tmp_path: Path) -> None:
         ("olmo2", {}, {}, "norms all heads together"),
         ("llama", {"intermediate_size": 33}, {}, "inner numbers of its MLP"),
         ("llama", {}, {"threads": 1, "tensor_parallel": 2}, "--threads 1 is less than --tensor-parallel 2"),
-        ("llama", {}, {"threads": 2, "tensor_parallel": 2, "lora": ("a=b",)}, "merge the adapter"),
         ("llama", {}, {"threads": 2, "kv_memory": "900GiB"}, "--kv-memory"),
     ],
 )

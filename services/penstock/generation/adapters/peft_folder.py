@@ -10,10 +10,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,9 +22,12 @@ from torch import Tensor
 from penstock.common.errors import InvalidArgument
 from penstock.generation.adapters.limits import AdapterLimits
 from penstock.generation.layers.lora import SITES_A_LAYER, AdapterWeights, EmbeddingPart, LoraPart
-from penstock.generation.models.decoder import CausalLM
 from penstock.generation.weights.files import StoredTensor, read_header
 from penstock.generation.weights.tensor_names import HeadOrder, layer_prefix, site_linears
+
+if TYPE_CHECKING:
+    from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.layers.linear.base import Linear
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -62,10 +65,37 @@ class _Place:
     order: HeadOrder | None = None
 
 
+class AdaptedModel(Protocol):
+    """A model as its adapters need it, CausalLM or LeaderModel; see CausalLM. Used beside its steps."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def head_site(self) -> int:
+        """See CausalLM."""
+
+    @property
+    def head(self) -> Linear | None:
+        """None: no process has all of it."""
+
+    def embed(self, input_ids_T: Tensor) -> Tensor:
+        """See CausalLM."""
+
+    def adapter_copies(self, site: int | None) -> tuple[int, int]:
+        """See CausalLM."""
+
+    def adapter_weights(
+        self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None
+    ) -> AdapterWeights:
+        """See CausalLM."""
+
+
 class PeftFolder:
     """The files of one adapter, checked against a model. No weight is read before `read`."""
 
-    def __init__(self, path: Path, root: Path | None, model: CausalLM, limits: AdapterLimits) -> None:
+    def __init__(self, path: Path, root: Path | None, model: AdaptedModel, limits: AdapterLimits) -> None:
         """Check everything but the numbers. Raises InvalidArgument as AdapterStore.load."""
         self._model = model
         self._path = path
@@ -103,13 +133,22 @@ class PeftFolder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its matrices in the model's dtype; padding in memory adds a few."""
-        pairs = (tensor for pair in self._modules.values() for _, tensor in pair.values())
-        numbers = sum(math.prod(tensor.shape) for tensor in pairs)
-        # As `_change` makes of each: a matrix beside an identity.
+        """Bytes of its matrices in the model's dtype, in all processes; padding in memory adds a few."""
+        numbers = 0
+        for module, pair in self._modules.items():
+            copies = self._copies(module)
+            numbers += sum(math.prod(pair[kind][1].shape) * count for kind, count in zip("AB", copies, strict=True))
+        # As `_change` makes of each: a matrix beside an identity, in either order.
         hidden = self._model.config.hidden_size
-        numbers += sum(math.prod(tensor.shape) + hidden * hidden for _, tensor in self._saved.values())
+        for module, (_, tensor) in self._saved.items():
+            numbers += (math.prod(tensor.shape) + hidden * hidden) * max(self._copies(module))
         return numbers * self._model.dtype.itemsize
+
+    def _copies(self, module: str) -> tuple[int, int]:
+        """Return how often A and B of a module are in memory."""
+        if module == _EMBEDDING:
+            return self._model.adapter_copies(None)
+        return self._model.adapter_copies(self._model.head_site if module == _HEAD else self._places[module].site)
 
     @property
     def depends_on_weights(self) -> bool:
@@ -176,6 +215,7 @@ class PeftFolder:
                 weight_VI[ids] = (weight_VI[ids].float() - self._model.embed(ids).float()).to(weight_VI.dtype)
             return weight_VI
         head = self._model.head
+        assert head is not None, "refused by _keep"
         bias = head.as_float(torch.zeros(1, hidden, dtype=weight_VI.dtype, device=device))
         for columns in torch.split(torch.arange(hidden, device=device), _COMPARED):
             units = torch.zeros(len(columns), hidden, dtype=weight_VI.dtype, device=device)
@@ -191,6 +231,10 @@ class PeftFolder:
         if tensor.shape != (expected := (config.vocab_size, config.hidden_size)):
             raise _unsupported(
                 f"{WEIGHTS_FILE}: {module} has shape {list(tensor.shape)}, the model's is {list(expected)}"
+            )
+        if module == _HEAD and self._model.head is None:
+            raise _unsupported(
+                "modules_to_save (lm_head): --tensor-parallel has the head's rows in several processes: merge it"
             )
         if module == _EMBEDDING and config.embedding_scale != 1.0:
             raise _unsupported(f"modules_to_save ({module}): this model multiplies its embedding")
@@ -260,7 +304,7 @@ class PeftFolder:
         return a[0]
 
 
-def _places(model: CausalLM) -> dict[str, _Place]:
+def _places(model: AdaptedModel) -> dict[str, _Place]:
     """Return the modules that an adapter may change, but for the embedding."""
     config = model.config
     places = {_HEAD: _Place(model.head_site, 0, config.vocab_size, config.hidden_size)}

@@ -142,8 +142,14 @@ class CausalLM:
         linears = [linear for layer in range(len(self.layers)) for linear in site_linears(self.config, layer)]
         # A site that no adapter may change gets no matrices, whatever its shape.
         each = [(0, False) if linear is None else (linear.shape[0], linear.gated) for linear in linears]
-        shapes = [*each, (self.config.vocab_size, False)]
+        # The head of a rank has some of the vocabulary.
+        shapes = [*each, (self._lm_head.out_features, False)]
         return NativeAdapter(sites, embedding, shapes=shapes, dtype=self.dtype)
+
+    def adapter_copies(self, site: int | None) -> tuple[int, int]:
+        """Return the numbers of A and of B that are in memory of an adapter's matrices at a site; None: of the
+        embedding."""
+        return 1, 1
 
     def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
         """See LanguageModel: this process is the only one."""

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from torch import Tensor
 
+from penstock.common.errors import Unavailable
 from penstock.generation.models.registry import read_model_config
-from penstock.generation.parallel.messages import StepOrder, encode_copies, encode_hidden
+from penstock.generation.parallel.adapters import LeaderAdapter, LeaderBatch, part_of_rank
+from penstock.generation.parallel.messages import (
+    AdapterPartOrder,
+    StepOrder,
+    encode_adapter,
+    encode_copies,
+    encode_hidden,
+)
+from penstock.generation.parallel.processes import RankLost
+from penstock.generation.weights.sharding import adapter_copies
 from penstock.generation.weights.tensor_names import tensor_shapes
 
 if TYPE_CHECKING:
@@ -22,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.core.step import BlockCopy
-    from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
+    from penstock.generation.layers.lora import AdapterBatch, AdapterWeights, EmbeddingPart, LoraPart
     from penstock.generation.models.capture import Capture
     from penstock.generation.models.decoder import CausalLM
     from penstock.generation.parallel.processes import Ranks
@@ -91,9 +102,46 @@ class LeaderModel:
         """See LanguageModel."""
         return LeaderModel(self.config, self._own.shallow(num_layers), self.ranks)
 
+    @property
+    def head(self) -> None:
+        """None: see CausalLM; its rows are in several processes."""
+
+    def adapter_copies(self, site: int | None) -> tuple[int, int]:
+        """See CausalLM: those of all ranks."""
+        return adapter_copies(site, self.config, self.ranks.group.shard.count)
+
+    def adapter_weights(
+        self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None
+    ) -> AdapterWeights:
+        """See CausalLM: every rank gets its part, and may forget it once nothing has what this returns. On any thread.
+
+        Raises Unavailable (ENGINE_FAILED) where a rank has ended: so does this process.
+        """
+        ranks = self.ranks
+        number = ranks.new_adapter()
+        try:
+            own = part_of_rank(self._own, self.config, ranks.group.shard, sites, embedding)
+            for site, parts in sites.items():
+                for part in parts:
+                    order = AdapterPartOrder(number, site, part.first, part.scale, part.a_RI, part.b_OR)
+                    ranks.send_in_fragments(order.encoded())
+            if embedding is not None:
+                order = AdapterPartOrder(number, None, 0, embedding.scale, embedding.a_VR, embedding.b_IR)
+                ranks.send_in_fragments(order.encoded())
+            ranks.send(encode_adapter(number))
+        except RankLost as error:
+            raise Unavailable(f"the adapter was not loaded: {error}", reason="ENGINE_FAILED") from error
+        except BaseException:
+            ranks.forget_adapter(number)
+            raise
+        # Every rank has about as much as this one.
+        adapter = LeaderAdapter(number, own, frozenset(sites), own.num_bytes * ranks.group.shard.count)
+        weakref.finalize(adapter, ranks.forget_adapter, number).atexit = False
+        return adapter
+
     def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
-        """See LanguageModel. No adapter can be loaded."""
-        raise RuntimeError("a model of several ranks has no adapters")
+        """See CausalLM."""
+        return LeaderBatch(cast("Sequence[LeaderAdapter | None]", adapters), counts, self._own.adapter_batch)
 
     def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
         """See LanguageModel."""
@@ -113,7 +161,9 @@ class LeaderModel:
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
         """See LanguageModel."""
-        self.ranks.send(StepOrder.of(kv.num_layers, input_ids_T, metadata, embeds_TI).encoded())
+        batch = cast("LeaderBatch | None", adapters)
+        spans = None if batch is None else batch.spans
+        self.ranks.send(StepOrder.of(kv.num_layers, input_ids_T, metadata, embeds_TI, spans).encoded())
         return self._own.forward(
             input_ids_T,
             positions_T,
@@ -123,7 +173,7 @@ class LeaderModel:
             embeds_TI=embeds_TI,
             capture=capture,
             attention=attention,
-            adapters=adapters,
+            adapters=None if batch is None else batch.own,
         )
 
     def forward_and_draw(
@@ -153,8 +203,12 @@ class LeaderModel:
 
     def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """See LanguageModel."""
-        self.ranks.send(encode_hidden(hidden_NI))
-        logits_NV = self.ranks.group.columns(self._own.compute_logits(hidden_NI), self.config.vocab_size)
+        batch = cast("LeaderBatch | None", adapters)
+        if batch is not None and not batch.changes_site(self.head_site):
+            batch = None
+        own, spans = (None, None) if batch is None else (batch.own, batch.spans)
+        self.ranks.send(encode_hidden(hidden_NI, spans))
+        logits_NV = self.ranks.group.columns(self._own.compute_logits(hidden_NI, own), self.config.vocab_size)
         assert logits_NV is not None, "this is rank 0"
         return logits_NV
 
@@ -163,8 +217,9 @@ class LeaderModel:
         return self._own.normed(hidden_NI)
 
     def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """See LanguageModel."""
-        return self._own.embed(input_ids_T, adapters)
+        """See LanguageModel. On any thread: every rank has the whole embedding."""
+        batch = cast("LeaderBatch | None", adapters)
+        return self._own.embed(input_ids_T, None if batch is None else batch.own)
 
     def given_embeds(self, embeds_PI: Tensor) -> Tensor:
         """See LanguageModel."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -16,7 +16,13 @@ from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.core.step import BlockCopy, CopyKind
 
 _KIND = struct.Struct("<I")
-_STEP = struct.Struct("<IIIII")
+_STEP = struct.Struct("<IIIIII")
+_ROWS = struct.Struct("<II")
+_FRAGMENT_HEAD = struct.Struct("<II")
+_PART = struct.Struct("<IiIdIIII")
+_NUMBERS = np.dtype(np.int32)
+# Bytes of a fragment: a step of the engine waits for one at most, about a millisecond.
+_FRAGMENT = 1 << 20
 
 
 class Kind(IntEnum):
@@ -26,6 +32,20 @@ class Kind(IntEnum):
     STEP = 2
     LOGITS = 3
     COPIES = 4
+    # A part of a message that is longer than a step should wait for.
+    FRAGMENT = 5
+    # Matrices of an adapter; then the adapter is complete.
+    ADAPTER_PART = 6
+    ADAPTER = 7
+    # Adapters that no step uses any more.
+    FORGET = 8
+    # An answer, once all before it is done.
+    ANSWER = 9
+
+
+# Adapters of the rows of a call: (spans, 2) of an adapter's number, -1 for none, and a count of rows; None: no row has
+# one.
+Spans = np.ndarray | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +85,17 @@ class StepOrder:
     tables: np.ndarray
     # (T, hidden) in the model's dtype; None: those of the ids.
     embeds: Tensor | None
+    adapters: Spans = None
 
     @classmethod
-    def of(cls, num_layers: int, ids_T: Tensor, metadata: AttentionMetadata, embeds_TI: Tensor | None) -> StepOrder:
+    def of(
+        cls,
+        num_layers: int,
+        ids_T: Tensor,
+        metadata: AttentionMetadata,
+        embeds_TI: Tensor | None,
+        adapters: Spans = None,
+    ) -> StepOrder:
         """Describe a step as a model gets it."""
         return cls(
             num_layers,
@@ -76,36 +104,125 @@ class StepOrder:
             np.array(metadata.kv_lens, np.int32),
             metadata.block_tables.numpy(force=True),
             embeds_TI,
+            adapters,
         )
 
     def encoded(self) -> bytes:
         """Return the message."""
-        head = _STEP.pack(self.num_layers, len(self.ids), *self.tables.shape, self.embeds is not None)
-        arrays = (self.ids, self.query_lens, self.kv_lens, self.tables)
-        return b"".join((_KIND.pack(Kind.STEP), head, *(array.tobytes() for array in arrays), _bytes(self.embeds)))
+        has_embeds, spans = self.embeds is not None, _num_spans(self.adapters)
+        head = _STEP.pack(self.num_layers, len(self.ids), *self.tables.shape, has_embeds, spans)
+        arrays = (self.ids, self.query_lens, self.kv_lens, self.tables, self.adapters)
+        parts = (array.tobytes() for array in arrays if array is not None)
+        return b"".join((_KIND.pack(Kind.STEP), head, *parts, _bytes(self.embeds)))
 
     @classmethod
     def decoded(cls, body: memoryview, hidden_size: int, dtype: torch.dtype) -> StepOrder:
         """Read the message after its kind."""
-        num_layers, rows, sequences, blocks, has_embeds = _STEP.unpack_from(body)
-        numbers = rows + sequences * (2 + blocks)
-        whole = np.frombuffer(body, np.int32, numbers, _STEP.size).copy()
-        ids, queries, lengths, tables = np.split(whole, np.cumsum((rows, sequences, sequences)))
+        num_layers, rows, sequences, blocks, has_embeds, spans = _STEP.unpack_from(body)
+        numbers = rows + sequences * (2 + blocks) + 2 * spans
+        whole = np.frombuffer(body, _NUMBERS, numbers, _STEP.size).copy()
+        ends = np.cumsum((rows, sequences, sequences, sequences * blocks))
+        ids, queries, lengths, tables, adapters = np.split(whole, ends)
         embeds = None
         if has_embeds:
             embeds = _tensor(body[_STEP.size + whole.nbytes :], rows, hidden_size, dtype)
-        return cls(num_layers, ids, queries, lengths, tables.reshape(sequences, blocks), embeds)
+        return cls(num_layers, ids, queries, lengths, tables.reshape(sequences, blocks), embeds, _spans(adapters))
 
 
-def encode_hidden(hidden_NI: Tensor) -> bytes:
+def encode_hidden(hidden_NI: Tensor, adapters: Spans = None) -> bytes:
     """Return the message that asks for the logits of these rows."""
-    return _KIND.pack(Kind.LOGITS) + _KIND.pack(len(hidden_NI)) + _bytes(hidden_NI)
+    head = _ROWS.pack(len(hidden_NI), _num_spans(adapters))
+    spans = b"" if adapters is None else adapters.tobytes()
+    return b"".join((_KIND.pack(Kind.LOGITS), head, spans, _bytes(hidden_NI)))
 
 
-def decode_hidden(body: memoryview, hidden_size: int, dtype: torch.dtype) -> Tensor:
+def decode_hidden(body: memoryview, hidden_size: int, dtype: torch.dtype) -> tuple[Tensor, Spans]:
     """Read the message after its kind."""
-    (rows,) = _KIND.unpack_from(body)
-    return _tensor(body[_KIND.size :], rows, hidden_size, dtype)
+    rows, spans = _ROWS.unpack_from(body)
+    adapters = np.frombuffer(body, _NUMBERS, 2 * spans, _ROWS.size).copy()
+    return _tensor(body[_ROWS.size + adapters.nbytes :], rows, hidden_size, dtype), _spans(adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPartOrder:
+    """Whole matrices of one module of an adapter, in the model's dtype: of an EmbeddingPart, or of a LoraPart."""
+
+    adapter: int
+    # None: of the embedding, whose `first` is 0.
+    site: int | None
+    first: int
+    scale: float
+    a: Tensor
+    b: Tensor
+
+    def encoded(self) -> bytes:
+        """Return the message."""
+        site = -1 if self.site is None else self.site
+        head = _PART.pack(self.adapter, site, self.first, self.scale, *self.a.shape, *self.b.shape)
+        return b"".join((_KIND.pack(Kind.ADAPTER_PART), head, _bytes(self.a), _bytes(self.b)))
+
+    @classmethod
+    def decoded(cls, body: memoryview, dtype: torch.dtype) -> AdapterPartOrder:
+        """Read the message after its kind."""
+        adapter, site, first, scale, *shapes = _PART.unpack_from(body)
+        middle = _PART.size + shapes[0] * shapes[1] * dtype.itemsize
+        a = _tensor(body[_PART.size : middle], shapes[0], shapes[1], dtype)
+        b = _tensor(body[middle:], shapes[2], shapes[3], dtype)
+        return cls(adapter, None if site < 0 else site, first, scale, a, b)
+
+
+def encode_adapter(number: int) -> bytes:
+    """Return the message that completes an adapter: all its parts are sent."""
+    return _KIND.pack(Kind.ADAPTER) + _KIND.pack(number)
+
+
+def decode_adapter(body: memoryview) -> int:
+    """Read the message after its kind."""
+    number: int = _KIND.unpack(body)[0]
+    return number
+
+
+def encode_forget(numbers: Sequence[int]) -> bytes:
+    """Return the message that drops these adapters, complete or not."""
+    return _KIND.pack(Kind.FORGET) + np.array(numbers, _NUMBERS).tobytes()
+
+
+def decode_forget(body: memoryview) -> list[int]:
+    """Read the message after its kind."""
+    numbers: list[int] = np.frombuffer(body, _NUMBERS).tolist()
+    return numbers
+
+
+def encode_answer() -> bytes:
+    """Return the message that asks for an answer."""
+    return _KIND.pack(Kind.ANSWER)
+
+
+def encode_fragments(message: bytes) -> Iterator[bytes]:
+    """Yield the messages that carry a long one in fragments."""
+    count = -(-len(message) // _FRAGMENT)
+    for index in range(count):
+        head = _FRAGMENT_HEAD.pack(index, index + 1 == count)
+        yield b"".join((_KIND.pack(Kind.FRAGMENT), head, message[index * _FRAGMENT : (index + 1) * _FRAGMENT]))
+
+
+class Fragments:
+    """Message that comes in fragments."""
+
+    def __init__(self) -> None:
+        """Begin without one."""
+        self._bodies: list[memoryview] = []
+
+    def add(self, body: memoryview) -> bytes | None:
+        """Take a fragment after its kind; return the message where this was its last one."""
+        index, is_last = _FRAGMENT_HEAD.unpack_from(body)
+        # Of a message that was given up, nothing is left.
+        del self._bodies[index:]
+        self._bodies.append(body[_FRAGMENT_HEAD.size :])
+        if not is_last:
+            return None
+        whole, self._bodies = b"".join(self._bodies), []
+        return whole
 
 
 def encode_copies(copies: Sequence[BlockCopy]) -> bytes:
@@ -122,6 +239,14 @@ def decode_copies(body: memoryview) -> list[BlockCopy]:
 def kind_of(message: bytes) -> tuple[Kind, memoryview]:
     """Return the kind of a message, and the rest."""
     return Kind(_KIND.unpack_from(message)[0]), memoryview(message)[_KIND.size :]
+
+
+def _num_spans(adapters: Spans) -> int:
+    return 0 if adapters is None else len(adapters)
+
+
+def _spans(numbers: np.ndarray) -> Spans:
+    return numbers.reshape(-1, 2) if len(numbers) else None
 
 
 def _bytes(x: Tensor | None) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import selectors
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.parallel.group import RankGroup
-from penstock.generation.parallel.messages import PoolOrder
+from penstock.generation.parallel.messages import PoolOrder, encode_answer, encode_forget, encode_fragments
 from penstock.generation.weights.sharding import FLAG, Shard
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 _log = get_logger("penstock.generation")
 # Answers of a rank to its orders; any other text is its error.
 READY = b"ready"
+_YIELD_SECONDS = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,11 @@ class RankLost(RuntimeError):
 
 
 class Ranks:
-    """Ranks 1 to `count` - 1 of a group of which this process is rank 0. Used by one thread at a time, but for `close`
-    and `on_loss`."""
+    """Ranks 1 to `count` - 1 of a group of which this process is rank 0.
+
+    Threads: any may send messages and close; all ranks get the messages in one order. `group`, whose calls answer
+    messages of theirs, is used by one thread at a time, the engine's once it runs.
+    """
 
     def __init__(self, count: int, device: Device, order: dict[str, Any]) -> None:
         """Start them. `device` is rank 0's; `order` is what each needs to load its part, as JSON: see worker.py.
@@ -62,6 +69,11 @@ class Ranks:
         self._folder = tempfile.mkdtemp(prefix="penstock-ranks-")
         self._is_closed = False
         self._lock = threading.Lock()
+        # Held while a message is sent, and while one is sent in fragments.
+        self._sending, self._fragmenting = threading.Lock(), threading.Lock()
+        self._adapter_numbers = itertools.count()
+        # Adapters that nothing here uses any more, which the ranks still have.
+        self._forgotten: deque[int] = deque()
         self._ranks: list[_Rank] = []
         self._wake, self._woken = os.pipe()
         try:
@@ -71,7 +83,7 @@ class Ranks:
             self.close()
             os.close(self._wake)
             raise
-        # Opened here: the thread may begin after `close` has ended them, and a number of a process may be another's by then.
+        # Opened here: the thread may begin after `close` has ended them, and their numbers be other processes' by then.
         ends = [(os.pidfd_open(rank.process.pid), rank) for rank in self._ranks]
         threading.Thread(target=self._watch, args=(ends,), name="ranks", daemon=True).start()
 
@@ -80,15 +92,14 @@ class Ranks:
         for rank in self._ranks:
             self._answer_of(rank)
 
+    def wait_done(self) -> None:
+        """Return once each has done all that it was told. Before `make_pools` only. Raises StartupError."""
+        self._ask(encode_answer())
+
     def make_pools(self, num_blocks: int, block_size: int, dtype: str, num_host_blocks: int) -> None:
         """Let each have a pool like this process's, and join. Raises StartupError."""
         meeting = str(Path(self._folder) / "meeting")
-        try:
-            self.send(PoolOrder(num_blocks, block_size, dtype, num_host_blocks, meeting).encoded())
-        except RankLost as error:
-            raise StartupError(f"a rank of {FLAG} ended after it had loaded", flag=FLAG) from error
-        for rank in self._ranks:
-            self._answer_of(rank)
+        self._ask(PoolOrder(num_blocks, block_size, dtype, num_host_blocks, meeting).encoded())
         try:
             self.group.join(Path(meeting), self._device)
         except RuntimeError as error:
@@ -96,6 +107,28 @@ class Ranks:
 
     def send(self, message: bytes) -> None:
         """Send a message to each. Raises RankLost."""
+        with self._sending:
+            if self._forgotten:
+                self._send(encode_forget([self._forgotten.popleft() for _ in range(len(self._forgotten))]))
+            self._send(message)
+
+    def send_in_fragments(self, message: bytes) -> None:
+        """Send a long message to each; messages of `send` on other threads come in between. Raises RankLost."""
+        with self._fragmenting:
+            for fragment in encode_fragments(message):
+                self.send(fragment)
+                # A lock goes to whoever asks first, and the engine's thread, which may wait for it, has to wake up.
+                time.sleep(_YIELD_SECONDS)
+
+    def new_adapter(self) -> int:
+        """Return a number that no adapter has had."""
+        return next(self._adapter_numbers)
+
+    def forget_adapter(self, number: int) -> None:
+        """Let the next message tell the ranks to drop an adapter. On any thread, in the middle of `send` too."""
+        self._forgotten.append(number)
+
+    def _send(self, message: bytes) -> None:
         try:
             for rank in self._ranks:
                 rank.connection.send_bytes(message)
@@ -110,13 +143,25 @@ class Ranks:
             self._is_closed = True
         os.close(self._woken)
         for rank in self._ranks:
-            # They end at the end of their connections; one that is in a collective by the signal.
-            rank.connection.close()
+            # They end at the end of their connections, too; one that is in a collective by the signal alone.
             rank.process.kill()
+        # A message that is being sent fails now: a connection that it waits for must not be closed under it.
+        with self._sending:
+            for rank in self._ranks:
+                rank.connection.close()
         for rank in self._ranks:
             rank.process.wait()
         self.group.leave()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ask(self, message: bytes) -> None:
+        """Send a message that is answered, and wait for the answers. Raises StartupError."""
+        try:
+            self.send(message)
+        except RankLost as error:
+            raise StartupError(f"a rank of {FLAG} ended after it had loaded", flag=FLAG) from error
+        for rank in self._ranks:
+            self._answer_of(rank)
 
     def _answer_of(self, rank: _Rank) -> None:
         try:
@@ -132,7 +177,7 @@ class Ranks:
             raise StartupError(f"rank {rank.number}: {said['message']}", flag=said["flag"])
 
     def _watch(self, ends: list[tuple[int, _Rank]]) -> None:
-        """Wait for the end of any of them that nobody asked for. `ends` has a descriptor of each process, closed here."""
+        """Wait for the end of any that nobody asked for. `ends` has a descriptor of each process, closed here."""
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
             opened.callback(os.close, self._wake)
             selector.register(self._wake, selectors.EVENT_READ)

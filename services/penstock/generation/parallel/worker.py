@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,18 @@ from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.devices.base import Device, named_dtype
 from penstock.generation.devices.registry import open_device
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.models.registry import load_model
+from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.parallel.adapters import RankAdapters
 from penstock.generation.parallel.group import RankGroup
 from penstock.generation.parallel.messages import (
+    AdapterPartOrder,
+    Fragments,
     Kind,
     PoolOrder,
     StepOrder,
+    decode_adapter,
     decode_copies,
+    decode_forget,
     decode_hidden,
     kind_of,
 )
@@ -40,10 +47,11 @@ _log = get_logger("penstock.generation")
 
 
 class Worker:
-    """One rank: its part of the weights and of the pool."""
+    """One rank: its part of the weights, of adapters and of the pool."""
 
-    def __init__(self, order: dict[str, Any]) -> None:
-        """Load the part. Raises StartupError."""
+    def __init__(self, order: dict[str, Any], tell_ready: Callable[[], None]) -> None:
+        """Load the part. `tell_ready` answers a message. Raises StartupError."""
+        self._tell_ready = tell_ready
         self._device: Device = open_device(order["device"])
         self._device.start(num_threads=order["threads"], kernels=order["kernels"])
         self._group = RankGroup(Shard(order["rank"], order["count"]))
@@ -58,11 +66,32 @@ class Worker:
         )
         assert isinstance(model, CausalLM), "only native models are spread"
         self._model = model
+        self._adapters = RankAdapters(model, read_model_config(Path(order["folder"])), self._group.shard)
+        self._fragments = Fragments()
         self._kv: KVCachePool | None = None
         self._host: HostKVPool | None = None
 
-    def make_pools(self, order: PoolOrder) -> None:
-        """Allocate the pools. Raises StartupError."""
+    def do(self, message: bytes) -> None:
+        """Do what a message asks for. Raises StartupError for pools that cannot be made."""
+        kind, body = kind_of(message)
+        if kind is Kind.FRAGMENT:
+            if (whole := self._fragments.add(body)) is not None:
+                self.do(whole)
+        elif kind is Kind.POOL:
+            self._make_pools(PoolOrder.decoded(body))
+        elif kind is Kind.ADAPTER_PART:
+            self._adapters.add_part(AdapterPartOrder.decoded(body, self._model.dtype))
+        elif kind is Kind.ADAPTER:
+            self._adapters.complete(decode_adapter(body))
+        elif kind is Kind.FORGET:
+            self._adapters.forget(decode_forget(body))
+        elif kind is Kind.ANSWER:
+            self._tell_ready()
+        else:
+            self._compute(kind, body)
+
+    def _make_pools(self, order: PoolOrder) -> None:
+        """Allocate the pools, answer, and meet the other ranks. Raises StartupError."""
         config = self._model.config
         self._kv = KVCachePool(
             config.num_layers,
@@ -75,21 +104,19 @@ class Worker:
         )
         if order.num_host_blocks:
             self._host = HostKVPool(self._kv, order.num_host_blocks)
-
-    def join(self, order: PoolOrder) -> None:
-        """Meet the other ranks."""
+        self._tell_ready()
         self._group.join(Path(order.meeting), self._device)
 
-    def do(self, message: bytes) -> None:
-        """Do what a message asks for."""
-        kind, body = kind_of(message)
+    def _compute(self, kind: Kind, body: memoryview) -> None:
+        """Do what needs the pool."""
         model, kv = self._model, self._kv
         assert kv is not None, "pools come first"
         if kind is Kind.STEP:
             self._step(StepOrder.decoded(body, model.config.hidden_size, model.dtype), kv)
         elif kind is Kind.LOGITS:
-            hidden_NI = decode_hidden(body, model.config.hidden_size, model.dtype).to(self._device.torch_device)
-            self._group.columns(model.compute_logits(hidden_NI), model.config.vocab_size)
+            hidden_NI, spans = decode_hidden(body, model.config.hidden_size, model.dtype)
+            logits_NV = model.compute_logits(hidden_NI.to(self._device.torch_device), self._adapters.batch(spans))
+            self._group.columns(logits_NV, model.config.vocab_size)
         else:
             copy_blocks(kv, self._host, decode_copies(body))
 
@@ -106,7 +133,8 @@ class Worker:
         )
         ids_T = torch.from_numpy(order.ids.astype(np.int64)).to(device)
         embeds = None if order.embeds is None else order.embeds.to(device)
-        model.forward(ids_T, positions_T, metadata, kv, embeds_TI=embeds)
+        adapters = self._adapters.batch(order.adapters)
+        model.forward(ids_T, positions_T, metadata, kv, embeds_TI=embeds, adapters=adapters)
 
 
 def main() -> int:
@@ -123,13 +151,9 @@ def main() -> int:
         debug=order["debug"],
     )
     try:
-        worker = Worker(order)
-        connection.send_bytes(READY)
-        _, body = kind_of(connection.recv_bytes())
-        pools = PoolOrder.decoded(body)
-        worker.make_pools(pools)
-        connection.send_bytes(READY)
-        worker.join(pools)
+        tell_ready = partial(connection.send_bytes, READY)
+        worker = Worker(order, tell_ready)
+        tell_ready()
         while True:
             worker.do(connection.recv_bytes())
     except StartupError as error:

@@ -40,7 +40,7 @@ from penstock.generation.models.transformers_states import StatefulModel
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
 from penstock.generation.options.validate import unsupported_option
-from penstock.generation.parallel.leader import lead
+from penstock.generation.parallel.leader import LeaderModel, lead
 from penstock.generation.parallel.processes import Ranks
 from penstock.generation.runner.model_runner import ModelRunner, WarmUpWork
 from penstock.generation.startup.batch_tuning import (
@@ -220,6 +220,9 @@ def _load(
     timer.end("weights")
     # Before the KV pool, which takes a share of the memory that is left.
     adapters = _adapters(config, name, model)
+    if ranks is not None:
+        # They make their parts of adapters by themselves.
+        ranks.wait_done()
     graphs = device.graph_capture()
     kv = _kv_pool(config, kv_memory, model, device, context, has_scrap=graphs is not None)
     host_kv = _host_kv_pool(config, kv, device, context)
@@ -334,11 +337,10 @@ def adapter_opener(config: GenerationServiceConfig, model: LanguageModel) -> Ope
     limits = config.adapter_limits()
 
     def opened(path: Path, root: Path | None) -> PeftFolder:
-        if not isinstance(model, CausalLM):
-            reason = "it is in several processes" if config.tensor_parallel > 1 else "transformers' modules run it"
+        if not isinstance(model, CausalLM | LeaderModel):
             raise InvalidArgument(
                 "path",
-                f"is an adapter, and this model takes none, since {reason}: merge it",
+                "is an adapter, and this model takes none, since transformers' modules run it: merge it",
                 reason="ADAPTER_UNSUPPORTED",
             )
         return PeftFolder(path, root, model, limits)

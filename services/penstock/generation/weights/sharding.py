@@ -1,4 +1,4 @@
-"""Part of a model's weights that one rank of a tensor-parallel group has.
+"""Part of a model's weights, and of an adapter's matrices, that one rank of a tensor-parallel group has.
 
 By columns and rows as in Megatron-LM (Shoeybi et al., 2019): q, k, v, gate and up give some of their outputs, the
 output projection and down take these as some of their inputs, and the results are added up. A rank has whole heads;
@@ -8,7 +8,7 @@ the whole embedding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.errors import StartupError
+from penstock.generation.layers.lora import GATED, OUTPUT, QKV, SITES_A_LAYER, LoraPart
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, LayerLinear, layer_linears, layer_prefix
 
 if TYPE_CHECKING:
@@ -105,11 +106,9 @@ class ShardedSource:
             qkv, output, gated, down = layer_linears(config, layer)
             prefix = layer_prefix(layer)
             self._cut_outputs(prefix, qkv, _qkv_rows(config, shard))
-            inner = shard.part(config.intermediate_size)
-            self._cut_outputs(prefix, gated, (inner, _moved(inner, config.intermediate_size)))
-            heads = shard.part(config.num_heads)
-            self._cut_inputs(prefix, output, _times(heads, config.head_dim), shard)
-            self._cut_inputs(prefix, down, inner, shard)
+            self._cut_outputs(prefix, gated, _gated_rows(config, shard))
+            self._cut_inputs(prefix, output, _output_columns(config, shard), shard)
+            self._cut_inputs(prefix, down, shard.part(config.intermediate_size), shard)
 
     def _cut_outputs(self, prefix: str, linear: LayerLinear, rows: tuple[Range, ...]) -> None:
         """Cut the parts of a product by its joined rows."""
@@ -190,11 +189,66 @@ class ShardedSource:
         return tensor if other is None or tensor in self._whole else other
 
 
+def adapter_parts(site: int, parts: Sequence[LoraPart], config: ModelConfig, shard: Shard) -> tuple[LoraPart, ...]:
+    """Return the matrices that a rank has of an adapter at one site (layers.lora); none: it has no output there.
+    `config` is of the whole model, whose sites the parts fit.
+
+    They are cut as the weights are: rows of B with the outputs, columns of A with the inputs. The other matrix is whole
+    in every rank: where results are summed over the ranks, B A x is the sum of B times the parts of A x. A part of a
+    matrix is a copy, so that nothing keeps the whole in memory.
+    """
+    if site == config.num_layers * SITES_A_LAYER:
+        return _cut_b(parts, (shard.vocabulary(config.vocab_size),))
+    kind = site % SITES_A_LAYER
+    if kind in (QKV, GATED):
+        return _cut_b(parts, _qkv_rows(config, shard) if kind == QKV else _gated_rows(config, shard))
+    columns = _output_columns(config, shard) if kind == OUTPUT else shard.part(config.intermediate_size)
+    return tuple(replace(part, a_RI=torch.cat([part.a_RI[:, slice(*columns)]])) for part in parts)
+
+
+def _cut_b(parts: Sequence[LoraPart], rows: tuple[Range, ...]) -> tuple[LoraPart, ...]:
+    """Return the parts with their outputs among `rows`, which ascend and lie one after the other in the rank."""
+    found = []
+    for part in parts:
+        last, place, first = part.first + part.b_OR.shape[0], 0, None
+        pieces = []
+        for begin, end in rows:
+            low, high = max(begin, part.first), min(end, last)
+            if low < high:
+                # What follows is adjacent in the rank, too: a part has all outputs between its first and last.
+                first = place + low - begin if first is None else first
+                pieces.append(part.b_OR[low - part.first : high - part.first])
+            place += end - begin
+        if first is not None:
+            found.append(LoraPart(first, part.a_RI, torch.cat(pieces), part.scale))
+    return tuple(found)
+
+
+def adapter_copies(site: int | None, config: ModelConfig, count: int) -> tuple[int, int]:
+    """Return the numbers of A and of B that `count` ranks have together, in wholes, of an adapter's matrices at a site;
+    None: of the embedding. Nearly: some rows of key/value heads may be there several times."""
+    if site is None:
+        return count, count
+    takes_outputs = site == config.num_layers * SITES_A_LAYER or site % SITES_A_LAYER in (QKV, GATED)
+    return (count, 1) if takes_outputs else (1, count)
+
+
 def _qkv_rows(config: ModelConfig, shard: Shard) -> tuple[Range, ...]:
     """Return the rows of q, k and v, as they lie in one product."""
     query, kv = (_times(part, config.head_dim) for part in (shard.part(config.num_heads), shard.kv_heads(config)))
     keys, values = config.num_heads * config.head_dim, (config.num_heads + config.num_kv_heads) * config.head_dim
     return query, _moved(kv, keys), _moved(kv, values)
+
+
+def _gated_rows(config: ModelConfig, shard: Shard) -> tuple[Range, ...]:
+    """Return the rows of gate and up, as they lie in one product."""
+    inner = shard.part(config.intermediate_size)
+    return inner, _moved(inner, config.intermediate_size)
+
+
+def _output_columns(config: ModelConfig, shard: Shard) -> Range:
+    """Return the columns of the output projection: those of this rank's heads."""
+    return _times(shard.part(config.num_heads), config.head_dim)
 
 
 def _times(part: Range, factor: int) -> Range:

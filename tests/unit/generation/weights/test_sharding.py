@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from factories.models.adapters import LAYER_TARGETS, lora_folder, merged_weights
 from factories.models.checkpoints import tiny_checkpoint
 from penstock.common.errors import StartupError
+from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.adapters.peft_folder import PeftFolder
 from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.layers.lora import SITES_A_LAYER, LoraPart
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.weights.checkpoint import Checkpoint
-from penstock.generation.weights.sharding import Shard, ShardedSource
+from penstock.generation.weights.sharding import Shard, ShardedSource, adapter_copies, adapter_parts
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, layer_linears, layer_prefix
+from safetensors.torch import save_file
 from torch import Tensor
 
 
@@ -92,6 +98,85 @@ def test_key_value_heads_that_are_too_few_are_there_several_times(tmp_path: Path
     found = parts(SmallPieces(folder, 5), config, 4, name)
     assert all(torch.equal(*pair) for pair in zip(found, (first, first, second, second), strict=True))
     assert Shard(0, 4).config(config).num_kv_heads == 1
+
+
+def change_of(parts: Sequence[LoraPart], outputs: int) -> Tensor:
+    """Sum of the products of matrices, in their places (outputs, inputs)."""
+    change = torch.zeros(outputs, parts[0].a_RI.shape[1])
+    for part in parts:
+        change[part.first : part.first + part.b_OR.shape[0]] += part.scale * part.b_OR @ part.a_RI
+    return change
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama", LAYER_TARGETS),
+        ("llama", ("k_proj", "up_proj")),
+        ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("glm4", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")),
+    ],
+)
+def test_an_adapter_is_cut_as_the_weights_that_it_changes(
+    tmp_path: Path, family: str, targets: tuple[str, ...], count: int
+) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 321, "tie_word_embeddings": False}
+    folder = tiny_checkpoint(tmp_path / "model", family, **sizes)
+    config = read_model_config(folder)
+    lora = lora_folder(tmp_path / "lora", folder, targets=(*targets, "lm_head"))
+    read: list[dict[int, list[LoraPart]]] = []
+    whole: Any = SimpleNamespace(
+        config=config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        head_site=config.num_layers * SITES_A_LAYER,
+        head=None,
+        adapter_copies=lambda site: adapter_copies(site, config, count),
+        adapter_weights=lambda sites, embedding: read.append(sites),
+    )
+    files = PeftFolder(lora, None, whole, AdapterLimits())
+    files.read()
+    (sites,) = read
+    # A checkpoint of what the adapter adds.
+    checkpoint = Checkpoint(folder)
+    stored = {name: torch.zeros(checkpoint.shape(name)) for name in checkpoint.names}
+    save_file(stored | merged_weights(lora), folder / "model.safetensors", metadata={"format": "pt"})
+    source = SmallPieces(folder, 7)
+    linears = dict(enumerate(linear for layer in range(config.num_layers) for linear in layer_linears(config, layer)))
+    bytes_of_all = 0
+    for rank in range(count):
+        cut = ShardedSource(source, config, Shard(rank, count))
+        for site, parts in sites.items():
+            names, order = ["lm_head"], None
+            if site in linears:
+                prefix, linear = layer_prefix(site // SITES_A_LAYER), linears[site]
+                names = [f"{prefix}{name}" for name in linear.parts]
+                order = layer_linears(Shard(rank, count).config(config))[site % SITES_A_LAYER].order
+            expected = torch.cat([piece for name in names for piece in cut.pieces(f"{name}.weight")])
+            if order is not None:
+                expected = order.applied(expected)
+            own = adapter_parts(site, parts, config, Shard(rank, count))
+            torch.testing.assert_close(change_of(own, len(expected)), expected)
+            for part in own:
+                bytes_of_all += part.a_RI.nbytes + part.b_OR.nbytes
+                # Nothing keeps more in memory.
+                for matrix in (part.a_RI, part.b_OR):
+                    assert matrix.is_contiguous()
+                    assert matrix.untyped_storage().nbytes() == matrix.nbytes
+    # Rows of B of key/value heads that are there twice are not counted.
+    modules = 2 if {"v_proj", "qkv_proj"} & {*targets} else 1
+    rows = modules * config.num_layers * config.num_kv_heads * config.head_dim if count == 4 else 0
+    assert bytes_of_all == files.num_bytes + rows * files.rank * 4
+
+
+def test_a_rank_without_outputs_has_no_part(tmp_path: Path) -> None:
+    config = replace(read_model_config(tiny_checkpoint(tmp_path / "model")), vocab_size=5)
+    part = LoraPart(0, torch.randn(2, 3), torch.randn(5, 2), 1.0)
+    site = config.num_layers * SITES_A_LAYER
+    found = [adapter_parts(site, [part], config, Shard(rank, 4)) for rank in range(4)]
+    assert [[len(one.b_OR) for one in parts] for parts in found] == [[2], [2], [1], []]
+    assert all(one.first == 0 for parts in found for one in parts)
 
 
 @pytest.mark.parametrize(
