@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from penstock import __version__
@@ -37,6 +39,84 @@ from penstock.common.errors import StartupError
 from penstock.common.options import options_of
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (("serve", "/no/such/folder"), "MODEL"),
+    (("serve", "tokenizer", "--port", "abc"), "--port"),
+    (("serve", "tokenizer", "--max-message-bytes", "huge"), "--max-message-bytes"),
+    (("serve", "router", "--host", "0.0.0.0"), "--insecure-bind"),
+    (("serve", "--host", "0.0.0.0"), "--insecure-bind"),
+    (("serve", "--generation-replicas", "0"), "--generation-replicas"),
+    (("serve", "--tls-cert", "x.pem"), "--tls-key"),
+    (("serve", "--http-port", "70000"), "--http-port"),
+    (("serve", "--http-port", "0", "--tls-cert", "x.pem", "--tls-key", "y.pem"), "--channel-tls-ca"),
+    (
+        ("serve", "--http-port", "0", "--tls-cert", "x", "--tls-key", "y", "--tls-client-ca", "z", "--channel-tls"),
+        "--channel-tls-cert",
+    ),
+    (("serve", "gateway", "--router", "nowhere"), "--router"),
+    (("serve", "--quantization", "int3"), "--quantization must be one of auto, none, int8, int4"),
+    (("serve", "generation", "--kernels", "cuda"), "--kernels must be one of"),
+    (("serve", "generation", "--tenant-slowdown", "1"), "--tenant-slowdown must be 0 or above 1"),
+    (("complete", "x", "--temperature", "hot"), "--temperature"),
+    (("chat", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "200ms"), "--address"),
+    (("complete", "x", "--tls-ca", "/no/such.pem"), " --tls-ca"),
+    (("complete", "x", "--tls-ca", __file__, "--client-cert", __file__, "--client-key", "/no.pem"), "--client-key"),
+    (("complete", "x", "--client-cert", "/no/such.pem"), "--client-key"),
+    (("complete", "x", "--token-file", "/dev/null"), "no token"),
+    (("bench", "--rate", "2", "--concurrency", "4"), "--rate"),
+    (("bench", "--rates", "1,fast"), "--rates"),
+    (("bench", "--rates", "1,0"), "--rates"),
+    (("bench", "--rates", "1,2", "--rate", "2"), "--rate "),
+    (("bench", "--rates", "1,2", "--concurrency", "2"), "--rates and --concurrency"),
+    (("bench", "--plot", "x.png"), "give --rates"),
+    (("bench", "--rates", "1", "--plot", "/no/such/folder/x.png"), "--plot /no/such/folder/x.png"),
+    (("bench", "--rates", "1", "--plot", "/dev/null"), ".png, .svg, .pdf"),
+    (("bench", "--dataset", "/no/such/file"), "--dataset /no/such/file: No such file"),
+    (("bench", "--dataset", "/dev/null"), "it has no prompt"),
+    (("bench", "--dataset", "x", "--direct"), "--dataset needs a router"),
+    (("bench", "--dataset", "x", "--text"), "--text"),
+    (("bench", "--slo-share", "1.5"), "--slo-share"),
+    (("bench", "--prompt-tokens", "9-3"), "--prompt-tokens"),
+    (("bench", "--output-tokens", "some"), "--output-tokens"),
+    (("bench", "--prompt-tokens", "64", "--common-prefix-tokens", "64"), "--common-prefix-tokens"),
+    (("bench", "--direct", "--text"), "--text"),
+    (("bench", "--json", "/no/such/folder/x.json"), "--json"),
+    (("bench", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "100ms"), "--address"),
+    (("health", "127.0.0.1:1", "--tls-ca", "/no/such.pem"), " --tls-ca"),
+    (("serve", "/no/such/folder"), "MODEL /no/such/folder: no such folder"),
+    (("serve", "generation", "--model", "/no/such"), "MODEL /no/such: no such folder"),
+    (("serve", "generation", "--assistant-model", "/no/such"), "--assistant-model"),
+    (("serve", "generation", "--lora", "nameless"), "--lora"),
+    (("serve", "--lora", "=/no/such"), "--lora"),
+    (("serve", "generation", "--lora", "a=x", "--lora", "a=y"), "--lora"),
+    (("serve", "--adapter-root", "/no/such"), "--adapter-root"),
+    (("adapters", "load", "a", "--timeout", "never"), "--timeout"),
+    (("admin", "drain", "--grace-seconds", "-1"), "--grace-seconds"),
+]
+TIME = re.compile(r'"timestamp": "[^"]*"')
+# Runs each command of stdin, a JSON list of lists, in a fork that begins as `penstock` does; prints codes and stderr.
+FORKS = """
+import json, os, sys, tempfile
+import penstock.cli.bench.command, penstock.cli.bench.dataset, penstock.cli.client.chat, penstock.cli.serve.direct
+from penstock.cli.app import app
+from penstock.cli.main import main
+done = []
+for arguments in json.load(sys.stdin):
+    with tempfile.TemporaryFile("w+") as stderr:
+        pid = os.fork()
+        if not pid:
+            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+            os.dup2(stderr.fileno(), 1)
+            os.dup2(stderr.fileno(), 2)
+            sys.argv = ["penstock", *arguments]
+            main()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        stderr.seek(0)
+        done.append({"code": code, "stderr": stderr.read()})
+print(json.dumps(done))
+"""
 
 
 def python(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -149,70 +229,34 @@ def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> 
         assert (bound.flag[:25] in shown) is not bound.settings.hidden
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        (("serve", "/no/such/folder"), "MODEL"),
-        (("serve", "tokenizer", "--port", "abc"), "--port"),
-        (("serve", "tokenizer", "--max-message-bytes", "huge"), "--max-message-bytes"),
-        (("serve", "router", "--host", "0.0.0.0"), "--insecure-bind"),
-        (("serve", "--host", "0.0.0.0"), "--insecure-bind"),
-        (("serve", "--generation-replicas", "0"), "--generation-replicas"),
-        (("serve", "--tls-cert", "x.pem"), "--tls-key"),
-        (("serve", "--http-port", "70000"), "--http-port"),
-        (("serve", "--http-port", "0", "--tls-cert", "x.pem", "--tls-key", "y.pem"), "--channel-tls-ca"),
-        (
-            ("serve", "--http-port", "0", "--tls-cert", "x", "--tls-key", "y", "--tls-client-ca", "z", "--channel-tls"),
-            "--channel-tls-cert",
-        ),
-        (("serve", "gateway", "--router", "nowhere"), "--router"),
-        (("serve", "--quantization", "int3"), "--quantization must be one of auto, none, int8, int4"),
-        (("serve", "generation", "--kernels", "cuda"), "--kernels must be one of"),
-        (("serve", "generation", "--tenant-slowdown", "1"), "--tenant-slowdown must be 0 or above 1"),
-        (("complete", "x", "--temperature", "hot"), "--temperature"),
-        (("chat", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "200ms"), "--address"),
-        (("complete", "x", "--tls-ca", "/no/such.pem"), " --tls-ca"),
-        (("complete", "x", "--tls-ca", __file__, "--client-cert", __file__, "--client-key", "/no.pem"), "--client-key"),
-        (("complete", "x", "--client-cert", "/no/such.pem"), "--client-key"),
-        (("complete", "x", "--token-file", "/dev/null"), "no token"),
-        (("bench", "--rate", "2", "--concurrency", "4"), "--rate"),
-        (("bench", "--rates", "1,fast"), "--rates"),
-        (("bench", "--rates", "1,0"), "--rates"),
-        (("bench", "--rates", "1,2", "--rate", "2"), "--rate "),
-        (("bench", "--rates", "1,2", "--concurrency", "2"), "--rates and --concurrency"),
-        (("bench", "--plot", "x.png"), "give --rates"),
-        (("bench", "--rates", "1", "--plot", "/no/such/folder/x.png"), "--plot /no/such/folder/x.png"),
-        (("bench", "--rates", "1", "--plot", "/dev/null"), ".png, .svg, .pdf"),
-        (("bench", "--dataset", "/no/such/file"), "--dataset /no/such/file: No such file"),
-        (("bench", "--dataset", "/dev/null"), "it has no prompt"),
-        (("bench", "--dataset", "x", "--direct"), "--dataset needs a router"),
-        (("bench", "--dataset", "x", "--text"), "--text"),
-        (("bench", "--slo-share", "1.5"), "--slo-share"),
-        (("bench", "--prompt-tokens", "9-3"), "--prompt-tokens"),
-        (("bench", "--output-tokens", "some"), "--output-tokens"),
-        (("bench", "--prompt-tokens", "64", "--common-prefix-tokens", "64"), "--common-prefix-tokens"),
-        (("bench", "--direct", "--text"), "--text"),
-        (("bench", "--json", "/no/such/folder/x.json"), "--json"),
-        (("bench", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "100ms"), "--address"),
-        (("health", "127.0.0.1:1", "--tls-ca", "/no/such.pem"), " --tls-ca"),
-        (("serve", "/no/such/folder"), "MODEL /no/such/folder: no such folder"),
-        (("serve", "generation", "--model", "/no/such"), "MODEL /no/such: no such folder"),
-        (("serve", "generation", "--assistant-model", "/no/such"), "--assistant-model"),
-        (("serve", "generation", "--lora", "nameless"), "--lora"),
-        (("serve", "--lora", "=/no/such"), "--lora"),
-        (("serve", "generation", "--lora", "a=x", "--lora", "a=y"), "--lora"),
-        (("serve", "--adapter-root", "/no/such"), "--adapter-root"),
-        (("adapters", "load", "a", "--timeout", "never"), "--timeout"),
-        (("admin", "drain", "--grace-seconds", "-1"), "--grace-seconds"),
-    ],
-)
-def test_what_cannot_start_is_one_line_that_names_the_flag(arguments: tuple[str, ...], names: str) -> None:
-    done = penstock(*arguments)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert names in done.stderr
-    assert "(change" not in done.stderr or names in done.stderr.partition("(change")[2]
-    assert "Traceback" not in done.stderr
+@pytest.fixture(scope="module")
+def refusals() -> dict[tuple[str, ...], dict[str, Any]]:
+    """Exit code and stderr of every command of REFUSED, each a fork of one process: an interpreter's start for each
+    would take most of their time."""
+    commands = list(dict.fromkeys(arguments for arguments, _ in REFUSED))
+    done = python("-c", FORKS, stdin=json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    return dict(zip(commands, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize(("arguments", "names"), REFUSED)
+def test_what_cannot_start_is_one_line_that_names_the_flag(
+    refusals: dict[tuple[str, ...], dict[str, Any]], arguments: tuple[str, ...], names: str
+) -> None:
+    code, stderr = refusals[arguments]["code"], refusals[arguments]["stderr"]
+    assert code == 2
+    assert len(stderr.splitlines()) == 1
+    assert names in stderr
+    assert "(change" not in stderr or names in stderr.partition("(change")[2]
+    assert "Traceback" not in stderr
+
+
+def test_a_process_of_its_own_says_the_same(refusals: dict[tuple[str, ...], dict[str, Any]]) -> None:
+    for command in (REFUSED[0][0], ("bench", "--rates", "1,fast")):
+        done = penstock(*command)
+        told = refusals[command]
+        assert done.returncode == told["code"]
+        assert TIME.sub("", done.stderr) == TIME.sub("", told["stderr"])
 
 
 def test_a_taken_http_port_is_said_at_once_with_the_way_out() -> None:
