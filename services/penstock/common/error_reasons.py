@@ -106,7 +106,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("ENGINE_STOPPED", "UNAVAILABLE ABORTED", "the generation service is stopping", _AGAIN),
     _row("ENGINE_HUNG", "UNAVAILABLE", "a step of the engine takes far longer than such steps do (`--hung-step-seconds`)", "send the request elsewhere; the service's log has the engine's state: restart it"),
     _row("STEP_FAILED", "INTERNAL", "a step of the engine broke with this request in it; the process ends", "its log has the cause and the engine's state; a router moves the request once"),
-    _row("ENGINE_FAILED", "INTERNAL UNAVAILABLE", "a step of the engine broke without this request in it; the process ends", "its log has the cause and the engine's state; a router moves the request"),
+    _row("ENGINE_FAILED", "INTERNAL UNAVAILABLE", "a step of the engine broke without this request in it, or a process of its model ended; the process ends", "its log has the cause and the engine's state; a router moves the request"),
     _row("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the caller's deadline passed", "give more time"),
     _row("ABORTED", "CANCELLED", "an operator aborted the request", "ask the operator"),
     _row("CLIENT_GONE", "CANCELLED", "the client hung up", "nothing: no client reads this"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -251,6 +252,31 @@ def test_a_head_of_its_own_is_refused_and_an_embedding_is_not(
     assert ids_of(spread, {"prompt": PROMPT, "max_new_tokens": 8, "adapter": "embedding"}) == alone["embedding"]
 
 
+def test_an_adapter_that_a_rank_has_no_memory_for_is_refused(
+    spread: Generator, folders: dict[str, Path], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = spread._engine.loaded.ranks._adapters  # type: ignore[union-attr]
+    send = loads._send
+
+    def send_too_large(message: bytes) -> None:
+        """Send it, with A of more bytes than there are addresses."""
+        if kind_of(message)[0] is Kind.ADAPTER_PART:
+            message = message[:-16] + struct.pack("<II", 1 << 22, 1 << 24) + message[-8:]
+        send(message)
+
+    monkeypatch.setattr(loads, "_send", send_too_large)
+    for _ in range(2):
+        with pytest.raises(ResourceExhausted, match="path: rank 1 has no memory for the adapter") as caught:
+            spread.adapter_manager.load("refused", folders["one"])
+        assert (caught.value.reason, caught.value.field) == ("ADAPTER_MEMORY_FULL", "path")
+    assert spread.load_lora("refused", folders["one"]) is LoraStatus.SLOTS_FULL
+    assert "refused" not in spread.adapter_manager
+    monkeypatch.undo()
+    # Its rank goes on.
+    spread.adapter_manager.load("refused", folders["one"])
+    assert ids_of(spread, {"prompt": PROMPT, "max_new_tokens": 8, "adapter": "refused"}) == alone["one"]
+
+
 def rank_of(spread: Generator) -> psutil.Process:
     """Process of rank 1."""
     ranks = spread._engine.loaded.ranks
@@ -304,21 +330,3 @@ def test_a_model_that_is_closed_while_it_gets_an_adapter_says_so(folders: dict[s
         with pytest.raises(Unavailable) as caught:
             load.result(30)
         assert caught.value.reason == "ENGINE_STOPPED"
-
-
-def test_an_adapter_that_a_rank_has_no_memory_for_is_refused(
-    folders: dict[str, Path], alone: dict[str, list[list[int]]]
-) -> None:
-    """Rank 1 may map no more than it has, and goes on."""
-    with in_two(folders) as spread:
-        rank = rank_of(spread)
-        limit = rank.rlimit(psutil.RLIMIT_AS)
-        # Rank 0's own part, and small messages, need none of this.
-        rank.rlimit(psutil.RLIMIT_AS, (rank.memory_info().vms + (4 << 20), limit[1]))
-        with pytest.raises(ResourceExhausted, match="path: rank 1 has no memory for the adapter") as caught:
-            spread.adapter_manager.load("large", folders["large"])
-        assert (caught.value.reason, caught.value.field) == ("ADAPTER_MEMORY_FULL", "path")
-        assert "large" not in spread.adapter_manager
-        rank.rlimit(psutil.RLIMIT_AS, limit)
-        spread.adapter_manager.load("one", folders["one"])
-        assert ids_of(spread, {"prompt": PROMPT, "max_new_tokens": 8, "adapter": "one"}) == alone["one"]
