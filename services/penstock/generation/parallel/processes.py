@@ -47,7 +47,7 @@ class RankLost(RuntimeError):
     """A rank's process has ended, or can no longer be talked to, while it was needed."""
 
     def __init__(self, message: str, rank: _Rank | None = None) -> None:
-        """`rank`: the first that was missed; None: all."""
+        """`rank`: the first that was missed; None: all of them are gone."""
         super().__init__(message)
         self.rank = rank
 
@@ -117,7 +117,7 @@ class Ranks:
         The future raises ResourceExhausted and InvalidArgument (a rank could not take it), and RankLost, as this does
         once they are closed; `as_seen` makes the error to raise of that.
         """
-        # `close` must find every load, which would not end else.
+        # `close` must find every load: one that came after it would never end.
         with self._lock:
             if self._is_closed:
                 raise RankLost("the ranks of this model were ended")
