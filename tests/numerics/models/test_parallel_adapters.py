@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -301,17 +302,20 @@ def test_a_rank_that_ends_while_it_gets_an_adapter_ends_the_load(folders: dict[s
 
 
 def test_an_interrupt_in_the_middle_of_a_load_leaves_whole_messages(
-    folders: dict[str, Path], alone: dict[str, list[list[int]]]
+    folders: dict[str, Path], alone: dict[str, list[list[int]]], request: pytest.FixtureRequest
 ) -> None:
+    # As in a program; who runs the tests may have another one.
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with in_two(folders) as spread:
-        rank, main = rank_of(spread), threading.main_thread().ident
-        assert main is not None
+        rank, main = rank_of(spread), threading.get_ident()
         rank.send_signal(signal.SIGSTOP)
         # The socket is full by then.
         interrupt = threading.Timer(1, signal.pthread_kill, (main, signal.SIGINT))
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
             spread.load_lora("large", folders["large"])
+        interrupt.cancel()
         rank.send_signal(signal.SIGCONT)
         assert "large" not in spread.adapter_manager
         assert spread.load_lora("one", folders["one"]) is LoraStatus.SUCCESS
