@@ -253,7 +253,9 @@ class GenerationServiceConfig(ServerConfig):
         AdapterLimits.max_known, "Names of LoRA adapters, in memory or not.", group=ADAPTERS, minimum=0
     )
     max_adapter_rank: int = option(AdapterLimits.max_rank, "Largest rank of a LoRA adapter.", group=ADAPTERS, minimum=1)
-    adapter_memory: str = option("1GiB", "Memory of all LoRA adapters together.", group=ADAPTERS)
+    adapter_memory: str = option(
+        "1GiB", "Memory of all LoRA adapters together, in all processes of --tensor-parallel.", group=ADAPTERS
+    )
 
     kv_memory: str = option(
         "auto",

@@ -394,7 +394,10 @@ class Generator:
         return self._engine.on_engine(lambda engine: engine.release_blocks(given, on_host))
 
     def load_lora(self, lora_id: str, path: str | Path) -> LoraStatus:
-        """Load a PEFT folder as adapter `lora_id`, for requests with adapter=`lora_id`."""
+        """Load a PEFT folder as adapter `lora_id`, for requests with adapter=`lora_id`.
+
+        Raises Unavailable where the engine has failed or is being closed.
+        """
         return load_lora(self.adapter_manager, lora_id, path)
 
     def unload_lora(self, lora_id: str) -> LoraStatus:

@@ -1,4 +1,4 @@
-"""Adapters by MindIE's calls: load_lora and unload_lora answer with a status, and raise nothing."""
+"""Adapters by MindIE's calls: load_lora and unload_lora answer with a status where name, folder or room is at fault."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.common.errors import NotFound, PenstockError, ResourceExhausted
+from penstock.common.errors import InvalidArgument, NotFound, ResourceExhausted
 from penstock.generation.adapters.store import AdapterStore
 
 
@@ -34,7 +34,7 @@ _STATUS = {
 
 
 def load_lora(store: AdapterStore, name: str, path: str | Path) -> LoraStatus:
-    """Load the PEFT folder `path` as adapter `name`."""
+    """Load the PEFT folder `path` as adapter `name`. Raises Unavailable where the engine has failed or stops."""
     if not name:
         return LoraStatus.INVALID_LORA_ID
     return _status(lambda: store.load(name, Path(path)))
@@ -52,7 +52,10 @@ def _status(call: Callable[[], Any]) -> LoraStatus:
         return LoraStatus.INVALID_LORA_ID
     except ResourceExhausted:
         return LoraStatus.SLOTS_FULL
-    except PenstockError as error:
-        # A name that is empty or too long is the only other fault of the store.
-        return _STATUS.get(error.reason, LoraStatus.INVALID_LORA_ID)
+    except InvalidArgument as error:
+        # A name that is too long, or the model's.
+        status = _STATUS.get(error.reason, LoraStatus.INVALID_LORA_ID if error.field == "name" else None)
+        if status is None:
+            raise
+        return status
     return LoraStatus.SUCCESS

@@ -14,7 +14,14 @@ from factories.engine.step_gate import held_after
 from factories.models.adapters import lora_folder
 from factories.models.checkpoints import tiny_checkpoint
 from penstock import Generator, LoraStatus, ModelInput, SamplingMetadata
-from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from penstock.common.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+)
 from penstock.generator.lora import load_lora, unload_lora
 
 PROMPT = [150, 9, 33, 101, 7, 44, 45]
@@ -274,6 +281,21 @@ def test_the_status_of_a_store_of_adapters(error: Exception | None, status: Lora
     assert unload_lora(store, "a") is status
     assert store.calls == [("a", Path("/x")), ("a", None)]
     assert load_lora(store, "", "/x") is LoraStatus.INVALID_LORA_ID
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unavailable("a rank of this model has ended", reason="ENGINE_FAILED"),
+        InvalidArgument("path", "is of a kind that no status has"),
+    ],
+)
+def test_an_error_without_a_status_is_raised(error: PenstockError) -> None:
+    store: Any = Store(error)
+    with pytest.raises(type(error)):
+        load_lora(store, "a", "/x")
+    with pytest.raises(type(error)):
+        unload_lora(store, "a")
 
 
 def test_sampling_metadata_is_checked(generator: Generator) -> None:

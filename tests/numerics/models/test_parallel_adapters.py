@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import signal
+import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,8 +22,8 @@ from factories.engine.mixed import mixed_request
 from factories.models.adapters import LAYER_TARGETS, lora_folder
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.native import cache_home, use_native
-from penstock import Generator
-from penstock.common.errors import InvalidArgument, NotFound, Unavailable
+from penstock import Generator, LoraStatus
+from penstock.common.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from penstock.generation.parallel.messages import Kind, decode_forget, kind_of
 
 REQUESTS = 16
@@ -154,6 +157,14 @@ def alone(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
         }
 
 
+def eventually(is_so: Callable[[], bool]) -> None:
+    """Return once `is_so`, which another thread or process brings about."""
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def in_two(folders: dict[str, Path]) -> Generator:
     """Make the model in two processes."""
     options: dict[str, Any] = {"tensor_parallel": 2, "threads": 2, "max_adapter_rank": 1024}
@@ -172,7 +183,7 @@ def test_adapters_come_change_and_go_under_traffic(
     alone: dict[str, list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks forget each reading after its last request, and a message."""
+    """Ranks forget each reading after its last request."""
     store, ranks = spread.adapter_manager, spread._engine.loaded.ranks
     assert ranks is not None
     complete: list[int] = []
@@ -220,10 +231,9 @@ def test_adapters_come_change_and_go_under_traffic(
     with pytest.raises(NotFound):
         asks("changing")
     assert len(complete) == len(set(complete)) == 5
-    for _ in range(3):
-        gc.collect()
-        assert asks(None) == alone["None"]
-    assert sorted(forgotten) == sorted(complete)
+    gc.collect()
+    # While nothing else is asked for.
+    eventually(lambda: sorted(forgotten) == sorted(complete))
 
 
 def test_a_head_of_its_own_is_refused_and_an_embedding_is_not(
@@ -243,14 +253,41 @@ def test_a_head_of_its_own_is_refused_and_an_embedding_is_not(
     assert ids_of(spread, {"prompt": PROMPT, "max_new_tokens": 8, "adapter": "embedding"}) == alone["embedding"]
 
 
+def test_an_adapter_that_a_rank_has_no_memory_for_is_refused(
+    spread: Generator, folders: dict[str, Path], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = spread._engine.loaded.ranks._adapters  # type: ignore[union-attr]
+    send = loads._send
+
+    def send_too_large(message: bytes) -> None:
+        """Send it, with A of more bytes than there are addresses."""
+        if kind_of(message)[0] is Kind.ADAPTER_PART:
+            message = message[:-16] + struct.pack("<II", 1 << 22, 1 << 24) + message[-8:]
+        send(message)
+
+    monkeypatch.setattr(loads, "_send", send_too_large)
+    for _ in range(2):
+        with pytest.raises(ResourceExhausted, match="path: rank 1 has no memory for the adapter") as caught:
+            spread.adapter_manager.load("refused", folders["one"])
+        assert (caught.value.reason, caught.value.field) == ("ADAPTER_MEMORY_FULL", "path")
+    assert spread.load_lora("refused", folders["one"]) is LoraStatus.SLOTS_FULL
+    assert "refused" not in spread.adapter_manager
+    monkeypatch.undo()
+    # Its rank goes on.
+    spread.adapter_manager.load("refused", folders["one"])
+    assert ids_of(spread, {"prompt": PROMPT, "max_new_tokens": 8, "adapter": "refused"}) == alone["one"]
+
+
+def rank_of(spread: Generator) -> psutil.Process:
+    """Process of rank 1."""
+    ranks = spread._engine.loaded.ranks
+    assert ranks is not None
+    return psutil.Process(ranks._ranks[0].process.pid)
+
+
 def test_a_rank_that_ends_while_it_gets_an_adapter_ends_the_load(folders: dict[str, Path]) -> None:
-    others = psutil.Process().children()
     with in_two(folders) as spread, ThreadPoolExecutor(1) as threads:
-        (rank,) = (
-            child
-            for child in psutil.Process().children()
-            if child not in others and "penstock.generation.parallel.worker" in child.cmdline()
-        )
+        rank = rank_of(spread)
         # It reads no more: the load must wait for it, and not for ever once it is gone.
         rank.send_signal(signal.SIGSTOP)
         load = threads.submit(spread.adapter_manager.load, "large", folders["large"])
@@ -261,4 +298,39 @@ def test_a_rank_that_ends_while_it_gets_an_adapter_ends_the_load(folders: dict[s
             load.result(30)
         assert "large" not in spread.adapter_manager
         with pytest.raises(Unavailable):
-            spread.adapter_manager.load("one", folders["one"])
+            spread.load_lora("one", folders["one"])
+
+
+def test_an_interrupt_in_the_middle_of_a_load_leaves_whole_messages(
+    folders: dict[str, Path], alone: dict[str, list[list[int]]], request: pytest.FixtureRequest
+) -> None:
+    # As in a program; who runs the tests may have another one.
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with in_two(folders) as spread:
+        rank, main = rank_of(spread), threading.get_ident()
+        rank.send_signal(signal.SIGSTOP)
+        # The socket is full by then.
+        interrupt = threading.Timer(1, signal.pthread_kill, (main, signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            spread.load_lora("large", folders["large"])
+        interrupt.cancel()
+        rank.send_signal(signal.SIGCONT)
+        assert "large" not in spread.adapter_manager
+        assert spread.load_lora("one", folders["one"]) is LoraStatus.SUCCESS
+        for name in ("one", None):
+            assert ids_of(spread, {"prompt": PROMPT, "max_new_tokens": 8, "adapter": name}) == alone[str(name)]
+
+
+def test_a_model_that_is_closed_while_it_gets_an_adapter_says_so(folders: dict[str, Path]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        spread = in_two(folders)
+        rank_of(spread).send_signal(signal.SIGSTOP)
+        load = threads.submit(spread.adapter_manager.load, "large", folders["large"])
+        with pytest.raises(TimeoutError):
+            load.result(0.3)
+        spread.close()
+        with pytest.raises(Unavailable) as caught:
+            load.result(30)
+        assert caught.value.reason == "ENGINE_STOPPED"

@@ -47,7 +47,8 @@ class AdapterAccess:
     async def load(self, name: str, path: str, *, replace: bool) -> float:
         """Load the folder `path` below the root, by default that of the adapter's name. Return the seconds it took.
 
-        Raises FailedPrecondition NO_ADAPTER_ROOT, InvalidArgument, and as `AdapterStore.load`.
+        Raises FailedPrecondition NO_ADAPTER_ROOT, and InvalidArgument, ResourceExhausted and Unavailable as
+        `AdapterStore.load`.
         """
         begin = time.monotonic()
         if self._root is None:

@@ -156,7 +156,10 @@ class PeftFolder:
         return bool(self._saved)
 
     def read(self) -> AdapterWeights:
-        """Read the matrices. Raises InvalidArgument (ADAPTER_BROKEN) when they are not finite or cannot be read."""
+        """Read the matrices. Raises InvalidArgument (ADAPTER_BROKEN) when they are not finite or cannot be read.
+
+        A model in several processes has more to raise: see LeaderModel.adapter_weights.
+        """
         sites: dict[int, list[LoraPart]] = {}
         embedding: EmbeddingPart | None = None
         try:

@@ -38,7 +38,7 @@ class AdapterFiles(Protocol):
         """Read the files and return their SHA-256. Raises InvalidArgument."""
 
     def read(self) -> Weights:
-        """Read the matrices. Raises InvalidArgument."""
+        """Read the matrices. Raises InvalidArgument, ResourceExhausted and Unavailable as AdapterStore.load."""
 
 
 class Weights(Protocol):
@@ -112,7 +112,8 @@ class AdapterStore:
         --max-adapter-rank), ADAPTER_UNSUPPORTED (DoRA, other PEFT methods, a target module or modules_to_save that
         cannot be served), ADAPTER_BROKEN (wrong shapes or names, not finite, no JSON). Raises ResourceExhausted:
         ADAPTER_SLOTS_FULL (requests use all --max-adapters, or --max-known-adapters are known), ADAPTER_MEMORY_FULL
-        (--adapter-memory).
+        (--adapter-memory; or another process of the model has none). Raises Unavailable: ENGINE_FAILED (such a process
+        has ended), ENGINE_STOPPED (the model is being closed).
         """
         self._check_name(name)
         with self._reading:

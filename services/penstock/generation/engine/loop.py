@@ -256,6 +256,8 @@ class EngineLoop:
                 outputs = self._engine.step()
                 watch.end()
                 self._publish(outputs)
+                # While this waits for work, it would keep the last requests, and their adapters.
+                del outputs
         # The thread's boundary, at which not even SystemExit is lost: all requests end, then the process.
         except BaseException as failure:
             _log.exception("engine step failed", state=self._state_or_none())

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model in several processes: each rank has a part of every adapter, by a number for all."""
+"""LoRA adapters of a model in several processes, as rank 0 has them: its part of each, and a number for all ranks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.generation.layers.lora import AdapterBatch, AdapterWeights, EmbeddingPart, LoraPart
-from penstock.generation.parallel.messages import AdapterPartOrder, Spans
 from penstock.generation.weights.sharding import Shard, adapter_parts
 
 if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.models.decoder import CausalLM
 
-_NONE = -1
+# Number in a batch for rows without an adapter.
+NONE = -1
 # CausalLM.adapter_batch of the part of the model in this process.
 _MakeBatch = Callable[[Sequence[AdapterWeights | None], Sequence[int]], AdapterBatch]
 
 
-class LeaderAdapter(AdapterWeights):
-    """An adapter as rank 0 has it: its number in all ranks, and rank 0's part."""
+class HeldAdapter:
+    """An adapter that the other ranks have. They forget it once nothing has this object."""
 
-    def __init__(self, number: int, own: AdapterWeights, sites: frozenset[int], num_bytes: int) -> None:
-        """Take the sites of the whole adapter, and the bytes that it takes in all ranks."""
+    def __init__(self, number: int) -> None:
+        """Take its number in all ranks."""
         self.number = number
+
+
+class LeaderAdapter(AdapterWeights):
+    """An adapter as rank 0 has it: what the others have, and rank 0's part."""
+
+    def __init__(self, held: HeldAdapter, own: AdapterWeights, sites: frozenset[int], num_bytes: int) -> None:
+        """Take the sites of the whole adapter, and the bytes that it takes in all ranks."""
+        self._held = held
+        self.number = held.number
         self.own = own
         self.sites = sites
         self.num_bytes = num_bytes
@@ -45,7 +54,7 @@ class LeaderBatch(AdapterBatch):
         """See AdapterBatch."""
         super().__init__(adapters, counts)
         self.own = make_own([None if one is None else one.own for one in adapters], counts)
-        numbers = [_NONE if one is None else one.number for one in adapters]
+        numbers = [NONE if one is None else one.number for one in adapters]
         # (spans, 2)
         self.spans: np.ndarray = np.array([numbers, counts], np.int32).T
         self._adapters, self._make_own = adapters, make_own
@@ -72,52 +81,3 @@ def part_of_rank(
     """Return the part of an adapter of the `whole` model that belongs to the part `model` of it."""
     own = {site: adapter_parts(site, parts, whole, shard) for site, parts in sites.items()}
     return model.adapter_weights({site: parts for site, parts in own.items() if parts}, embedding)
-
-
-class RankAdapters:
-    """Adapters of a rank other than 0, by their numbers."""
-
-    def __init__(self, model: CausalLM, whole: ModelConfig, shard: Shard) -> None:
-        """`model` is this rank's part of the model of `whole`."""
-        self._model, self._whole, self._shard = model, whole, shard
-        # Parts of adapters that are not complete: this rank's of each site, and the embedding's.
-        self._sites: dict[int, dict[int, list[LoraPart]]] = {}
-        self._embeddings: dict[int, EmbeddingPart] = {}
-        self._complete: dict[int, AdapterWeights] = {}
-        # The last spans that were asked for, as bytes, and their batch.
-        self._last: tuple[bytes, AdapterBatch] | None = None
-
-    def add_part(self, order: AdapterPartOrder) -> None:
-        """Keep this rank's part of some matrices."""
-        device = self._model.device
-        a, b = order.a.to(device), order.b.to(device)
-        if order.site is None:
-            self._embeddings[order.adapter] = EmbeddingPart(a, b, order.scale)
-            return
-        parts = (LoraPart(order.first, a, b, order.scale),)
-        own = adapter_parts(order.site, parts, self._whole, self._shard)
-        if own:
-            self._sites.setdefault(order.adapter, {}).setdefault(order.site, []).extend(own)
-
-    def complete(self, number: int) -> None:
-        """Make the adapter whose parts are all there."""
-        embedding = self._embeddings.pop(number, None)
-        self._complete[number] = self._model.adapter_weights(self._sites.pop(number, {}), embedding)
-
-    def forget(self, numbers: Sequence[int]) -> None:
-        """Drop adapters, complete or not."""
-        self._last = None
-        for number in numbers:
-            for kept in (self._sites, self._embeddings, self._complete):
-                kept.pop(number, None)
-
-    def batch(self, spans: Spans) -> AdapterBatch | None:
-        """Return the adapters of a call's rows; None: no row has one."""
-        if spans is None:
-            return None
-        key = spans.tobytes()
-        # Decode steps of the same sequences follow one another.
-        if self._last is None or self._last[0] != key:
-            weights = [None if number == _NONE else self._complete[number] for number in spans[:, 0].tolist()]
-            self._last = key, self._model.adapter_batch(weights, spans[:, 1].tolist())
-        return self._last[1]

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from torch import Tensor
 
-from penstock.common.errors import Unavailable
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.parallel.adapters import LeaderAdapter, LeaderBatch, part_of_rank
-from penstock.generation.parallel.messages import (
-    AdapterPartOrder,
-    StepOrder,
-    encode_adapter,
-    encode_copies,
-    encode_hidden,
-)
+from penstock.generation.parallel.messages import StepOrder, encode_copies, encode_hidden
 from penstock.generation.parallel.processes import RankLost
 from penstock.generation.weights.sharding import adapter_copies
 from penstock.generation.weights.tensor_names import tensor_shapes
@@ -113,31 +105,21 @@ class LeaderModel:
     def adapter_weights(
         self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None
     ) -> AdapterWeights:
-        """See CausalLM: every rank gets its part, and may forget it once nothing has what this returns. On any thread.
+        """See CausalLM: every rank gets its part, and forgets it once nothing has what this returns. On any thread.
 
-        Raises Unavailable (ENGINE_FAILED) where a rank has ended: so does this process.
+        Raises ResourceExhausted and InvalidArgument where another rank could not take its part; where one has ended,
+        StartupError while the model loads, then Unavailable (ENGINE_FAILED; ENGINE_STOPPED: the ranks were closed).
         """
-        ranks = self.ranks
-        number = ranks.new_adapter()
+        shard = self.ranks.group.shard
         try:
-            own = part_of_rank(self._own, self.config, ranks.group.shard, sites, embedding)
-            for site, parts in sites.items():
-                for part in parts:
-                    order = AdapterPartOrder(number, site, part.first, part.scale, part.a_RI, part.b_OR)
-                    ranks.send_in_fragments(order.encoded())
-            if embedding is not None:
-                order = AdapterPartOrder(number, None, 0, embedding.scale, embedding.a_VR, embedding.b_IR)
-                ranks.send_in_fragments(order.encoded())
-            ranks.send(encode_adapter(number))
+            # What comes of it is forgotten where this is left before its end.
+            loading = self.ranks.load_adapter(sites, embedding)
+            own = part_of_rank(self._own, self.config, shard, sites, embedding)
+            held = loading.result()
         except RankLost as error:
-            raise Unavailable(f"the adapter was not loaded: {error}", reason="ENGINE_FAILED") from error
-        except BaseException:
-            ranks.forget_adapter(number)
-            raise
+            raise self.ranks.as_seen(error) from error
         # Every rank has about as much as this one.
-        adapter = LeaderAdapter(number, own, frozenset(sites), own.num_bytes * ranks.group.shard.count)
-        weakref.finalize(adapter, ranks.forget_adapter, number).atexit = False
-        return adapter
+        return LeaderAdapter(held, own, frozenset(sites), own.num_bytes * shard.count)
 
     def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
         """See CausalLM."""

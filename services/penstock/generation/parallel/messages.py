@@ -18,11 +18,14 @@ from penstock.generation.core.step import BlockCopy, CopyKind
 _KIND = struct.Struct("<I")
 _STEP = struct.Struct("<IIIIII")
 _ROWS = struct.Struct("<II")
-_FRAGMENT_HEAD = struct.Struct("<II")
 _PART = struct.Struct("<IiIdIIII")
 _NUMBERS = np.dtype(np.int32)
-# Bytes of a fragment: a step of the engine waits for one at most, about a millisecond.
-_FRAGMENT = 1 << 20
+# Most bytes of a piece of a matrix: a step of the engine waits for one at most, about a millisecond.
+_PIECE = 1 << 20
+
+# Answers of a rank: it has done what it was asked, has no memory for an adapter, could not take it. Any other text is
+# its error.
+READY, NO_MEMORY, FAILED = b"ready", b"no memory", b"failed"
 
 
 class Kind(IntEnum):
@@ -32,15 +35,12 @@ class Kind(IntEnum):
     STEP = 2
     LOGITS = 3
     COPIES = 4
-    # A part of a message that is longer than a step should wait for.
-    FRAGMENT = 5
-    # Matrices of an adapter; then the adapter is complete.
-    ADAPTER_PART = 6
+    # Shapes of two matrices of an adapter; then pieces of them, in order; then the adapter is complete.
+    ADAPTER_PART = 5
+    PIECE = 6
     ADAPTER = 7
     # Adapters that no step uses any more.
     FORGET = 8
-    # An answer, once all before it is done.
-    ANSWER = 9
 
 
 # Adapters of the rows of a call: (spans, 2) of an adapter's number, -1 for none, and a count of rows; None: no row has
@@ -155,20 +155,41 @@ class AdapterPartOrder:
     a: Tensor
     b: Tensor
 
-    def encoded(self) -> bytes:
-        """Return the message."""
+    def encoded(self) -> Iterator[bytes]:
+        """Yield its messages: the shapes, then pieces of the matrices. No more than a piece is copied at a time."""
         site = -1 if self.site is None else self.site
         head = _PART.pack(self.adapter, site, self.first, self.scale, *self.a.shape, *self.b.shape)
-        return b"".join((_KIND.pack(Kind.ADAPTER_PART), head, _bytes(self.a), _bytes(self.b)))
+        yield _KIND.pack(Kind.ADAPTER_PART) + head
+        for matrix in (self.a, self.b):
+            whole = _view(matrix)
+            for begin in range(0, len(whole), _PIECE):
+                yield b"".join((_KIND.pack(Kind.PIECE), whole[begin : begin + _PIECE]))
 
-    @classmethod
-    def decoded(cls, body: memoryview, dtype: torch.dtype) -> AdapterPartOrder:
-        """Read the message after its kind."""
+
+class IncomingPart:
+    """Matrices of one module of an adapter while their pieces come."""
+
+    def __init__(self, body: memoryview, dtype: torch.dtype) -> None:
+        """Take the first message after its kind, and the memory. Raises RuntimeError where there is none."""
         adapter, site, first, scale, *shapes = _PART.unpack_from(body)
-        middle = _PART.size + shapes[0] * shapes[1] * dtype.itemsize
-        a = _tensor(body[_PART.size : middle], shapes[0], shapes[1], dtype)
-        b = _tensor(body[middle:], shapes[2], shapes[3], dtype)
-        return cls(adapter, None if site < 0 else site, first, scale, a, b)
+        a, b = (torch.empty(rows, columns, dtype=dtype) for rows, columns in (shapes[:2], shapes[2:]))
+        self._part = AdapterPartOrder(adapter, None if site < 0 else site, first, scale, a, b)
+        # What is still to be written of each.
+        self._left = [_view(a), _view(b)]
+
+    def add(self, body: memoryview) -> AdapterPartOrder | None:
+        """Take a piece after its kind; return the part where this was its last one."""
+        self._left[0][: len(body)] = body
+        self._left[0] = self._left[0][len(body) :]
+        if not self._left[0]:
+            del self._left[0]
+        return None if self._left else self._part
+
+
+def adapter_of_part(body: memoryview) -> int:
+    """Read the adapter's number in the first message of a part, after its kind."""
+    number: int = _PART.unpack_from(body)[0]
+    return number
 
 
 def encode_adapter(number: int) -> bytes:
@@ -191,38 +212,6 @@ def decode_forget(body: memoryview) -> list[int]:
     """Read the message after its kind."""
     numbers: list[int] = np.frombuffer(body, _NUMBERS).tolist()
     return numbers
-
-
-def encode_answer() -> bytes:
-    """Return the message that asks for an answer."""
-    return _KIND.pack(Kind.ANSWER)
-
-
-def encode_fragments(message: bytes) -> Iterator[bytes]:
-    """Yield the messages that carry a long one in fragments."""
-    count = -(-len(message) // _FRAGMENT)
-    for index in range(count):
-        head = _FRAGMENT_HEAD.pack(index, index + 1 == count)
-        yield b"".join((_KIND.pack(Kind.FRAGMENT), head, message[index * _FRAGMENT : (index + 1) * _FRAGMENT]))
-
-
-class Fragments:
-    """Message that comes in fragments."""
-
-    def __init__(self) -> None:
-        """Begin without one."""
-        self._bodies: list[memoryview] = []
-
-    def add(self, body: memoryview) -> bytes | None:
-        """Take a fragment after its kind; return the message where this was its last one."""
-        index, is_last = _FRAGMENT_HEAD.unpack_from(body)
-        # Of a message that was given up, nothing is left.
-        del self._bodies[index:]
-        self._bodies.append(body[_FRAGMENT_HEAD.size :])
-        if not is_last:
-            return None
-        whole, self._bodies = b"".join(self._bodies), []
-        return whole
 
 
 def encode_copies(copies: Sequence[BlockCopy]) -> bytes:
@@ -250,7 +239,12 @@ def _spans(numbers: np.ndarray) -> Spans:
 
 
 def _bytes(x: Tensor | None) -> bytes:
-    return b"" if x is None else x.contiguous().view(torch.uint8).numpy(force=True).tobytes()
+    return b"" if x is None else _view(x).tobytes()
+
+
+def _view(x: Tensor) -> memoryview:
+    """Return the bytes of a tensor: its own where it is contiguous and in the host's memory."""
+    return x.contiguous().view(torch.uint8).numpy(force=True).reshape(-1).data
 
 
 def _tensor(body: memoryview, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import selectors
@@ -13,27 +12,26 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.common.errors import StartupError
+from penstock.common.errors import StartupError, Unavailable
 from penstock.common.logging import get_logger
+from penstock.generation.parallel.adapter_loads import AdapterLoads
 from penstock.generation.parallel.group import RankGroup
-from penstock.generation.parallel.messages import PoolOrder, encode_answer, encode_forget, encode_fragments
+from penstock.generation.parallel.messages import READY, PoolOrder
 from penstock.generation.weights.sharding import FLAG, Shard
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
+    from penstock.generation.layers.lora import EmbeddingPart, LoraPart
+    from penstock.generation.parallel.adapters import HeldAdapter
 
 _log = get_logger("penstock.generation")
-# Answers of a rank to its orders; any other text is its error.
-READY = b"ready"
-_YIELD_SECONDS = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +44,20 @@ class _Rank:
 
 
 class RankLost(RuntimeError):
-    """A rank's process has ended while it was needed."""
+    """A rank's process has ended, or can no longer be talked to, while it was needed."""
+
+    def __init__(self, message: str, rank: _Rank | None = None) -> None:
+        """`rank`: the first that was missed; None: all of them are gone."""
+        super().__init__(message)
+        self.rank = rank
 
 
 class Ranks:
     """Ranks 1 to `count` - 1 of a group of which this process is rank 0.
 
-    Threads: any may send messages and close; all ranks get the messages in one order. `group`, whose calls answer
-    messages of theirs, is used by one thread at a time, the engine's once it runs.
+    Threads: any may send messages, load adapters and close; all ranks get the messages in one order. `group`, whose
+    calls answer messages of theirs, is used by one thread at a time, the engine's once it runs. Answers are read by the
+    thread that starts the ranks, then by that of the adapters.
     """
 
     def __init__(self, count: int, device: Device, order: dict[str, Any]) -> None:
@@ -67,14 +71,12 @@ class Ranks:
         # Called once, on a thread of its own, when a rank is lost.
         self.on_loss: Callable[[RankLost], None] | None = None
         self._folder = tempfile.mkdtemp(prefix="penstock-ranks-")
-        self._is_closed = False
+        self._is_closed = self._is_broken = self._has_pools = False
         self._lock = threading.Lock()
-        # Held while a message is sent, and while one is sent in fragments.
-        self._sending, self._fragmenting = threading.Lock(), threading.Lock()
-        self._adapter_numbers = itertools.count()
-        # Adapters that nothing here uses any more, which the ranks still have.
-        self._forgotten: deque[int] = deque()
+        # Held while a message is sent.
+        self._sending = threading.Lock()
         self._ranks: list[_Rank] = []
+        self._adapters = AdapterLoads(self.send, self._answers)
         self._wake, self._woken = os.pipe()
         try:
             for number, name in enumerate(devices, 1):
@@ -92,10 +94,6 @@ class Ranks:
         for rank in self._ranks:
             self._answer_of(rank)
 
-    def wait_done(self) -> None:
-        """Return once each has done all that it was told. Before `make_pools` only. Raises StartupError."""
-        self._ask(encode_answer())
-
     def make_pools(self, num_blocks: int, block_size: int, dtype: str, num_host_blocks: int) -> None:
         """Let each have a pool like this process's, and join. Raises StartupError."""
         meeting = str(Path(self._folder) / "meeting")
@@ -104,36 +102,68 @@ class Ranks:
             self.group.join(Path(meeting), self._device)
         except RuntimeError as error:
             raise StartupError(f"the ranks of {FLAG} did not meet: {error}", flag=FLAG) from error
+        self._has_pools = True
 
     def send(self, message: bytes) -> None:
         """Send a message to each. Raises RankLost."""
         with self._sending:
-            if self._forgotten:
-                self._send(encode_forget([self._forgotten.popleft() for _ in range(len(self._forgotten))]))
             self._send(message)
 
-    def send_in_fragments(self, message: bytes) -> None:
-        """Send a long message to each; messages of `send` on other threads come in between. Raises RankLost."""
-        with self._fragmenting:
-            for fragment in encode_fragments(message):
-                self.send(fragment)
-                # A lock goes to whoever asks first, and the engine's thread, which may wait for it, has to wake up.
-                time.sleep(_YIELD_SECONDS)
+    def load_adapter(
+        self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None
+    ) -> Future[HeldAdapter]:
+        """Let each take its part of an adapter, between the steps; the future has it once all have.
 
-    def new_adapter(self) -> int:
-        """Return a number that no adapter has had."""
-        return next(self._adapter_numbers)
+        The future raises ResourceExhausted and InvalidArgument (a rank could not take it), and RankLost, as this does
+        once they are closed; `as_seen` makes the error to raise of that.
+        """
+        # `close` must find every load: one that came after it would never end.
+        with self._lock:
+            if self._is_closed:
+                raise RankLost("the ranks of this model were ended")
+            return self._adapters.load(sites, embedding)
 
-    def forget_adapter(self, number: int) -> None:
-        """Let the next message tell the ranks to drop an adapter. On any thread, in the middle of `send` too."""
-        self._forgotten.append(number)
+    def as_seen(self, lost: RankLost) -> StartupError | Unavailable:
+        """Return the error for whoever loads an adapter and lost a rank."""
+        if self._is_closed:
+            return Unavailable("the adapter was not loaded: the server is stopping", reason="ENGINE_STOPPED")
+        if not self._has_pools and lost.rank is not None:
+            return _ended(lost.rank)
+        return Unavailable(f"the adapter was not loaded: {lost}", reason="ENGINE_FAILED")
 
     def _send(self, message: bytes) -> None:
-        try:
-            for rank in self._ranks:
+        for rank in self._ranks:
+            if self._is_broken:
+                raise RankLost("the ranks of this model have ended")
+            try:
                 rank.connection.send_bytes(message)
-        except OSError as error:
-            raise RankLost("a rank of this model has ended") from error
+            except OSError as error:
+                raise RankLost("a rank of this model has ended", rank) from error
+            except BaseException:
+                self._break()
+                raise
+
+    def _answers(self) -> list[bytes]:
+        """Return the next answer of each, once it comes. Raises RankLost."""
+        return [self._receive(rank) for rank in self._ranks]
+
+    def _receive(self, rank: _Rank) -> bytes:
+        try:
+            return rank.connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise RankLost("a rank of this model has ended", rank) from error
+        except BaseException:
+            self._break()
+            raise
+
+    def _break(self) -> None:
+        """Kill all: a message that was cut off has left a connection, after which nothing there has a meaning.
+
+        The loss is noticed as any other.
+        """
+        self._is_broken = True
+        for rank in self._ranks:
+            rank.process.kill()
 
     def close(self) -> None:
         """End them. Again is no harm; a call that waits for one of them fails."""
@@ -145,7 +175,8 @@ class Ranks:
         for rank in self._ranks:
             # They end at the end of their connections, too; one that is in a collective by the signal alone.
             rank.process.kill()
-        # A message that is being sent fails now: a connection that it waits for must not be closed under it.
+        # Messages and answers that are waited for fail now: a connection must not be closed under them.
+        self._adapters.stop()
         with self._sending:
             for rank in self._ranks:
                 rank.connection.close()
@@ -165,13 +196,9 @@ class Ranks:
 
     def _answer_of(self, rank: _Rank) -> None:
         try:
-            answer = rank.connection.recv_bytes()
-        except (EOFError, OSError) as error:
-            code = rank.process.wait()
-            raise StartupError(
-                f"rank {rank.number} of {FLAG} ended with code {code} while it loaded: its own lines say why",
-                flag=FLAG,
-            ) from error
+            answer = self._receive(rank)
+        except RankLost as error:
+            raise _ended(rank) from error
         if answer != READY:
             said = json.loads(answer)
             raise StartupError(f"rank {rank.number}: {said['message']}", flag=said["flag"])
@@ -197,6 +224,14 @@ class Ranks:
             # Collectives that wait for it fail by themselves; those that wait for another must not wait either.
             one.process.kill()
         self.on_loss(error)
+
+
+def _ended(rank: _Rank) -> StartupError:
+    """Return the error of a start that lost a rank."""
+    code = rank.process.wait()
+    return StartupError(
+        f"rank {rank.number} of {FLAG} ended with code {code} while it loaded: its own lines say why", flag=FLAG
+    )
 
 
 def _start(number: int, order: dict[str, Any]) -> _Rank:

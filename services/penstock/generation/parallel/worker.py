@@ -9,7 +9,6 @@ import json
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,34 +23,32 @@ from penstock.generation.attention.host_kv import HostKVPool, copy_blocks
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.devices.base import Device, named_dtype
 from penstock.generation.devices.registry import open_device
+from penstock.generation.host.memory import trim_heap
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
-from penstock.generation.parallel.adapters import RankAdapters
 from penstock.generation.parallel.group import RankGroup
 from penstock.generation.parallel.messages import (
-    AdapterPartOrder,
-    Fragments,
+    READY,
     Kind,
     PoolOrder,
     StepOrder,
-    decode_adapter,
     decode_copies,
-    decode_forget,
     decode_hidden,
     kind_of,
 )
-from penstock.generation.parallel.processes import READY
+from penstock.generation.parallel.rank_adapters import RankAdapters
 from penstock.generation.weights.sharding import Shard
 
 _log = get_logger("penstock.generation")
+_OF_ADAPTERS = frozenset((Kind.ADAPTER_PART, Kind.PIECE, Kind.ADAPTER, Kind.FORGET))
 
 
 class Worker:
     """One rank: its part of the weights, of adapters and of the pool."""
 
-    def __init__(self, order: dict[str, Any], tell_ready: Callable[[], None]) -> None:
-        """Load the part. `tell_ready` answers a message. Raises StartupError."""
-        self._tell_ready = tell_ready
+    def __init__(self, order: dict[str, Any], answer: Callable[[bytes], None]) -> None:
+        """Load the part. `answer` tells rank 0; it is called on two threads, never at once. Raises StartupError."""
+        self._answer = answer
         self._device: Device = open_device(order["device"])
         self._device.start(num_threads=order["threads"], kernels=order["kernels"])
         self._group = RankGroup(Shard(order["rank"], order["count"]))
@@ -66,27 +63,19 @@ class Worker:
         )
         assert isinstance(model, CausalLM), "only native models are spread"
         self._model = model
-        self._adapters = RankAdapters(model, read_model_config(Path(order["folder"])), self._group.shard)
-        self._fragments = Fragments()
+        self._adapters = RankAdapters(model, read_model_config(Path(order["folder"])), self._group.shard, answer)
         self._kv: KVCachePool | None = None
         self._host: HostKVPool | None = None
+        # As rank 0 does: frees what reading and packing needed for a moment.
+        trim_heap()
 
     def do(self, message: bytes) -> None:
         """Do what a message asks for. Raises StartupError for pools that cannot be made."""
         kind, body = kind_of(message)
-        if kind is Kind.FRAGMENT:
-            if (whole := self._fragments.add(body)) is not None:
-                self.do(whole)
-        elif kind is Kind.POOL:
+        if kind is Kind.POOL:
             self._make_pools(PoolOrder.decoded(body))
-        elif kind is Kind.ADAPTER_PART:
-            self._adapters.add_part(AdapterPartOrder.decoded(body, self._model.dtype))
-        elif kind is Kind.ADAPTER:
-            self._adapters.complete(decode_adapter(body))
-        elif kind is Kind.FORGET:
-            self._adapters.forget(decode_forget(body))
-        elif kind is Kind.ANSWER:
-            self._tell_ready()
+        elif kind in _OF_ADAPTERS:
+            self._adapters.take(kind, body)
         else:
             self._compute(kind, body)
 
@@ -104,7 +93,7 @@ class Worker:
         )
         if order.num_host_blocks:
             self._host = HostKVPool(self._kv, order.num_host_blocks)
-        self._tell_ready()
+        self._answer(READY)
         self._group.join(Path(order.meeting), self._device)
 
     def _compute(self, kind: Kind, body: memoryview) -> None:
@@ -151,9 +140,8 @@ def main() -> int:
         debug=order["debug"],
     )
     try:
-        tell_ready = partial(connection.send_bytes, READY)
-        worker = Worker(order, tell_ready)
-        tell_ready()
+        worker = Worker(order, connection.send_bytes)
+        connection.send_bytes(READY)
         while True:
             worker.do(connection.recv_bytes())
     except StartupError as error:

@@ -220,9 +220,6 @@ def _load(
     timer.end("weights")
     # Before the KV pool, which takes a share of the memory that is left.
     adapters = _adapters(config, name, model)
-    if ranks is not None:
-        # They make their parts of adapters by themselves.
-        ranks.wait_done()
     graphs = device.graph_capture()
     kv = _kv_pool(config, kv_memory, model, device, context, has_scrap=graphs is not None)
     host_kv = _host_kv_pool(config, kv, device, context)

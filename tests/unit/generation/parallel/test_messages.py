@@ -9,10 +9,11 @@ from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.core.step import BlockCopy, CopyKind
 from penstock.generation.parallel.messages import (
     AdapterPartOrder,
-    Fragments,
+    IncomingPart,
     Kind,
     PoolOrder,
     StepOrder,
+    adapter_of_part,
     decode_adapter,
     decode_copies,
     decode_forget,
@@ -20,7 +21,6 @@ from penstock.generation.parallel.messages import (
     encode_adapter,
     encode_copies,
     encode_forget,
-    encode_fragments,
     encode_hidden,
     kind_of,
 )
@@ -80,9 +80,15 @@ def test_rows_copies_and_pools_are_the_same_at_both_ends() -> None:
 def test_adapters_are_the_same_at_both_ends(dtype: torch.dtype, site: int | None) -> None:
     # As matrices of a column-major view, too.
     a, b = torch.randn(HIDDEN, 3).to(dtype).T, torch.randn(5, 3).to(dtype)
-    kind, body = kind_of(AdapterPartOrder(7, site, 12, 1 / 3, a, b).encoded())
-    assert kind is Kind.ADAPTER_PART
-    order = AdapterPartOrder.decoded(body, dtype)
+    head, *pieces = (kind_of(message) for message in AdapterPartOrder(7, site, 12, 1 / 3, a, b).encoded())
+    assert (head[0], adapter_of_part(head[1])) == (Kind.ADAPTER_PART, 7)
+    part, found = IncomingPart(head[1], dtype), []
+    for kind, body in pieces:
+        assert kind is Kind.PIECE
+        found.append(part.add(body))
+    assert found[:-1] == [None]
+    order = found[-1]
+    assert order is not None
     assert (order.adapter, order.site, order.first, order.scale) == (7, site, 12, 1 / 3)
     assert torch.equal(order.a, a)
     assert torch.equal(order.b, b)
@@ -92,14 +98,18 @@ def test_adapters_are_the_same_at_both_ends(dtype: torch.dtype, site: int | None
     assert (kind, decode_forget(body)) == (Kind.FORGET, [7, 0])
 
 
-@pytest.mark.parametrize("size", [1, 1 << 20, (1 << 20) + 1, 5 << 19])
-def test_a_long_message_comes_in_fragments_and_one_that_is_given_up_leaves_none(size: int) -> None:
-    message, fragments = bytes(range(251)) * (size // 251) + b"x" * (size % 251), Fragments()
-    given_up = next(encode_fragments(bytes(3 << 20)))
-    found = []
-    for encoded in (given_up, *encode_fragments(message)):
-        kind, body = kind_of(encoded)
-        assert kind is Kind.FRAGMENT
-        found.append(fragments.add(body))
-    assert [one for one in found if one is not None] == [found[-1]] == [message]
-    assert len(found) == 1 + -(-size // (1 << 20))
+@pytest.mark.parametrize("rows", [1, 1 << 19, (1 << 19) + 1, 5 << 18])
+def test_large_matrices_come_in_pieces_of_a_megabyte(rows: int) -> None:
+    a, b = torch.randn(rows, 1).bfloat16(), torch.randn(3, rows).bfloat16()
+    _, *pieces = AdapterPartOrder(0, 0, 0, 1.0, a, b).encoded()
+    assert len(pieces) == -(-rows // (1 << 19)) + -(-3 * rows // (1 << 19))
+    assert max(map(len, pieces)) <= (1 << 20) + 4
+    head, *bodies = (kind_of(message)[1] for message in AdapterPartOrder(0, 0, 0, 1.0, a, b).encoded())
+    part = IncomingPart(head, torch.bfloat16)
+    *early, order = [part.add(body) for body in bodies]
+    assert not any(early)
+    assert order is not None
+    assert torch.equal(order.a, a)
+    assert torch.equal(order.b, b)
+    # Neither keeps the other in memory.
+    assert (order.a.untyped_storage().nbytes(), order.b.untyped_storage().nbytes()) == (a.nbytes, b.nbytes)
