@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -145,18 +146,19 @@ class LeaderModel:
         """See LanguageModel."""
         batch = cast("LeaderBatch | None", adapters)
         spans = None if batch is None else batch.spans
-        self.ranks.send(StepOrder.of(kv.num_layers, input_ids_T, metadata, embeds_TI, spans).encoded())
-        return self._own.forward(
-            input_ids_T,
-            positions_T,
-            metadata,
-            kv,
-            rows_R,
-            embeds_TI=embeds_TI,
-            capture=capture,
-            attention=attention,
-            adapters=None if batch is None else batch.own,
-        )
+        with self._telling_of_loss():
+            self.ranks.send(StepOrder.of(kv.num_layers, input_ids_T, metadata, embeds_TI, spans).encoded())
+            return self._own.forward(
+                input_ids_T,
+                positions_T,
+                metadata,
+                kv,
+                rows_R,
+                embeds_TI=embeds_TI,
+                capture=capture,
+                attention=attention,
+                adapters=None if batch is None else batch.own,
+            )
 
     def forward_and_draw(
         self,
@@ -189,10 +191,22 @@ class LeaderModel:
         if batch is not None and not batch.changes_site(self.head_site):
             batch = None
         own, spans = (None, None) if batch is None else (batch.own, batch.spans)
-        self.ranks.send(encode_hidden(hidden_NI, spans))
-        logits_NV = self.ranks.group.columns(self._own.compute_logits(hidden_NI, own), self.config.vocab_size)
+        with self._telling_of_loss():
+            self.ranks.send(encode_hidden(hidden_NI, spans))
+            logits_NV = self.ranks.group.columns(self._own.compute_logits(hidden_NI, own), self.config.vocab_size)
         assert logits_NV is not None, "this is rank 0"
         return logits_NV
+
+    @contextlib.contextmanager
+    def _telling_of_loss(self) -> Iterator[None]:
+        """Let what fails since a rank has ended say so: a collective may notice before the thread of the ranks does."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = self.ranks.loss()
+            if lost is None:
+                raise
+            raise lost from error
 
     def normed(self, hidden_NI: Tensor) -> Tensor:
         """See CausalLM."""

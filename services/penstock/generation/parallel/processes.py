@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from penstock.generation.parallel.adapters import HeldAdapter
 
 _log = get_logger("penstock.generation")
+# Between the end of a rank's connections, which a collective notices, and that of its process.
+_END_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,17 @@ class Ranks:
             return _ended(lost.rank)
         return Unavailable(f"the adapter was not loaded: {lost}", reason="ENGINE_FAILED")
 
+    def loss(self) -> RankLost | None:
+        """Return the error of a rank that has ended, for a collective that failed; None: none ends in a moment."""
+        for rank in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(_END_SECONDS)
+                return self._lost(rank)
+        return None
+
+    def _lost(self, rank: _Rank) -> RankLost:
+        return RankLost(f"rank {rank.number} of {len(self._ranks) + 1} has ended: this process ends", rank)
+
     def _send(self, message: bytes) -> None:
         for rank in self._ranks:
             if self._is_broken:
@@ -215,7 +228,7 @@ class Ranks:
         if not gone or self._is_closed:
             return
         (rank, *_) = gone
-        error = RankLost(f"rank {rank.number} of {len(self._ranks) + 1} has ended: this process ends")
+        error = self._lost(rank)
         if self.on_loss is None:
             # It was lost while the model loads: that has no answer of it, and tells.
             return
