@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from socket import AI_PASSIVE, SHUT_RDWR, SOCK_STREAM, getaddrinfo, socket
 from socketserver import TCPServer
+from ssl import SSLError
 from typing import TYPE_CHECKING, Any, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -160,6 +161,7 @@ class _Handler(WSGIRequestHandler):
 
     def setup(self) -> None:
         super().setup()
+        self.wfile.write = _of_tls(self.wfile.write)  # type: ignore[method-assign]
         # A caller that sends a byte now and then would keep its place for ever.
         self._limit = threading.Timer(self.timeout, self._hang_up)
         self._limit.daemon = True
@@ -185,3 +187,15 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write no access log."""
+
+
+def _of_tls(write: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Let a caller that left over TLS look as one that left without: of any other error wsgiref prints a traceback."""
+
+    def write_or_leave(data: Any) -> int:
+        try:
+            return write(data)
+        except SSLError as error:
+            raise ConnectionAbortedError("the caller has left") from error
+
+    return write_or_leave

@@ -219,3 +219,38 @@ async def test_the_port_can_be_taken_again_at_once() -> None:
         closing.join()
     bound = start_metrics_server(CollectorRegistry(), "127.0.0.1", port, is_ready=lambda: True)
     bound.close()
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plaintext", "TLS"])
+def test_a_caller_that_leaves_before_its_answer_leaves_no_line(secure: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """As Prometheus does where a process takes longer than its patience: stderr has JSON lines and nothing else."""
+    config = ServerConfig(tls_cert=CERT, tls_key=KEY) if secure else None
+    asked, left, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def is_ready() -> bool:
+        asked.set()
+        assert left.wait(60)
+        return True
+
+    class Told(threading.BoundedSemaphore):
+        def release(self, n: int = 1) -> None:
+            super().release(n)
+            answered.set()
+
+    served = start_metrics_server(CollectorRegistry(), "127.0.0.1", 0, is_ready=is_ready, config=config)
+    with contextlib.closing(served):
+        served._server.places = Told(4)
+        plain = socket.create_connection(("127.0.0.1", served.port))
+        caller = plain
+        if secure:
+            context = ssl.create_default_context(cafile=CA)
+            context.check_hostname = False
+            caller = context.wrap_socket(plain)
+        caller.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+        assert asked.wait(60)
+        # A reset: the next write of the other end fails.
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        caller.close()
+        left.set()
+        assert answered.wait(60)
+    assert capfd.readouterr().err == ""
