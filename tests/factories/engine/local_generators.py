@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from factories.models.run_kernels import KERNELS
 from penstock import Generator
+from penstock.common.errors import InvalidArgument
 
 SETTINGS: dict[str, Any] = {
     "kv_memory": "8MiB",
@@ -24,3 +25,13 @@ def local_generator(folder: Path, **options: Any) -> Generator:
     """Make a Generator of a folder, in float32, on one thread."""
     torch.set_num_threads(1)
     return Generator(folder, **{**SETTINGS, **options})
+
+
+def ids_of(generator: Generator, asked: dict[str, Any]) -> Any:
+    """Return the ids of each sequence of a request, or a refusal's field and words."""
+    options = {name: value for name, value in asked.items() if value is not None and name != "prompt"}
+    try:
+        answer = generator.generate(asked["prompt"], **options)
+    except InvalidArgument as error:
+        return error.field, error.message
+    return [choice.token_ids for choice in answer.choices]

@@ -6,8 +6,7 @@ import gc
 import signal
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from factories.engine.local_generators import local_generator
+from factories.engine.local_generators import ids_of, local_generator
 from factories.engine.mixed import mixed_request
 from factories.models.adapters import LAYER_TARGETS, lora_folder
 from factories.models.checkpoints import tiny_checkpoint
@@ -66,16 +65,6 @@ def adapters_of(folder: Path, model: Path, targets: tuple[str, ...]) -> dict[str
 
 def options_of(lora: dict[str, Path]) -> dict[str, Any]:
     return {"lora": tuple(f"{name}={folder}" for name, folder in lora.items())}
-
-
-def ids_of(generator: Generator, asked: dict[str, Any]) -> Any:
-    """Ids of each sequence, and a refusal's field and words."""
-    options = {name: value for name, value in asked.items() if value is not None and name != "prompt"}
-    try:
-        answer = generator.generate(asked["prompt"], **options)
-    except InvalidArgument as error:
-        return error.field, error.message
-    return [choice.token_ids for choice in answer.choices]
 
 
 def answers_of(generator: Generator, asked: list[dict[str, Any]]) -> list[Any]:
@@ -157,14 +146,6 @@ def alone(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
         }
 
 
-def eventually(is_so: Callable[[], bool]) -> None:
-    """Return once `is_so`, which another thread or process brings about."""
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def in_two(folders: dict[str, Path]) -> Generator:
     """Make the model in two processes."""
     options: dict[str, Any] = {"tensor_parallel": 2, "threads": 2, "max_adapter_rank": 1024}
@@ -188,6 +169,7 @@ def test_adapters_come_change_and_go_under_traffic(
     assert ranks is not None
     complete: list[int] = []
     forgotten: list[int] = []
+    changed = threading.Condition()
     send = ranks._send
 
     def noted(message: bytes) -> None:
@@ -195,7 +177,9 @@ def test_adapters_come_change_and_go_under_traffic(
         if kind is Kind.ADAPTER:
             complete.append(int.from_bytes(body, "little"))
         elif kind is Kind.FORGET:
-            forgotten.extend(decode_forget(body))
+            with changed:
+                forgotten.extend(decode_forget(body))
+                changed.notify_all()
         send(message)
 
     monkeypatch.setattr(ranks, "_send", noted)
@@ -233,7 +217,8 @@ def test_adapters_come_change_and_go_under_traffic(
     assert len(complete) == len(set(complete)) == 5
     gc.collect()
     # While nothing else is asked for.
-    eventually(lambda: sorted(forgotten) == sorted(complete))
+    with changed:
+        assert changed.wait_for(lambda: sorted(forgotten) == sorted(complete), 30)
 
 
 def test_a_head_of_its_own_is_refused_and_an_embedding_is_not(

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from factories.engine.local_generators import local_generator
+from factories.engine.local_generators import ids_of, local_generator
 from factories.engine.mixed import mixed_request
 from factories.models.checkpoints import FAMILIES, tiny_checkpoint
 from penstock import Generator
@@ -35,16 +35,6 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 # Those that no other stands for: every other kind is for `make slow`.
 USUAL = {"llama", "three ranks"}
-
-
-def ids_of(generator: Generator, asked: dict[str, Any]) -> Any:
-    """Ids of each sequence, and a refusal's field and words."""
-    options = {name: value for name, value in asked.items() if value is not None and name != "prompt"}
-    try:
-        answer = generator.generate(asked["prompt"], **options)
-    except InvalidArgument as error:
-        return error.field, error.message
-    return [choice.token_ids for choice in answer.choices]
 
 
 def answers_of(folder: Path, count: int, asked: list[dict[str, Any]], **settings: Any) -> list[Any]:

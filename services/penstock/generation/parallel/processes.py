@@ -83,12 +83,12 @@ class Ranks:
         try:
             for number, name in enumerate(devices, 1):
                 self._ranks.append(_start(number, {**order, "device": name, "rank": number, "count": count}))
+            # Here: the thread may begin after `close` has ended them, and their numbers be other processes' by then.
+            ends = [(os.pidfd_open(rank.process.pid), rank) for rank in self._ranks]
         except BaseException:
             self.close()
             os.close(self._wake)
             raise
-        # Opened here: the thread may begin after `close` has ended them, and their numbers be other processes' by then.
-        ends = [(os.pidfd_open(rank.process.pid), rank) for rank in self._ranks]
         threading.Thread(target=self._watch, args=(ends,), name="ranks", daemon=True).start()
 
     def wait_loaded(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from multiprocessing import Pipe
@@ -131,6 +130,7 @@ class Sent:
         self.may_answer.set()
         self.complete: list[int] = []
         self.forgotten: list[int] = []
+        self.changed = threading.Condition()
         self.threads: set[str] = set()
         self.loads = AdapterLoads(self.send, self.answer)
 
@@ -140,17 +140,17 @@ class Sent:
         if kind is Kind.ADAPTER:
             self.complete.append(decode_adapter(body))
         elif kind is Kind.FORGET:
-            self.forgotten.extend(decode_forget(body))
+            with self.changed:
+                self.forgotten.extend(decode_forget(body))
+                self.changed.notify_all()
 
     def answer(self) -> list[bytes]:
         assert self.may_answer.wait(30)
         return self.answers.pop(0)
 
     def has_forgotten(self, *numbers: int) -> bool:
-        deadline = time.monotonic() + 30
-        while self.forgotten != [*numbers] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self.forgotten == [*numbers]
+        with self.changed:
+            return self.changed.wait_for(lambda: self.forgotten == [*numbers], 30)
 
 
 def test_an_adapter_is_forgotten_with_its_last_holder_and_no_message_after_it() -> None:
