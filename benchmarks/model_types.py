@@ -31,6 +31,7 @@ from factories.engine.pools import add_states
 from factories.models.model_types import VOCAB_SIZE, check_ids, model_types, reference_of, tiny_model_type
 from penstock.common.errors import StartupError
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.language_model import LanguageModel
@@ -117,7 +118,15 @@ def new_engine(model: LanguageModel, device: CPUDevice, options: argparse.Namesp
     """Make an engine with room for all prompts."""
     facts, blocks = model.config, options.batch * ((PROMPT + options.tokens) // 16 + 1)
     kv = KVCachePool(facts.num_layers, blocks, 16, facts.num_kv_heads, facts.head_dim, model.dtype, model.device)
-    config = engine_config(num_blocks=blocks, block_size=16, max_batch_tokens=1024, max_running_sequences=options.batch)
+    config = engine_config(
+        num_blocks=blocks,
+        block_size=16,
+        max_batch_tokens=1024,
+        max_running_sequences=options.batch,
+        # As a start decides.
+        prefix_cache=getattr(model, "continues", True),
+        min_snapshot_tokens=GenerationServiceConfig.state_snapshot_tokens,
+    )
     config = add_states(model, kv, config)
     return Engine(config, ModelRunner(model, kv, kernels=device.sampling_kernels()), None)
 

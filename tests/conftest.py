@@ -19,10 +19,14 @@ sys.path[:0] = [str(_TESTS), *_PACKAGES]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*_PACKAGES, os.environ.get("PYTHONPATH"))))
 # Several trees run at a time: a gateway is part of those that ask for it.
 os.environ.setdefault("PENSTOCK_HTTP_PORT", "-1")
-# Tests start hundreds of processes: each would compile all modules anew.
+# Tests start hundreds of processes: each would take a second to find its batch size.
+os.environ.setdefault("PENSTOCK_TUNE_SECONDS", "0")
+# And each would compile all modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Before torch is imported: threads of several workers that spin between parallel regions take each other's cores.
+# Before torch is imported: threads of several workers take each other's cores, and small products gain nothing by them.
+# What is tested with several asks for them by number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # On a busy machine an example that takes long, or is made slowly, is not a failure.
 _SLOW = [hypothesis.HealthCheck.too_slow]

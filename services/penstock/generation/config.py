@@ -307,6 +307,13 @@ class GenerationServiceConfig(ServerConfig):
         group=MEMORY,
         minimum=0,
     )
+    state_snapshot_tokens: int = option(
+        256,
+        "Tokens of the shortest prompt beginning whose state is kept: each costs its prompt a further pass, and "
+        "recurrent layers take as long for a few tokens as for some hundred.",
+        group=MEMORY,
+        minimum=0,
+    )
 
     max_batch_tokens: int | None = option(
         None,

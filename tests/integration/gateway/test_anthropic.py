@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic.types import Message, ToolUseBlock
 from factories.servers.served import Served
 from penstock_client import Client, InvalidArgument
+
+if TYPE_CHECKING:
+    # It takes seconds to load, in every worker that collects tests.
+    import anthropic
+    from anthropic.types import Message
 
 pytestmark = pytest.mark.xdist_group("gateway")
 QUESTION: list[Any] = [{"role": "user", "content": "What is Penstock?"}]
@@ -55,6 +58,8 @@ def asked_as(case: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=served.root, api_key="none", max_retries=0, timeout=120)
 
 
@@ -111,7 +116,7 @@ def test_an_answer_is_that_of_chat_completions(client: anthropic.Anthropic, serv
 def test_a_tools_result_goes_back(client: anthropic.Anthropic, served: Served) -> None:
     asked: dict[str, Any] = {"model": MODEL, "tools": [TOOL], "extra_body": GREEDY, "max_tokens": 200}
     called = client.messages.create(**asked, messages=QUESTION, tool_choice={"type": "any"})
-    call = next(block for block in called.content if isinstance(block, ToolUseBlock))
+    call = next(block for block in called.content if block.type == "tool_use")
     assert call.input in ({"city": "Oslo"}, {"city": "Paris"})
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "rain"}]}
     turns = [
@@ -217,6 +222,8 @@ def test_faults_have_anthropics_form_and_name_the_field(served: Served, case: st
 
 
 def test_the_clients_own_errors(client: anthropic.Anthropic, served: Served) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(model="nobody", messages=QUESTION, max_tokens=4)
     assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]

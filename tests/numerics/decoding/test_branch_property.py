@@ -10,7 +10,7 @@ import pytest
 from factories.engine.fake_engine import Answer, collect, engine_config, request, run
 from factories.engine.model_engine import answer_alone, load_tiny, model_engine
 from factories.models.checkpoints import tiny_checkpoint
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.modes import NO_GUIDANCE, PLAIN, GuidanceOptions
 from penstock.generation.core.request import Request, TokenHealingOptions
@@ -76,8 +76,27 @@ tight = st.builds(
     reserve_share=st.just(0.0),
 )
 seen: Counter[str] = Counter()
+# Whatever else is drawn: prompts that begin alike, in a pool that does not hold them all.
+_ALIKE: dict[str, Any] = {
+    "prompt": [11, 12, 13, 14, 15, 16, 17, 18, 19, 4, 9],
+    "max_new_tokens": 12,
+    "eos_token_ids": (),
+    "repetition_penalty": 1.0,
+    "healed": False,
+    "guidance": NO_GUIDANCE,
+    "do_sample": True,
+    "num_return_sequences": 2,
+    "seed": 3,
+}
 
 
+@example(
+    [{**_ALIKE, "mode": mode} for mode in (PLAIN, PLAIN, DolaOptions((0, 1, 2)), PLAIN, PLAIN)],
+    engine_config(
+        num_blocks=24, block_size=2, max_running_sequences=10, max_batch_tokens=16, prefix_cache=True, reserve_share=0.0
+    ),
+    [3, 1, 0, 2, 0, 0],
+)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(specs(), min_size=4, max_size=6), tight, st.lists(st.integers(0, 3), min_size=6, max_size=6))
 def check(model: CausalLM, drawn: list[dict[str, Any]], config: EngineConfig, gaps: list[int]) -> None:

@@ -56,6 +56,8 @@ class EngineConfig:
     # it. So there is no host pool, and a prefix is shared only where one of the snapshots has the state after it.
     keeps_states: bool = False
     num_state_snapshots: int = 0
+    # Tokens of the shortest beginning that has one.
+    min_snapshot_tokens: int = 0
     # Positions up to its own that a row reads at most, in every layer; 0: some layer reads all. Blocks that are behind
     # it are given back while a sequence goes on.
     window: int = 0
@@ -96,6 +98,7 @@ class EngineConfig:
             "max_draft_rows",
             "num_host_blocks",
             "num_state_snapshots",
+            "min_snapshot_tokens",
             "window",
             "block_bytes",
             "max_block_copies",

@@ -23,12 +23,14 @@ class StateSnapshots:
     """Owner of `num_places` places for snapshots, found by the hash of the prefix that they come after.
 
     One is taken where a prompt's chunk ends with a block, and after the last whole block of a prompt: `end_of` makes
-    chunks end there. It goes when its block can be found no more, or when there is no free place and it was used the
-    longest ago. Engine thread only.
+    chunks end there. None is taken before token `min_tokens`: it costs a further pass, and recurrent modules take as
+    long for a few tokens as for a chunk of their own. It goes when its block can be found no more, or when there is no
+    free place and it was used the longest ago. Engine thread only.
     """
 
-    def __init__(self, num_places: int, pool: BlockPool) -> None:
+    def __init__(self, num_places: int, pool: BlockPool, min_tokens: int = 0) -> None:
         self._pool = pool
+        self._min_tokens = min_tokens
         pool.on_forget = self._drop
         # Least recently used first.
         self._places: OrderedDict[bytes, int] = OrderedDict()
@@ -51,10 +53,11 @@ class StateSnapshots:
             return end
         size = self._pool.block_size
         last = (sequence.num_tokens - 1) // size * size
-        if start < last <= end:
+        least = max(start + 1, self._min_tokens)
+        if least <= last <= end:
             return last
         whole = end // size * size
-        return whole if end < last and whole > start else end
+        return whole if end < last and whole >= least else end
 
     def restore(self, sequence: Sequence) -> None:
         """Let a sequence, of which whole blocks were found just now, begin with the snapshot after them."""
@@ -79,7 +82,7 @@ class StateSnapshots:
             sequence, end = entry.sequence, entry.start + entry.num_tokens
             number, rest = divmod(end, self._pool.block_size)
             is_prompt = entry.num_tokens > 1 or end <= sequence.num_prompt_tokens
-            if rest or not is_prompt or number > len(sequence.block_hashes):
+            if rest or not is_prompt or number > len(sequence.block_hashes) or end < self._min_tokens:
                 continue
             block_hash = sequence.block_hashes[number - 1]
             if block_hash in self._places or block_hash in self._coming:

@@ -632,6 +632,7 @@ def _engine_config(
         prefix_cache=config.prefix_cache and (kv.states is None or kv.states.num_snapshots > 0),
         keeps_states=kv.states is not None,
         num_state_snapshots=0 if kv.states is None else kv.states.num_snapshots,
+        min_snapshot_tokens=config.state_snapshot_tokens,
         num_host_blocks=0 if host_kv is None else host_kv.num_blocks,
         block_bytes=kv.bytes_per_block,
         preemption=config.preemption,

@@ -39,6 +39,21 @@ def test_a_prompt_leaves_one_after_its_last_whole_block_and_chunks_leave_theirs(
     assert [hits(engine, PROMPT[:count]) for count in (16, 17, 12, 19)] == [8, 16, 8, 16]
 
 
+def test_a_short_beginning_has_none_and_costs_no_further_pass() -> None:
+    engine, runner = make_engine(config(min_snapshot_tokens=16))
+    run(engine, request(PROMPT[:15], max_new_tokens=3))
+    assert [[entry.num_tokens for entry in step.scheduled] for step in runner.steps] == [[15], [1], [1]]
+    assert not saved(runner)
+    run(engine, request(PROMPT, max_new_tokens=3))
+    assert saved(runner) == [16]
+    assert [hits(engine, PROMPT[:count]) for count in (15, 18)] == [0, 16]
+    # Chunks that end before it are as long as they can be.
+    engine, runner = make_engine(config(min_snapshot_tokens=16, max_batch_tokens=10, max_running_sequences=4))
+    run(engine, request(PROMPT, max_new_tokens=2))
+    assert [step.scheduled[0].num_tokens for step in runner.steps] == [10, 6, 3, 1]
+    assert saved(runner) == [16]
+
+
 def test_a_prefix_is_shared_up_to_a_block_with_a_snapshot() -> None:
     engine, _ = make_engine(config())
     assert hits(engine, PROMPT) == 0
