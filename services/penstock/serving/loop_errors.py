@@ -36,4 +36,12 @@ class LoopErrors:
                 self._told_at = now
                 _log.warning("connections wait: they cannot be accepted", cause=error.strerror, hint="raise ulimit -n")
             return
+        if isinstance(error, ValueError) and _begins_to_serve(context.get("handle")):
+            # The server was closed while it waited to accept again.
+            return
         _log.error("unhandled error in the event loop", exc_info=error)
+
+
+def _begins_to_serve(handle: object) -> bool:
+    """True of asyncio's call that lets a server accept again, a second after descriptors were out."""
+    return getattr(getattr(handle, "_callback", None), "__name__", "") == "_start_serving"
