@@ -25,7 +25,7 @@ os.environ.setdefault("PENSTOCK_TUNE_SECONDS", "0")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Before torch is imported: threads of several workers take each other's cores, and small products gain nothing by them.
-# What is tested with several asks for them by number.
+# The kernels' tests have two (`use_instruction_set`), and so has what sets a number of its own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # On a busy machine an example that takes long, or is made slowly, is not a failure.

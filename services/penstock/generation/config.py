@@ -309,8 +309,8 @@ class GenerationServiceConfig(ServerConfig):
     )
     state_snapshot_tokens: int = option(
         256,
-        "Tokens of the shortest prompt beginning whose state is kept: each costs its prompt a further pass, and "
-        "recurrent layers take as long for a few tokens as for some hundred.",
+        "Tokens that a state which is kept saves at least, counted from the one before it: each costs its prompt a "
+        "further pass, and recurrent layers take as long for a few tokens as for some hundred.",
         group=MEMORY,
         minimum=0,
     )

@@ -58,8 +58,11 @@ def use_instruction_set(name: str) -> Iterator[None]:
     use_native()
     if native_bound() not in (None, name):
         pytest.skip(f"ATEN_CPU_CAPABILITY keeps this run from {name}")
-    before = torch.ops.penstock.instruction_set("")
+    before, threads = torch.ops.penstock.instruction_set(""), torch.get_num_threads()
     if torch.ops.penstock.instruction_set(name) != name:
         pytest.skip(f"this CPU has no {name}; last run recorded in docs/learn/testing.md")
+    # Their work is shared, whatever this run's processes have.
+    torch.set_num_threads(2)
     yield
+    torch.set_num_threads(threads)
     torch.ops.penstock.instruction_set(before)

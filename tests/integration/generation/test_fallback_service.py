@@ -88,7 +88,7 @@ def test_a_process_leaves_nothing_out_that_transformers_needs(folder: Path) -> N
 
 async def test_a_model_with_states_says_so(tmp_path: Path) -> None:
     folder = tiny_model_type(tmp_path, "granitemoehybrid")
-    async with generation_service(folder, dtype="float32") as client:
+    async with generation_service(folder, dtype="float32", state_snapshot_tokens=64) as client:
         outcome = await client.generate(request(PROMPT, config={"max_new_tokens": 12}))
         assert outcome.ids() == greedy_ids(reference_of(folder), PROMPT, 12)
         info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())

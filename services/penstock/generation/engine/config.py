@@ -56,7 +56,7 @@ class EngineConfig:
     # it. So there is no host pool, and a prefix is shared only where one of the snapshots has the state after it.
     keeps_states: bool = False
     num_state_snapshots: int = 0
-    # Tokens of the shortest beginning that has one.
+    # Least number of tokens from one to the next of a sequence.
     min_snapshot_tokens: int = 0
     # Positions up to its own that a row reads at most, in every layer; 0: some layer reads all. Blocks that are behind
     # it are given back while a sequence goes on.

@@ -23,9 +23,9 @@ class StateSnapshots:
     """Owner of `num_places` places for snapshots, found by the hash of the prefix that they come after.
 
     One is taken where a prompt's chunk ends with a block, and after the last whole block of a prompt: `end_of` makes
-    chunks end there. None is taken before token `min_tokens`: it costs a further pass, and recurrent modules take as
-    long for a few tokens as for a chunk of their own. It goes when its block can be found no more, or when there is no
-    free place and it was used the longest ago. Engine thread only.
+    chunks end there, where it comes `min_tokens` or more after the sequence's last one. It costs a further pass, and
+    recurrent modules take as long for a few tokens as for a chunk of their own. It goes when its block can be found no
+    more, or when there is no free place and it was used the longest ago. Engine thread only.
     """
 
     def __init__(self, num_places: int, pool: BlockPool, min_tokens: int = 0) -> None:
@@ -53,7 +53,9 @@ class StateSnapshots:
             return end
         size = self._pool.block_size
         last = (sequence.num_tokens - 1) // size * size
-        least = max(start + 1, self._min_tokens)
+        hashes = sequence.block_hashes
+        known = self.longest(hashes, min(start // size, len(hashes))) * size
+        least = max(start + 1, known + self._min_tokens)
         if least <= last <= end:
             return last
         whole = end // size * size

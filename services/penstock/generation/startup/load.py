@@ -486,7 +486,7 @@ def _kv_pool(
     dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
     left = device.memory()
     # A slot for each sequence that runs; warm-up needs two.
-    slots, snapshots = max(2, config.max_running_sequences), _num_snapshots(config, model)
+    slots, snapshots = max(2, config.max_running_sequences), _num_snapshots(config, model, context)
     states = (slots + snapshots) * state_bytes(model.state_layout)
     blocks = kv_pool_blocks(
         memory,
@@ -537,12 +537,14 @@ def _states_line(states: StatePool) -> str:
     return f"states    {format_size(states.num_bytes)}: {states.num_slots} sequences, {snapshots}"
 
 
-def _num_snapshots(config: GenerationServiceConfig, model: LanguageModel) -> int:
+def _num_snapshots(config: GenerationServiceConfig, model: LanguageModel, context: int) -> int:
     """Return the number of states to keep for the prefix cache.
 
-    Modules that go on from a state by one token only would compute the end of every prompt so, to have one.
+    Modules that go on from a state by one token only would compute the end of every prompt so, to have one. No prompt
+    of a short context has one.
     """
     shares = config.prefix_cache and isinstance(model, StatefulModel) and model.continues
+    shares = shares and context > config.state_snapshot_tokens
     return config.state_snapshots if shares else 0
 
 

@@ -1,8 +1,8 @@
 // Products of several rows where no instruction multiplies the numbers as they are stored (AVX2):
 // what an instruction takes of them is worked out once, for all rows of a task. A part of a panel
-// becomes units of 32 bits (two integers of 16 bits, or four bytes of int4), which stay in the
-// first-level cache; so do the rows in int8. Then a tile of more rows has room in the registers
-// beside half a panel. The sums have the order of linear.cpp's, and so their bits.
+// becomes units of 32 bits (a float, two integers of 16 bits, or four bytes of int4), which stay in
+// the first-level cache; so do the rows in int8 and bfloat16. Then a tile of more rows has room in
+// the registers beside half a panel. The sums have the order of linear.cpp's, and so their bits.
 #pragma once
 #if !defined(__aarch64__) && !defined(__AVX512F__)
 #define PENSTOCK_EXPANDS
@@ -14,18 +14,20 @@
 namespace penstock {
 namespace NS {
 
-// Rows from which it is worth the trouble.
-constexpr int64_t EXPANDED_ROWS = 3;
-static inline bool is_expanded(Format format, int64_t rows) {
-  return format >= Format::INT8 && rows >= EXPANDED_ROWS;
+// Whether it is worth the trouble for a task: float32 is multiplied as it is stored, and only has
+// the larger tile to gain; bfloat16's rows become twice as long, for too little where panels are
+// few.
+static inline bool is_expanded(Format format, int64_t rows, int64_t panels) {
+  if (format == Format::F32) return rows >= 12;
+  return format == Format::BF16 ? rows >= 4 && panels >= 3 : rows >= 3;
 }
 // Vectors of half a panel, and rows whose sums fit in the registers beside them.
 constexpr int W = HALF / L, WIDE_TILE = 6;
 // Half a panel's fill a quarter of the first-level cache, which two threads of a core share.
 constexpr int64_t UNITS_OF_PART = 128;
-// Panels for which the rows are expanded once, and whose sums stay in the second-level cache while
-// the parts go by.
-constexpr int64_t PANELS_AT_ONCE = 4;
+// Panels for which the rows of a task are expanded once. Their sums fill some half of the
+// second-level cache where a task has all of its rows.
+constexpr int64_t PANELS_AT_ONCE = 8;
 // Granules by which a part is longer or shorter: whole groups of int4, whole turns of the loops.
 constexpr int UNITS_AT_ONCE = 8;
 
@@ -39,6 +41,24 @@ static inline vi interleave_high(vi a, vi b) {
 }
 
 // Formats as units: those of a granule of the weight, and of one of x unless it is a unit itself.
+
+struct F32Units {
+  static constexpr int COUNT = 1;
+  static constexpr bool EXPANDS_ROWS = false;
+  typedef vf Sum;
+  static inline void of_weight(vi w, vi (&units)[COUNT]) { units[0] = w; }
+  static inline Sum dot(Sum sum, vi x, vi w) { return sum + (vf)x * (vf)w; }
+};
+
+// The first of two numbers, and the second.
+struct BF16Units : F32Units {
+  static constexpr int COUNT = 2;
+  static constexpr bool EXPANDS_ROWS = true;
+  static inline void of_weight(vi w, vi (&units)[COUNT]) {
+    units[0] = w << 16, units[1] = w & int32_t(0xFFFF0000);
+  }
+  static inline void of_row(vi x, vi (&units)[COUNT]) { of_weight(x, units); }
+};
 
 // The bytes of even numbers and those of odd ones, each in 16 bits.
 struct INT8Units {
@@ -291,6 +311,10 @@ static void scale_int8(const LinearArgs& a, const LinearTask& task, int64_t pane
 template <typename F>
 static void sum_expanded(const LinearArgs& a, const LinearTask& task, F finish) {
   switch (a.format) {
+    case Format::F32:
+      return sum_units<F32Units>(a, task, add_units<F32Units>, finish);
+    case Format::BF16:
+      return sum_units<BF16Units>(a, task, add_units<BF16Units>, finish);
     case Format::INT8:
       return sum_units<INT8Units>(a, task, add_units<INT8Units>, [&](int64_t panel, auto block) {
         scale_int8(a, task, panel, block);

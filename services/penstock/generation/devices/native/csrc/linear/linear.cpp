@@ -26,7 +26,7 @@ constexpr int TILE = 2;
 
 #ifdef PENSTOCK_EXPANDS
 int64_t panels_at_once(Format format, int64_t rows) {
-  return is_expanded(format, rows) ? PANELS_AT_ONCE : 1;
+  return is_expanded(format, rows, PANELS_AT_ONCE) ? PANELS_AT_ONCE : 1;
 }
 #else
 int64_t panels_at_once(Format, int64_t) { return 1; }
@@ -431,7 +431,8 @@ static void multiply_expanded(const LinearArgs& a, const LinearTask& task) {
 
 void multiply(const LinearArgs& a, const LinearTask& task) {
 #ifdef PENSTOCK_EXPANDS
-  if (is_expanded(a.format, task.last_row - task.first_row)) return multiply_expanded(a, task);
+  if (is_expanded(a.format, task.last_row - task.first_row, task.last_panel - task.first_panel))
+    return multiply_expanded(a, task);
 #endif
   const int64_t rows = task.last_row - task.first_row, tiles = (rows + TILE - 1) / TILE;
   const int64_t parts = (a.granules + PART - 1) / PART;
