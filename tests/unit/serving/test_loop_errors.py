@@ -1,4 +1,4 @@
-"""What the log says of errors in an event loop that nobody awaits."""
+"""Log lines of errors in an event loop that nobody awaits."""
 
 from __future__ import annotations
 
