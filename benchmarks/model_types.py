@@ -45,9 +45,9 @@ from benchmarks._report import environment
 PROMPT = 24
 # Of types that were seen below generate()'s speed, by their profiles (dev/log/families.md).
 _REASONS = {
-    "bailing_hybrid": "a prompt's last tokens are a pass of their own, for the snapshot",
     "jetmoe": "experts of a form of its own, in its attention too, are transformers' on both sides",
-    "nemotron_h": "a prompt's last tokens are a pass of their own; experts without a gate are transformers'",
+    "kimi_linear": "most of the time is one pass of the prompt through its modules, on both sides",
+    "nemotron_h": "experts without a gate are transformers'",
 }
 
 
