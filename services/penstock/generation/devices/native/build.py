@@ -210,7 +210,10 @@ def _compile(
         scratch,
         progress,
     )
-    return [target for target, _, _ in jobs]
+    # Templates that are no kernels' own, such as std::sort, may be in several objects. The linker takes the first of
+    # them: so the objects of the instruction sets that fewer CPUs have come last.
+    ranks = {f".{namespace}": place for place, namespace in enumerate(reversed(sets), 1)}
+    return sorted((target for target, _, _ in jobs), key=lambda target: ranks.get(target.suffixes[0], 0))
 
 
 def _torch_folder() -> Path:
