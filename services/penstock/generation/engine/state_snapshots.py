@@ -23,9 +23,9 @@ class StateSnapshots:
     """Owner of `num_places` places for snapshots, found by the hash of the prefix that they come after.
 
     One is taken where a prompt's chunk ends with a block, and after the last whole block of a prompt: `end_of` makes
-    chunks end there, where it comes `min_tokens` or more after the sequence's last one. It costs a further pass, and
-    recurrent modules take as long for a few tokens as for a chunk of their own. It goes when its block can be found no
-    more, or when there is no free place and it was used the longest ago. Engine thread only.
+    chunks end there. That costs a further pass, and recurrent modules take as long for a few tokens as for a chunk of
+    their own: so a sequence's are `min_tokens` apart at least. One goes when its block can be found no more, or when
+    there is no free place and it was used the longest ago. Engine thread only.
     """
 
     def __init__(self, num_places: int, pool: BlockPool, min_tokens: int = 0) -> None:
@@ -53,13 +53,8 @@ class StateSnapshots:
             return end
         size = self._pool.block_size
         last = (sequence.num_tokens - 1) // size * size
-        hashes = sequence.block_hashes
-        known = self.longest(hashes, min(start // size, len(hashes))) * size
-        least = max(start + 1, known + self._min_tokens)
-        if least <= last <= end:
-            return last
-        whole = end // size * size
-        return whole if end < last and whole >= least else end
+        boundary = last if last <= end else end // size * size
+        return boundary if boundary > start and self._saves_enough(sequence, start, boundary) else end
 
     def restore(self, sequence: Sequence) -> None:
         """Let a sequence, of which whole blocks were found just now, begin with the snapshot after them."""
@@ -84,7 +79,9 @@ class StateSnapshots:
             sequence, end = entry.sequence, entry.start + entry.num_tokens
             number, rest = divmod(end, self._pool.block_size)
             is_prompt = entry.num_tokens > 1 or end <= sequence.num_prompt_tokens
-            if rest or not is_prompt or number > len(sequence.block_hashes) or end < self._min_tokens:
+            if rest or not is_prompt or number > len(sequence.block_hashes):
+                continue
+            if not self._saves_enough(sequence, entry.start, end):
                 continue
             block_hash = sequence.block_hashes[number - 1]
             if block_hash in self._places or block_hash in self._coming:
@@ -104,6 +101,15 @@ class StateSnapshots:
             else:
                 self._places[block_hash] = place
         self._coming.clear()
+
+    def _saves_enough(self, sequence: Sequence, start: int, end: int) -> bool:
+        """True when a snapshot after token `end` is `min_tokens` behind the beginning and the last one up to `start`.
+
+        O(min_tokens / block size).
+        """
+        before, size = end - self._min_tokens, self._pool.block_size
+        near = sequence.block_hashes[before // size : start // size] if before >= 0 else ()
+        return before >= 0 and not any(block_hash in self._places for block_hash in near)
 
     def _drop(self, block_hash: bytes) -> None:
         place = self._places.pop(block_hash, None)

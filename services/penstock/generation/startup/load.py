@@ -543,9 +543,9 @@ def _num_snapshots(config: GenerationServiceConfig, model: LanguageModel, contex
     Modules that go on from a state by one token only would compute the end of every prompt so, to have one. No prompt
     of a short context has one.
     """
-    shares = config.prefix_cache and isinstance(model, StatefulModel) and model.continues
-    shares = shares and context > config.state_snapshot_tokens
-    return config.state_snapshots if shares else 0
+    if not (config.prefix_cache and isinstance(model, StatefulModel) and model.continues):
+        return 0
+    return config.state_snapshots if context > config.state_snapshot_tokens else 0
 
 
 def _host_kv_pool(config: GenerationServiceConfig, kv: KVCachePool, device: Device, context: int) -> HostKVPool | None:
