@@ -6,7 +6,9 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 BIN := $(VENV)/bin
 # On a terminal pip shows its downloads; elsewhere only what fails.
-PIP := $(BIN)/python -m pip --disable-pip-version-check install $(shell test -t 2 || echo -qq)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile $(shell test -t 2 || echo -qq)
+# On all cores, where pip uses one. Templates of some packages are no Python: what cannot be compiled stays as it is.
+COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 # By name only, so that a CPU build that pip is configured to find is taken.
 TORCH := torch==2.13.0
 # Where the benchmarks keep checkpoints and other engines.
@@ -163,11 +165,13 @@ $(VENV)/.torch: Makefile
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 	@echo "installing penstock (once, a minute or two)"
 	@$(PIP) -e clients/python -e '.[all]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 	@echo "installing penstock and its development tools (once, a few minutes)"
 	@$(PIP) -e clients/python -e '.[dev]'
+	@$(COMPILE)
 	@touch $@ $(VENV)/.runtime
 
 $(VENV)/.site: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml

@@ -1,4 +1,4 @@
-"""A safetensors checkpoint as GGUF, for llama.cpp: Qwen2 and Llama, bf16 or its own 8- and 4-bit blocks.
+"""A safetensors checkpoint as GGUF, for llama.cpp: the families of ARCHITECTURES, bf16 or its own 8- and 4-bit blocks.
 
 The vocabulary is left out (requests are token ids), and so is what speed does not depend on: generation defaults.
 """
@@ -10,32 +10,44 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# llama.cpp's name of a model type.
+ARCHITECTURES = {
+    "qwen2": "qwen2",
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+}
 QUANTIZATIONS = {"bf16": "BF16", "fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
 
 
 def convert(folder: Path, out: Path, dtype: str) -> None:
-    """Write `out`. Raises ValueError for an architecture that is not one of the two."""
+    """Write `out`. Raises ValueError for another model type."""
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"]
-    if family not in ("qwen2", "llama"):
+    if family not in ARCHITECTURES:
         raise ValueError(f"cannot write {family} as GGUF")
+    architecture = ARCHITECTURES[family]
     wanted = gguf.GGMLQuantizationType[QUANTIZATIONS[dtype]]
     unfinished = out.with_suffix(".part")
-    writer = gguf.GGUFWriter(unfinished, family)
+    writer = gguf.GGUFWriter(unfinished, architecture)
     _write_facts(writer, config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config["num_hidden_layers"])
-    for name, values in _tensors(folder):
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
+    for name, values in _together(_tensors(folder), config.get("num_experts", 0)):
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise ValueError(f"GGUF has no name for {name}")
-        matrix = values.ndim == 2
+        matrix = values.ndim > 1
         if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             values = _pairs_beside(values, _head_dim(config))
-        kind = wanted if matrix else gguf.GGMLQuantizationType.F32
+        if family == "gemma3_text" and name.endswith("norm.weight"):
+            values = values + 1
+        # The products of the choice of experts stay as they are.
+        kind = wanted if matrix and not name.endswith("mlp.gate.weight") else gguf.GGMLQuantizationType.F32
         writer.add_tensor(found, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    if config["rope_parameters"]["rope_type"] == "llama3":
+    if _rope(config)["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -52,10 +64,24 @@ def _write_facts(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_freq_base(_rope(config)["rope_theta"])
     writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_key_length(_head_dim(config))
+    writer.add_value_length(_head_dim(config))
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("layer_types", [None])[0] == "sliding_attention":
+        writer.add_sliding_window(config["sliding_window"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotation; where layers differ, that of those which see everything."""
+    found = config["rope_parameters"]
+    return dict(found.get("full_attention", found))
 
 
 def _head_dim(config: dict[str, Any]) -> int:
@@ -71,6 +97,24 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a mapping
                 yield name, file.get_tensor(name).to(torch.float32).numpy()
+
+
+def _together(tensors: Iterator[tuple[str, Any]], experts: int) -> Iterator[tuple[str, Any]]:
+    """Put each matrix of a layer's experts into one of three dimensions, as llama.cpp has them."""
+    import numpy
+
+    waiting: dict[str, dict[int, Any]] = {}
+    for name, values in tensors:
+        layer, _, rest = name.partition(".experts.")
+        if not rest:
+            yield name, values
+            continue
+        number, _, part = rest.partition(".")
+        joined = waiting.setdefault(f"{layer}.experts.{part}", {})
+        joined[int(number)] = values
+        if len(joined) == experts:
+            whole = waiting.pop(f"{layer}.experts.{part}")
+            yield f"{layer}.experts.{part}", numpy.stack([whole[place] for place in range(experts)])
 
 
 def _pairs_beside(values: Any, head_dim: int) -> Any:

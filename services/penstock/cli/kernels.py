@@ -24,7 +24,8 @@ def run_build_kernels(*, system: bool) -> None:
 
     folder = Path(system_folder() if system else cache_folder())
     signal.signal(signal.SIGTERM, _stop)
-    path = build(folder, progress=BuildProgress())
+    # An environment is often an image's: it may run on another CPU.
+    path = build(folder, everywhere=system, progress=BuildProgress())
     found = library.load(folder)
     say(f"{found} kernels: {path}" if found else f"built, but this CPU has no AVX2: {path}")
     freed = remove_unused(folder, path)
@@ -63,7 +64,7 @@ class BuildProgress:
         """Show it, if it is time."""
         seconds = time.monotonic() - self._began
         if done == 0:
-            say(f"compiling {files} files for this machine's torch: three minutes on two cores")
+            say(f"compiling {files} files for this machine's torch: minutes on two cores")
         text = f"  {done} of {files} files after {seconds:.0f} s"
         if self._is_terminal:
             sys.stdout.write(f"\r{text}" + ("\n" if done == files else ""))

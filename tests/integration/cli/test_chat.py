@@ -152,6 +152,7 @@ async def test_choices_repeat() -> None:
     assert list(script.texts[0].constraint.choice.values) == ["yes, sir", "no"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

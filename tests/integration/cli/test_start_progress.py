@@ -113,6 +113,7 @@ async def serve_on_terminal(hub: Hub, *words: str) -> AsyncIterator[Started]:
         transport.close()
 
 
+@pytest.mark.slow
 async def test_a_tree_tells_of_a_download_in_plain_lines(hub: Hub) -> None:
     async with serve(hub, hub.repo, *SMALL) as started:
         await started.until(r"downloading owner/tiny: \d+ %, .* of 38.\d MiB")

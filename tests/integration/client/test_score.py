@@ -146,6 +146,7 @@ async def test_a_drain_lets_a_call_finish_with_the_items_that_still_wait(client:
     assert (await error_of(client.generation.Score(generation_pb2.ScoreRequest(items=many[:1])))).reason == "DRAINING"
 
 
+@pytest.mark.slow
 async def test_scores_and_streams_share_the_batch_and_change_nothing_for_each_other(client: Client) -> None:
     alone = (await client.generate(request(range(5, 40)))).ids()
     many = items(*[([5 + index, *LONG[:300]], [6, 7, 8]) for index in range(48)])

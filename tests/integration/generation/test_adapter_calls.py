@@ -450,6 +450,7 @@ async def check_churn(model: Path, root: Path, rounds: int) -> None:
         assert growth < 16 * ONE_MIB, f"{growth / ONE_MIB:.1f} MiB more"
 
 
+@pytest.mark.slow
 async def test_loads_and_unloads_under_traffic_fail_nothing(model: Path, tmp_path: Path) -> None:
     await check_churn(model, tmp_path, FEW)
 

@@ -117,6 +117,7 @@ async def test_nothing_is_held_by_requests_that_ended_in_any_way(model: Path, fo
         assert [info.num_requests for info in store_of(client).infos()] == [0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_many_loads_and_unloads_under_traffic_lose_nothing(model: Path, folders: dict[str, Path]) -> None:
     loads = 200

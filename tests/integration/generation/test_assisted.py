@@ -57,6 +57,7 @@ async def test_the_model_says_which_draft_model_is_served(client: Client) -> Non
     assert any(line.startswith("drafts") for line in client.running.service.status_lines())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("assistance", [DRAFT, LOOKUP, MEMORY, LOOKAHEAD, {**LOOKUP, **MEMORY, **LOOKAHEAD}])
 @pytest.mark.parametrize("sampling", [{}, SAMPLED, {**SAMPLED, "num_return_sequences": 3}])
 async def test_assistance_changes_no_token_and_is_told_as_the_mode(

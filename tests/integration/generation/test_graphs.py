@@ -89,6 +89,7 @@ async def test_by_hand_and_in_the_pool_the_ids_are_those_of_generate(model: str,
         await nothing_is_left(client)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 async def test_beside_sixteen_chats_nobodys_ids_change(folder: Path, kernels: str) -> None:
     prompts = [[3 + number, *range(20, 30 + number)] for number in range(16)]

@@ -320,7 +320,7 @@ LIES: dict[str, Callable[[Path, Path], Path]] = {
 }
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("source", ["bytes", "path"])
 async def test_a_lying_checkpoint_is_refused_and_the_process_lives(
@@ -587,6 +587,7 @@ async def test_a_stream_of_graphs_ends_with_its_model(empty: Client, folder: Pat
         assert np.array_equal(await new.run("embedding", ids), before)
 
 
+@pytest.mark.slow
 async def test_many_loads_leave_no_thread_descriptor_or_engine(empty: Client, folder: Path) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))

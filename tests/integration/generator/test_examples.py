@@ -53,6 +53,7 @@ def test_a_script_runs(script: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_script_of_adapters_runs_and_tells_what_is_no_adapter(tmp_path: Path) -> None:
     folder = text_checkpoint(tmp_path / "model")
     done = run("adapters.py", str(folder), str(lora_folder(tmp_path / "lora", folder)))

@@ -306,6 +306,7 @@ def test_closing_ends_what_runs_and_refuses_the_rest(folder: Path) -> None:
     assert not left & {"engine", "generator"}
 
 
+@pytest.mark.slow
 def test_a_script_that_closes_nothing_ends_well() -> None:
     """Amid a request, too: nothing is printed, and the process does not hang. In float32, which no CPU is warned of."""
     code = """

@@ -49,6 +49,7 @@ async def ask(router: Router, count: int, width: int) -> int:
     return attempts
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("transport", ["asyncio", "grpc"])
 @pytest.mark.parametrize("width", [1, 16])
 async def test_a_backend_that_refuses_half_of_its_requests_costs_nobody_an_answer(

@@ -30,7 +30,7 @@ from penstock.tokenizer.config import TokenizerConfig
 from penstock.v1 import text_pb2, text_pb2_grpc
 from prometheus_client import CollectorRegistry, generate_latest
 
-COUNT = int(os.environ.get("PENSTOCK_FUZZ", "200"))
+COUNT = int(os.environ.get("PENSTOCK_FUZZ", "100"))
 SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "1"))
 # Times at which a run is looked at.
 LOOKS = 20

@@ -39,6 +39,7 @@ def _is_busy(load: admin_pb2.Load) -> bool:
     return load.running_requests + load.waiting_requests > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grace", [pytest.param(0.0, marks=pytest.mark.slow), None])
 async def test_reloads_under_traffic_change_no_stream(grace: float | None) -> None:
     """Both backends are reloaded in turns, twice, with streams on each that are ended there or waited for."""

@@ -128,6 +128,7 @@ async def test_a_chat_is_one_trace_over_all_services(tmp_path: Path) -> None:
     assert not [span for span in spans if "geheim" in json.dumps(span.attributes)]
 
 
+@pytest.mark.slow
 async def test_nothing_is_sent_of_a_trace_that_the_caller_does_not_keep(tmp_path: Path) -> None:
     with trace_collector() as collector:
         async with services(tmp_path, collector.endpoint, caller(False)) as running:

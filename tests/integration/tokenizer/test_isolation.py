@@ -67,7 +67,7 @@ async def refusal_of(call: Awaitable[Any]) -> Any:
     return from_rpc_error(raised.value)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("rpc", ["Encode", "ApplyChatTemplate"])
 async def test_large_prompts_do_not_delay_small_requests_or_health(rpc: str) -> None:
     async with serving(max_text_bytes=8 << 20) as (stub, _, channel):
@@ -260,6 +260,7 @@ def broken(folder: Path, name: str, content: str) -> Path:
     return folder
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

@@ -104,6 +104,7 @@ def test_sampling_with_a_draft_model_has_the_models_distribution(
     assert low <= acceptance <= high
 
 
+@pytest.mark.slow
 def test_sampling_with_prompt_lookup_has_the_models_distribution(
     models: dict[str, CausalLM], exact: dict[tuple[int, ...], float]
 ) -> None:
@@ -118,6 +119,7 @@ def test_warped_sampling_has_the_warped_distribution(folders: dict[str, Path], m
     assert p_value(outputs, probabilities(reference_model(folders["same"]), temperature=0.6)) > 0.001
 
 
+@pytest.mark.slow
 def test_plain_sampling_has_the_models_distribution(
     models: dict[str, CausalLM], exact: dict[tuple[int, ...], float]
 ) -> None:

@@ -120,10 +120,11 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def assistances() -> Iterator[Any]:
-    """Every assistance in roomy and tight pools with all options; the ordinary run has one set of them for each."""
+    """Every assistance in roomy and tight pools with all options; the ordinary run has one set of them for each,
+    in a tight one."""
     pools = itertools.product((LOOKUP, DRAFT, MEMORY, LOOKAHEAD, TEXTS), (False, True))
     for (turn, (assistance, tight)), (place, options) in itertools.product(enumerate(pools), enumerate(OPTIONS)):
-        marks = [] if place == turn % len(OPTIONS) else [pytest.mark.slow]
+        marks = [] if tight and place == turn // 2 else [pytest.mark.slow]
         yield pytest.param(options, assistance, tight, marks=marks)
 
 

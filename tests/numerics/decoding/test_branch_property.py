@@ -123,6 +123,7 @@ def check(model: CausalLM, drawn: list[dict[str, Any]], config: EngineConfig, ga
     seen["prefix_hit_tokens"] += engine.stats.prefix_hit_tokens
 
 
+@pytest.mark.slow
 def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(model: CausalLM) -> None:
     seen.clear()
     check(model)

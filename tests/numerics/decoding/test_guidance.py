@@ -39,6 +39,7 @@ def guided(prompt: list[int], scale: float = 1.7, negative: list[int] = NEGATIVE
     return request(prompt, guidance=GuidanceOptions(scale, tuple(negative)), **fields)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("negative", [None, NEGATIVE, PROMPT * 3])
 @pytest.mark.parametrize("scale", [0.0, 0.6, 1.5, 4.0])
 def test_greedy_ids_are_those_of_generate(

@@ -32,6 +32,7 @@ def crowd() -> list[Request]:
     return [*greedy, beams]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "family",
     [*DEFAULT, *(pytest.param(family, marks=pytest.mark.slow) for family in (*SLOW, "qwen2_moe", "gpt_oss"))],

@@ -73,7 +73,7 @@ def demo_model(folder: Path) -> Load:
 
 @pytest.fixture(
     scope="module",
-    params=[random_model, pytest.param(deep_model, marks=pytest.mark.slow), demo_model],
+    params=[random_model, *(pytest.param(make, marks=pytest.mark.slow) for make in (deep_model, demo_model))],
     ids=lambda make: make.__name__,
 )
 def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Load:

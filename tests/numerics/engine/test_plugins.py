@@ -67,6 +67,7 @@ MODES: list[dict[str, Any]] = [
 DRAFTS: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 3}, {"assistant_model": "golden-qwen2"}]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("mode", "which"),
     [
@@ -134,6 +135,7 @@ def item(loaded: LoadedModel, **arguments: Any) -> Request:
     return prepare(loaded, to_message(PROMPT, {**LENGTH, **arguments}))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("plugins", "text"),
     [

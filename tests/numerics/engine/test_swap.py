@@ -133,6 +133,7 @@ def test_the_same_ids_in_every_mode_and_way(random_model: LoadedModel, mode: str
     check_mode(random_model, RANDOM_MODES[mode])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mode", TEXT_MODES)
 def test_the_same_ids_with_a_grammar_stop_strings_and_healing(demo: LoadedModel, mode: str) -> None:
     check_mode(demo, {"structured": structured(demo.served.assistant_model), "textual": textual}[mode])

@@ -100,6 +100,7 @@ def test_only_models_whose_layers_all_have_one_give_blocks_back(tmp_path: Path, 
     assert window_of(mixed) == 0
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_nothing_behind_the_window_is_read(native: LanguageModel, prefix_cache: bool) -> None:
     wide = replace(CONFIG, num_blocks=200, max_batch_tokens=300)

@@ -21,12 +21,13 @@ def check(folder: Path, model_type: str) -> None:
     check_ids(folder, load_model(folder, dtype="float32", device=cpu_device(), route=FALLBACK))
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("model_type", USUAL)
 def test_a_model_type_gives_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
     check(tmp_path, model_type)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [

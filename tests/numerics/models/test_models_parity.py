@@ -142,6 +142,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_logits_of_chunked_mixed_batches_equal_transformers(tmp_path: Path, case: Case) -> None:
     folder = _checkpoint(tmp_path, case)
@@ -155,6 +156,7 @@ def test_logits_of_chunked_mixed_batches_equal_transformers(tmp_path: Path, case
         assert (torch.stack(sequence.logits) - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_logits_of_decode_steps_equal_transformers(tmp_path: Path, case: Case) -> None:
     folder = _checkpoint(tmp_path, case)

@@ -308,6 +308,7 @@ def test_an_interrupt_in_the_middle_of_a_load_leaves_whole_messages(
             assert ids_of(spread, {"prompt": PROMPT, "max_new_tokens": 8, "adapter": name}) == alone[str(name)]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_closed_while_it_gets_an_adapter_says_so(folders: dict[str, Path]) -> None:
     with ThreadPoolExecutor(1) as threads:
         spread = in_two(folders)

@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_numbers_that_it_means(tmp_path: Path, case: str
     assert str(config["quant_method"]) in kept.config.checkpoint_format
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("case", CASES)
 def test_the_fallback_computes_with_the_same_numbers(tmp_path: Path, case: str) -> None:
     (config, quantise), _ = CASES[case]

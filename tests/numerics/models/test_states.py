@@ -51,6 +51,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_service(tiny_model_type(tmp_path_factory.mktemp("model"), "granitemoehybrid"))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("model_type", STATEFUL)
 def test_a_hybrid_gives_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
     check_ids(tiny_model_type(tmp_path, model_type), loaded_model(tmp_path), new_tokens=12)

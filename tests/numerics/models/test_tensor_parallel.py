@@ -33,8 +33,8 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cohere": ("cohere", 2, {}),
     "glm4": ("glm4", 2, {}),
 }
-# Those that no other stands for: every other kind is for `make slow`.
-USUAL = {"llama", "three ranks"}
+# That of the ordinary run: every other kind is for `make slow`.
+USUAL = {"llama"}
 
 
 def answers_of(folder: Path, count: int, asked: list[dict[str, Any]], **settings: Any) -> list[Any]:
@@ -57,6 +57,7 @@ def test_ids_are_those_of_one_process(tmp_path: Path, kind: str) -> None:
     assert answers_of(folder, count, asked, threads=count) == answers_of(folder, 1, asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_a_pool_that_is_too_small_changes_no_id(tmp_path: Path, way: str) -> None:
     """Blocks are copied, to the host too, in every rank."""

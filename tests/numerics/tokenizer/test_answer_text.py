@@ -355,6 +355,7 @@ def test_many_answers_of_real_tokenizers_are_what_their_ids_add_to_the_prompt(ki
     check_many(kind, MANY)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.conformance
 @pytest.mark.parametrize("kind", REAL, indirect=True)
 def test_answers_of_real_tokenizers_are_what_their_ids_add_to_the_prompt(kind: Kind) -> None:

@@ -222,6 +222,7 @@ def test_help_of_serve_groups_the_options() -> None:
     assert "--report-fd" not in shown
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("role", ["tokenizer", "generation", "router", "gateway"])
 def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> None:
     shown = penstock("serve", role, "--help").stdout

@@ -26,6 +26,7 @@ def nothing_of_other_tests() -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_frames_of_any_kind_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     log = replace_log(monkeypatch)

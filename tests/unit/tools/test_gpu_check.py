@@ -75,6 +75,7 @@ def test_the_whole_run_says_what_does_not_hold(
     assert "**below 3.0**" in printed
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_ends_with_a_clear_line(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 import sys
 from enum import Enum
+from pathlib import Path
 
 import torch
 
@@ -24,6 +26,11 @@ _LARGEST = 127
 # Instruction sets that the C++ kernels are compiled for, the wider first, by the kind of processor. Of Arm's: 8.2 with
 # the dot products of bytes, and that with bfloat16's and those of signed by unsigned bytes (i8mm).
 INSTRUCTION_SETS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon_bf16", "neon")}
+# What the wider of them needs, as Linux names it in /proc/cpuinfo (csrc/util/ops_dispatch.cpp asks the CPU itself).
+_WIDE_FLAGS = {
+    "x86_64": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
+    "aarch64": {"asimddp", "bf16", "i8mm"},
+}
 
 
 class Int8Product(Enum):
@@ -95,6 +102,15 @@ def native_sets() -> tuple[str, ...]:
     None at all elsewhere than on Linux.
     """
     return INSTRUCTION_SETS.get(platform.machine(), ()) if sys.platform == "linux" else ()
+
+
+def has_wide_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """True unless Linux says that this CPU lacks the wider of native_sets()."""
+    try:
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        flags = None
+    return flags is None or _WIDE_FLAGS.get(platform.machine(), set()) <= set(flags[1].split())
 
 
 def describe_onednn() -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from penstock.common.errors import StartupError
 from penstock.generation.host import cpu_features
-from penstock.generation.host.cpu_features import Int8Product, describe_onednn, native_bound
+from penstock.generation.host.cpu_features import Int8Product, describe_onednn, has_wide_set, native_bound
 from penstock.generation.layers.linear import int8
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
 from penstock.generation.layers.linear.int8 import Int8Linear, Int8LinearMethod, quantize_rows
@@ -27,6 +27,7 @@ def flags() -> set[str]:
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("bound", "needs", "expected"),
     [
@@ -51,6 +52,30 @@ def test_torchs_bound_holds_for_the_kernels(
     if bound is not None:
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", bound)
     assert native_bound() == expected
+
+
+ZEN_4 = "avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_vnni"
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "expected"),
+    [
+        ("x86_64", f"processor\t: 0\nflags\t\t: fpu {ZEN_4}\nbugs\t: x\n", True),
+        ("x86_64", f"flags\t\t: {ZEN_4.replace(' avx512_bf16', '')}\n", False),
+        ("x86_64", "flags\t\t: fpu avx2 fma\n", False),
+        ("aarch64", "processor\t: 0\nFeatures\t: fp asimd asimddp i8mm bf16\n", True),
+        ("aarch64", "Features\t: fp asimd asimddp\n", False),
+        # Nothing is known: as if it had all.
+        ("x86_64", "processor\t: 0\n", True),
+    ],
+)
+def test_the_wider_set_is_known_by_linuxs_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, cpuinfo: str, expected: bool
+) -> None:
+    monkeypatch.setattr(cpu_features.platform, "machine", lambda: machine)
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert has_wide_set(tmp_path / "cpuinfo") is expected
+    assert has_wide_set(tmp_path / "none")
 
 
 def largest(rows: int, inputs: int) -> torch.Tensor:

@@ -63,6 +63,7 @@ def test_the_kernels_formats_are_advised_where_they_are_loaded(monkeypatch: pyte
     assert [line["advice"] for line in logs if line["log_level"] == "warning"] == ["choose --dtype bfloat16"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="oneDNN is bound to AVX2")
 @pytest.mark.parametrize(("level", "has_cause"), [("warning", False), ("debug", True)])
 def test_a_process_on_such_a_cpu_shows_one_line(level: str, has_cause: bool) -> None:

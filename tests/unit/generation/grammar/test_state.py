@@ -44,6 +44,7 @@ def pick(state: MatcherState, draw: random.Random) -> int:
     return draw.choice(sorted(allowed(state)))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind.value)
 def test_masks_allow_exactly_what_advance_accepts(spec: ConstraintSpec) -> None:
     draw = random.Random(5)

@@ -215,6 +215,7 @@ def test_a_device_without_kernels_gives_it_back_at_once(tmp_path: Path) -> None:
     assert (arena.take(1), arena.num_taken) == (None, 0)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "options",
     [

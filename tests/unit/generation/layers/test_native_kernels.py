@@ -83,6 +83,28 @@ def test_the_library_is_built_once_for_each_version_of_its_sources_and_compiler(
         build.build(tmp_path, compiler="/nowhere")
 
 
+def test_a_build_without_instructions_that_this_cpu_has_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fake_compiler(tmp_path, "12.1")
+    monkeypatch.setattr(build, "has_wide_set", lambda: False)
+    narrow = build.library_path(tmp_path, compiler)
+    whole = build.library_path(tmp_path, compiler, everywhere=True)
+    assert narrow.parent != whole.parent
+    narrow.parent.mkdir()
+    narrow.write_bytes(b"")
+    assert build.find(tmp_path) == narrow
+    monkeypatch.setattr(build, "has_wide_set", lambda: True)
+    assert build.find(tmp_path) is None
+    assert build.library_path(tmp_path, compiler) == whole
+    # One that has all is as good where fewer are needed.
+    whole.parent.mkdir()
+    whole.write_bytes(b"")
+    narrow.unlink()
+    monkeypatch.setattr(build, "has_wide_set", lambda: False)
+    assert build.find(tmp_path) == whole
+
+
 def test_what_was_built_is_found_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = build.library_path(tmp_path, fake_compiler(tmp_path, "12.1"))
     monkeypatch.setattr(build, "find_compiler", lambda: None)

@@ -69,6 +69,7 @@ def test_a_released_sequence_is_counted_anew() -> None:
     assert torch.equal(sampler.processed_scores(given_NV, [one]), new_sampler().processed_scores(given_NV, [one]))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -99,6 +100,7 @@ def test_draws_follow_the_exact_distribution(options: dict[str, Any]) -> None:
     assert_chi_square(observed, probs * draws)
 
 
+@pytest.mark.slow
 def test_draws_along_one_sequence_follow_the_exact_distribution() -> None:
     given_V = logits(1, 12, vocab=50, scale=1.5)[0]
     one = sequence([1], params(do_sample=True, seed=12345))

@@ -1,7 +1,7 @@
 """Builds the C++ kernels once for this machine's torch and compiler, into a folder that later starts load from.
 
-A build is not tied to the CPU that makes it: every kernel is compiled for each instruction set. The wheel
-penstock-kernels is one that was made elsewhere (prebuilt.py).
+A build in a user's cache has the instruction sets that its CPU can run; one that is made to be taken elsewhere has all,
+as the wheel penstock-kernels does (prebuilt.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.common.logging import get_logger
 from penstock.generation.devices.native import LIBRARY
 from penstock.generation.devices.native.compilers import run_compilers
 from penstock.generation.devices.native.trust import digest, digest_path, obstacle, protect
-from penstock.generation.host.cpu_features import INSTRUCTION_SETS, native_sets
+from penstock.generation.host.cpu_features import INSTRUCTION_SETS, has_wide_set, native_sets
 
 _log = get_logger("penstock.generation")
 SOURCES = Path(__file__).parent / "csrc"
@@ -50,6 +50,8 @@ _FLAGS = (
 # (In these files a unit of 32 bits is a float in one place and an integer in another.)
 _EXACT = ("-ffp-contract=off", "-fno-strict-aliasing")
 _EXACT_SOURCES = ("attention", "pack")
+# Flag of a build without the wider instruction set, which takes half as long.
+_NARROW_ONLY = "-DPENSTOCK_NARROW_ONLY"
 # Flags of a build for tests only: the first wrong access or undefined operation ends the process. The build is
 # optimised, so that sums are contracted as in the product; vptr would need the types of torch's classes.
 _SANITIZED = (
@@ -87,9 +89,12 @@ def _folder(cache: Path, extra: tuple[str, ...] = ()) -> Path:
 def find(cache: Path) -> Path | None:
     """Return the library of these sources and this torch that was built or used last; needs no compiler.
 
-    One that others could have written is passed over, with a warning.
+    One that others could have written is passed over, with a warning. One without instructions that this CPU has is
+    none: it was built on another.
     """
-    built = sorted(_folder(cache).glob(f"{LIBRARY}-*.so"), key=lambda path: path.lstat().st_mtime, reverse=True)
+    extras = [(), *([] if has_wide_set() else [(_NARROW_ONLY,)])]
+    paths = [path for extra in extras for path in _folder(cache, extra).glob(f"{LIBRARY}-*.so")]
+    built = sorted(paths, key=lambda path: path.lstat().st_mtime, reverse=True)
     return next((library for library in built if _is_trusted(library, cache)), None)
 
 
@@ -106,14 +111,22 @@ def _warn_of(reason: str) -> None:
     _log.warning("built kernels are not loaded: run `penstock build-kernels`", cause=reason)
 
 
-def library_path(cache: Path, compiler: str, *, sanitize: bool = False) -> Path:
-    """Path of the library, present or not, that this compiler makes in its present version. Raises StartupError."""
+def library_path(cache: Path, compiler: str, *, sanitize: bool = False, everywhere: bool = False) -> Path:
+    """Path of the library, present or not, that this compiler makes in its present version. Raises StartupError.
+
+    Flags as in build().
+    """
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise StartupError(f"the native kernels could not be compiled: {error}", flag="--kernels") from error
     version = hashlib.sha256(done.stdout.partition("\n")[0].encode()).hexdigest()[:8]
-    return _folder(cache, _SANITIZED if sanitize else ()) / f"{LIBRARY}-{version}.so"
+    return _folder(cache, _extra(sanitize, everywhere)) / f"{LIBRARY}-{version}.so"
+
+
+def _extra(sanitize: bool, everywhere: bool) -> tuple[str, ...]:
+    """Flags beside those of every build."""
+    return (*(_SANITIZED if sanitize else ()), *(() if everywhere or has_wide_set() else (_NARROW_ONLY,)))
 
 
 def find_compiler() -> str | None:
@@ -126,9 +139,10 @@ def build(
     *,
     compiler: str | None = None,
     sanitize: bool = False,
+    everywhere: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _files: None,
 ) -> Path:
-    """Compile the kernels and return the library's path. Three minutes on two cores.
+    """Compile the kernels and return the library's path. Three minutes on two cores, half of it without AVX-512.
 
     `progress` gets the number of files that are compiled, from 0, and of all; linking is not counted.
 
@@ -136,7 +150,8 @@ def build(
     is. What others could have written is compiled anew, and folders of this user are closed to them.
 
     `sanitize`: the address and undefined-behaviour sanitizers check the library; its folder is one that `find` does not
-    know. It can only be loaded where libasan was loaded first (tools/sanitize_kernels.py).
+    know. It can only be loaded where libasan was loaded first (tools/sanitize_kernels.py). `everywhere`: the library
+    has every instruction set, for it may be taken to another CPU.
 
     Raises StartupError when there are no kernels for this machine, or the compiler is missing or fails. A build that
     does not end well leaves nothing, whatever is raised meanwhile.
@@ -148,13 +163,13 @@ def build(
         if (found := find(cache)) is not None:
             return found
         raise StartupError("the native kernels need a C++ compiler: install g++", flag="--kernels")
-    target = library_path(cache, command, sanitize=sanitize)
+    target = library_path(cache, command, sanitize=sanitize, everywhere=everywhere)
     if target.exists() and _is_trusted(target, cache):
         return target
     protect(cache, target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         linked = Path(scratch) / target.name
-        compile_library(command, linked, _libraries(), extra=_SANITIZED if sanitize else (), progress=progress)
+        compile_library(command, linked, _libraries(), extra=_extra(sanitize, everywhere), progress=progress)
         linked.chmod(0o755)
         recorded = digest_path(linked)
         recorded.write_text(digest(linked))
@@ -180,7 +195,7 @@ def compile_library(
     Objects and logs go beside the target. Raises StartupError when the compiler fails.
     """
     scratch = target.parent
-    sets = INSTRUCTION_SETS[machine or platform.machine()]
+    sets = INSTRUCTION_SETS[machine or platform.machine()][-1 if _NARROW_ONLY in extra else 0 :]
     objects = _compile(command, scratch, sets, _includes(torch_folder or _torch_folder()), extra, progress)
     run_compilers([[command, "-shared", *extra, "-o", str(target), *map(str, objects), *libraries]], scratch)
 

@@ -1,5 +1,6 @@
 // The two builds of every kernel: a file of kernels is compiled once for each, in a namespace of
 // its name, and one is picked at run time (dispatch.h). build.py has the compiler's flags of each.
+// With PENSTOCK_NARROW_ONLY both are the narrower.
 #pragma once
 
 #ifdef __aarch64__
@@ -10,6 +11,10 @@
 #else
 #define PENSTOCK_NARROW avx2
 #define PENSTOCK_WIDE avx512
+#endif
+#ifdef PENSTOCK_NARROW_ONLY
+#undef PENSTOCK_WIDE
+#define PENSTOCK_WIDE PENSTOCK_NARROW
 #endif
 
 // Declares the same kernels of both.
