@@ -35,7 +35,7 @@ def convert(folder: Path, out: Path, dtype: str) -> None:
     writer = gguf.GGUFWriter(unfinished, architecture)
     _write_facts(writer, config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
-    for name, values in _together(_tensors(folder), config.get("num_experts", 0)):
+    for name, values in _together(_tensors(folder), _experts(config)):
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise ValueError(f"GGUF has no name for {name}")
@@ -68,14 +68,19 @@ def _write_facts(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(_head_dim(config))
     writer.add_key_length(_head_dim(config))
     writer.add_value_length(_head_dim(config))
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
+    if experts := _experts(config):
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("layer_types", [None])[0] == "sliding_attention":
         writer.add_sliding_window(config["sliding_window"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
+
+
+def _experts(config: dict[str, Any]) -> int:
+    """Return the number of experts; 0: the model has none."""
+    return int(config.get("num_local_experts") or config.get("num_experts") or 0)
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -338,6 +338,12 @@ class GenerationServiceConfig(ServerConfig):
     max_running_sequences: int = option(
         EngineConfig.max_running_sequences, "Sequences computed in one engine step.", group=BATCHING, minimum=1
     )
+    capture_steps: bool = option(
+        True,
+        "Decode steps are captured graphs of the device, where it has such (CUDA, NPU): a step is one call. Without: to "
+        "look for a fault, or for the memory that graphs take.",
+        group=BATCHING,
+    )
     max_draft_rows: int = option(
         EngineConfig.max_draft_rows,
         "Decoding sequences and draft tokens of one engine step together, up to which drafts are verified; 0: none.",

@@ -204,7 +204,7 @@ class EmulatedGraphs(GraphCapture):
         with reads:
             outputs = call()
 
-        def replay() -> None:
+        def replay(_lengths: list[int] | None = None) -> None:
             self.num_replayed += 1
             with _Reads(reads.outside):
                 found = call()

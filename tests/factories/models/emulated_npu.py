@@ -12,12 +12,17 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from factories.models.emulated_cuda import EmulatedGraphs
+from penstock.generation.attention import npu_operators
 from penstock.generation.attention.npu_operators import MASK_SIZE, AttentionLimits
 from penstock.generation.devices.base import DeviceMemory
+from penstock.generation.devices.graph_capture import CapturedGraph, GraphCapture
 from penstock.generation.devices.npu import NPUDevice
+from penstock.generation.devices.npu_graphs import NPUGraphs
 from penstock.generation.host.memory import host_memory
 from torch import Tensor
 
@@ -28,6 +33,8 @@ CAUSAL, BAND = 3, 4
 # Calls of each operator in this process.
 calls: Counter[str] = Counter()
 _libraries: list[torch.library.Library] = []
+# What `actual_seq_lengths_kv` is in the replay that runs; None: none does.
+_lengths_of_replay: list[int] | None = None
 
 
 def npu_fused_infer_attention_score(
@@ -49,6 +56,8 @@ def npu_fused_infer_attention_score(
     block_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attend in layout TND over a paged pool (blocks, block, kv_heads * D), in the causal or the band mode."""
+    if _lengths_of_replay is not None:
+        actual_seq_lengths_kv = _lengths_of_replay
     assert input_layout == "TND"
     assert atten_mask is not None
     assert actual_seq_lengths is not None
@@ -228,6 +237,38 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _not_readable() -> Any:
+    """Make the operators' checks take no tensor for one of the host: none is, on an NPU."""
+    return mock.patch.object(npu_operators, "_is_readable", return_value=False)
+
+
+class EmulatedNPUGraphs(EmulatedGraphs):
+    """Graphs in which attention has the lengths that a replay is given, as `NPUGraph.update` leaves them: those of the
+    capture are wrong in every step."""
+
+    needs_lengths = NPUGraphs.needs_lengths
+    needs_slots = NPUGraphs.needs_slots
+
+    def capture(self, call: Callable[[], tuple[Tensor, ...]]) -> CapturedGraph:
+        """See GraphCapture."""
+        # What an attention keeps for all of its steps is made in the first runs, as on the device.
+        call()
+        with _not_readable():
+            graph = super().capture(call)
+
+        def replay(lengths: list[int] | None) -> None:
+            global _lengths_of_replay
+            assert lengths is not None
+            _lengths_of_replay = list(lengths)
+            try:
+                with _not_readable():
+                    graph.replay(None)
+            finally:
+                _lengths_of_replay = None
+
+        return CapturedGraph(replay, graph.outputs)
+
+
 class EmulatedNPU(NPUDevice):
     """NPUDevice on tensors of the CPU. Its attention takes float32 and the small heads and blocks of test models."""
 
@@ -244,6 +285,10 @@ class EmulatedNPU(NPUDevice):
     def memory(self) -> DeviceMemory:
         """See Device."""
         return DeviceMemory(*host_memory())
+
+    def graph_capture(self) -> GraphCapture:
+        """See Device."""
+        return EmulatedNPUGraphs()
 
     def synchronize(self) -> None:
         """See Device."""

@@ -198,7 +198,8 @@ class Attention(ABC):
 
     def can_be_captured(self, heads: HeadWeights, dtype: torch.dtype, kv: KVCachePool) -> bool:
         """True when `forward_qkv` of decoding sequences with these heads queues the same work in every step, and reads
-        nothing of `metadata` but its tensors and its number of rows."""
+        nothing of `metadata` but its tensors, its number of rows and, on a device whose graphs are given them anew in
+        every step (GraphCapture.needs_lengths), `kv_lens`."""
         return False
 
     @abstractmethod

@@ -75,6 +75,11 @@ class NPUAttention(Attention):
         scatter(k_TKD, v_TKD, keys, values, metadata.slot_mapping)
         return call.attend(q_THD, keys, values, scale)
 
+    def can_be_captured(self, heads: HeadWeights, dtype: torch.dtype, kv: KVCachePool) -> bool:
+        """See Attention."""
+        is_special = heads.softcap or heads.sinks is not None or kv.dtype is not dtype
+        return not is_special and self._limits.fits(dtype, heads.head_dim)
+
     def forward_qkv(
         self,
         qkv_TE: Tensor,

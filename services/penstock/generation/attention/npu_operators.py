@@ -89,7 +89,7 @@ class PagedCall:
                 )
         if (longest := max(self.kv_lens)) > tables.shape[1] * keys.shape[1]:
             raise _attention_limit(f"actual_seq_lengths_kv of {longest} is more than block_table has blocks for")
-        if tables.device.type == "cpu":
+        if _is_readable(tables):
             used = [table[: -(-length // keys.shape[1])] for table, length in zip(tables, self.kv_lens, strict=True)]
             ids = torch.cat(used)
             if int(ids.min()) < 0 or int(ids.max()) >= keys.shape[0]:
@@ -131,6 +131,11 @@ class PagedCall:
 def causal_mask(device: torch.device) -> Tensor:
     """Return the mask of PagedCall."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=device).triu_(1)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """True where numbers are read without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 def _attention_limit(problem: str) -> OperatorLimit:
@@ -178,7 +183,7 @@ def check_scatter(k_TKD: Tensor, v_TKD: Tensor, keys: Tensor, values: Tensor, sl
         raise OperatorLimit(operator, f"slot_mapping must be int32 or int64 of {len(k_TKD)} rows")
     if not slots_T.is_contiguous():
         raise OperatorLimit(operator, "slot_mapping must be contiguous")
-    if slots_T.device.type == "cpu":
+    if _is_readable(slots_T):
         if len(set(slots_T.tolist())) != len(slots_T):
             raise OperatorLimit(operator, "slot_mapping must not name a slot twice")
         if int(slots_T.min()) < 0 or int(slots_T.max()) >= keys.shape[0] * keys.shape[1]:

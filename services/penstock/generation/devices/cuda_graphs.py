@@ -32,4 +32,4 @@ class CUDAGraphs(GraphCapture):
         # Other threads of the process may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = call()
-        return CapturedGraph(graph.replay, outputs)
+        return CapturedGraph(lambda _: graph.replay(), outputs)

@@ -12,9 +12,9 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
     """Work of one call. `replay` queues all of it; it reads the tensors that the call read, where they are, and leaves
-    its results in `outputs`."""
+    its results in `outputs`. It takes the number of keys of every row where GraphCapture.needs_lengths, else None."""
 
-    replay: Callable[[], object]
+    replay: Callable[[list[int] | None], object]
     outputs: tuple[Tensor, ...]
 
 
@@ -22,10 +22,15 @@ class GraphCapture(ABC):
     """A device's way to capture graphs. They share the memory of what a call computes on its way: one runs at a
     time."""
 
+    # True where attention takes the lengths of contexts from the host: they are the one thing there that may change.
+    needs_lengths = False
+    # True where no two rows of a call may write at one slot of the pool.
+    needs_slots = False
+
     @abstractmethod
     def capture(self, call: Callable[[], tuple[Tensor, ...]]) -> CapturedGraph:
         """Run the call a few times and keep the work of one.
 
-        It must not depend on numbers of the host that change, wait for the device, or copy from the host. What it reads
-        must stay where it is for as long as the graph is used.
+        It must not depend on numbers of the host that change (see `needs_lengths`), wait for the device, or copy from
+        the host. What it reads must stay where it is for as long as the graph is used.
         """

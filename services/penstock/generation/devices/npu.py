@@ -18,6 +18,7 @@ from penstock.generation.attention.npu_operators import AttentionLimits
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.accelerator import Accelerator
 from penstock.generation.devices.base import DTYPES, named_dtype
+from penstock.generation.devices.npu_graphs import NPUGraphs
 from penstock.generation.layers.kernels import LayerKernels, NPUKernels
 from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.layers.linear.dense import PlainLinearMethod
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from penstock.generation.attention.base import Attention
+    from penstock.generation.devices.graph_capture import GraphCapture
     from penstock.generation.layers.linear.base import LinearMethod
 
 _log = get_logger("penstock.generation")
@@ -95,6 +97,10 @@ class NPUDevice(Accelerator):
             head_dim=head_dim,
         )
         return SDPAAttention()
+
+    def graph_capture(self) -> GraphCapture | None:
+        """See Device."""
+        return NPUGraphs()
 
     def of_rank(self, rank: int) -> str:
         """See Device: each has the next one."""

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Rows of `_Bucket.rows_4B`.
 _IDS, _POSITIONS, _SLOTS, _LENGTHS = range(4)
+# Keys of a row that no sequence has.
+_PADDED_LENGTH = 1
 
 
 @dataclass(slots=True)
@@ -60,7 +62,8 @@ class CapturedLM(CausalLM):
         self._kv = kv
         self._scrap = kv.scrap_block
         self._graphs = graphs
-        self._sizes = bucket_sizes(most_rows)
+        # Rows that are padding write into one block.
+        self._sizes = bucket_sizes(min(most_rows, kv.block_size) if graphs.needs_slots else most_rows)
         self._buckets: dict[int, _Bucket] = {}
         # Hidden states of the last replay, and the logits of these rows while nothing has changed them.
         self._results: tuple[Tensor, Tensor] | None = None
@@ -170,7 +173,7 @@ class CapturedLM(CausalLM):
             # Some row has a new block: at most every so many steps.
             bucket.tables_BW[:count, :width] = uploaded(np.ascontiguousarray(tables[:, :width]), self.device)
             self._in_place = tables_SB, bucket
-        _, _, drawn = self._replayed(bucket, count)
+        _, _, drawn = self._replayed(bucket, lengths)
         return _read(drawn)
 
     @torch.inference_mode()
@@ -201,15 +204,17 @@ class CapturedLM(CausalLM):
         tables = metadata.block_tables
         bucket.tables_BW[:count, : tables.shape[1]] = tables
         self._in_place = None
-        return self._replayed(bucket, count)
+        return self._replayed(bucket, metadata.kv_lens)
 
-    def _replayed(self, bucket: _Bucket, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the step of a bucket whose first `count` rows are filled."""
+    def _replayed(self, bucket: _Bucket, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the step of a bucket whose first rows are filled, with contexts of these lengths."""
+        count = len(lengths)
         if count < bucket.num_filled:
             self._pad(bucket, count, bucket.num_filled)
         bucket.num_filled = count
         graph = self._captured(bucket)
-        graph.replay()
+        padding = len(bucket.tables_BW) - count
+        graph.replay([*lengths, *[_PADDED_LENGTH] * padding] if self._graphs.needs_lengths else None)
         hidden, logits, ids = graph.outputs
         return hidden[:count], logits[:count], ids[:count]
 
@@ -222,7 +227,7 @@ class CapturedLM(CausalLM):
             rows = np.zeros((4, size), dtype=np.int64)
             # Each has a place of its own, as far as there are so many, and attends to the first.
             rows[_SLOTS] = block * self._kv.block_size + np.arange(size) % self._kv.block_size
-            rows[_LENGTHS] = 1
+            rows[_LENGTHS] = _PADDED_LENGTH
             padding = uploaded(rows, self.device)
             width = -(-min(self.config.max_position_embeddings, self._kv.num_slots) // self._kv.block_size)
             tables = torch.full((size, width), block, dtype=torch.int32, device=self.device)
@@ -252,8 +257,8 @@ class CapturedLM(CausalLM):
                 block_tables=bucket.tables_BW,
                 slot_mapping=slots,
                 query_lens=[1] * size,
-                # Of other steps than this one: nothing may know them.
-                kv_lens=[],
+                # Of other steps than this one: nothing may know them, unless a replay is given its own.
+                kv_lens=[_PADDED_LENGTH] * size if self._graphs.needs_lengths else [],
                 max_context_len=width * self._kv.block_size,
             )
             hidden = CausalLM.forward(self, ids, positions, metadata, self._kv)

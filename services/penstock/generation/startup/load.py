@@ -220,7 +220,7 @@ def _load(
     timer.end("weights")
     # Before the KV pool, which takes a share of the memory that is left.
     adapters = _adapters(config, name, model)
-    graphs = device.graph_capture()
+    graphs = device.graph_capture() if config.capture_steps else None
     kv = _kv_pool(config, kv_memory, model, device, context, has_scrap=graphs is not None)
     host_kv = _host_kv_pool(config, kv, device, context)
     if ranks is not None:

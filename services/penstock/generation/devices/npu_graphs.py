@@ -1,0 +1,50 @@
+"""Captured graphs of an Ascend NPU: torch-npu's NPUGraph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.generation.devices.graph_capture import CapturedGraph, GraphCapture
+
+# Runs before a capture: operators are compiled and take memory in the first ones.
+_WARM_UPS = 2
+
+
+class NPUGraphs(GraphCapture):
+    """Graphs of the current NPU, which share one pool of memory.
+
+    Attention takes the lengths of contexts from the host, and a graph would keep those of its capture. Where
+    `auto_dispatch_capture` is set, torch-npu notes the attention of each layer, and `update` gives all of them others
+    (npu/graphs.py of torch-npu 2.13); the replay waits for it on the device.
+    """
+
+    needs_lengths = True
+    needs_slots = True
+
+    def __init__(self) -> None:
+        self._npu: Any = torch.npu  # type: ignore[attr-defined]
+        self._pool = self._npu.graph_pool_handle()
+
+    def capture(self, call: Callable[[], tuple[Tensor, ...]]) -> CapturedGraph:
+        """See GraphCapture."""
+        npu = self._npu
+        stream = npu.Stream()
+        stream.wait_stream(npu.current_stream())
+        with npu.stream(stream):
+            for _ in range(_WARM_UPS):
+                call()
+        npu.current_stream().wait_stream(stream)
+        graph = npu.NPUGraph()
+        # Other threads of the process may use the device meanwhile.
+        with npu.graph(graph, pool=self._pool, auto_dispatch_capture=True, capture_error_mode="thread_local"):
+            outputs = call()
+
+        def replay(lengths: list[int] | None) -> None:
+            graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
+            graph.replay()
+
+        return CapturedGraph(replay, outputs)
