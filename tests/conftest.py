@@ -77,7 +77,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(_WITH_COMPILATION_SECONDS))
         group = "default-ports" if item.path.name in _ON_DEFAULT_PORTS else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
-        if item.get_closest_marker("thinned"):
+        # What is slow already is not counted: of the rest every n-th stays.
+        if item.get_closest_marker("thinned") and not item.get_closest_marker("slow"):
             thinned[item.path, getattr(item, "originalname", item.name)].append(item)
     for sets in thinned.values():
         # In an order of chance, that of the names' sums: neighbours differ in their last parameter only.

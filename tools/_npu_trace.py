@@ -2,11 +2,13 @@
 
 Run by tools/npu_wheel.py, which sees to it that `import torch_npu` works without CANN. Prints every operator of the
 namespace npu that was called, with its results. Exit code 1: a schema is not the pinned one, an operator that is
-expected was not called, or a result has another shape, dtype or device than it must.
+expected was not called, a result has another shape, dtype or device than it must, or graphs have another interface
+than devices/npu_graphs.py uses.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections import Counter
@@ -153,6 +155,19 @@ def run(family: str, dtype: torch.dtype, quantization: str) -> None:
     assert (logits.shape, logits.dtype, logits.device) == ((3, VOCAB), torch.float32, place), logits
 
 
+def missing_for_graphs() -> list[str]:
+    """Return what devices/npu_graphs.py uses and this wheel does not have."""
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    parameters = {"pool", "auto_dispatch_capture", "capture_error_mode"}
+    missing = sorted(parameters - inspect.signature(npu.graph).parameters.keys())
+    missing += [name for name in ("graph_pool_handle", "current_stream", "stream", "Stream") if not hasattr(npu, name)]
+    missing += [f"NPUGraph.{name}" for name in ("update", "replay") if not hasattr(npu.NPUGraph, name)]
+    handlers: Any = import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")._NPU_GRAPH_OP_HANDLERS
+    operator, lengths = "npu_fused_infer_attention_score.default", "actual_seq_lengths_kv"
+    specs = handlers[operator].get_update_specs(operator) if operator in handlers else []
+    return [*missing, *([] if lengths in [key for *_, key in specs] else [f"an update of {operator}'s {lengths}"])]
+
+
 def packed_without_numbers(weight: torch.Tensor, inner_k_tiles: int = 0) -> torch.Tensor:
     """Result of npu_convert_weight_to_int4pack, for which the wheel has no meta function, as it is documented."""
     return weight.new_empty(weight.shape[0], weight.shape[1] // 8)
@@ -173,6 +188,8 @@ def main() -> int:
     print(f"{len(pinned) - len(wrong)} of {len(pinned)} registered schemas are the pinned ones {wrong or ''}")
     group = NPUDevice(0).process_group(torch.distributed.HashStore(), 0, 2, timedelta(minutes=1))
     print(f"process group of two ranks: {type(group).__name__}")
+    for_graphs = missing_for_graphs()
+    print(f"graphs lack {', '.join(for_graphs) or 'nothing'}")
     torch.library.register_fake("npu::npu_convert_weight_to_int4pack", packed_without_numbers)
     # A fake tensor has no numbers to look at.
     int8.check_finite = npu_linear.check_finite = lambda scale: None  # type: ignore[assignment]
@@ -189,7 +206,7 @@ def main() -> int:
         print(f"{count:5} {name}: {results[name]}")
     missing, further = EXPECTED - every.keys(), every.keys() - EXPECTED
     print(f"not called: {sorted(missing) or 'none'}; beside these: {sorted(further) or 'none'}")
-    return 1 if wrong or missing or further else 0
+    return 1 if wrong or for_graphs or missing or further else 0
 
 
 if __name__ == "__main__":

@@ -340,8 +340,8 @@ class GenerationServiceConfig(ServerConfig):
     )
     capture_steps: bool = option(
         True,
-        "Decode steps are captured graphs of the device, where it has such (CUDA, NPU): a step is one call. Without: to "
-        "look for a fault, or for the memory that graphs take.",
+        "Decode steps are captured graphs of the device, where it has such (CUDA, NPU): a step is one call. Without: "
+        "to look for a fault, or for the memory that graphs take.",
         group=BATCHING,
     )
     max_draft_rows: int = option(

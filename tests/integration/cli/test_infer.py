@@ -160,7 +160,6 @@ def scripted(folder: Path, model: PreTrainedModel, text: str, tokens: int) -> st
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("tokens", [4, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_prompt", [False, True], ids=["plain", "with prompt"])
 def test_a_hundred_lines_are_answered_as_transformers_does(

@@ -19,7 +19,8 @@ class NPUGraphs(GraphCapture):
 
     Attention takes the lengths of contexts from the host, and a graph would keep those of its capture. Where
     `auto_dispatch_capture` is set, torch-npu notes the attention of each layer, and `update` gives all of them others
-    (npu/graphs.py of torch-npu 2.13); the replay waits for it on the device.
+    (npu/graphs.py of torch-npu 2.13). It calls each operator on the host again, before the device has anything to do;
+    the operator's tasks and events are the graph's own, so that the last replay must be over.
     """
 
     needs_lengths = True
@@ -42,9 +43,13 @@ class NPUGraphs(GraphCapture):
         # Other threads of the process may use the device meanwhile.
         with npu.graph(graph, pool=self._pool, auto_dispatch_capture=True, capture_error_mode="thread_local"):
             outputs = call()
+        done = npu.Event()
 
         def replay(lengths: list[int] | None) -> None:
+            # Nothing is waited for where the ids of the last step were read.
+            done.synchronize()
             graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
             graph.replay()
+            done.record()
 
         return CapturedGraph(replay, outputs)

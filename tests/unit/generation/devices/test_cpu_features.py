@@ -27,7 +27,6 @@ def flags() -> set[str]:
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("bound", "needs", "expected"),
     [

@@ -13,6 +13,7 @@ from factories.models.kernels import assert_close
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.cli import kernels
 from penstock.common.errors import StartupError
 from penstock.generation.devices.native import build, library
 from penstock.generation.layers.kernels import LayerKernels, NativeKernels
@@ -83,8 +84,8 @@ def test_the_library_is_built_once_for_each_version_of_its_sources_and_compiler(
         build.build(tmp_path, compiler="/nowhere")
 
 
-def test_a_build_without_instructions_that_this_cpu_has_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_build_without_instructions_that_this_cpu_has_is_the_last_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiler = fake_compiler(tmp_path, "12.1")
     monkeypatch.setattr(build, "has_wide_set", lambda: False)
@@ -95,14 +96,36 @@ def test_a_build_without_instructions_that_this_cpu_has_is_not_taken(
     narrow.write_bytes(b"")
     assert build.find(tmp_path) == narrow
     monkeypatch.setattr(build, "has_wide_set", lambda: True)
-    assert build.find(tmp_path) is None
+    build._warn_of_narrow.cache_clear()
+    assert build.find(tmp_path) == narrow
+    assert "run `penstock build-kernels` here" in "".join(capsys.readouterr())
     assert build.library_path(tmp_path, compiler) == whole
     # One that has all is as good where fewer are needed.
     whole.parent.mkdir()
     whole.write_bytes(b"")
-    narrow.unlink()
+    assert build.find(tmp_path) == whole
     monkeypatch.setattr(build, "has_wide_set", lambda: False)
     assert build.find(tmp_path) == whole
+    assert build.build(tmp_path, compiler=compiler) == whole
+
+
+@pytest.mark.parametrize("system", [False, True])
+def test_what_goes_into_an_environment_has_every_instruction_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, system: bool
+) -> None:
+    asked: list[bool] = []
+
+    def built(_folder: Path, *, everywhere: bool, progress: object) -> Path:
+        asked.append(everywhere)
+        return tmp_path
+
+    monkeypatch.setattr(build, "build", built)
+    monkeypatch.setattr(library, "load", lambda *_: "avx2")
+    monkeypatch.setattr(kernels.signal, "signal", lambda *_: None)
+    for name in ("cache_folder", "system_folder"):
+        monkeypatch.setattr(kernels, name, lambda: str(tmp_path))
+    kernels.run_build_kernels(system=system)
+    assert asked == [system]
 
 
 def test_what_was_built_is_found_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from factories.models.checkpoints import tiny_checkpoint
+from factories.models.emulated_cuda import EmulatedCUDA
+from factories.models.emulated_npu import EmulatedNPU
 from penstock.common.progress import LOAD_WEIGHTS, TUNE, WARM_UP, StageProgress, show_nothing
 from penstock.generation.app import GenerationApp
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.models.captured_decode import CapturedLM
 from penstock.generation.models.registry import load_model
+from penstock.generation.startup import load as load_module
 from penstock.generation.startup.batch_tuning import LARGEST_SIZE, PromptTimer
 from penstock.generation.startup.load import load
 from prometheus_client import CollectorRegistry
@@ -34,6 +38,23 @@ def test_the_log_tells_when_steps_are_measured_and_what_each_part_took(tmp_path:
     last = logs[events.index("loaded")]
     assert list(last["seconds"]) == STAGES
     assert (last["weights_bytes"], last["kv_bytes"]) == (loaded.model.num_bytes, loaded.kv.num_bytes)
+
+
+@pytest.mark.parametrize("device", [EmulatedCUDA, EmulatedNPU])
+@pytest.mark.parametrize("capture_steps", [True, False])
+def test_decode_steps_are_captured_unless_the_flag_says_no(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: type[EmulatedCUDA | EmulatedNPU],
+    capture_steps: bool,
+) -> None:
+    monkeypatch.setattr(load_module, "open_device", lambda _name: device())
+    config = GenerationServiceConfig(
+        model=str(tiny_checkpoint(tmp_path)), kv_memory="4MiB", dtype="float32", capture_steps=capture_steps
+    )
+    loaded = load(config, "tiny", show_nothing)
+    assert isinstance(loaded.runner._model, CapturedLM) == capture_steps
+    assert (loaded.kv.scrap_block is not None) == capture_steps
 
 
 async def test_the_stages_of_a_start_with_a_draft_model_and_the_percentage_of_both(tmp_path: Path) -> None:

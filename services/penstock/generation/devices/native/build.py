@@ -89,13 +89,19 @@ def _folder(cache: Path, extra: tuple[str, ...] = ()) -> Path:
 def find(cache: Path) -> Path | None:
     """Return the library of these sources and this torch that was built or used last; needs no compiler.
 
-    One that others could have written is passed over, with a warning. One without instructions that this CPU has is
-    none: it was built on another.
+    One that others could have written is passed over, with a warning. One without the wider instruction set, built
+    where the CPU has none, is the last choice: a cache may be shared by machines.
     """
-    extras = [(), *([] if has_wide_set() else [(_NARROW_ONLY,)])]
-    paths = [path for extra in extras for path in _folder(cache, extra).glob(f"{LIBRARY}-*.so")]
-    built = sorted(paths, key=lambda path: path.lstat().st_mtime, reverse=True)
-    return next((library for library in built if _is_trusted(library, cache)), None)
+    for extra in ((), (_NARROW_ONLY,)):
+        built = sorted(
+            _folder(cache, extra).glob(f"{LIBRARY}-*.so"), key=lambda path: path.lstat().st_mtime, reverse=True
+        )
+        found = next((library for library in built if _is_trusted(library, cache)), None)
+        if found is not None:
+            if extra and has_wide_set():
+                _warn_of_narrow()
+            return found
+    return None
 
 
 def _is_trusted(library: Path, cache: Path) -> bool:
@@ -109,6 +115,13 @@ def _is_trusted(library: Path, cache: Path) -> bool:
 def _warn_of(reason: str) -> None:
     """Warn once in a process."""
     _log.warning("built kernels are not loaded: run `penstock build-kernels`", cause=reason)
+
+
+@functools.cache
+def _warn_of_narrow() -> None:
+    """Warn once in a process."""
+    wide, *_ = native_sets()
+    _log.warning(f"the kernels were built on a CPU without {wide}: run `penstock build-kernels` here for faster ones")
 
 
 def library_path(cache: Path, compiler: str, *, sanitize: bool = False, everywhere: bool = False) -> Path:
@@ -142,7 +155,7 @@ def build(
     everywhere: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _files: None,
 ) -> Path:
-    """Compile the kernels and return the library's path. Three minutes on two cores, half of it without AVX-512.
+    """Compile the kernels and return the library's path. Minutes on two cores.
 
     `progress` gets the number of files that are compiled, from 0, and of all; linking is not counted.
 
@@ -164,8 +177,10 @@ def build(
             return found
         raise StartupError("the native kernels need a C++ compiler: install g++", flag="--kernels")
     target = library_path(cache, command, sanitize=sanitize, everywhere=everywhere)
-    if target.exists() and _is_trusted(target, cache):
-        return target
+    # One that has every instruction set will do anywhere.
+    for path in (library_path(cache, command, sanitize=sanitize, everywhere=True), target):
+        if path.exists() and _is_trusted(path, cache):
+            return path
     protect(cache, target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         linked = Path(scratch) / target.name
