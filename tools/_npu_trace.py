@@ -23,7 +23,7 @@ from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.model_config import Activation, ConfigReader, ModelConfig
 from penstock.generation.devices.npu import NPUDevice
 from penstock.generation.layers.linear import int8
-from penstock.generation.layers.linear import npu as npu_linear
+from penstock.generation.layers.linear import npu_products
 from penstock.generation.models.loader import build_model
 from penstock.generation.models.registry import FAMILIES
 from penstock.generation.weights.tensor_names import LayerLinear, tensor_shapes
@@ -192,7 +192,7 @@ def main() -> int:
     print(f"graphs lack {', '.join(for_graphs) or 'nothing'}")
     torch.library.register_fake("npu::npu_convert_weight_to_int4pack", packed_without_numbers)
     # A fake tensor has no numbers to look at.
-    int8.check_finite = npu_linear.check_finite = lambda scale: None  # type: ignore[assignment]
+    int8.check_finite = npu_products.check_finite = lambda scale: None  # type: ignore[assignment]
     every: Counter[str] = Counter()
     results: dict[str, str] = {}
     for family in MODELS:
