@@ -22,8 +22,7 @@ from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.model_config import Activation, ConfigReader, ModelConfig
 from penstock.generation.devices.npu import NPUDevice
-from penstock.generation.layers.linear import int8
-from penstock.generation.layers.linear import npu_products
+from penstock.generation.layers.linear import int8, npu_products
 from penstock.generation.models.loader import build_model
 from penstock.generation.models.registry import FAMILIES
 from penstock.generation.weights.tensor_names import LayerLinear, tensor_shapes
