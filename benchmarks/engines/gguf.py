@@ -44,7 +44,7 @@ def convert(folder: Path, out: Path, dtype: str) -> None:
             values = _pairs_beside(values, _head_dim(config))
         if family == "gemma3_text" and name.endswith("norm.weight"):
             values = values + 1
-        # The products of the choice of experts stay as they are.
+        # What chooses the experts is float32 in llama.cpp, whatever the others are.
         kind = wanted if matrix and not name.endswith("mlp.gate.weight") else gguf.GGMLQuantizationType.F32
         writer.add_tensor(found, gguf.quants.quantize(values, kind), raw_dtype=kind)
     if _rope(config)["rope_type"] == "llama3":

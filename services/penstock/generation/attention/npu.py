@@ -58,8 +58,7 @@ class NPUAttention(Attention):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See Attention.forward."""
-        is_special = softcap or sinks is not None or kv.dtype is not q_THD.dtype
-        if is_special or not self._limits.fits(q_THD.dtype, q_THD.shape[2]):
+        if softcap or sinks is not None or not self._takes(q_THD.dtype, q_THD.shape[2], kv):
             return self._portable.forward(
                 q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window, softcap=softcap, sinks=sinks
             )
@@ -77,8 +76,10 @@ class NPUAttention(Attention):
 
     def can_be_captured(self, heads: HeadWeights, dtype: torch.dtype, kv: KVCachePool) -> bool:
         """See Attention."""
-        is_special = heads.softcap or heads.sinks is not None or kv.dtype is not dtype
-        return not is_special and self._limits.fits(dtype, heads.head_dim)
+        return not heads.softcap and heads.sinks is None and self._takes(dtype, heads.head_dim, kv)
+
+    def _takes(self, dtype: torch.dtype, head_dim: int, kv: KVCachePool) -> bool:
+        return kv.dtype is dtype and self._limits.fits(dtype, head_dim)
 
     def forward_qkv(
         self,

@@ -5,8 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+
+_WARM_UPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +37,16 @@ class GraphCapture(ABC):
         It must not depend on numbers of the host that change (see `needs_lengths`), wait for the device, or copy from
         the host. What it reads must stay where it is for as long as the graph is used.
         """
+
+
+def warm_up(runtime: Any, call: Callable[[], object]) -> None:
+    """Run a call on a stream of its own, as captures are: libraries choose kernels and take memory in the first runs.
+
+    `runtime`: torch.cuda, or torch.npu, which has the same functions.
+    """
+    stream = runtime.Stream()
+    stream.wait_stream(runtime.current_stream())
+    with runtime.stream(stream):
+        for _ in range(_WARM_UPS):
+            call()
+    runtime.current_stream().wait_stream(stream)

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.generation.devices.graph_capture import CapturedGraph, GraphCapture
-
-# Runs before a capture: operators are compiled and take memory in the first ones.
-_WARM_UPS = 2
+from penstock.generation.devices.graph_capture import CapturedGraph, GraphCapture, warm_up
 
 
 class NPUGraphs(GraphCapture):
@@ -33,12 +30,7 @@ class NPUGraphs(GraphCapture):
     def capture(self, call: Callable[[], tuple[Tensor, ...]]) -> CapturedGraph:
         """See GraphCapture."""
         npu = self._npu
-        stream = npu.Stream()
-        stream.wait_stream(npu.current_stream())
-        with npu.stream(stream):
-            for _ in range(_WARM_UPS):
-                call()
-        npu.current_stream().wait_stream(stream)
+        warm_up(npu, call)
         graph = npu.NPUGraph()
         # Other threads of the process may use the device meanwhile.
         with npu.graph(graph, pool=self._pool, auto_dispatch_capture=True, capture_error_mode="thread_local"):

@@ -213,8 +213,10 @@ class CapturedLM(CausalLM):
             self._pad(bucket, count, bucket.num_filled)
         bucket.num_filled = count
         graph = self._captured(bucket)
-        padding = len(bucket.tables_BW) - count
-        graph.replay([*lengths, *[_PADDED_LENGTH] * padding] if self._graphs.needs_lengths else None)
+        if self._graphs.needs_lengths:
+            graph.replay([*lengths, *[_PADDED_LENGTH] * (len(bucket.tables_BW) - count)])
+        else:
+            graph.replay(None)
         hidden, logits, ids = graph.outputs
         return hidden[:count], logits[:count], ids[:count]
 

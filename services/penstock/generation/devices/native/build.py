@@ -50,7 +50,7 @@ _FLAGS = (
 # (In these files a unit of 32 bits is a float in one place and an integer in another.)
 _EXACT = ("-ffp-contract=off", "-fno-strict-aliasing")
 _EXACT_SOURCES = ("attention", "pack")
-# Flag of a build without the wider instruction set, which takes half as long.
+# Flag of a build without the wider instruction set.
 _NARROW_ONLY = "-DPENSTOCK_NARROW_ONLY"
 # Flags of a build for tests only: the first wrong access or undefined operation ends the process. The build is
 # optimised, so that sums are contracted as in the product; vptr would need the types of torch's classes.
