@@ -155,7 +155,7 @@ def build(
     everywhere: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _files: None,
 ) -> Path:
-    """Compile the kernels and return the library's path. Minutes on two cores.
+    """Compile the kernels and return the library's path. A minute or two on two cores.
 
     `progress` gets the number of files that are compiled, from 0, and of all; linking is not counted.
 
