@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -54,6 +55,18 @@ def pytest_configure(config: pytest.Config) -> None:
     has_groups = any("_nodeid" in getattr(kind, "__slots__", ()) for kind in pytest.Item.__mro__)
     if config.getoption("dist", "no") == "loadgroup" and not has_groups:
         raise pytest.UsageError("pytest-xdist cannot group the tests of this pytest: take those of pyproject.toml")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what stays until the end, millions of objects of modules and tests, out of the garbage collector's rounds:
+    they cost a third of the collection of tests, a tenth of the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def _turn(item: pytest.Item) -> tuple[bool, int]:

@@ -35,6 +35,9 @@ _FLAGS_OF_SETS = {
     "neon_bf16": ("-march=armv8.2-a+dotprod+bf16+i8mm",),
     "neon": ("-march=armv8.2-a+dotprod",),
 }
+# Operators are compiled as so many files: torch's headers take most of the time, and are read once in each.
+_OPERATOR_FILES = 2
+_OPERATOR_FLAGS = ("-fopenmp", "-DAT_PER_OPERATOR_HEADERS")
 # Keep NaN and infinity: masks are infinities, and a NaN must reach the sampler. Keep the source's order of sums: a
 # row's result must not depend on the compiler's treatment of the rows beside it.
 _FLAGS = (
@@ -74,8 +77,8 @@ def sources_digest(torch_version: str, extra: tuple[str, ...] = (), *, machine: 
 
     `machine`: the kind of processor, as uname has it; this one's by default.
     """
-    facts = (torch_version, machine or platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _FLAGS_OF_SETS, extra)
-    digest = hashlib.sha256(repr(facts).encode())
+    flags = (_FLAGS, _EXACT, _EXACT_SOURCES, _FLAGS_OF_SETS, _OPERATOR_FILES, _OPERATOR_FLAGS, extra)
+    digest = hashlib.sha256(repr((torch_version, machine or platform.machine(), *flags)).encode())
     for source in sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h")):
         digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
@@ -223,11 +226,12 @@ def _compile(
     extra: tuple[str, ...],
     progress: Callable[[int, int], None],
 ) -> list[Path]:
-    jobs: list[tuple[Path, Path, tuple[str, ...]]] = []
-    for source in sorted(SOURCES.rglob("*.cpp")):
-        if source.name.startswith("ops_"):
-            jobs.append((scratch / f"{source.stem}.o", source, ("-fopenmp", *includes)))
-            continue
+    sources = sorted(SOURCES.rglob("*.cpp"))
+    operators = [source for source in sources if source.name.startswith("ops_")]
+    flags: tuple[str, ...] = (*_OPERATOR_FLAGS, *includes)
+    # First, since they take longest.
+    jobs = [(scratch / f"{file.stem}.o", file, flags) for file in _joined(operators, scratch)]
+    for source in (source for source in sources if source not in operators):
         exact = _EXACT if source.stem in _EXACT_SOURCES else ()
         for namespace in sets:
             flags = (f"-DNS={namespace}", *_FLAGS_OF_SETS[namespace], *exact)
@@ -244,6 +248,17 @@ def _compile(
     # them: so the objects of the instruction sets that fewer CPUs have come last.
     ranks = {f".{namespace}": place for place, namespace in enumerate(reversed(sets), 1)}
     return sorted((target for target, _, _ in jobs), key=lambda target: ranks.get(target.suffixes[0], 0))
+
+
+def _joined(sources: Sequence[Path], scratch: Path) -> list[Path]:
+    """Write _OPERATOR_FILES files that include `sources`, about as much text in each, and return them."""
+    parts: list[list[Path]] = [[] for _ in range(_OPERATOR_FILES)]
+    for source in sorted(sources, key=lambda source: (-source.stat().st_size, source)):
+        min(parts, key=lambda part: sum(one.stat().st_size for one in part)).append(source)
+    joined = [scratch / f"operators_{number}.cpp" for number in range(1, _OPERATOR_FILES + 1)]
+    for file, part in zip(joined, parts, strict=True):
+        file.write_text("".join(f'#include "{source.relative_to(SOURCES).as_posix()}"\n' for source in part))
+    return joined
 
 
 def _torch_folder() -> Path:

@@ -1,6 +1,6 @@
 // Rows of a packed weight, for an embedding that shares it with the head.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 namespace penstock {
 

@@ -1,7 +1,12 @@
 // The build of the kernels that this process uses: every ops_*.cpp calls them through KERNEL.
 #pragma once
-#include <ATen/ATen.h>
+// Of ATen's operators those that are called by name: ATen/ATen.h has all, and takes ten seconds a file.
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
