@@ -22,6 +22,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*_PACKAGES, os.environ.
 os.environ.setdefault("PENSTOCK_HTTP_PORT", "-1")
 # Tests start hundreds of processes: each would take a second to find its batch size.
 os.environ.setdefault("PENSTOCK_TUNE_SECONDS", "0")
+# And each would start two processes for templates, which take longer than the rest of their service.
+os.environ.setdefault("PENSTOCK_TEMPLATE_PROCESSES", "1")
 # And each would compile all modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -15,17 +15,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 TRIES = int(os.environ.get("PENSTOCK_CHAOS_TRIES", "50"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "1"))
 SAMPLINGS = ("greedy", "seeded")
-# Of the ordinary run, once; integration/router/test_engine_faults.py has engines that hang, raise or go dark.
-USUAL = {"kill -9"}
 
 
 def cases() -> Iterator[object]:
-    """Tries of each fault, greedy and seeded in turns; all but the first of the usual are for `make chaos`."""
+    """Tries of each fault, greedy and seeded in turns. They are for `make chaos`: the ordinary run kills processes in
+    tests/integration/router (test_processes.py, test_failover.py, test_lost_rank.py)."""
     for number in range(max(1, TRIES // 2)):
         for place, name in enumerate(FAULTS):
             sampling = SAMPLINGS[(number + place) % 2]
-            marks = [] if name in USUAL and not number else [pytest.mark.chaos]
-            yield pytest.param(name, sampling, number, id=f"{name}-{sampling}-{number}", marks=marks)
+            yield pytest.param(name, sampling, number, id=f"{name}-{sampling}-{number}", marks=pytest.mark.chaos)
 
 
 @pytest.mark.parametrize(("name", "sampling", "number"), [*cases()])

@@ -138,6 +138,7 @@ def test_prompt_lookup_gives_the_ids_of_transformers(qwen2: Both, arguments: dic
     assert answer.answer.finished.accepted_draft_tokens > 0
 
 
+@pytest.mark.thinned(2)
 @EITHER_WAY
 @pytest.mark.parametrize(
     "arguments",
@@ -161,6 +162,7 @@ def test_prompt_lookup_gives_the_ids_of_the_same_request_without_drafts(
     assert drafted.answer.finished.accepted_draft_tokens > 0
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("arguments", [{}, {"guidance_scale": 0.5}, {"repetition_penalty": 1.4}], ids=str)
 @pytest.mark.parametrize(("ids", "negative"), [([], [88, 89, 90]), (IDS, [88]), (IDS, None)])
 def test_guidance_gives_the_ids_of_transformers(
@@ -213,6 +215,7 @@ def demo() -> tuple[LoadedModel, PreTrainedModel, Any]:
     return load_service(folder), reference_model(folder), AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("stop", ["e", "ing", " the", "."])
 def test_stop_strings_are_matched_in_the_answer_alone(
     demo: tuple[LoadedModel, PreTrainedModel, Any], stop: str

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from factories.engine.grammars import EOS, VOCAB_SIZE, allowed, choice, lark, regex, schema
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -59,6 +60,13 @@ async def compiler(*, table: bool = True, **limits: Any) -> AsyncIterator[Gramma
     finally:
         await made.close()
         assert made.pids == []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bounded() -> AsyncIterator[GrammarCompiler]:
+    """One with bounds that are soon exceeded."""
+    async with compiler(max_bytes=1500, max_choices=3) as made:
+        yield made
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -199,13 +207,15 @@ async def test_what_waits_for_a_process_is_bounded() -> None:
         (choice("a", "b", "c", "d"), "constraint.choice", "CONSTRAINT_TOO_LARGE"),
     ],
 )
-async def test_a_refusal_names_the_field_and_does_not_echo_it(spec: ConstraintSpec, field: str, reason: str) -> None:
-    async with compiler(max_bytes=1500, max_choices=3) as one:
-        for _ in range(2):
-            error = await refusal(one, spec)
-            assert (error.field, error.reason) == (field, reason)
-            assert len(error.message) < 300
-            assert WORD not in error.message.lower()
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_refusal_names_the_field_and_does_not_echo_it(
+    bounded: GrammarCompiler, spec: ConstraintSpec, field: str, reason: str
+) -> None:
+    for _ in range(2):
+        error = await refusal(bounded, spec)
+        assert (error.field, error.reason) == (field, reason)
+        assert len(error.message) < 300
+        assert WORD not in error.message.lower()
 
 
 async def test_a_model_without_a_usable_tokenizer_takes_no_constraint() -> None:
