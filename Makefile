@@ -7,18 +7,13 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 BIN := $(VENV)/bin
 # On a terminal pip shows its downloads; elsewhere only what fails.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile $(shell test -t 2 || echo -qq)
-# uv installs in a tenth of pip's time. It does not read pip's settings: an index that pip was told of is passed on, and
-# where uv cannot install (no wheel of it, a folder of wheels), pip does.
-define INSTALL
-	@index=$${PIP_INDEX_URL:-$$($(BIN)/python -m pip config get global.index-url 2>/dev/null)}; \
-	{ $(PIP) "uv>=0.9,<1" && $(BIN)/uv pip install $(shell test -t 2 || echo -q) --python $(BIN)/python \
-		$${index:+--default-index "$$index"} $(1); } || $(PIP) $(1)
-endef
+# By uv where it can.
+INSTALL := $(BIN)/python tools/install.py
 # On all cores, where an import uses one; but for packages, or parts, of which the tests and services import little.
 # Templates of some packages are no Python: what cannot be compiled stays as it is.
 SELDOM := anthropic|fontTools|matplotlib|mpl_toolkits|mypyc?|networkx|openai/resources|pip|pygments/lexers|redis|setuptools
 SELDOM := $(SELDOM)|sympy/(combinatorics|parsing|physics|stats)|tests|torch/(_inductor|_vendor|testing)|transformers/models
-COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/($(SELDOM))/' $(VENV)/lib >/dev/null 2>&1 || true
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/site-packages/(.*/)?($(SELDOM))/' $(VENV)/lib >/dev/null 2>&1 || true
 # By name only, so that a CPU build that pip is configured to find is taken.
 TORCH := torch==2.13.0
 # Where the benchmarks keep checkpoints and other engines.
@@ -89,7 +84,7 @@ sanitize: $(VENV)/.dev  ## the C++ kernels' tests with address and undefined-beh
 npu-wheel: $(VENV)/.dev  ## models on fake tensors through a real torch-npu, which is downloaded (50 MB; needs gcc, no NPU)
 	@$(BIN)/python tools/npu_wheel.py
 
-arm64: $(VENV)/.dev  ## the C++ kernels cross-compiled for arm64, and their tests under QEMU (an hour, 6 GiB; needs g++-aarch64-linux-gnu and qemu-user-static)
+arm64: $(VENV)/.dev  ## the C++ kernels cross-compiled for arm64, and their tests under QEMU (half an hour to an hour, 6 GiB; needs g++-aarch64-linux-gnu and qemu-user-static)
 	@$(BIN)/python -m tools.arm64_kernels
 
 soak: $(VENV)/.dev  ## router and tokenizer for 40 minutes under all that clients and backends do; nothing may be lost or left behind
@@ -100,7 +95,7 @@ fuzz: $(VENV)/.dev  ## FUZZ=50000 random requests at every call of every service
 	@PENSTOCK_FUZZ_FRAMES="$(FRAMES)" PENSTOCK_FUZZ_SEED="$(SEED)" $(BIN)/python -m pytest -q -s tests/unit/http2/test_frame_fuzz.py
 
 chaos: $(VENV)/.dev  ## 50 of each fault (PENSTOCK_CHAOS_TRIES) at random tokens of streams; every answer exact, nothing left behind
-	@PENSTOCK_CHAOS_OUT=$(CHAOS) $(BIN)/python -m pytest -q -m "chaos or not chaos" tests/chaos
+	@PENSTOCK_CHAOS_OUT=$(CHAOS) PENSTOCK_TEMPLATE_PROCESSES=2 $(BIN)/python -m pytest -q -m "chaos or not chaos" tests/chaos
 
 safeguards: $(VENV)/.dev  ## remove safeguards of the product one by one, in a copy: the test of each must fail
 	@$(BIN)/python tools/remove_safeguards.py --out $(SAFEGUARDS)
@@ -173,14 +168,14 @@ $(VENV)/.torch: Makefile
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
-	@echo "installing penstock (once, a minute or two)"
-	$(call INSTALL,-e clients/python -e '.[all]')
+	@echo "installing penstock (once; half a minute, minutes where pip has to do it)"
+	@$(INSTALL) -e clients/python -e '.[all]'
 	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
-	@echo "installing penstock and its development tools (once, a few minutes)"
-	$(call INSTALL,-e clients/python -e '.[dev]')
+	@echo "installing penstock and its development tools (once; half a minute, minutes where pip has to do it)"
+	@$(INSTALL) -e clients/python -e '.[dev]'
 	@$(COMPILE)
 	@touch $@ $(VENV)/.runtime
 

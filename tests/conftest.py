@@ -22,7 +22,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*_PACKAGES, os.environ.
 os.environ.setdefault("PENSTOCK_HTTP_PORT", "-1")
 # Tests start hundreds of processes: each would take a second to find its batch size.
 os.environ.setdefault("PENSTOCK_TUNE_SECONDS", "0")
-# And each would start two processes for templates, which take longer than the rest of their service.
+# And each tokenizer would start two processes for templates, which take longer than the rest of it.
 os.environ.setdefault("PENSTOCK_TEMPLATE_PROCESSES", "1")
 # And each would compile all modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -68,8 +68,10 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+        gc.collect()
         gc.freeze()
-        # A service takes back what it froze before it collects an unloaded model. Here that would be all of this.
+        # A service takes back what it froze before it collects an unloaded model. Here that would be all of this: the
+        # services that are processes of their own do it.
         gc.freeze = gc.unfreeze = lambda: None
 
 

@@ -40,7 +40,7 @@ DEBIAN = (
 )
 # Packages that no test of the kernels imports, but those that are installed here.
 LEFT_OUT = re.compile(
-    r"(penstock|nvidia|triton|pip$|ruff|mypy|mkdocs|clang|buf|pymdown|types-|matplotlib|pillow)", re.I
+    r"(penstock|nvidia|triton|pip$|uv$|ruff|mypy|mkdocs|clang|buf|pymdown|types-|matplotlib|pillow)", re.I
 )
 # It compiles, and there is no compiler in there.
 COMPILES = "test_what_was_built_is_found_without_a_compiler"

@@ -10,7 +10,9 @@ import pytest
 from factories.chaos.faults import FAULTS, LONGEST_PAUSE_SECONDS, strike
 from factories.chaos.table import TABLE
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# The ordinary run has processes that are killed, hang, raise or go dark in tests/integration/router: test_processes.py,
+# test_adapter_processes.py, test_engine_faults.py, test_lost_rank.py.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.chaos]
 # Of each fault, over both transports and samplings.
 TRIES = int(os.environ.get("PENSTOCK_CHAOS_TRIES", "50"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "1"))
@@ -18,12 +20,11 @@ SAMPLINGS = ("greedy", "seeded")
 
 
 def cases() -> Iterator[object]:
-    """Tries of each fault, greedy and seeded in turns. They are for `make chaos`: the ordinary run kills processes in
-    tests/integration/router (test_processes.py, test_failover.py, test_lost_rank.py)."""
+    """Tries of each fault, greedy and seeded in turns."""
     for number in range(max(1, TRIES // 2)):
         for place, name in enumerate(FAULTS):
             sampling = SAMPLINGS[(number + place) % 2]
-            yield pytest.param(name, sampling, number, id=f"{name}-{sampling}-{number}", marks=pytest.mark.chaos)
+            yield pytest.param(name, sampling, number, id=f"{name}-{sampling}-{number}")
 
 
 @pytest.mark.parametrize(("name", "sampling", "number"), [*cases()])

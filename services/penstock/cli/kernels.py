@@ -64,7 +64,7 @@ class BuildProgress:
         """Show it, if it is time."""
         seconds = time.monotonic() - self._began
         if done == 0:
-            say(f"compiling {files} files for this machine's torch: a minute or two on two cores")
+            say(f"compiling {files} files for this machine's torch: about a minute on two cores")
         text = f"  {done} of {files} files after {seconds:.0f} s"
         if self._is_terminal:
             sys.stdout.write(f"\r{text}" + ("\n" if done == files else ""))

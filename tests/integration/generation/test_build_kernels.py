@@ -68,7 +68,7 @@ def test_an_error_of_a_compiler_is_reported_while_others_run(tmp_path: Path) -> 
     """One does not understand its source, and the others never end by themselves."""
     compiler = tmp_path / "bin" / "g++"
     compiler.parent.mkdir()
-    broken = '*operators_2.cpp*) echo "operators_2.cpp:1: error: broken" >&2; exit 1;;'
+    broken = '*operators_1.cpp*) echo "operators_1.cpp:1: error: broken" >&2; exit 1;;'
     compiler.write_text(f'#!/bin/sh\ncase "$*" in --version) echo 1.0; exit;; {broken} esac\nsleep 600\n')
     compiler.chmod(0o755)
     with build_kernels(tmp_path, PATH=f"{compiler.parent}:{os.environ['PATH']}") as process:

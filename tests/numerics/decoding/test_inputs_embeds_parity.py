@@ -138,7 +138,6 @@ def test_prompt_lookup_gives_the_ids_of_transformers(qwen2: Both, arguments: dic
     assert answer.answer.finished.accepted_draft_tokens > 0
 
 
-@pytest.mark.thinned(2)
 @EITHER_WAY
 @pytest.mark.parametrize(
     "arguments",

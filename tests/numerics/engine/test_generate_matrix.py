@@ -182,7 +182,6 @@ def test_beam_sampling_draws_from_the_scores_of_transformers(models: Models, cas
     check_scores(models, case)
 
 
-@pytest.mark.thinned(2)
 @options_first(mode_cases.sample)
 def test_sampling_draws_from_the_scores_of_transformers_and_stops_where_it_does(models: Models, case: Case) -> None:
     check_scores(models, case)

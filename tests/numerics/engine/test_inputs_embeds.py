@@ -155,8 +155,7 @@ def assert_same(one: Answer, other: Answer, spec: dict[str, Any]) -> None:
     assert ends[0] == ends[1], spec
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("rows_a_step", [1, 2, 3, 7, 200])
+@pytest.mark.parametrize("rows_a_step", [1, 200, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3, 7))])
 def test_the_size_of_the_steps_changes_nothing(pair: Pair, rows_a_step: int) -> None:
     options = {"prompt": [], "rows": list(range(13)), "max_new_tokens": 10, "do_sample": True, "seed": 1}
     config = engine_config(max_batch_tokens=rows_a_step, max_running_sequences=1)

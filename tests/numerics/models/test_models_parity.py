@@ -197,7 +197,6 @@ def test_a_sequence_hardly_depends_on_its_batch(tmp_path: Path, case: Case) -> N
         assert (torch.stack(alone.logits) - torch.stack(batched.logits)).abs().max() < BATCH_TOLERANCE
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", ALL_GREEDY, ids=_name)
 def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, case: Case, dtype: str) -> None:

@@ -63,7 +63,6 @@ def test_every_type_gives_64_ids_of_generate(tmp_path: Path, model_type: str) ->
     check_ids(tiny_model_type(tmp_path, model_type), loaded_model(tmp_path))
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "jamba"])
 def test_prompts_of_one_length_are_a_batch_and_give_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
     model = loaded_model(tiny_model_type(tmp_path, model_type))

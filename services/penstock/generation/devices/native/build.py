@@ -158,7 +158,7 @@ def build(
     everywhere: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _files: None,
 ) -> Path:
-    """Compile the kernels and return the library's path. A minute or two on two cores.
+    """Compile the kernels and return the library's path. About a minute on two cores.
 
     `progress` gets the number of files that are compiled, from 0, and of all; linking is not counted.
 
@@ -251,7 +251,8 @@ def _compile(
 
 
 def _joined(sources: Sequence[Path], scratch: Path) -> list[Path]:
-    """Write _OPERATOR_FILES files that include `sources`, about as much text in each, and return them."""
+    """Write _OPERATOR_FILES files that include `sources`, about as much text in each, and return them. Which are
+    joined depends on their sizes: no two may define the same name, in an unnamed namespace either."""
     parts: list[list[Path]] = [[] for _ in range(_OPERATOR_FILES)]
     for source in sorted(sources, key=lambda source: (-source.stat().st_size, source)):
         min(parts, key=lambda part: sum(one.stat().st_size for one in part)).append(source)
