@@ -1,4 +1,4 @@
-"""What `make` installs with: pip's settings as uv's variables, and where pip has to do it."""
+"""Tests of the installer of `make`: settings of pip as variables of uv, and where pip has to do it."""
 
 from __future__ import annotations
 
