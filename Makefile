@@ -74,7 +74,7 @@ clients: $(VENV)/.dev  ## clients in Go, Java, C++, TypeScript and Ruby, tritonc
 sdks: $(VENV)/.dev  ## packages for Go, npm, Java, C++ and Ruby, and the protos, in build/sdks; SDKS="go java" makes some (clients/sdks/README.md)
 	@$(BIN)/python tools/make_sdks.py $(SDKS)
 
-wheels: $(VENV)/.dev  ## the wheels penstock, penstock-client and penstock-kernels (for this torch; three minutes, needs g++), in build/wheels
+wheels: $(VENV)/.dev  ## the wheels penstock, penstock-client and penstock-kernels (for this torch; minutes, needs g++), in build/wheels
 	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps -w build/wheels ./clients/python .
 	@cd kernels && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/build/wheels
 

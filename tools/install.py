@@ -18,7 +18,12 @@ from pathlib import Path
 
 UV = "uv>=0.9,<1"
 # pip's settings and uv's variables. An index may hold a password: it is in no command line.
-VARIABLES = {"index-url": "UV_DEFAULT_INDEX", "constraint": "UV_CONSTRAINT", "find-links": "UV_FIND_LINKS"}
+VARIABLES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "constraint": "UV_CONSTRAINT",
+    "find-links": "UV_FIND_LINKS",
+    "cert": "SSL_CERT_FILE",
+}
 # What these ask for is asked of pip. (Further indexes are not read: what they alone have, uv does not find.)
 PIPS_OWN = {"no-index", "only-binary", "no-binary", "require-hashes", "pre", "trusted-host", "proxy", "client-cert"}
 _SETTING = re.compile(r"(?P<section>global|install|:env:)\.(?P<name>[\w-]+)='(?P<value>.*)'")

@@ -11,7 +11,7 @@ from tools.install import variables_of
     ("listed", "variables"),
     [
         ("", {}),
-        (":env:.cert='/certificates'\nglobal.timeout='9'\nfreeze.all='true'\n", {}),
+        (":env:.cert='/ca.pem'\nglobal.timeout='9'\nfreeze.all='true'\n", {"SSL_CERT_FILE": "/ca.pem"}),
         ("global.index-url='https://user:token@one/simple'", {"UV_DEFAULT_INDEX": "https://user:token@one/simple"}),
         ("global.index-url='https://one'\ninstall.index-url='https://two'", {"UV_DEFAULT_INDEX": "https://two"}),
         (":env:.index-url='https://here'\nglobal.index-url='https://one'", {"UV_DEFAULT_INDEX": "https://here"}),
