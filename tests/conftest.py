@@ -39,10 +39,6 @@ hypothesis.settings.load_profile("penstock")
 _WITH_COMPILATION_SECONDS = 900
 
 
-# Files whose services listen on the default ports: one after the other.
-_ON_DEFAULT_PORTS = {"test_readme.py", "test_app.py"}
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --device: models of the tests run on the CPU, or through another device's operators, which are emulated."""
     parser.addoption(
@@ -94,8 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(hasattr(module, name) for name in ("use_native", "use_instruction_set", "use_packing")):
             item.add_marker(pytest.mark.kernels)
             item.add_marker(pytest.mark.timeout(_WITH_COMPILATION_SECONDS))
-        group = "default-ports" if item.path.name in _ON_DEFAULT_PORTS else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(str(item.path)))
         # What is slow already is not counted: of the rest every n-th stays.
         if item.get_closest_marker("thinned") and not item.get_closest_marker("slow"):
             thinned[item.path, getattr(item, "originalname", item.name)].append(item)

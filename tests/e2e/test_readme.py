@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -48,13 +49,16 @@ EXPECTED = {
 }
 
 
-HTTP_PORT = free_port()
+@functools.cache
+def http_port() -> int:
+    """Of the gateway, chosen when it starts."""
+    return free_port()
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Process]:
     """Run `penstock serve` with nothing but its ports chosen."""
-    process = start(None, "--http-port", str(HTTP_PORT))
+    process = start(None, "--http-port", str(http_port()))
     try:
         process.wait_ready()
         yield process
@@ -68,7 +72,7 @@ def local(command: str, served: Process) -> str:
     return (
         command.replace("127.0.0.1:50050", served.address)
         .replace("127.0.0.1:9100", served.metrics_address)
-        .replace("127.0.0.1:8000", f"127.0.0.1:{HTTP_PORT}")
+        .replace("127.0.0.1:8000", f"127.0.0.1:{http_port()}")
     )
 
 

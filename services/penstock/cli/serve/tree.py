@@ -276,7 +276,7 @@ def gateway_variables() -> set[str]:
 def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfig, channel: ChannelConfig) -> bool:
     """True when a gateway is part of the tree.
 
-    Raises StartupError naming --http-port when it was asked for and cannot be, or when its port is taken.
+    Raises StartupError naming the flag to change when it was asked for and cannot be.
     """
     if config.http_port < 0:
         return False
@@ -295,18 +295,27 @@ def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfi
         return False
     if config.http_port and config.http_port in (front.port, front.metrics_port):
         raise StartupError("--http-port is the port of another part: give another one", flag="--http-port")
+    return True
+
+
+def _require_free_ports(front: ServerConfig, http_port: int | None) -> None:
+    """Check the ports, that of the gateway where there is one. Raises StartupError naming the flag of a taken one."""
+    require_free_port(front.host, front.port, "--port")
+    if front.metrics_port > 0:
+        require_free_port(front.host, front.metrics_port, "--metrics-port")
+    if http_port is None:
+        return
     try:
-        require_free_port(front.host, config.http_port, "--http-port")
+        require_free_port(front.host, http_port, "--http-port")
     except StartupError as error:
         hint = "another one, or -1 for no HTTP gateway"
         raise StartupError(f"{error.message}: give --http-port {hint}", flag=error.flag) from error
-    return True
 
 
 def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
     """Return the router's configuration, the gateway's way to it, and the model's name.
 
-    Faults that would stop a service later stop the tree now: a wrong option, a missing folder, a taken port.
+    Faults that would stop a service later stop the tree now: a wrong option, a missing folder.
     """
     read = {
         role: from_env_and_flags(kind.config_class(), _only(given, (_own(role) | _server_fields()) & _names(kind)))
@@ -315,9 +324,6 @@ def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
     for config in read.values():
         check_models(config)
     front = cast("ServerConfig", read["router"])
-    require_free_port(front.host, front.port, "--port")
-    if front.metrics_port > 0:
-        require_free_port(front.host, front.metrics_port, "--metrics-port")
     generation: Any = read["generation"]
     channel = cast("ChannelConfig", read["gateway"])
     return front, channel, generation.served_model_name or model_name(generation.model)
@@ -345,6 +351,8 @@ def run_tree(
         config = from_env_and_flags(TreeConfig, _only(given, tree_names))
         front, channel, model = _check(given)
         has_gateway = _wants_gateway(given, config, front, channel)
+        # Last: what the options say is the same on every machine.
+        _require_free_ports(front, config.http_port if has_gateway else None)
         return asyncio.run(Tree(given, config, front, model, reporter, has_gateway).run())
     except StartupError as error:
         return reporter.give_up(error, debug=bool(given.get("debug")))
