@@ -80,7 +80,8 @@ async def moved(
         assert (answer.ids(), answer.text()) == (wanted.ids(), wanted.text())
         if answer.finished.attempts > 1:
             assert answer.finished.attempts == 2
-            assert router.metric("backend_losses_total", backend=failed[0].address) == 1
+            # An engine that stays dark is lost again by its next session, where the rest of the answer takes as long.
+            assert router.metric("backend_losses_total", backend=failed[0].address) >= 1
             return failed[0]
         undo(failed[0])
         await failed[0].until(serving=True)
