@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from penstock.common.errors import FailedPrecondition, StartupError
+from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.common.progress import StartCancelled
 from penstock.generation.adapters.access import AdapterAccess
@@ -29,7 +30,6 @@ from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.graphs.access import ModelAccess
 from penstock.generation.graphs.limits import GraphLimits
 from penstock.generation.host.mapped import MappedFile, weights_written
-from penstock.generation.host.memory import trim_heap
 from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures, StateFigures
 from penstock.generation.service import GenerationCore, WatermarkCalls
 from penstock.generation.startup.load import LoadedModel, adapter_opener, load_again, opens_graphs

@@ -1,12 +1,14 @@
-"""Child process that loads a tokenizer folder with transformers, writes the result, and ends.
+"""Child process that loads a tokenizer folder with transformers and writes the result.
 
 Ids are equal to transformers' own because it does the loading: it rebuilds some tokenizers from their class, adds
-tokens from the configuration and sets the post-processor. A process that ends keeps transformers, and the copies that
-it makes, out of the service's memory.
+tokens from the configuration and sets the post-processor. A process keeps transformers, and the copies that it makes,
+out of the service's memory. It ends when nothing more is asked; or, since the import of transformers takes more than
+a second, it goes on as the first template process.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from dataclasses import asdict
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common import child_io
+from penstock.common.heap import trim_heap
 from penstock.tokenizer.bundle import LARGE_INTEGER, TokenizerBundle
 
 # Limit of ids. Each has a place in the decoding tables: a wrong number in a file must not take all memory.
@@ -97,6 +100,17 @@ def main() -> None:
         answer = {"error": f"{type(error).__name__}: {error}"}
     answers.write(child_io.pack(answer))
     answers.flush()
+    del answer
+    try:
+        settings = child_io.read(sys.stdin.buffer)
+    except EOFError:
+        return
+    from penstock.tokenizer import template_process
+
+    # What was loaded is garbage now: a template process lives as long as the service.
+    gc.collect()
+    trim_heap()
+    template_process.serve(settings, answers)
 
 
 if __name__ == "__main__":

@@ -20,19 +20,30 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt",
 
 async def load_bundle(folder: Path, *, timeout_seconds: float) -> TokenizerBundle:
     """Load the bundle. Raises StartupError naming the file and MODEL."""
+    bundle, child = await load_in_child(folder, timeout_seconds=timeout_seconds)
+    await child.kill()
+    return bundle
+
+
+async def load_in_child(folder: Path, *, timeout_seconds: float) -> tuple[TokenizerBundle, Child]:
+    """Load the bundle, and return the child that did: it can go on as a template process, or is to be killed.
+
+    Raises StartupError naming the file and MODEL.
+    """
     check_folder(folder)
     child = await Child.spawn("penstock.tokenizer.load_process", child_environment())
     try:
         answer = await asyncio.wait_for(child.ask({"folder": str(folder)}), timeout_seconds)
-    except TimeoutError:
-        raise _broken(folder, f"it did not load within {timeout_seconds:g} s") from None
-    except ChildEnded as error:
-        raise _broken(folder, f"the loading process ended with status {child.returncode}") from error
-    finally:
+        if "error" in answer:
+            raise _broken(folder, answer["error"])
+        return TokenizerBundle(**answer["bundle"]), child
+    except BaseException as error:
         await child.kill()
-    if "error" in answer:
-        raise _broken(folder, answer["error"])
-    return TokenizerBundle(**answer["bundle"])
+        if isinstance(error, TimeoutError):
+            raise _broken(folder, f"it did not load within {timeout_seconds:g} s") from None
+        if isinstance(error, ChildEnded):
+            raise _broken(folder, f"the loading process ended with status {child.returncode}") from error
+        raise
 
 
 def check_folder(folder: Path) -> None:

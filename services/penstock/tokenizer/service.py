@@ -16,7 +16,7 @@ from penstock.tokenizer.chat_template import ChatTemplates
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
 from penstock.tokenizer.detokenizer import DetokenizerFactory
-from penstock.tokenizer.loader import MODEL_FLAG, load_bundle
+from penstock.tokenizer.loader import MODEL_FLAG, load_in_child
 from penstock.tokenizer.metrics import TokenizerMetrics
 from penstock.tokenizer.template_pool import TemplateLimits, TemplatePool
 from penstock.tokenizer.tokenizer import Vocabulary, clean_up
@@ -66,15 +66,19 @@ async def load_service(
     """Load and warm up; `show` gets the progress of a download. Raises StartupError naming the file and MODEL."""
     loop = asyncio.get_running_loop()
     folder = await asyncio.to_thread(resolve_model, config.model, show=show)
-    bundle = await load_bundle(folder, timeout_seconds=config.load_timeout_seconds)
-    vocabulary = await loop.run_in_executor(None, _vocabulary, folder, bundle)
-    templates = ChatTemplates(
-        bundle.templates,
-        bundle.special_tokens,
-        vocabulary.marks,
-        # A tokenizer that splits special tokens makes no control id from any text, not even the template's own.
-        protect=not (config.allow_control_tokens_in_content or bundle.split_special_tokens),
-    )
+    bundle, child = await load_in_child(folder, timeout_seconds=config.load_timeout_seconds)
+    try:
+        vocabulary = await loop.run_in_executor(None, _vocabulary, folder, bundle)
+        templates = ChatTemplates(
+            bundle.templates,
+            bundle.special_tokens,
+            vocabulary.marks,
+            # A tokenizer that splits special tokens makes no control id from any text, not even the template's own.
+            protect=not (config.allow_control_tokens_in_content or bundle.split_special_tokens),
+        )
+    except BaseException:
+        await child.kill()
+        raise
     pool = TemplatePool(templates.renderer_settings, _template_limits(config), metrics)
     workers = Workers(
         vocabulary,
@@ -86,7 +90,7 @@ async def load_service(
         inline_bytes=config.inline_encode_bytes,
     )
     try:
-        await pool.start()
+        await pool.start(child)
         detokenizers = await loop.run_in_executor(None, _detokenizers, vocabulary)
         await workers.run(0, lambda tokenizer: tokenizer.encode_rendered("warm up", None))
     except BaseException:

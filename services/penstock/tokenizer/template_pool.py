@@ -95,9 +95,12 @@ class TemplatePool:
         """Process ids of the live processes."""
         return [worker.child.pid for worker in self._workers]
 
-    async def start(self) -> None:
-        """Start one process and, behind it, the others. Raises StartupError naming a template that does not compile."""
-        await self._start_one()
+    async def start(self, first: Child) -> None:
+        """Let `first`, of load_process.py, be a process and start, behind it, the others.
+
+        Raises StartupError naming a template that does not compile.
+        """
+        await self._start_one(first)
         self._starting = [self._spawn(self._keep_starting()) for _ in range(1, self._limits.processes)]
 
     async def wait_complete(self) -> None:
@@ -230,10 +233,10 @@ class TemplatePool:
             await asyncio.sleep(delay)
             delay = min(2 * delay, MAX_RESTART_SECONDS)
 
-    async def _start_one(self) -> None:
+    async def _start_one(self, child: Child | None = None) -> None:
         if self._closed:
             raise Unavailable("closing", reason="DRAINING")
-        child = await Child.spawn("penstock.tokenizer.template_process", child_environment())
+        child = child or await Child.spawn("penstock.tokenizer.template_process", child_environment())
         self._others.add(child)
         try:
             async with asyncio.timeout(self._limits.start_seconds):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from jinja2 import nodes
 
@@ -104,7 +104,11 @@ def answer_to(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     answers = child_io.claim_stdout()
     child_io.forbid_torch()
-    settings = child_io.read(sys.stdin.buffer)
+    serve(child_io.read(sys.stdin.buffer), answers)
+
+
+def serve(settings: dict[str, Any], answers: BinaryIO) -> None:
+    """Answer requests of stdin until it ends. `settings`: Renderer's, cpu_seconds and memory_bytes, the limits."""
     renderer = Renderer(settings)
     limit_memory(settings["memory_bytes"])
     # Compiling takes longer than rendering and happens once.

@@ -206,6 +206,39 @@ async def test_a_template_process_that_dies_is_replaced_unnoticed(greedy: tuple[
     assert pid not in app.service.pool.pids
 
 
+async def test_the_process_that_loads_is_the_first_one_of_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn, started = Child.spawn, []
+
+    async def spawn_known(module: str, environment: dict[str, str]) -> Child:
+        child = await spawn(module, environment)
+        started.append((module.rpartition(".")[2], child.pid))
+        return child
+
+    monkeypatch.setattr(Child, "spawn", spawn_known)
+    async with serving(template_processes=2) as (stub, app, _):
+        await app.service.pool.wait_complete()
+        assert [module for module, _ in started] == ["load_process", "template_process"]
+        assert app.service.pool.pids == [pid for _, pid in started]
+        assert (await stub.ApplyChatTemplate(chat("hello"))).text
+
+
+async def test_a_load_that_is_given_up_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn, started = Child.spawn, []
+
+    async def spawn_known(module: str, environment: dict[str, str]) -> Child:
+        started.append(await spawn(module, environment))
+        return started[-1]
+
+    monkeypatch.setattr(Child, "spawn", spawn_known)
+    monkeypatch.setattr("penstock.tokenizer.service.ChatTemplates", 1)
+    with pytest.raises(TypeError):
+        async with serving():
+            pass
+    (child,) = started
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)
+
+
 async def test_a_template_process_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.tokenizer.template_pool.RESTART_SECONDS", 0.01)
     spawn, tries = Child.spawn, 0

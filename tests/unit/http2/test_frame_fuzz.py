@@ -8,7 +8,7 @@ import os
 import psutil
 import pytest
 from factories.wire.frame_fuzz import Fuzzer, replace_log
-from penstock.generation.host.memory import trim_heap
+from penstock.common.heap import trim_heap
 from penstock.http2.client_calls import CallsConnection
 from penstock.http2.client_stream import StreamCall
 from penstock.http2.server_call import Call

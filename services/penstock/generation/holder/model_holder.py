@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from penstock.common.errors import FailedPrecondition, Internal, Unavailable
+from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.common.progress import (
     LOAD_WEIGHTS,
@@ -26,7 +27,7 @@ from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.holder.model_load import ModelLoad
 from penstock.generation.holder.upload import UploadFolder, remove_leftovers, upload_parent
 from penstock.generation.host.arena import Arena
-from penstock.generation.host.memory import resident_bytes, trim_heap
+from penstock.generation.host.memory import resident_bytes
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.running import RunningEngine
 from penstock.generation.service import GenerationCore, Lifecycle, ModelState

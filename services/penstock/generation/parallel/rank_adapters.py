@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
-from penstock.generation.host.memory import trim_heap
 from penstock.generation.layers.lora import AdapterBatch, AdapterWeights, EmbeddingPart, LoraPart
 from penstock.generation.parallel.adapters import NONE
 from penstock.generation.parallel.messages import (

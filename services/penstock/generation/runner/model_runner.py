@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
+from penstock.common.heap import trim_heap
 from penstock.generation.attention.host_kv import copy_blocks
 from penstock.generation.attention.upload import uploaded
 from penstock.generation.core.draw import DrawKind
@@ -18,7 +19,6 @@ from penstock.generation.core.request import Logprob, PositionLogprobs
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
-from penstock.generation.host.memory import trim_heap
 from penstock.generation.models.capture import joint
 from penstock.generation.models.captured_decode import CapturedLM, can_capture
 from penstock.generation.runner.dola import EarlyExits

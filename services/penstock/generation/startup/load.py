@@ -15,6 +15,7 @@ import torch
 from penstock.common.checkpoint import resolve_model
 from penstock.common.errors import InvalidArgument, PenstockError, StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
+from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.common.progress import LOAD_WEIGHTS, TUNE, WARM_UP, CountBytes, ShowProgress, Stage
 from penstock.common.units import format_size
@@ -32,7 +33,7 @@ from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.grammar.state import MaskWorkers
 from penstock.generation.host.arena import Arena
-from penstock.generation.host.memory import format_weights, kv_pool_blocks, parse_memory, trim_heap
+from penstock.generation.host.memory import format_weights, kv_pool_blocks, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model, read_model_config

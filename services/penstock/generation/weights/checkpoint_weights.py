@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.common.errors import StartupError
+from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.generation.core.model_config import Activation
-from penstock.generation.host.memory import trim_heap
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8, NotFinite, WholeRows
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, HeadOrder, LayerLinear
 
