@@ -24,6 +24,8 @@ os.environ.setdefault("PENSTOCK_HTTP_PORT", "-1")
 os.environ.setdefault("PENSTOCK_TUNE_SECONDS", "0")
 # And each tokenizer would start two processes for templates, which take longer than the rest of it.
 os.environ.setdefault("PENSTOCK_TEMPLATE_PROCESSES", "1")
+# Nor do services import torch, each for two seconds: see factories/servers/fork_server.py.
+os.environ.setdefault("PENSTOCK_FORKED_SERVICES", "1" if sys.platform == "linux" else "0")
 # And each would compile all modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -69,6 +71,8 @@ def pytest_collection() -> Generator[None, object, object]:
         # A service takes back what it froze before it collects an unloaded model. Here that would be all of this: the
         # services that are processes of their own do it.
         gc.freeze = gc.unfreeze = lambda: None
+        # As services have it, or more: of the rest, a twentieth was the collector's.
+        gc.set_threshold(50_000, 20, 50)
 
 
 def _turn(item: pytest.Item) -> tuple[bool, int]:

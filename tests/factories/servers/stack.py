@@ -19,10 +19,12 @@ from types import TracebackType
 from typing import Self
 
 import grpc
+from factories.servers.forked import ForkedProcess, ForkServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 START_TIMEOUT = 300.0
+_PROGRAM = ("-m", "penstock.cli.main")
 
 
 _reserved: list[socket.socket] = []
@@ -71,7 +73,7 @@ class Process:
     """One service process; its output goes to a file."""
 
     name: str
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | ForkedProcess
     port: int
     metrics_port: int
     log: Path
@@ -117,6 +119,9 @@ _FIXED = {
 }
 
 
+_forks = ForkServer()
+
+
 @functools.cache
 def _log_folder() -> str:
     """A folder for the logs of processes; it goes with this one."""
@@ -129,25 +134,31 @@ def start(
     role: str | None,
     *flags: str,
     environment: dict[str, str] | None = None,
-    program: tuple[str, ...] = ("-m", "penstock.cli.main"),
+    program: tuple[str, ...] = _PROGRAM,
+    forked: bool = True,
 ) -> Process:
     """Start `penstock serve [ROLE]` on free ports; does not wait for it to be ready. No role: the whole tree.
 
-    `program`: the program that Python runs in place of `penstock`.
+    `program`: the program that Python runs in place of `penstock`. With PENSTOCK_FORKED_SERVICES=1, as tests have it,
+    `penstock` itself is forked where it can be, unless `forked` is False.
     """
     port, metrics_port = free_port(), free_port()
     name = role or "serve"
     log = Path(tempfile.mkstemp(prefix=f"{name}-", suffix=".log", dir=_log_folder())[1])
-    command = [sys.executable, *program, "serve", *([role] if role else [])]
+    arguments = ["serve", *([role] if role else []), "--port", str(port)]
     # The gateway's metrics are on its only port.
-    command += ["--port", str(port), *(["--metrics-port", str(metrics_port)] if role != "gateway" else []), *flags]
+    arguments += [*(["--metrics-port", str(metrics_port)] if role != "gateway" else []), *flags]
     if threading.current_thread() is threading.main_thread():
         # It dies with the thread that started it: the main one lives as long as the tests or the benchmark.
-        command += ["--parent-pid", str(os.getpid())]
-    with log.open("wb") as out:
-        popen = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **_FIXED, **(environment or {})}
-        )
+        arguments += ["--parent-pid", str(os.getpid())]
+    variables = {**os.environ, **_FIXED, **(environment or {})}
+    popen: subprocess.Popen[bytes] | ForkedProcess | None = None
+    if forked and program == _PROGRAM and os.environ.get("PENSTOCK_FORKED_SERVICES") == "1":
+        popen = _forks.fork(arguments, variables, log)
+    if popen is None:
+        with log.open("wb") as out:
+            command = [sys.executable, *program, *arguments]
+            popen = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=variables)
     return Process(name, popen, port, metrics_port, log)
 
 

@@ -59,7 +59,7 @@ async def test_stream_outlives_its_backends_process(signal_number: signal.Signal
 
 def test_router_process_is_small_and_knows_neither_torch_nor_transformers() -> None:
     with backend_process() as (_, backend):
-        router = stack.start("router", "--tokenizer", tokenizer_address(), "--backend", backend)
+        router = stack.start("router", "--tokenizer", tokenizer_address(), "--backend", backend, forked=False)
         try:
             stack.wait_serving(router.address, router)
             process = psutil.Process(router.popen.pid)

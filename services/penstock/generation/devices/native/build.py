@@ -78,10 +78,17 @@ def sources_digest(torch_version: str, extra: tuple[str, ...] = (), *, machine: 
     `machine`: the kind of processor, as uname has it; this one's by default.
     """
     flags = (_FLAGS, _EXACT, _EXACT_SOURCES, _FLAGS_OF_SETS, _OPERATOR_FILES, _OPERATOR_FLAGS, extra)
-    digest = hashlib.sha256(repr((torch_version, machine or platform.machine(), *flags)).encode())
+    text = repr((torch_version, machine or platform.machine(), *flags, _digest_of_sources()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    # Read once: a look for kernels asks twice.
+    digest = hashlib.sha256()
     for source in sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h")):
         digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
 def _folder(cache: Path, extra: tuple[str, ...] = ()) -> Path:
