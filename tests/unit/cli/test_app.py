@@ -98,10 +98,12 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 TIME = re.compile(r'"timestamp": "[^"]*"')
 # Runs each command of stdin, a JSON list of lists, in a fork that begins as `penstock` does; prints codes and stderr.
 FORKS = """
-import json, os, sys, tempfile
+import importlib.metadata, json, os, sys, tempfile
 import penstock.cli.bench.command, penstock.cli.bench.dataset, penstock.cli.client.chat, penstock.cli.serve.direct
 from penstock.cli.app import app
 from penstock.cli.main import main
+# typer's, once it reads a command line.
+from pydantic import TypeAdapter
 done = []
 for arguments in json.load(sys.stdin):
     with tempfile.TemporaryFile("w+") as stderr:
@@ -111,7 +113,13 @@ for arguments in json.load(sys.stdin):
             os.dup2(stderr.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
             sys.argv = ["penstock", *arguments]
-            main()
+            try:
+                main()
+            except SystemExit as ended:
+                # Half of a fork's time would be the end of an interpreter.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(ended.code)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         stderr.seek(0)
         done.append({"code": code, "stderr": stderr.read()})
