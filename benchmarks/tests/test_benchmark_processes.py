@@ -83,7 +83,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_sigterm_ends_all_and_leaves_no_file(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "temporary"

@@ -41,7 +41,7 @@ async def test_there_are_a_hundred_documents_of_twenty_schemas() -> None:
     assert len(SCHEMAS) * sum(DOCUMENTS.values()) == 100
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", SCHEMAS)
 async def test_every_document_is_complete_and_valid(service: tuple[Client, int], name: str) -> None:
     client, count = service

@@ -76,6 +76,7 @@ def by_hand(generator: Generator, count: int, table: list[int], options: dict[st
         logits = decode(generator, drawn.token_id, length, table)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "options",
     [

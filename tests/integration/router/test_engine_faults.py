@@ -21,7 +21,7 @@ from penstock_client._tensors import set_rows
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TOKENS = 400
+TOKENS = 240
 STALL_SECONDS = 3.0
 # An engine may have made its last token before the test knows of the 20th: then the fault comes too late.
 TRIES = 20

@@ -51,6 +51,7 @@ def contrastive(prompt: list[int], alpha: float = 0.6, top_k: int = 4, **fields:
     return request(prompt, mode=ContrastiveOptions(alpha, top_k), **fields)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 def test_ids_are_those_of_the_release(golden: Mapping[str, CausalLM], case: Mapping[str, Any]) -> None:
     kwargs = dict(case["kwargs"])

@@ -51,6 +51,7 @@ def reference(folder: Path) -> PreTrainedModel:
     return reference_model(folder)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 def test_ids_are_those_of_the_last_release_that_had_it(golden: Mapping[str, CausalLM], case: Mapping[str, Any]) -> None:
     config, kwargs = GOLDEN_MODELS[case["model"]].config, dict(case["kwargs"])
@@ -90,6 +91,7 @@ def expected_scores(reference: PreTrainedModel, ids: list[int], layers: tuple[in
     return torch.stack(rows)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layers", [(0,), (1, 3), (0, 2, 4), (4, 1, 5, 0)])
 @pytest.mark.parametrize("scale", [None, 1.8])
 def test_sampled_logprobs_are_those_of_the_contrasted_distribution(

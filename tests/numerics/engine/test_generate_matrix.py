@@ -146,7 +146,7 @@ def test_without_an_input_it_begins_as_transformers_does(models: Models) -> None
     assert generate(models.ours("golden-qwen2"), [], arguments).ids == [expected[0, 1:].tolist()]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(10)
 @matrix(mode_cases.beam)
 def test_beam_search_gives_the_ids_and_scores_of_transformers(models: Models, case: Case) -> None:
     check_ids(models, case)
@@ -176,7 +176,7 @@ def test_guided_sampling_draws_from_the_scores_of_transformers(models: Models, c
     check_scores(models, case)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(10)
 @matrix(mode_cases.beam_sample)
 def test_beam_sampling_draws_from_the_scores_of_transformers(models: Models, case: Case) -> None:
     check_scores(models, case)
@@ -250,13 +250,13 @@ def test_contrastive_search_gives_the_golden_ids(models: Models, golden: dict[st
     check_golden(models, golden)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @golden_cases("group_beam")
 def test_group_beam_search_gives_the_golden_ids_and_scores(models: Models, golden: dict[str, Any]) -> None:
     check_golden(models, golden)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @golden_cases("constrained_beam")
 def test_constrained_beam_search_gives_the_golden_ids_and_scores(models: Models, golden: dict[str, Any]) -> None:
     check_golden(models, golden)
@@ -275,7 +275,7 @@ def test_the_golden_files_were_made_with_these_models() -> None:
         assert set(used) <= set(GOLDEN_MODELS)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @golden_cases("beam", "guidance")
 def test_the_golden_files_agree_with_the_installed_release_where_both_have_the_mode(
     models: Models, golden: dict[str, Any]

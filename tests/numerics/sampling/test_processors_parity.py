@@ -168,7 +168,7 @@ def test_each_option_does_something(options: dict[str, Any]) -> None:
     assert any(is_changed(seed) for seed in range(300))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32), st.sampled_from([0.1, 0.25, 0.5]))
 def test_any_mix_of_options_in_any_mix_of_rows_equals_transformers(seed: int, share: float) -> None:
     rng = random.Random(seed)
@@ -183,7 +183,7 @@ def test_any_mix_of_options_in_any_mix_of_rows_equals_transformers(seed: int, sh
     walk(batch, rng, 4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32), st.sampled_from([0.1, 0.3]))
 def test_beams_are_processed_as_log_probabilities_and_keep_a_token_beside_the_ends(seed: int, share: float) -> None:
     rng = random.Random(seed)
@@ -250,7 +250,7 @@ def test_tokens_that_other_groups_took_lose_the_penalty_once_for_each() -> None:
     torch.testing.assert_close(new_sampler().processed_scores(logits_NV, batch), expected_NV)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32))
 def test_with_any_options_a_row_draws_in_every_batch_what_it_draws_alone(seed: int) -> None:
     rng = random.Random(seed)

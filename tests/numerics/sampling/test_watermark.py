@@ -45,6 +45,7 @@ def generate(options: AnyWatermark | None, seed: int, length: int) -> list[int]:
     return one.output_token_ids
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("vocab_size", [VOCAB, 151_936])
 @pytest.mark.parametrize("options", SCHEMES, ids=str)
 def test_green_lists_are_those_of_transformers(options: WatermarkOptions, vocab_size: int) -> None:
@@ -67,6 +68,7 @@ def test_green_lists_are_those_of_transformers(options: WatermarkOptions, vocab_
         assert sum(byte.bit_count() for byte in bits.tolist()) == len(expected)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("ignore_repeated", [False, True])
 @pytest.mark.parametrize("options", SCHEMES, ids=str)
 def test_evidence_is_that_of_transformers(options: WatermarkOptions, ignore_repeated: bool) -> None:

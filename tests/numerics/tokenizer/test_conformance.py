@@ -185,6 +185,7 @@ def template_files() -> list[str]:
         return ["absent"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("file", template_files())
 def test_templates_render_and_encode_as_in_transformers(name: str, file: str) -> None:
