@@ -71,7 +71,7 @@ def pytest_collection() -> Generator[None, object, object]:
         # A service takes back what it froze before it collects an unloaded model. Here that would be all of this: the
         # services that are processes of their own do it.
         gc.freeze = gc.unfreeze = lambda: None
-        # As services have it, or more: of the rest, a twentieth was the collector's.
+        # Python's own first threshold is 700. Its rounds took a twentieth of what was left.
         gc.set_threshold(50_000, 20, 50)
 
 

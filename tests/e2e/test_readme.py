@@ -51,7 +51,7 @@ EXPECTED = {
 
 @functools.cache
 def http_port() -> int:
-    """Of the gateway, chosen when it starts."""
+    """Port of the gateway, chosen when it starts."""
     return free_port()
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import resource
 
+from penstock.common.heap import free_heap_bytes
+
 
 def limit_memory(headroom_bytes: int) -> None:
-    """Allow so many bytes of address space beyond the present ones."""
+    """Allow so many bytes of address space beyond those in use."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    limit = mapped + headroom_bytes
+    # What is free within the heap can be used without a limit: after a large load it is tens of megabytes.
+    limit = mapped + headroom_bytes - free_heap_bytes()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 

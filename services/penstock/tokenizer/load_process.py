@@ -27,7 +27,8 @@ MAX_IDS = 1 << 24
 def read_sources_once() -> None:
     """Give transformers.models what `import transformers` has read already: the sources of all models.
 
-    transformers 5 reads them for each of both, for the names that they export; a fifth of this process's time.
+    transformers 5 reads them twice, for itself and for transformers.models, to know the names that they export. Once
+    takes a fifth of this process's time.
     """
     import transformers
     from transformers.utils import import_utils
@@ -118,26 +119,27 @@ def _generation_eos(folder: Path) -> list[int]:
 def main() -> None:
     answers = child_io.claim_stdout()
     child_io.forbid_torch()
-    # It saves time only: another release of transformers may do without.
-    with contextlib.suppress(AttributeError, TypeError):
-        read_sources_once()
     folder = Path(child_io.read(sys.stdin.buffer)["folder"])
     try:
+        # It saves time only: another release of transformers may do without. Where transformers itself cannot be
+        # imported, `load` says why.
+        with contextlib.suppress(Exception):
+            read_sources_once()
         answer: dict[str, Any] = {"bundle": asdict(load(folder))}
     except Exception as error:  # a process boundary: the parent reports any fault of the folder
         answer = {"error": f"{type(error).__name__}: {error}"}
     answers.write(child_io.pack(answer))
     answers.flush()
+    # What was loaded is garbage now: a template process lives as long as the service.
     del answer
+    gc.collect()
+    trim_heap()
     try:
         settings = child_io.read(sys.stdin.buffer)
     except EOFError:
         return
     from penstock.tokenizer import template_process
 
-    # What was loaded is garbage now: a template process lives as long as the service.
-    gc.collect()
-    trim_heap()
     template_process.serve(settings, answers)
 
 

@@ -76,19 +76,19 @@ async def load_service(
             # A tokenizer that splits special tokens makes no control id from any text, not even the template's own.
             protect=not (config.allow_control_tokens_in_content or bundle.split_special_tokens),
         )
+        pool = TemplatePool(templates.renderer_settings, _template_limits(config), metrics)
+        workers = Workers(
+            vocabulary,
+            metrics,
+            small=config.workers,
+            large=config.large_workers,
+            large_bytes=config.large_text_bytes,
+            max_queued=config.max_queued_requests,
+            inline_bytes=config.inline_encode_bytes,
+        )
     except BaseException:
         await child.kill()
         raise
-    pool = TemplatePool(templates.renderer_settings, _template_limits(config), metrics)
-    workers = Workers(
-        vocabulary,
-        metrics,
-        small=config.workers,
-        large=config.large_workers,
-        large_bytes=config.large_text_bytes,
-        max_queued=config.max_queued_requests,
-        inline_bytes=config.inline_encode_bytes,
-    )
     try:
         await pool.start(child)
         detokenizers = await loop.run_in_executor(None, _detokenizers, vocabulary)

@@ -233,10 +233,10 @@ class TemplatePool:
             await asyncio.sleep(delay)
             delay = min(2 * delay, MAX_RESTART_SECONDS)
 
-    async def _start_one(self, child: Child | None = None) -> None:
+    async def _start_one(self, known: Child | None = None) -> None:
         if self._closed:
             raise Unavailable("closing", reason="DRAINING")
-        child = child or await Child.spawn("penstock.tokenizer.template_process", child_environment())
+        child = known or await Child.spawn("penstock.tokenizer.template_process", child_environment())
         self._others.add(child)
         try:
             async with asyncio.timeout(self._limits.start_seconds):
@@ -244,6 +244,10 @@ class TemplatePool:
         except (TimeoutError, ChildEnded) as error:
             await child.kill()
             self._others.discard(child)
+            if known is not None and isinstance(error, ChildEnded):
+                # It may have ended since it loaded, which says nothing about the templates.
+                await self._start_one()
+                return
             raise StartupError("the chat template process did not start") from error
         if wrong:
             name, message = next(iter(wrong.items()))

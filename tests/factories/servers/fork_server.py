@@ -1,8 +1,9 @@
 """Program that forks service processes. What they import, it has: torch alone would take each of them two seconds.
 
 Reads orders from stdin, a line of JSON each: `arguments` of `penstock`, its `environment`, working `folder` and `log`.
-Answers each with a line, the id of a process whose parent is the caller, given as argument: it is orphaned at once, and
-the caller is a subreaper meanwhile. All else is as in a process of its own: it is killed, waited for and measured so.
+Answers each with a line, the id of a process that has the caller, given as argument, for its parent: it is orphaned at
+once, and the caller is a subreaper meanwhile. So it is waited for and killed as any other. But it has every service's
+modules, torch among them: a test of what a service imports, or of its memory, starts it with `forked=False`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _become(order: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # Not the folder of this file, whose modules have common names.
+    # Not the folder of this file: its modules have common names.
     sys.path[0] = os.getcwd()
     from penstock.cli.main import main
     from penstock.common.environment import prepare_environment

@@ -44,7 +44,9 @@ class ForkedProcess:
         if self.poll() is None:
             watched = os.pidfd_open(self.pid)
             try:
-                select.select([watched], [], [], timeout)
+                waiting = select.poll()
+                waiting.register(watched, select.POLLIN)
+                waiting.poll(None if timeout is None else max(0, timeout * 1000))
             finally:
                 os.close(watched)
         code = self.poll()
@@ -87,25 +89,36 @@ class ForkServer:
             if self._of_libraries(environment) != self._environment:
                 return None
             order = {"arguments": arguments, "environment": environment, "folder": os.getcwd(), "log": str(log)}
-            with _adopting():
-                assert server.stdin is not None
-                assert server.stdout is not None
-                server.stdin.write(json.dumps(order).encode() + b"\n")
-                server.stdin.flush()
-                return ForkedProcess(int(server.stdout.readline()))
+            try:
+                with _adopting():
+                    assert server.stdin is not None
+                    assert server.stdout is not None
+                    server.stdin.write(json.dumps(order).encode() + b"\n")
+                    server.stdin.flush()
+                    return ForkedProcess(int(server.stdout.readline()))
+            except BaseException:
+                # Its next answer may be to this order.
+                server.kill()
+                self._server = None
+                raise
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._added = quiet_environment()
         self._environment = self._of_libraries(os.environ)
         command = [sys.executable, str(_SERVER), str(os.getpid())]
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        atexit.register(self._server.communicate)
+        atexit.register(_end, self._server)
         return self._server
 
     def _of_libraries(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Variables that something may read when it is imported; ours are read when a service starts."""
         everything = {**self._added, **environment}
         return {name: value for name, value in everything.items() if not name.startswith(("PENSTOCK_", "PYTEST_"))}
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is None:
+        server.communicate()
 
 
 @contextlib.contextmanager

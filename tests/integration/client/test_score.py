@@ -70,7 +70,6 @@ async def error_of(call: Any) -> PenstockError:
 LONG = list(range(2, 40)) * 40
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("fields", "field"),
     [

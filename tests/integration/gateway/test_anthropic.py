@@ -63,7 +63,6 @@ def client(served: Served) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=served.root, api_key="none", max_retries=0, timeout=120)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", ASKED)
 def test_streams_say_what_answers_say(client: anthropic.Anthropic, case: str) -> None:
     asked = asked_as(ASKED[case])

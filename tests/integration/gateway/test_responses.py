@@ -47,7 +47,6 @@ def shown(response: Response) -> Any:
     return items, response.status, response.incomplete_details, usage.input_tokens, usage.output_tokens
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", ASKED)
 def test_streams_say_what_answers_say(served: Served, case: str) -> None:
     asked: dict[str, Any] = {"model": MODEL, "input": QUESTION, **ASKED[case]}

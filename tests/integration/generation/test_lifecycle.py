@@ -311,7 +311,6 @@ async def test_a_caller_that_leaves_does_not_end_a_reload(client: Client) -> Non
     assert (await client.generate(request())).error is None
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("what", ["shape", "tokenizer", "truncated", "gone"])
 async def test_weights_that_cannot_be_used_are_refused_and_the_old_ones_serve_on(tmp_path: Path, what: str) -> None:
     folder = text_checkpoint(tmp_path / "model")

@@ -176,7 +176,6 @@ MODES = [
 ]
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("config", "mode"), MODES, ids=[str(mode) for _, mode in MODES])
 async def test_started_says_the_mode_through_the_router(client: Client, router: Router, config: Any, mode: int) -> None:
     message = config_pb2.GenerationConfig(max_new_tokens=4, **config)

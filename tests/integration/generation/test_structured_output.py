@@ -80,7 +80,7 @@ def texts(outcome: Outcome) -> list[str]:
     ]
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_complete_output_obeys(client: Client, kind: str, mode: str) -> None:
@@ -91,7 +91,6 @@ async def test_every_complete_output_obeys(client: Client, kind: str, mode: str)
     await client.until_idle()
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_prompt_lookup_changes_nothing(client: Client, kind: str, mode: str) -> None:

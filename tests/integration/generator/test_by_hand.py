@@ -76,7 +76,6 @@ def by_hand(generator: Generator, count: int, table: list[int], options: dict[st
         logits = decode(generator, drawn.token_id, length, table)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "options",
     [

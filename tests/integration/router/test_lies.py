@@ -30,7 +30,6 @@ def on_both_transports() -> Iterator[Any]:
         yield pytest.param(lie, "grpc", id=f"{lie.name}-grpc", marks=marks)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("lie", "transport"), [*on_both_transports()])
 async def test_no_lie_ends_with_ok(lie: Lie, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TEST_TRANSPORT", transport)

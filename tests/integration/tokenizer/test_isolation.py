@@ -25,8 +25,10 @@ from penstock.common.errors import ResourceExhausted, StartupError, from_rpc_err
 from penstock.serving.grpc_options import channel_options
 from penstock.serving.server import serve_in_process
 from penstock.tokenizer.app import TokenizerApp
+from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.chat_template import Conversation
 from penstock.tokenizer.config import TokenizerConfig
+from penstock.tokenizer.loader import load_in_child
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 from prometheus_client import CollectorRegistry
@@ -220,6 +222,19 @@ async def test_the_process_that_loads_is_the_first_one_of_templates(monkeypatch:
         assert [module for module, _ in started] == ["load_process", "template_process"]
         assert app.service.pool.pids == [pid for _, pid in started]
         assert (await stub.ApplyChatTemplate(chat("hello"))).text
+
+
+async def test_a_process_that_ended_when_it_had_loaded_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load_and_die(folder: Path, *, timeout_seconds: float) -> tuple[TokenizerBundle, Child]:
+        bundle, child = await load_in_child(folder, timeout_seconds=timeout_seconds)
+        os.kill(child.pid, signal.SIGKILL)
+        await child.ended
+        return bundle, child
+
+    monkeypatch.setattr("penstock.tokenizer.service.load_in_child", load_and_die)
+    async with serving() as (stub, app, _):
+        assert (await stub.ApplyChatTemplate(chat("hello"))).text
+        assert len(app.service.pool.pids) == 1
 
 
 async def test_a_load_that_is_given_up_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

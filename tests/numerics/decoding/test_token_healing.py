@@ -115,7 +115,6 @@ def test_the_prompt_of_these_tests_is_changed(model: CausalLM) -> None:
     assert started.healed[1] == (TABLE.bytes_of(started.healed[0])[len(TABLE.bytes_of(PROMPT[-1])) :]).decode()
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_what_it_gives_on_the_healed_prompt(model: CausalLM, mode: str) -> None:
     (item,) = [one for one in requests(healing=True) if one.request_id == mode]

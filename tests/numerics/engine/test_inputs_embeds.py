@@ -55,7 +55,6 @@ def summary(loaded: LoadedModel, ids: list[int], arguments: Mapping[str, Any]) -
     return found.ids, [end.reason for end in finished.sequences], finished.prompt_tokens
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_gives_for_rows_what_it_gives_for_ids_with_these_rows(pair: Pair, mode: str, seed: int) -> None:

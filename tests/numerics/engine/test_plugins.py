@@ -67,7 +67,7 @@ MODES: list[dict[str, Any]] = [
 DRAFTS: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 3}, {"assistant_model": "golden-qwen2"}]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("mode", "which"),
     [

@@ -84,7 +84,6 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return lengths, sorted(wanted), ids
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "quantization"), KINDS)
 @settings(max_examples=12)
 @given(step=steps(), threads=st.sampled_from([1, 2, 3]), shared=st.booleans(), kv_int8=st.booleans())

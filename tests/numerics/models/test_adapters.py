@@ -40,7 +40,7 @@ def merged(tmp_path: Path, checkpoint: Path, folder: Path) -> Tensor:
     return result
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rank", [4, 8, 16, 33, 64])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_is_the_merged_model(tmp_path: Path, family: str, rank: int) -> None:
@@ -91,7 +91,6 @@ def test_experts_and_scaled_embeddings_have_none(
     assert caught.value.reason == "ADAPTER_UNSUPPORTED"
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -76,7 +76,7 @@ def logits(
     return [torch.stack(sequence.logits) for sequence in sequences]
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize(("family", "config"), CASES)
 @pytest.mark.parametrize("block_size", [8, 16])

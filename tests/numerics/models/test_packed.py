@@ -34,7 +34,7 @@ def logits(model: CausalLM) -> torch.Tensor:
     return torch.cat([torch.stack(sequence.logits) for sequence in sequences])
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
 @pytest.mark.parametrize(("family", "config"), CASES, ids=[f"{family}{len(config)}" for family, config in CASES])
 def test_logits_and_ids_are_those_of_the_checkpoint(

@@ -86,7 +86,7 @@ def test_the_fallback_names_a_quantised_matrix_that_is_no_linear_layer(tmp_path:
     assert raised.value.flag == "MODEL"
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", ["phi3", "glm4", "gemma2", "qwen3_moe", "olmo2"])
 @pytest.mark.parametrize("case", ["gptq", "w8a8", "awq"])

@@ -174,7 +174,6 @@ def repeating() -> list[int]:
     return prompt(6) * 5
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_assisted_answers_carry_the_tensors_of_the_unassisted(pair: Pair, do_sample: bool) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "tensors": EVERYTHING, "do_sample": do_sample, "seed": 7}

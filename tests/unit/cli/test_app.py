@@ -116,7 +116,7 @@ for arguments in json.load(sys.stdin):
             try:
                 main()
             except SystemExit as ended:
-                # Half of a fork's time would be the end of an interpreter.
+                # Half of a fork's time would be the end of an interpreter. (Two commands below are whole processes.)
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(ended.code)
@@ -270,14 +270,17 @@ def test_a_process_of_its_own_says_the_same(refusals: dict[tuple[str, ...], dict
 
 def test_a_taken_http_port_is_said_at_once_with_the_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = penstock("serve", "--port", "0", "--metrics-port", "0", "--http-port", port)
-        # What is wrong on any machine comes first.
-        wrong = penstock("serve", "--port", port, "--http-port", "0", "--tls-cert", "x.pem", "--tls-key", "y.pem")
-    assert "--channel-tls-ca" in wrong.stderr
+        done = penstock("serve", "--port", "0", "--metrics-port", "0", "--http-port", str(taken.getsockname()[1]))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "is taken: give --http-port another one, or -1 for no HTTP gateway" in done.stderr
+
+
+def test_what_is_wrong_on_any_machine_is_said_before_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = penstock("serve", "--port", port, "--http-port", "0", "--tls-cert", "x.pem", "--tls-key", "y.pem")
+    assert "--channel-tls-ca" in done.stderr
 
 
 def test_a_wrong_variable_is_named() -> None:
