@@ -39,7 +39,9 @@ def read_sources_once() -> None:
     # From its cache, to which `import transformers` has added names of its own.
     found = define(models, prefix="models")
     named = {
-        backends: {name[7:]: objects for name, objects in modules.items() if name.startswith("models.")}
+        backends: {
+            name.removeprefix("models."): objects for name, objects in modules.items() if name.startswith("models.")
+        }
         for backends, modules in found.items()
     }
 

@@ -33,17 +33,22 @@ async def load_in_child(folder: Path, *, timeout_seconds: float) -> tuple[Tokeni
     check_folder(folder)
     child = await Child.spawn("penstock.tokenizer.load_process", child_environment())
     try:
-        answer = await asyncio.wait_for(child.ask({"folder": str(folder)}), timeout_seconds)
-        if "error" in answer:
-            raise _broken(folder, answer["error"])
-        return TokenizerBundle(**answer["bundle"]), child
-    except BaseException as error:
+        return await _ask(child, folder, timeout_seconds), child
+    except BaseException:
         await child.kill()
-        if isinstance(error, TimeoutError):
-            raise _broken(folder, f"it did not load within {timeout_seconds:g} s") from None
-        if isinstance(error, ChildEnded):
-            raise _broken(folder, f"the loading process ended with status {child.returncode}") from error
         raise
+
+
+async def _ask(child: Child, folder: Path, timeout_seconds: float) -> TokenizerBundle:
+    try:
+        answer = await asyncio.wait_for(child.ask({"folder": str(folder)}), timeout_seconds)
+    except TimeoutError:
+        raise _broken(folder, f"it did not load within {timeout_seconds:g} s") from None
+    except ChildEnded as error:
+        raise _broken(folder, f"the loading process ended with status {child.returncode}") from error
+    if "error" in answer:
+        raise _broken(folder, answer["error"])
+    return TokenizerBundle(**answer["bundle"])
 
 
 def check_folder(folder: Path) -> None:

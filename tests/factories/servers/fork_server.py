@@ -11,8 +11,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import select
 import sys
-import time
 from typing import Any
 
 
@@ -31,12 +31,12 @@ def serve() -> None:
         order = json.loads(line)
         answers, answer = os.pipe()
         if (between := os.fork()) == 0:
-            between = os.getpid()
+            parent = os.pidfd_open(os.getpid())
             if (pid := os.fork()) != 0:
                 os.write(answer, str(pid).encode())
                 os._exit(0)
-            while os.getppid() == between:
-                time.sleep(0.0005)
+            # It is readable once that process has ended, which is after its child has got another parent.
+            select.select([parent], [], [])
             if os.getppid() != caller:
                 os._exit(1)
             _become(order)
