@@ -52,6 +52,7 @@ from penstock.generation.weights.tensor_names import LayerLinear, tensor_shapes
 LEAST_SHARE, LEAST_RATIO = 0.75, 3.0
 # One read of the drawn ids is the only wait of a step.
 WAITS_A_STEP = 1
+_TRACED = "steady steps"
 _ALLOCATING = ("cudaMalloc", "cudaFree", "cudaHostAlloc")
 
 
@@ -347,10 +348,13 @@ def trace(bench: Bench, batch: int, params: SamplingParams | None = None) -> Tra
         for _ in range(4):
             step()
         before = segments()
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities) as profiler, torch.profiler.record_function(_TRACED):
             for _ in range(bench.plan.steps):
                 step()
-        counts = Counter(event.name for event in profiler.events())
+        # The profiler waits for the device at its own end, which is no step's.
+        events = profiler.events()
+        traced = next(event.time_range for event in events if event.name == _TRACED)
+        counts = Counter(event.name for event in events if event.time_range.start < traced.end)
         taken = segments() - before
     waits = sum(count for name, count in counts.items() if is_wait(name))
     allocations = sum(count for name, count in counts.items() if name.startswith(_ALLOCATING))

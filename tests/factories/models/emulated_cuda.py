@@ -1,7 +1,7 @@
 """torch's operators of a GPU computed exactly on the CPU, under the names that a GPU runs, and a device over them.
 
-The emulation computes what torch.nn.attention.varlen documents, in any dtype, head size and block size, and refuses
-what the pool never means. It says nothing of a GPU's rounding, speed or memory.
+The emulation computes what torch.nn.attention.varlen documents, in any dtype, head size and block size. It refuses what
+the pool never means, and what torch 2.13 computes wrongly. It says nothing of a GPU's rounding, speed or memory.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ def flash_attention_forward(
     assert cum_seq_q is not None
     assert seqused_k is not None
     assert block_table is not None
-    assert cum_seq_k is None
-    assert (dropout_p, return_debug_mask, window_size_right) == (0.0, False, 0)
+    assert cum_seq_k is not None, "torch 2.13 wants both"
+    assert cum_seq_k.shape == cum_seq_q.shape
+    assert (dropout_p, return_debug_mask) == (0.0, False)
+    is_grouped = max_q == 1 and window_size_left == window_size_right == -1 and query.shape[1] > key.shape[2]
+    assert is_grouped or (window_size_right, num_splits) == (0, 1), "torch 2.13 gives wrong numbers here"
     assert {cum_seq_q.dtype, seqused_k.dtype, block_table.dtype} == {torch.int32}
     assert query.is_contiguous()
     size, kv_heads, head_dim = key.shape[1:]
@@ -231,6 +234,9 @@ class EmulatedCUDA(CUDADevice):
 
     def _runtime(self) -> Any:
         raise AssertionError("there is no GPU here")
+
+    def _operators(self) -> None:
+        """Have no Triton: it compiles for a GPU."""
 
     def _check_capability(self, quantization: str, least: tuple[int, int]) -> None:
         """Have every product."""

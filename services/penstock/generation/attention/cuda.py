@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from penstock.generation.attention.sdpa import SDPAAttention
 if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
 
+# gpu_operators.turn_and_write.
+TurnAndWrite = Callable[[Tensor, Tensor, Tensor, HeadWeights, Tensor, Tensor, Tensor], Tensor]
 _INT32 = torch.iinfo(torch.int32).max
 
 
@@ -41,10 +44,12 @@ class FlashAttention(Attention):
 
     name = "flash"
 
-    def __init__(self, limits: FlashLimits | None = None) -> None:
-        """Take the operator's limits; None: those of torch's FlashAttention."""
+    def __init__(self, limits: FlashLimits | None = None, *, turn_and_write: TurnAndWrite | None = None) -> None:
+        """Take the operator's limits (None: those of torch's FlashAttention), and what turns heads and writes them into
+        the pool in one pass (None: torch's operators)."""
         self._limits = limits or FlashLimits()
         self._portable = SDPAAttention()
+        self._turn_and_write = turn_and_write
 
     def forward(
         self,
@@ -65,25 +70,65 @@ class FlashAttention(Attention):
             return self._portable.forward(
                 q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window, softcap=softcap, sinks=sinks
             )
+        kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
+        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window)
+
+    def forward_qkv(
+        self,
+        qkv_TE: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: HeadWeights,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See Attention.forward_qkv."""
+        is_plain = not heads.norm_is_whole and self.can_be_captured(heads, qkv_TE.dtype, kv)
+        if self._turn_and_write is None or not is_plain:
+            return super().forward_qkv(qkv_TE, cos, sin, heads, layer, metadata, kv, scale, sliding_window)
+        slots = metadata.slot_mapping
+        q_THD = self._turn_and_write(qkv_TE, cos, sin, heads, kv.key(layer), kv.value(layer), slots)
+        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window)
+
+    def _attend(
+        self,
+        q_THD: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Return o_THD over keys and values that are in the pool."""
         # Imported late: the module makes an operator of its own, which a CPU's process has no use for.
         from torch.nn.attention.varlen import varlen_attn
 
-        kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
         tables = metadata.block_tables
+        longest = max(metadata.query_lens)
+        # Tokens that are their sequences' last see all of them: without a mask, query heads of one key/value head are
+        # the rows of one product.
+        is_grouped = longest == 1 and sliding_window is None and q_THD.shape[1] > kv.num_kv_heads
         out = varlen_attn(
             q_THD.contiguous(),
             kv.key(layer),
             kv.value(layer),
             metadata.query_start,
-            None,
-            max(metadata.query_lens),
+            # Wanted beside block tables, though lengths are those of seqused_k.
+            metadata.query_start,
+            longest,
             tables.shape[1] * kv.block_size,
             scale=scale,
             # Positions before a row that it sees, and after it. The row itself is not counted.
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
+            window_size=(-1, -1) if is_grouped else (-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=q_THD.shape[1] != kv.num_kv_heads,
             seqused_k=metadata.context_lens,
             block_table=tables,
+            # In torch 2.13 parts of a context are put together as if no query were longer than another: wrong numbers,
+            # and writes outside the result, for all but grouped ones. They are not cut.
+            num_splits=None if is_grouped else 1,
         )
         assert isinstance(out, Tensor)
         return out

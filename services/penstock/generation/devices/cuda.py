@@ -16,13 +16,16 @@ from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.accelerator import Accelerator
 from penstock.generation.devices.base import DTYPES, named_dtype
 from penstock.generation.devices.cuda_graphs import CUDAGraphs
-from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.kernels import GPUKernels, LayerKernels
 from penstock.generation.layers.linear import FP8
 from penstock.generation.layers.linear.fp8 import Fp8LinearMethod
+from penstock.generation.layers.linear.gpu import GPULinearMethod
 from penstock.generation.layers.linear.int4_cuda import CudaInt4Method
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Method
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from penstock.generation.attention.base import Attention
     from penstock.generation.devices.graph_capture import GraphCapture
     from penstock.generation.layers.linear.base import LinearMethod
@@ -75,7 +78,9 @@ class CUDADevice(Accelerator):
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
         """See Device."""
         if self.limits.fits(dtype, head_dim):
-            return FlashAttention(self.limits)
+            operators = self._operators()
+            turn_and_write = None if operators is None else operators.turn_and_write
+            return FlashAttention(self.limits, turn_and_write=turn_and_write)
         _log.warning(
             "attention runs by torch's general operators, which gather the context: FlashAttention has no such heads",
             dtype=str(dtype).removeprefix("torch."),
@@ -90,6 +95,9 @@ class CUDADevice(Accelerator):
         if quantization in _CAPABILITIES:
             self._check_capability(quantization, _CAPABILITIES[quantization])
             return CudaInt4Method() if quantization == "int4" else Fp8LinearMethod()
+        operators = self._operators()
+        if quantization == "none" and operators is not None:
+            return GPULinearMethod(operators)
         return super().linear_method(dtype, quantization)
 
     def _check_capability(self, quantization: str, least: tuple[int, int]) -> None:
@@ -108,4 +116,14 @@ class CUDADevice(Accelerator):
 
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
         """See Device."""
-        return LayerKernels()
+        operators = self._operators()
+        return LayerKernels() if operators is None else GPUKernels(operators)
+
+    def _operators(self) -> ModuleType | None:
+        """Return the module attention.gpu_operators; None where there is no Triton."""
+        try:
+            from penstock.generation.attention import gpu_operators
+        except ImportError:
+            _log.warning("norms, gates and rotary embedding run by torch's operators, which is slower: no Triton")
+            return None
+        return gpu_operators

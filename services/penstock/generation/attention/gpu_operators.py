@@ -1,0 +1,117 @@
+"""Small operators of a GPU in Triton, each one pass over its rows where torch's operators take several.
+
+They round where torch's operators round, so a result has the bits of the reference but for the order of a sum. Triton
+comes with torch's builds for CUDA; importing this module without it raises ImportError.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock.generation.attention.gpu_kernels import gate_rows, multiply_row, norm_rows, turn_rows
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import HeadWeights
+
+# Numbers of a row that one program of `silu_mul` computes.
+_PIECE = 1024
+# Numbers that a thread of a norm keeps, and threads of a warp.
+_EACH, _WARP = 16, 32
+# Outputs, and inputs at a time, of one program of a row's product: measured on an H100 (docs/guide/cuda.md).
+_OUTPUTS, _INPUTS = 4, 2048
+
+
+def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+    """Return LayerKernels.rms_norm, which for a weight in float32 is `rms_norm_once`."""
+    x_TI = x_TI.contiguous()
+    return _normed(x_TI, x_TI, weight_I, eps, adds=False)
+
+
+def add_rms_norm(hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+    """Add `x` to `hidden`, which is contiguous, in place. Return `rms_norm` of the sum."""
+    return _normed(hidden_TI, x_TI.contiguous(), weight_I, eps, adds=True)
+
+
+def _normed(hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float, *, adds: bool) -> Tensor:
+    width = weight_I.numel()
+    out = torch.empty_like(hidden_TI)
+    block = triton.next_power_of_2(width)
+    warps = min(max(block // (_EACH * _WARP), 1), 16)
+    grid = (hidden_TI.numel() // width,)
+    norm_rows[grid](hidden_TI, x_TI, weight_I, out, width, eps, adds, block, num_warps=warps)
+    return out
+
+
+def silu_mul(gate_up_TF: Tensor) -> Tensor:
+    """Return silu(first half) * second half of every row: (T, 2 F) -> (T, F)."""
+    gate_up_TF = gate_up_TF.contiguous()
+    width = gate_up_TF.shape[-1] // 2
+    out = gate_up_TF.new_empty((*gate_up_TF.shape[:-1], width))
+    grid = (out.numel() // width, triton.cdiv(width, _PIECE))
+    gate_rows[grid](gate_up_TF, out, width, _PIECE)
+    return out
+
+
+def turn_and_write(
+    qkv_TE: Tensor, cos: Tensor, sin: Tensor, heads: HeadWeights, keys: Tensor, values: Tensor, slots_T: Tensor
+) -> Tensor:
+    """Split, norm and turn the fused projection (attention.base.turned), write keys and values at their slots, and
+    return q_THD.
+
+    `keys`, `values`: a layer's (blocks, block size, K, D) in the projection's dtype; cos and sin (T, 1, D / 2). Norms
+    of whole rows (HeadWeights.norm_is_whole) are not computed here.
+    """
+    qkv_TE = qkv_TE.contiguous()
+    rows = len(qkv_TE)
+    q_THD = qkv_TE.new_empty((rows, heads.num_heads, heads.head_dim))
+    has_norm = heads.q_norm is not None and heads.k_norm is not None
+    half = heads.head_dim // 2
+    grid = (rows, heads.num_heads + 2 * heads.num_kv_heads)
+    turn_rows[grid](
+        qkv_TE,
+        cos.contiguous(),
+        sin.contiguous(),
+        heads.q_norm if has_norm else qkv_TE,
+        heads.k_norm if has_norm else qkv_TE,
+        slots_T,
+        q_THD,
+        keys,
+        values,
+        heads.num_heads,
+        heads.num_kv_heads,
+        half,
+        heads.eps,
+        has_norm,
+        triton.next_power_of_2(half),
+        num_warps=1,
+    )
+    return q_THD
+
+
+def row_product(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x Wᵀ + b of a single row, rounded to `dtype`: (1, out). The weight is contiguous."""
+    return _row_product(x_1I, weight_OI, bias_O, dtype, gated=False)
+
+
+def gated_row_product(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return `silu_mul` of the product of a single row, (1, out / 2), with the product rounded in between."""
+    return _row_product(x_1I, weight_OI, bias_O, x_1I.dtype, gated=True)
+
+
+def _row_product(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, *, gated: bool) -> Tensor:
+    outputs, inputs = weight_OI.shape
+    outputs //= 1 + gated
+    out = x_1I.new_empty((1, outputs), dtype=dtype)
+    # A gated output has two rows of the weight.
+    each = _OUTPUTS // (1 + gated)
+    block = min(triton.next_power_of_2(inputs), _INPUTS)
+    grid = (triton.cdiv(outputs, each),)
+    bias = weight_OI if bias_O is None else bias_O
+    multiply_row[grid](
+        x_1I.contiguous(), weight_OI, bias, out, outputs, inputs, bias_O is not None, gated, each, block, num_warps=4
+    )
+    return out

@@ -1,0 +1,99 @@
+"""Triton's operators beside torch's. Where there is no GPU, Triton interprets them on the CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from penstock.generation.attention.base import HeadWeights, turned
+from penstock.generation.layers.kernels import GPUKernels, LayerKernels
+from penstock.generation.layers.linear.gpu import GPULinearMethod
+from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Read when Triton is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+gpu_operators: Any = pytest.importorskip(
+    "penstock.generation.attention.gpu_operators",
+    reason="no Triton, which comes with torch for CUDA: docs/guide/cuda.md has the last run",
+)
+DEVICE = "cuda" if HAS_GPU else "cpu"
+# The interpreter cuts bfloat16 off where a GPU rounds it.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
+TORCH, OURS = LayerKernels(), GPUKernels(gpu_operators)
+# A unit in the last place of numbers of these sizes.
+CLOSE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype is wanted.dtype
+    assert found.shape == wanted.shape
+    assert (found.float() - wanted.float()).abs().max().item() <= CLOSE[wanted.dtype]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 96), (3, 4096)])
+def test_norms_and_gates_are_torchs(dtype: torch.dtype, rows: int, width: int) -> None:
+    x, hidden, weight = (numbers(*shape, dtype=dtype) for shape in ((rows, width), (rows, width), (width,)))
+    assert_close(OURS.rms_norm(x, weight, 1e-5), TORCH.rms_norm(x, weight, 1e-5))
+    assert_close(OURS.rms_norm_once(x, weight.float(), 1e-5), TORCH.rms_norm_once(x, weight.float(), 1e-5))
+    ours, theirs = hidden.clone(), hidden.clone()
+    assert_close(OURS.add_rms_norm(ours, x, weight, 1e-5), TORCH.add_rms_norm(theirs, x, weight, 1e-5))
+    assert ours.equal(theirs)
+    assert_close(OURS.silu_mul(x), TORCH.silu_mul(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", ["none", "narrow", "float32"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (8, 1, 80), (2, 2, 128)])
+def test_heads_are_turned_and_written(dtype: torch.dtype, norm: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    rows, slots = 3, torch.tensor([3, 17, 30], device=DEVICE)
+    qkv = numbers(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    cos, sin = (numbers(rows, 1, head_dim // 2, dtype=dtype) for _ in range(2))
+    kind = torch.float32 if norm == "float32" else dtype
+    norms = () if norm == "none" else tuple(numbers(head_dim, dtype=kind) for _ in range(2))
+    weights = HeadWeights(heads, kv_heads, head_dim, *norms, eps=1e-6)
+    keys, values = (torch.zeros(4, 8, kv_heads, head_dim, dtype=dtype, device=DEVICE) for _ in range(2))
+    q, k, v = turned(qkv, cos, sin, weights)
+    assert_close(gpu_operators.turn_and_write(qkv, cos, sin, weights, keys, values, slots), q)
+    assert_close(keys.view(-1, kv_heads, head_dim)[slots], k)
+    assert values.view(-1, kv_heads, head_dim)[slots].equal(v)
+    # Nothing else was written.
+    for pool in (keys, values):
+        assert pool.view(-1, kv_heads, head_dim)[[row for row in range(32) if row not in slots.tolist()]].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+# A single output is a number that Triton compiles in.
+@pytest.mark.parametrize(("outputs", "inputs"), [(2, 64), (66, 96), (14, 2050)])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_linear_layers_are_torchs(dtype: torch.dtype, has_bias: bool, outputs: int, inputs: int, rows: int) -> None:
+    method = GPULinearMethod(gpu_operators)
+    weight = numbers(outputs, inputs, dtype=dtype) * inputs**-0.5
+    bias = numbers(outputs, dtype=dtype) if has_bias else None
+    x = numbers(rows, inputs, dtype=dtype)
+    wanted = F.linear(x, weight, bias)
+    linear = method.linear(weight, bias)
+    if not rows:
+        assert linear(x).shape == (0, outputs)
+        return
+    assert_close(linear(x), wanted)
+    # A single row is not rounded to the dtype.
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    close = 1e-5 if rows == 1 else 2 * CLOSE[dtype]
+    assert (linear.as_float(x).double() - exact).abs().max().item() <= close
+    assert_close(method.gated(weight, bias, OURS)(x), TORCH.silu_mul(wanted))
