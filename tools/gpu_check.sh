@@ -46,8 +46,10 @@ export python
 for dtype in bfloat16 float16 float32; do
   run "Operators in $dtype" bash -c "penstock doctor --device cuda --dtype $dtype"
 done
+run "Triton's operators beside torch's" \
+  "$python" -m pytest -q -p no:cacheprovider -n 4 tests/unit/generation/attention/test_gpu_operators.py
 run "Ids of every mode in float32 beside the CPU's" \
-  "$python" -m pytest -q -p no:cacheprovider tests/numerics/engine/test_another_device.py
+  "$python" -m pytest -q -p no:cacheprovider -n 4 tests/numerics/engine/test_another_device.py
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for device in cpu cuda; do

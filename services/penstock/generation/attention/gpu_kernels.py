@@ -6,6 +6,9 @@ Arguments that are tensors arrive as pointers. Triton reads annotations, so that
 import triton
 import triton.language as tl
 
+# A float32 plus and minus this is rounded to a whole number, halves to even ones, as torch rounds.
+_ROUNDS = tl.constexpr(12582912.0)
+
 
 @triton.jit
 def norm_rows(
@@ -144,3 +147,70 @@ def multiply_row(
         gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
         found = gate * up.to(dtype).to(tl.float32)
     tl.store(out + rows, found.to(dtype), mask=is_row)
+
+
+@triton.jit
+def quantise_row(
+    x, values, scales, width, padded, MOST: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row as numbers of one byte, and its scale: int8.quantize_rows where `WHOLE`, else fp8.quantize_rows_fp8."""
+    places = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    numbers = tl.load(x + row * width + places, mask=places < width, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(numbers), axis=0)
+    if WHOLE:
+        inverse = tl.where(largest > 0, tl.div_rn(MOST, largest), 0.0)
+        found = numbers * inverse + _ROUNDS - _ROUNDS
+        scale = tl.div_rn(largest, MOST)
+    else:
+        scale = tl.div_rn(tl.maximum(largest, LEAST), MOST)
+        found = tl.minimum(tl.maximum(tl.div_rn(numbers, scale), -MOST), MOST)
+    tl.store(values + row * padded + places, found.to(values.dtype.element_ty), mask=places < padded)
+    # A number that is none is none of the results: the largest does not see it.
+    tl.store(scales + row, scale + tl.sum(numbers * 0.0, axis=0))
+
+
+@triton.jit
+def rescale_row(
+    sums, weight_scales, row_scales, bias, out, outputs, padded, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A piece of a row of sums times the scales, plus the bias."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = places < outputs
+    found = tl.load(sums + row * padded + places, mask=is_there, other=0).to(tl.float32)
+    found = found * tl.load(weight_scales + places, mask=is_there, other=0.0) * tl.load(row_scales + row)
+    if HAS_BIAS:
+        found += tl.load(bias + places, mask=is_there, other=0.0)
+    tl.store(out + row * outputs + places, found.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def multiply_whole_row(
+    x,
+    row_scale,
+    weight,
+    weight_scales,
+    bias,
+    out,
+    outputs,
+    inputs,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some outputs of the product of a row of int8, whose sums are whole numbers."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < outputs
+    places = tl.arange(0, BLOCK)
+    first = weight + rows[:, None].to(tl.int64) * inputs + places[None, :]
+    sums = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+    for start in range(0, inputs, BLOCK):
+        is_place = start + places < inputs
+        numbers = tl.load(x + start + places, mask=is_place, other=0).to(tl.int32)[None, :]
+        sums += tl.load(first + start, mask=is_row[:, None] & is_place[None, :], other=0).to(tl.int32) * numbers
+    found = tl.sum(sums, axis=1).to(tl.float32)
+    found = found * tl.load(weight_scales + rows, mask=is_row, other=0.0) * tl.load(row_scale)
+    if HAS_BIAS:
+        found += tl.load(bias + rows, mask=is_row, other=0.0)
+    tl.store(out + rows, found.to(out.dtype.element_ty), mask=is_row)

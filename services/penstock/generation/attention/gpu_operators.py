@@ -12,7 +12,15 @@ import torch
 import triton
 from torch import Tensor
 
-from penstock.generation.attention.gpu_kernels import gate_rows, multiply_row, norm_rows, turn_rows
+from penstock.generation.attention.gpu_kernels import (
+    gate_rows,
+    multiply_row,
+    multiply_whole_row,
+    norm_rows,
+    quantise_row,
+    rescale_row,
+    turn_rows,
+)
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import HeadWeights
@@ -23,6 +31,8 @@ _PIECE = 1024
 _EACH, _WARP = 16, 32
 # Outputs, and inputs at a time, of one program of a row's product: measured on an H100 (docs/guide/cuda.md).
 _OUTPUTS, _INPUTS = 4, 2048
+# Of a row of zeros in fp8, which any scale gives.
+_LEAST = 1e-12
 
 
 def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
@@ -40,10 +50,15 @@ def _normed(hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float, *, ad
     width = weight_I.numel()
     out = torch.empty_like(hidden_TI)
     block = triton.next_power_of_2(width)
-    warps = min(max(block // (_EACH * _WARP), 1), 16)
+    warps = _warps(block)
     grid = (hidden_TI.numel() // width,)
     norm_rows[grid](hidden_TI, x_TI, weight_I, out, width, eps, adds, block, num_warps=warps)
     return out
+
+
+def _warps(block: int) -> int:
+    """Return the warps of a program that keeps so many numbers."""
+    return min(max(block // (_EACH * _WARP), 1), 16)
 
 
 def silu_mul(gate_up_TF: Tensor) -> Tensor:
@@ -113,5 +128,48 @@ def _row_product(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: 
     bias = weight_OI if bias_O is None else bias_O
     multiply_row[grid](
         x_1I.contiguous(), weight_OI, bias, out, outputs, inputs, bias_O is not None, gated, each, block, num_warps=4
+    )
+    return out
+
+
+def quantised_rows(x_TI: Tensor, dtype: torch.dtype, *, padding: int, least_rows: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the numbers of int8.quantize_rows (`dtype` int8) or fp8.quantize_rows_fp8 in `dtype`, with `padding` zeros
+    behind each row and undefined rows behind them up to `least_rows`; and the scales (T, 1) in float32."""
+    rows, width = x_TI.shape
+    padded = width + padding
+    values = x_TI.new_empty((max(rows, least_rows), padded), dtype=dtype)
+    scales = x_TI.new_empty((rows, 1), dtype=torch.float32)
+    block = triton.next_power_of_2(padded)
+    is_whole = dtype is torch.int8
+    most = 127.0 if is_whole else torch.finfo(dtype).max
+    warps = _warps(block)
+    quantise_row[(rows,)](
+        x_TI.contiguous(), values, scales, width, padded, most, _LEAST, is_whole, block, num_warps=warps
+    )
+    return values, scales
+
+
+def rescaled(sums_TP: Tensor, scale_O: Tensor, scale_T1: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the sums of the first rows and outputs times both scales, plus the bias in float32, rounded to `dtype`:
+    (T, O)."""
+    rows, outputs = len(scale_T1), len(scale_O)
+    out = sums_TP.new_empty((rows, outputs), dtype=dtype)
+    bias = scale_O if bias_O is None else bias_O
+    grid = (rows, triton.cdiv(outputs, _PIECE))
+    rescale_row[grid](sums_TP, scale_O, scale_T1, bias, out, outputs, sums_TP.shape[1], bias_O is not None, _PIECE)
+    return out
+
+
+def whole_row_product(
+    x_1I: Tensor, scale_11: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return `rescaled` of the product of a single row of int8 and a contiguous weight of int8: (1, O)."""
+    outputs, inputs = len(scale_O), weight_OI.shape[1]
+    out = scale_O.new_empty((1, outputs), dtype=dtype)
+    block = min(triton.next_power_of_2(inputs), _INPUTS)
+    bias = scale_O if bias_O is None else bias_O
+    grid = (triton.cdiv(outputs, _OUTPUTS),)
+    multiply_whole_row[grid](
+        x_1I, scale_11, weight_OI, scale_O, bias, out, outputs, inputs, bias_O is not None, _OUTPUTS, block, num_warps=4
     )
     return out

@@ -90,12 +90,12 @@ class CUDADevice(Accelerator):
 
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
         """See Device."""
+        operators = self._operators()
         if quantization == "int8":
-            return AcceleratorInt8Method()
+            return AcceleratorInt8Method(operators)
         if quantization in _CAPABILITIES:
             self._check_capability(quantization, _CAPABILITIES[quantization])
-            return CudaInt4Method() if quantization == "int4" else Fp8LinearMethod()
-        operators = self._operators()
+            return CudaInt4Method(operators) if quantization == "int4" else Fp8LinearMethod(operators)
         if quantization == "none" and operators is not None:
             return GPULinearMethod(operators)
         return super().linear_method(dtype, quantization)

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from penstock.generation.attention.base import HeadWeights, turned
 from penstock.generation.layers.kernels import GPUKernels, LayerKernels
+from penstock.generation.layers.linear.fp8 import Fp8Linear
 from penstock.generation.layers.linear.gpu import GPULinearMethod
+from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
 from torch import Tensor
 
 HAS_GPU = torch.cuda.is_available()
@@ -34,9 +36,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:
-    assert found.dtype is wanted.dtype
-    assert found.shape == wanted.shape
-    assert (found.float() - wanted.float()).abs().max().item() <= CLOSE[wanted.dtype]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=CLOSE[wanted.dtype])
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +97,37 @@ def test_linear_layers_are_torchs(dtype: torch.dtype, has_bias: bool, outputs: i
     close = 1e-5 if rows == 1 else 2 * CLOSE[dtype]
     assert (linear.as_float(x).double() - exact).abs().max().item() <= close
     assert_close(method.gated(weight, bias, OURS)(x), TORCH.silu_mul(wanted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (33, 90), (8, 2056)])
+@pytest.mark.parametrize("rows", [0, 1, 3, 20])
+def test_int8_is_torchs_path(dtype: torch.dtype, has_bias: bool, outputs: int, inputs: int, rows: int) -> None:
+    weight, bias = numbers(outputs, inputs, dtype=dtype), numbers(outputs, dtype=dtype) if has_bias else None
+    x = numbers(rows, inputs, dtype=dtype)
+    x[:1] = 0
+    ours, theirs = (AcceleratorInt8Linear(weight, bias, one) for one in (gpu_operators, None))
+    # Sums of whole numbers have one order only.
+    for one in (x, x.flip(0), x * 1e-6):
+        assert_close(ours.as_float(one), theirs.as_float(one))
+        assert_close(ours(one), theirs(one))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_without_numbers_has_none_after_int8(dtype: torch.dtype) -> None:
+    linear = AcceleratorInt8Linear(numbers(16, 64, dtype=dtype), None, gpu_operators)
+    for rows in (1, 3):
+        x = numbers(rows, 64, dtype=dtype)
+        x[-1, 5] = torch.nan
+        assert linear(x)[-1].isnan().all()
+        assert linear(x)[:-1].isfinite().all()
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="the interpreter has no numbers of fp8")
+def test_fp8_is_torchs_path() -> None:
+    weight, x = numbers(33, 90, dtype=torch.bfloat16), numbers(5, 90, dtype=torch.bfloat16)
+    x[0] = 0
+    for bias in (None, numbers(33, dtype=torch.bfloat16)):
+        ours, theirs = (Fp8Linear(weight, bias, one) for one in (gpu_operators, None))
+        assert ours(x).equal(theirs(x))

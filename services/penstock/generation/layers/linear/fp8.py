@@ -3,12 +3,18 @@ row. The sums are in float32, their result in bfloat16."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, check_finite, dense
 from penstock.generation.layers.linear.dense import PlainLinear
+from penstock.generation.layers.linear.gpu import GPULinear
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 _E4M3 = torch.float8_e4m3fn
 _MOST = torch.finfo(_E4M3).max
@@ -29,7 +35,9 @@ def quantize_rows_fp8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 class Fp8Linear(Linear):
     """A linear layer with weights of one byte each."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, operators: ModuleType | None = None) -> None:
+        """Take a weight to quantise. `operators`: attention.gpu_operators where there is Triton."""
+        self._operators = operators
         self.out_features, self.in_features = weight_OI.shape
         self._padding = -self.in_features % MULTIPLE
         padded = F.pad(weight_OI, (0, self._padding, 0, -self.out_features % MULTIPLE))
@@ -42,16 +50,23 @@ class Fp8Linear(Linear):
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Linear."""
-        return self.as_float(x_TI).to(x_TI.dtype)
+        return self._product(x_TI, x_TI.dtype)
 
     def as_float(self, x_TI: Tensor) -> Tensor:
         """See Linear: of a product that is rounded to bfloat16."""
+        return self._product(x_TI, torch.float32)
+
+    def _product(self, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
         if not x_TI.shape[0]:
-            return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
-        values, scale_T1 = quantize_rows_fp8(F.pad(x_TI, (0, self._padding)))
+            return x_TI.new_empty(0, self.out_features, dtype=dtype)
+        if self._operators is None:
+            values, scale_T1 = quantize_rows_fp8(F.pad(x_TI, (0, self._padding)))
+        else:
+            values, scale_T1 = self._operators.quantised_rows(x_TI, _E4M3, padding=self._padding)
         found = torch._scaled_mm(values, self._weight_IO, scale_T1, self._scale_1O, out_dtype=torch.bfloat16)
-        result = found[:, : self.out_features].float()
-        return result if self._bias is None else result.add_(self._bias)
+        found = found[:, : self.out_features].contiguous()
+        result = found if self._bias is None else found.float() + self._bias
+        return result.to(dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -64,9 +79,14 @@ class Fp8LinearMethod(LinearMethod):
 
     name = "fp8"
 
+    def __init__(self, operators: ModuleType | None = None) -> None:
+        """See Fp8Linear."""
+        self._operators = operators
+
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        return Fp8Linear(weight_OI, bias_O)
+        return Fp8Linear(weight_OI, bias_O, self._operators)
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
         """See LinearMethod."""
-        return PlainLinear(dense(weight_VI), None)
+        weight = dense(weight_VI)
+        return PlainLinear(weight, None) if self._operators is None else GPULinear(weight, None, self._operators)

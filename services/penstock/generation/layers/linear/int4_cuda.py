@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,9 @@ from torch import Tensor
 from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, WholeRows, dense
 from penstock.generation.layers.linear.int4 import GROUP, Int4Numbers
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 # Outputs are packed in tiles of 8, inputs in tiles of 16, of which a thread has 2, 4 or 8 one behind the other.
 _OUTPUTS, _TILE = 8, 16
@@ -34,16 +39,20 @@ class CudaInt4Linear(Linear):
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Linear."""
-        return self.as_float(x_TI).to(x_TI.dtype)
+        return self._product(x_TI, x_TI.dtype)
 
     def as_float(self, x_TI: Tensor) -> Tensor:
         """See Linear: of a product that is rounded to bfloat16."""
+        return self._product(x_TI, torch.float32)
+
+    def _product(self, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
         if not x_TI.shape[0]:
-            return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
-        x = F.pad(x_TI, (0, self._padding)).bfloat16()
+            return x_TI.new_empty(0, self.out_features, dtype=dtype)
+        x = (F.pad(x_TI, (0, self._padding)) if self._padding else x_TI).bfloat16()
         found = torch.ops.aten._weight_int4pack_mm(x, self._packed, GROUP, self._scale_and_zero)
-        result: Tensor = found[:, : self.out_features].float()
-        return result if self._bias is None else result + self._bias
+        found = found[:, : self.out_features].contiguous()
+        result: Tensor = found if self._bias is None else found.float() + self._bias
+        return result.to(dtype)
 
     @property
     def quantised_as(self) -> str:
@@ -67,6 +76,10 @@ class CudaInt4Method(LinearMethod):
 
     name = "int4"
 
+    def __init__(self, operators: ModuleType | None = None) -> None:
+        """See AcceleratorInt8Linear."""
+        self._operators = operators
+
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return CudaInt4Linear(weight_OI, bias_O)
 
@@ -75,4 +88,4 @@ class CudaInt4Method(LinearMethod):
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
         """See LinearMethod."""
-        return AcceleratorInt8Linear(dense(weight_VI), None)
+        return AcceleratorInt8Linear(dense(weight_VI), None, self._operators)
