@@ -31,6 +31,8 @@ _PIECE = 1024
 _EACH, _WARP = 16, 32
 # Outputs, and inputs at a time, of one program of a row's product: measured on an H100 (docs/guide/cuda.md).
 _OUTPUTS, _INPUTS = 4, 2048
+# Products and sums are rounded each by itself, as torch's are, where a result must have its bits.
+_UNFUSED = {"enable_fp_fusion": False}
 # Of a row of zeros in fp8, which any scale gives.
 _LEAST = 1e-12
 
@@ -103,6 +105,7 @@ def turn_and_write(
         has_norm,
         triton.next_power_of_2(half),
         num_warps=1,
+        **_UNFUSED,
     )
     return q_THD
 
@@ -144,7 +147,7 @@ def quantised_rows(x_TI: Tensor, dtype: torch.dtype, *, padding: int, least_rows
     most = 127.0 if is_whole else torch.finfo(dtype).max
     warps = _warps(block)
     quantise_row[(rows,)](
-        x_TI.contiguous(), values, scales, width, padded, most, _LEAST, is_whole, block, num_warps=warps
+        x_TI.contiguous(), values, scales, width, padded, most, _LEAST, is_whole, block, num_warps=warps, **_UNFUSED
     )
     return values, scales
 
@@ -156,7 +159,8 @@ def rescaled(sums_TP: Tensor, scale_O: Tensor, scale_T1: Tensor, bias_O: Tensor 
     out = sums_TP.new_empty((rows, outputs), dtype=dtype)
     bias = scale_O if bias_O is None else bias_O
     grid = (rows, triton.cdiv(outputs, _PIECE))
-    rescale_row[grid](sums_TP, scale_O, scale_T1, bias, out, outputs, sums_TP.shape[1], bias_O is not None, _PIECE)
+    padded, has_bias = sums_TP.shape[1], bias_O is not None
+    rescale_row[grid](sums_TP, scale_O, scale_T1, bias, out, outputs, padded, has_bias, _PIECE, **_UNFUSED)
     return out
 
 
@@ -169,7 +173,20 @@ def whole_row_product(
     block = min(triton.next_power_of_2(inputs), _INPUTS)
     bias = scale_O if bias_O is None else bias_O
     grid = (triton.cdiv(outputs, _OUTPUTS),)
+    has_bias = bias_O is not None
     multiply_whole_row[grid](
-        x_1I, scale_11, weight_OI, scale_O, bias, out, outputs, inputs, bias_O is not None, _OUTPUTS, block, num_warps=4
+        x_1I,
+        scale_11,
+        weight_OI,
+        scale_O,
+        bias,
+        out,
+        outputs,
+        inputs,
+        has_bias,
+        _OUTPUTS,
+        block,
+        num_warps=4,
+        **_UNFUSED,
     )
     return out

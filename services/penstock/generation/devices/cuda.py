@@ -1,6 +1,7 @@
-"""A GPU by CUDA: torch's FlashAttention over the paged pool, torch's own operators for the rest.
+"""A GPU by CUDA: torch's FlashAttention over the paged pool, Triton's operators for what is small, torch's own for the
+rest.
 
-No GPU has run this yet: docs/guide/cuda.md says what has been checked, and how.
+docs/guide/cuda.md says what has run on a GPU, and how fast.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from penstock.generation.attention.base import HeadWeights, turned
 from penstock.generation.layers.kernels import GPUKernels, LayerKernels
-from penstock.generation.layers.linear.fp8 import Fp8Linear
+from penstock.generation.layers.linear.fp8 import quantize_rows_fp8
 from penstock.generation.layers.linear.gpu import GPULinearMethod
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
 from torch import Tensor
@@ -103,15 +103,20 @@ def test_linear_layers_are_torchs(dtype: torch.dtype, has_bias: bool, outputs: i
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (33, 90), (8, 2056)])
 @pytest.mark.parametrize("rows", [0, 1, 3, 20])
-def test_int8_is_torchs_path(dtype: torch.dtype, has_bias: bool, outputs: int, inputs: int, rows: int) -> None:
-    weight, bias = numbers(outputs, inputs, dtype=dtype), numbers(outputs, dtype=dtype) if has_bias else None
-    x = numbers(rows, inputs, dtype=dtype)
+def test_int8_has_the_cpus_bits(dtype: torch.dtype, has_bias: bool, outputs: int, inputs: int, rows: int) -> None:
+    weight, bias = (torch.randn(*shape).to(dtype) for shape in ((outputs, inputs), (outputs,)))
+    given = bias if has_bias else None
+    # torch itself divides by a number otherwise on a GPU: the reference is on the CPU.
+    theirs = AcceleratorInt8Linear(weight, given)
+    ours = AcceleratorInt8Linear(weight, given, gpu_operators)
+    for name in ("_weight_IO", "_scale", "_bias"):
+        part = getattr(theirs, name)
+        setattr(ours, name, None if part is None else part.to(DEVICE))
+    x = torch.randn(rows, inputs).to(dtype)
     x[:1] = 0
-    ours, theirs = (AcceleratorInt8Linear(weight, bias, one) for one in (gpu_operators, None))
-    # Sums of whole numbers have one order only.
     for one in (x, x.flip(0), x * 1e-6):
-        assert_close(ours.as_float(one), theirs.as_float(one))
-        assert_close(ours(one), theirs(one))
+        assert ours.as_float(one.to(DEVICE)).cpu().equal(theirs.as_float(one))
+        assert ours(one.to(DEVICE)).cpu().equal(theirs(one))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,9 +130,10 @@ def test_a_row_without_numbers_has_none_after_int8(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the interpreter has no numbers of fp8")
-def test_fp8_is_torchs_path() -> None:
-    weight, x = numbers(33, 90, dtype=torch.bfloat16), numbers(5, 90, dtype=torch.bfloat16)
+def test_fp8_has_the_cpus_bits() -> None:
+    x = torch.randn(5, 90).bfloat16()
     x[0] = 0
-    for bias in (None, numbers(33, dtype=torch.bfloat16)):
-        ours, theirs = (Fp8Linear(weight, bias, one) for one in (gpu_operators, None))
-        assert ours(x).equal(theirs(x))
+    found, scales = gpu_operators.quantised_rows(x.to(DEVICE), torch.float8_e4m3fn, padding=6)
+    values, wanted = quantize_rows_fp8(F.pad(x, (0, 6)))
+    assert found.cpu().float().equal(values.float())
+    assert scales.cpu().equal(wanted)
