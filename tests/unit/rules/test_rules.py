@@ -142,9 +142,14 @@ def test_everything_is_annotated() -> None:
         for path in SOURCES
         if _END_OF_SIGNATURE.search(text_of(path))
         for node in ast.walk(ast.parse(text_of(path)))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is None
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is None and not is_compiled(node)
     }
     assert not missing
+
+
+def is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """True for a function that Triton compiles: it reads annotations as its own."""
+    return any(isinstance(one, ast.Attribute) and one.attr == "jit" for one in node.decorator_list)
 
 
 def test_configurations_import_light() -> None:
