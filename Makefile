@@ -39,7 +39,7 @@ SAFEGUARDS ?= dev/log/safeguards.md
 BASE ?=
 MODE ?= quick
 GUARD ?=
-# Of `make numerics`: torch, or native, which are built first.
+# Of `make numerics`: torch, or native; a run of the tests compiles them first.
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
@@ -62,7 +62,6 @@ test: $(VENV)/.dev  ## the tests, but those marked slow, chaos, docker or client
 	@$(PYTEST) -m "$(MARKS)" $(TESTS)
 
 numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=native
-	@test "$(KERNELS)" != native || $(BIN)/penstock build-kernels
 	@PENSTOCK_KERNELS=$(KERNELS) $(PYTEST) -m "$(MARKS)" tests/numerics
 
 slow: $(VENV)/.dev  ## the tests marked slow

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import hypothesis
@@ -26,6 +28,11 @@ os.environ.setdefault("PENSTOCK_TUNE_SECONDS", "0")
 os.environ.setdefault("PENSTOCK_TEMPLATE_PROCESSES", "1")
 # Nor do services import torch, each for two seconds: see factories/servers/fork_server.py.
 os.environ.setdefault("PENSTOCK_FORKED_SERVICES", "1" if sys.platform == "linux" else "0")
+# Services load the C++ kernels that the tests compile (`pytest_sessionstart`), not those that the user may have, from a
+# cache of the tests alone. It is set here, since the fork server's environment must be that of its services.
+if "PENSTOCK_TEST_KERNELS_HOME" not in os.environ:
+    _cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests"
+    os.environ["PENSTOCK_TEST_KERNELS_HOME"] = os.environ["XDG_CACHE_HOME"] = str(_cache)
 # And each would compile all modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -37,7 +44,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("penstock", max_examples=50, deadline=None, suppress_health_check=_SLOW)
 hypothesis.settings.load_profile("penstock")
-# The first test that needs the C++ kernels compiles them: a minute, several on a busy machine.
+# Where no run has compiled the C++ kernels, the first test that needs them does: a minute, several on a busy machine.
 _WITH_COMPILATION_SECONDS = 900
 
 
@@ -46,6 +53,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("cpu", "npu", "cuda"), default="cpu", help="npu, cuda: their operators, emulated"
     )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the C++ kernels before workers start: so all services of a run have them, from its first test on.
+
+    A run of one process, or of files alone, takes those that are there.
+    """
+    config = session.config
+    folders = any(Path(argument).is_dir() for argument in config.args)
+    if hasattr(config, "workerinput") or not (config.getoption("numprocesses", None) and folders):
+        return
+    # Those of another build are brought by who asks for them: see `cache_home` of factories/models/native.py.
+    brought = os.environ["PENSTOCK_TEST_KERNELS_HOME"] != os.environ.get("XDG_CACHE_HOME")
+    if brought or config.option.collectonly or "not kernels" in config.option.markexpr:
+        return
+    report: pytest.TerminalReporter | None = config.pluginmanager.get_plugin("terminalreporter")
+    say = report.write_line if report else print
+    say("compiling the C++ kernels, where these sources were not compiled before: a minute")
+    # In a process of its own: this one needs no torch.
+    command = (sys.executable, "-m", "penstock.cli.main", "build-kernels")
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        say(f"{done.stdout.strip()}\nservices run on torch's operators; tests of the kernels are skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,10 +87,26 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("pytest-xdist cannot group the tests of this pytest: take those of pyproject.toml")
 
 
+def _turned_files(config: pytest.Config) -> list[str]:
+    """Arguments of a worker: the files of the folders that are asked for, each worker's from another place on.
+
+    pytest rewrites the assertions of a file that has changed, all of a fresh clone, and keeps the result: of several
+    workers that read files in one order each would do all of it, ten seconds of processor.
+    """
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    folders = [Path(argument) for argument in config.args]
+    if worker is None or not all(folder.is_dir() for folder in folders):
+        return config.args
+    files = [str(file) for folder in folders for file in sorted(folder.rglob("test_*.py"))]
+    first = int(worker["workerid"].removeprefix("gw")) * len(files) // worker["workercount"]
+    return files[first:] + files[:first]
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Leave what stays until the end, millions of objects of modules and tests, out of the garbage collector's rounds:
     they cost a third of the collection of tests, a quarter of those that unload models."""
+    session.config.args = _turned_files(session.config)
     gc.disable()
     try:
         return (yield)
@@ -75,11 +121,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.set_threshold(50_000, 20, 50)
 
 
-def _turn(item: pytest.Item) -> tuple[bool, int]:
+def _turn(item: pytest.Item) -> tuple[bool, int, str]:
     """Order of files: those of processes and those that compute mixed by chance, so that what waits is beside what
     does not; the many short ones of tests/unit at the end, where workers would wait for the last long one."""
     path = item.path.relative_to(_TESTS.parent).as_posix()
-    return path.startswith("tests/unit"), crc32(path.encode())
+    return path.startswith("tests/unit"), crc32(path.encode()), path
 
 
 # Before xdist's own, which reads the groups.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.common.environment import cache_folder, current_environment
+from penstock.common.environment import current_environment
 from penstock.common.errors import StartupError
 from penstock.generation.devices.native import build, library
 from penstock.generation.host.cpu_features import native_bound, native_sets
@@ -19,15 +19,11 @@ INSTRUCTION_SETS = native_sets()
 
 @functools.cache
 def cache_home() -> Path:
-    """XDG_CACHE_HOME of a Penstock that is to find the kernels of `use_native`.
-
-    PENSTOCK_TEST_KERNELS_HOME: one that holds the library of another build, as tools/sanitize_kernels.py and
-    tools/arm64_kernels.py lay it.
-    """
-    if (prepared := current_environment().get("PENSTOCK_TEST_KERNELS_HOME")) is not None:
-        return Path(prepared)
+    """XDG_CACHE_HOME of a Penstock that is to find the kernels of `use_native`: tests/conftest.py's, a cache of the
+    tests alone, or one that holds the library of another build, as tools/sanitize_kernels.py and tools/arm64_kernels.py
+    lay it."""
     # Builds are told apart by a digest of all that they are made of; those that nobody loads for long are removed.
-    return Path(cache_folder()).with_name("penstock-tests")
+    return Path(current_environment()["PENSTOCK_TEST_KERNELS_HOME"])
 
 
 @functools.cache
