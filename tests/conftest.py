@@ -33,6 +33,9 @@ os.environ.setdefault("PENSTOCK_FORKED_SERVICES", "1" if sys.platform == "linux"
 if "PENSTOCK_TEST_KERNELS_HOME" not in os.environ:
     _cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests"
     os.environ["PENSTOCK_TEST_KERNELS_HOME"] = os.environ["XDG_CACHE_HOME"] = str(_cache)
+# Without a GPU Triton, where it is installed, interprets its kernels; it asks for this when it is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # And each would compile all modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

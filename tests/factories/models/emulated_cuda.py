@@ -235,8 +235,8 @@ class EmulatedCUDA(CUDADevice):
     def _runtime(self) -> Any:
         raise AssertionError("there is no GPU here")
 
-    def _operators(self) -> None:
-        """Have no Triton: it compiles for a GPU."""
+    # Triton compiles for a GPU.
+    _has_triton = False
 
     def _check_capability(self, quantization: str, least: tuple[int, int]) -> None:
         """Have every product."""

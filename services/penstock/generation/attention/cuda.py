@@ -126,8 +126,8 @@ class FlashAttention(Attention):
             enable_gqa=q_THD.shape[1] != kv.num_kv_heads,
             seqused_k=metadata.context_lens,
             block_table=tables,
-            # In torch 2.13 parts of a context are put together as if no query were longer than another: wrong numbers,
-            # and writes outside the result, for all but grouped ones. They are not cut.
+            # torch 2.13 cuts contexts into parts, by the width of the tables, and gives wrong numbers, and writes
+            # outside the result, for all but grouped rows (docs/guide/cuda.md). Others are not cut.
             num_splits=None if is_grouped else 1,
         )
         assert isinstance(out, Tensor)

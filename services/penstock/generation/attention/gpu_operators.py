@@ -1,12 +1,13 @@
 """Small operators of a GPU in Triton, each one pass over its rows where torch's operators take several.
 
-They round where torch's operators round, so a result has the bits of the reference but for the order of a sum. Triton
-comes with torch's builds for CUDA; importing this module without it raises ImportError.
+They round where torch's operators round: a result has the bits of the reference but for the order of a sum, and the
+last one of a root, an exponential and, but in int8 and fp8, a division. Triton comes with torch's builds for CUDA;
+importing this module without it raises ImportError. Rows are contiguous, or are made so.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -33,8 +34,12 @@ _EACH, _WARP = 16, 32
 _OUTPUTS, _INPUTS = 4, 2048
 # Products and sums are rounded each by itself, as torch's are, where a result must have its bits.
 _UNFUSED = {"enable_fp_fusion": False}
-# Of a row of zeros in fp8, which any scale gives.
-_LEAST = 1e-12
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Start a kernel on the device of its first argument, which need not be the calling thread's current one."""
+    with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
+        kernel[grid](*arguments, **options)
 
 
 def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
@@ -44,7 +49,8 @@ def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-    """Add `x` to `hidden`, which is contiguous, in place. Return `rms_norm` of the sum."""
+    """Add `x` to `hidden`, which must be contiguous, in place. Return `rms_norm` of the sum."""
+    assert hidden_TI.is_contiguous()
     return _normed(hidden_TI, x_TI.contiguous(), weight_I, eps, adds=True)
 
 
@@ -54,7 +60,7 @@ def _normed(hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float, *, ad
     block = triton.next_power_of_2(width)
     warps = _warps(block)
     grid = (hidden_TI.numel() // width,)
-    norm_rows[grid](hidden_TI, x_TI, weight_I, out, width, eps, adds, block, num_warps=warps)
+    _launch(norm_rows, grid, hidden_TI, x_TI, weight_I, out, width, eps, adds, block, num_warps=warps)
     return out
 
 
@@ -69,7 +75,7 @@ def silu_mul(gate_up_TF: Tensor) -> Tensor:
     width = gate_up_TF.shape[-1] // 2
     out = gate_up_TF.new_empty((*gate_up_TF.shape[:-1], width))
     grid = (out.numel() // width, triton.cdiv(width, _PIECE))
-    gate_rows[grid](gate_up_TF, out, width, _PIECE)
+    _launch(gate_rows, grid, gate_up_TF, out, width, _PIECE)
     return out
 
 
@@ -88,13 +94,15 @@ def turn_and_write(
     has_norm = heads.q_norm is not None and heads.k_norm is not None
     half = heads.head_dim // 2
     grid = (rows, heads.num_heads + 2 * heads.num_kv_heads)
-    turn_rows[grid](
+    _launch(
+        turn_rows,
+        grid,
         qkv_TE,
         cos.contiguous(),
         sin.contiguous(),
         heads.q_norm if has_norm else qkv_TE,
         heads.k_norm if has_norm else qkv_TE,
-        slots_T,
+        slots_T.contiguous(),
         q_THD,
         keys,
         values,
@@ -110,44 +118,60 @@ def turn_and_write(
     return q_THD
 
 
-def row_product(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x Wᵀ + b of a single row, rounded to `dtype`: (1, out). The weight is contiguous."""
-    return _row_product(x_1I, weight_OI, bias_O, dtype, gated=False)
+def row_product(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return x Wᵀ + b of a single row: (1, out). The weight is contiguous."""
+    return _row_product(x_1I, weight_OI, bias_O, gated=False)
 
 
 def gated_row_product(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Return `silu_mul` of the product of a single row, (1, out / 2), with the product rounded in between."""
-    return _row_product(x_1I, weight_OI, bias_O, x_1I.dtype, gated=True)
+    return _row_product(x_1I, weight_OI, bias_O, gated=True)
 
 
-def _row_product(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, *, gated: bool) -> Tensor:
+def _row_product(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, gated: bool) -> Tensor:
     outputs, inputs = weight_OI.shape
     outputs //= 1 + gated
-    out = x_1I.new_empty((1, outputs), dtype=dtype)
+    out = x_1I.new_empty((1, outputs))
     # A gated output has two rows of the weight.
     each = _OUTPUTS // (1 + gated)
     block = min(triton.next_power_of_2(inputs), _INPUTS)
     grid = (triton.cdiv(outputs, each),)
-    bias = weight_OI if bias_O is None else bias_O
-    multiply_row[grid](
-        x_1I.contiguous(), weight_OI, bias, out, outputs, inputs, bias_O is not None, gated, each, block, num_warps=4
-    )
+    bias, has_bias = (weight_OI, False) if bias_O is None else (bias_O, True)
+    x_1I = x_1I.contiguous()
+    _launch(multiply_row, grid, x_1I, weight_OI, bias, out, outputs, inputs, has_bias, gated, each, block, num_warps=4)
     return out
 
 
-def quantised_rows(x_TI: Tensor, dtype: torch.dtype, *, padding: int, least_rows: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the numbers of int8.quantize_rows (`dtype` int8) or fp8.quantize_rows_fp8 in `dtype`, with `padding` zeros
-    behind each row and undefined rows behind them up to `least_rows`; and the scales (T, 1) in float32."""
+def quantised_rows(
+    x_TI: Tensor, dtype: torch.dtype, *, padding: int, most: float, least: float = 0.0, least_rows: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return rows in `dtype`, int8 as int8.quantize_rows or fp8 as fp8.quantize_rows_fp8, and their scales (T, 1) in
+    float32.
+
+    A row's largest magnitude, or `least`, becomes `most`. Each row has `padding` zeros behind it; undefined rows are
+    behind them all, up to `least_rows`.
+    """
     rows, width = x_TI.shape
     padded = width + padding
     values = x_TI.new_empty((max(rows, least_rows), padded), dtype=dtype)
     scales = x_TI.new_empty((rows, 1), dtype=torch.float32)
     block = triton.next_power_of_2(padded)
     is_whole = dtype is torch.int8
-    most = 127.0 if is_whole else torch.finfo(dtype).max
-    warps = _warps(block)
-    quantise_row[(rows,)](
-        x_TI.contiguous(), values, scales, width, padded, most, _LEAST, is_whole, block, num_warps=warps, **_UNFUSED
+    x_TI = x_TI.contiguous()
+    _launch(
+        quantise_row,
+        (rows,),
+        x_TI,
+        values,
+        scales,
+        width,
+        padded,
+        most,
+        least,
+        is_whole,
+        block,
+        num_warps=_warps(block),
+        **_UNFUSED,
     )
     return values, scales
 
@@ -160,7 +184,7 @@ def rescaled(sums_TP: Tensor, scale_O: Tensor, scale_T1: Tensor, bias_O: Tensor 
     bias = scale_O if bias_O is None else bias_O
     grid = (rows, triton.cdiv(outputs, _PIECE))
     padded, has_bias = sums_TP.shape[1], bias_O is not None
-    rescale_row[grid](sums_TP, scale_O, scale_T1, bias, out, outputs, padded, has_bias, _PIECE, **_UNFUSED)
+    _launch(rescale_row, grid, sums_TP, scale_O, scale_T1, bias, out, outputs, padded, has_bias, _PIECE, **_UNFUSED)
     return out
 
 
@@ -174,7 +198,9 @@ def whole_row_product(
     bias = scale_O if bias_O is None else bias_O
     grid = (triton.cdiv(outputs, _OUTPUTS),)
     has_bias = bias_O is not None
-    multiply_whole_row[grid](
+    _launch(
+        multiply_whole_row,
+        grid,
         x_1I,
         scale_11,
         weight_OI,

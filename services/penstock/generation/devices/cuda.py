@@ -6,6 +6,8 @@ docs/guide/cuda.md says what has run on a GPU, and how fast.
 
 from __future__ import annotations
 
+from functools import cached_property
+from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,15 +19,14 @@ from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.accelerator import Accelerator
 from penstock.generation.devices.base import DTYPES, named_dtype
 from penstock.generation.devices.cuda_graphs import CUDAGraphs
-from penstock.generation.layers.kernels import GPUKernels, LayerKernels
+from penstock.generation.layers.kernels import LayerKernels
 from penstock.generation.layers.linear import FP8
 from penstock.generation.layers.linear.fp8 import Fp8LinearMethod
-from penstock.generation.layers.linear.gpu import GPULinearMethod
 from penstock.generation.layers.linear.int4_cuda import CudaInt4Method
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Method
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from collections.abc import Callable
 
     from penstock.generation.attention.base import Attention
     from penstock.generation.devices.graph_capture import GraphCapture
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 _log = get_logger("penstock.generation")
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+# Numbers of a first row for Triton.
+_TRIED = 16
 # Least compute capability of a quantised product.
 _CAPABILITIES = {"int4": (8, 0), FP8: (8, 9)}
 
@@ -79,8 +82,10 @@ class CUDADevice(Accelerator):
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
         """See Device."""
         if self.limits.fits(dtype, head_dim):
-            operators = self._operators()
-            turn_and_write = None if operators is None else operators.turn_and_write
+            if not self._has_triton:
+                return FlashAttention(self.limits)
+            from penstock.generation.attention.gpu_operators import turn_and_write
+
             return FlashAttention(self.limits, turn_and_write=turn_and_write)
         _log.warning(
             "attention runs by torch's general operators, which gather the context: FlashAttention has no such heads",
@@ -91,15 +96,32 @@ class CUDADevice(Accelerator):
 
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
         """See Device."""
-        operators = self._operators()
-        if quantization == "int8":
-            return AcceleratorInt8Method(operators)
         if quantization in _CAPABILITIES:
             self._check_capability(quantization, _CAPABILITIES[quantization])
-            return CudaInt4Method(operators) if quantization == "int4" else Fp8LinearMethod(operators)
-        if quantization == "none" and operators is not None:
-            return GPULinearMethod(operators)
-        return super().linear_method(dtype, quantization)
+        method = self._fused_method(quantization) if self._has_triton else self._plain_method(quantization)
+        return method or super().linear_method(dtype, quantization)
+
+    @staticmethod
+    def _plain_method(quantization: str) -> LinearMethod | None:
+        methods: dict[str, Callable[[], LinearMethod]] = {
+            "int8": AcceleratorInt8Method,
+            "int4": CudaInt4Method,
+            FP8: Fp8LinearMethod,
+        }
+        return methods[quantization]() if quantization in methods else None
+
+    @staticmethod
+    def _fused_method(quantization: str) -> LinearMethod | None:
+        from penstock.generation.layers import gpu
+
+        if quantization == "int4":
+            return CudaInt4Method(gpu.GPUInt8Linear)
+        methods: dict[str, Callable[[], LinearMethod]] = {
+            "none": gpu.GPULinearMethod,
+            "int8": gpu.GPUInt8Method,
+            FP8: gpu.GPUFp8Method,
+        }
+        return methods[quantization]() if quantization in methods else None
 
     def _check_capability(self, quantization: str, least: tuple[int, int]) -> None:
         """Raise StartupError naming --quantization on a GPU older than its product."""
@@ -117,14 +139,22 @@ class CUDADevice(Accelerator):
 
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
         """See Device."""
-        operators = self._operators()
-        return LayerKernels() if operators is None else GPUKernels(operators)
+        if not self._has_triton:
+            return LayerKernels()
+        from penstock.generation.layers.gpu import TritonKernels
 
-    def _operators(self) -> ModuleType | None:
-        """Return the module attention.gpu_operators; None where there is no Triton."""
+        return TritonKernels()
+
+    @cached_property
+    def _has_triton(self) -> bool:
+        """True where Triton is there and can compile, which a first kernel shows: it needs a C compiler, and a folder
+        to write to."""
         try:
             from penstock.generation.attention import gpu_operators
-        except ImportError:
-            _log.warning("norms, gates and rotary embedding run by torch's operators, which is slower: no Triton")
-            return None
-        return gpu_operators
+
+            x = torch.ones(1, _TRIED, device=self.torch_device)
+            gpu_operators.rms_norm(x, x[0], 0.0)
+        except (ImportError, RuntimeError, OSError, SubprocessError) as error:
+            _log.warning("small operators and single rows are torch's, which is slower: no Triton", reason=str(error))
+            return False
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,8 +20,11 @@ from penstock.generation.layers.linear.int4 import GROUP
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 8, 2, 128
 _WIDTH = _HEADS * _HEAD_DIM
-# Rows and keys of a prompt, a decoding sequence, and a chunk behind a context.
-_QUERY_LENS, _KV_LENS = [150, 1, 5], [150, 300, 200]
+# Rows and keys of a prompt, a decoding sequence, and a chunk behind a context; and of decoding sequences alone, one of
+# them of several blocks on every device.
+_MIXED, _DECODING = ([150, 1, 5], [150, 300, 200]), ([1, 1, 1], [150, 700, 1])
+# Rows of linear layers: those of a step of one sequence may have a product of their own.
+_ROWS = (7, 1)
 # Results are rounded to the device's dtype, eight bits of it in bfloat16.
 _TOLERANCE = 0.03
 
@@ -55,11 +58,17 @@ def examine(device: Device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Fin
 
 
 def _operations(device: Device, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]:
-    yield "linear layer", lambda: _linear(device, dtype)
-    for form in (INT8, INT4):
-        with contextlib.suppress(StartupError):
-            method = device.linear_method(dtype, form)
-            yield f"linear layer, {form}", lambda method=method, form=form: _whole(device, method, form, dtype)  # type: ignore[misc]
+    for rows in _ROWS:
+        name = "linear layer" if rows > 1 else "linear layer, one row"
+        yield name, lambda rows=rows: _linear(device, dtype, rows)  # type: ignore[misc]
+        yield name.replace("linear", "gated"), lambda rows=rows: _gated(device, dtype, rows)  # type: ignore[misc]
+        for form in (INT8, INT4):
+            with contextlib.suppress(StartupError):
+                method = device.linear_method(dtype, form)
+                yield (
+                    f"{name}, {form}",
+                    lambda method=method, form=form, rows=rows: _whole(device, method, form, dtype, rows),  # type: ignore[misc]
+                )
     kernels, reference = device.layer_kernels(dtype), LayerKernels()
     x, y, weight = (values.to(dtype) for values in (_numbers(7, _WIDTH), _numbers(7, _WIDTH, seed=1), _numbers(_WIDTH)))
 
@@ -73,14 +82,23 @@ def _operations(device: Device, dtype: torch.dtype) -> Iterator[tuple[str, Calla
     yield "silu_mul", lambda: beside("silu_mul", x)
     for window in (None, 1, 100, 129):
         name = "attention" if window is None else f"attention, window {window}"
-        yield name, lambda window=window: _attention(device, dtype, window)  # type: ignore[misc]
+        yield name, lambda window=window: _attention(device, dtype, window, _MIXED)  # type: ignore[misc]
+    yield "attention, decoding sequences", lambda: _attention(device, dtype, None, _DECODING)
+    yield "attention, normed heads", lambda: _attention(device, dtype, None, _MIXED, has_norms=True)
 
 
-def _linear(device: Device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _linear(device: Device, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor]:
     weight = (_numbers(64, _WIDTH, seed=2) / 32).to(dtype)
-    x = _numbers(7, _WIDTH).to(dtype)
+    x = _numbers(rows, _WIDTH).to(dtype)
     linear = device.linear_method(dtype).linear(weight.to(device.torch_device), None)
     return linear(x.to(device.torch_device)), x.float() @ weight.float().T
+
+
+def _gated(device: Device, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor]:
+    weight = (_numbers(64, _WIDTH, seed=2) / 32).to(dtype)
+    x, place = _numbers(rows, _WIDTH).to(dtype), device.torch_device
+    gated = device.linear_method(dtype).gated(weight.to(place), None, device.layer_kernels(dtype))
+    return gated(x.to(place)), LayerKernels().silu_mul(x.float() @ weight.float().T)
 
 
 @dataclass(slots=True)
@@ -97,10 +115,10 @@ class _Whole:
         yield self.rows
 
 
-def _whole(device: Device, method: LinearMethod, form: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _whole(device: Device, method: LinearMethod, form: str, dtype: torch.dtype, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the product with whole numbers, and the same in float32."""
     # Whole numbers too, and the largest of each row is 127: a product that quantises x finds these very ones.
-    whole = (_numbers(7, _WIDTH) * 30).round().clamp(-127, 127)
+    whole = (_numbers(num_rows, _WIDTH) * 30).round().clamp(-127, 127)
     whole[:, 0] = 127
     x = whole * 2.0**-5
     numbers = _numbers(64, _WIDTH, seed=2)
@@ -115,16 +133,25 @@ def _whole(device: Device, method: LinearMethod, form: str, dtype: torch.dtype) 
     return method.whole(weight, None)(x.to(place, dtype)), x @ (values * scale).T
 
 
-def _attention(device: Device, dtype: torch.dtype, window: int | None) -> tuple[Tensor, Tensor]:
-    """Rotary embedding, KV write and attention of a mixed step, over a pool of random keys and values."""
+def _attention(
+    device: Device,
+    dtype: torch.dtype,
+    window: int | None,
+    lens: tuple[list[int], list[int]],
+    *,
+    has_norms: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Norms of heads, rotary embedding, KV write and attention of a step with these rows and keys of each sequence,
+    over a pool of random keys and values."""
     size = device.block_size(None)
-    tables = torch.zeros(len(_KV_LENS), -(-max(_KV_LENS) // size), dtype=torch.int32)
+    query_lens, kv_lens = lens
+    tables = torch.zeros(len(kv_lens), -(-max(kv_lens) // size), dtype=torch.int32)
     blocks = iter(range(1, 1 + tables.numel()))
-    for row, length in enumerate(_KV_LENS):
+    for row, length in enumerate(kv_lens):
         for place in range(-(-length // size)):
             tables[row, place] = next(blocks)
     cpu = torch.device("cpu")
-    qkv = (_numbers(sum(_QUERY_LENS), (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM) / 2).to(dtype)
+    qkv = (_numbers(sum(query_lens), (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM) / 2).to(dtype)
     angles = _numbers(len(qkv), 1, _HEAD_DIM // 2, seed=3)
     shape = (2, 1 + tables.numel(), size, _KV_HEADS, _HEAD_DIM)
     context = (_numbers(*shape, seed=4) / 2).to(dtype)
@@ -133,10 +160,13 @@ def _attention(device: Device, dtype: torch.dtype, window: int | None) -> tuple[
         kv = KVCachePool(1, shape[1], size, _KV_HEADS, _HEAD_DIM, kind, place)
         kv.key(0).copy_(context[0])
         kv.value(0).copy_(context[1])
-        metadata, _ = AttentionMetadata.build(_QUERY_LENS, _KV_LENS, tables, size, place)
+        metadata, _ = AttentionMetadata.build(query_lens, kv_lens, tables, size, place)
         turns = [part.to(dtype).to(place, kind) for part in (angles.cos(), angles.sin())]
         attention = SDPAAttention() if kind is torch.float32 else device.attention(kind, _HEAD_DIM)
         heads = HeadWeights(_HEADS, _KV_HEADS, _HEAD_DIM)
+        if has_norms:
+            norms = [(1 + _numbers(_HEAD_DIM, seed=seed) / 8).to(dtype).to(place, kind) for seed in (5, 6)]
+            heads = replace(heads, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
         rows = qkv.to(place, kind)
         return attention.forward_qkv(rows, turns[0], turns[1], heads, 0, metadata, kv, _HEAD_DIM**-0.5, window)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm:
-    """RMSNorm over the last dimension: float32 inside, cast back, then times the weight."""
+    """RMSNorm over the last dimension: float32 inside, rounded once, after the weight."""
 
     def __init__(self, weight: Tensor, eps: float, kernels: LayerKernels) -> None:
         self.weight = weight

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +10,6 @@ from torch import Tensor
 
 from penstock.generation.attention import npu_operators
 from penstock.generation.core.model_config import Activation
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 # gpt-oss's activation.
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -115,33 +111,3 @@ class NPUKernels(LayerKernels):
     def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
         """See LayerKernels."""
         return npu_operators.swiglu(gate_up_TF)
-
-
-class GPUKernels(LayerKernels):
-    """Triton's kernels, which read every row once. Gates other than SiLU's are torch's."""
-
-    name = "triton"
-
-    def __init__(self, operators: ModuleType) -> None:
-        """Take the module of them, attention.gpu_operators."""
-        self._operators = operators
-
-    def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
-        return cast("Tensor", self._operators.rms_norm(x_TI, weight_I, eps))
-
-    def add_rms_norm(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
-        return cast("Tensor", self._operators.add_rms_norm(hidden_TI, x_TI, weight_I, eps))
-
-    def rms_norm_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels: a weight in float32 is all that differs."""
-        return cast("Tensor", self._operators.rms_norm(x_TI, weight_I, eps))
-
-    def add_rms_norm_once(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
-        return cast("Tensor", self._operators.add_rms_norm(hidden_TI, x_TI, weight_I, eps))
-
-    def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
-        """See LayerKernels."""
-        return cast("Tensor", self._operators.silu_mul(gate_up_TF))

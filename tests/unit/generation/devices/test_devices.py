@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from factories.models.emulated_npu import EmulatedNPU
 from penstock.common import environment
 from penstock.common.errors import StartupError
+from penstock.generation import attention
 from penstock.generation.attention.npu import NPUAttention
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices import registry
@@ -18,6 +21,9 @@ from penstock.generation.devices.cuda import CUDADevice
 from penstock.generation.devices.npu import NPUDevice
 from penstock.generation.devices.registry import open_device
 from penstock.generation.host.arena import Arena
+from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.linear.dense import PlainLinearMethod
+from structlog.testing import capture_logs
 
 
 def test_names_choose_a_device() -> None:
@@ -72,6 +78,26 @@ def test_a_gpu_is_asked_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert device.attention(dtype, head_dim).name == "sdpa"
     with pytest.raises(StartupError, match=r"--device cuda:2: 2 GPUs are visible, numbered from 0 \(CUDA_VISIBLE"):
         CUDADevice(2).memory()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), PermissionError("~/.triton")])
+def test_a_triton_that_cannot_compile_is_done_without(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Here(CUDADevice):
+        torch_device = torch.device("cpu")
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    operators = ModuleType("gpu_operators")
+    operators.rms_norm = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "penstock.generation.attention.gpu_operators", operators)
+    monkeypatch.setattr(attention, "gpu_operators", operators, raising=False)
+    device = Here()
+    with capture_logs() as logs:
+        assert type(device.layer_kernels(torch.bfloat16)) is LayerKernels
+        assert type(device.linear_method(torch.bfloat16)) is PlainLinearMethod
+        assert device.attention(torch.bfloat16, 128).name == "flash"
+    assert [line["reason"] for line in logs] == [str(error)]
 
 
 @pytest.mark.parametrize(("count", "kind"), [(0, CPUDevice), (2, NPUDevice)])

@@ -32,9 +32,10 @@ def started(device: Device) -> Device:
 @pytest.mark.parametrize("kind", [CPUDevice, EmulatedNPU, EmulatedCUDA])
 def test_a_device_that_is_right(kind: type[Device], dtype: torch.dtype) -> None:
     findings = list(examine(started(kind()), dtype))
-    forms = [finding.name for finding in findings if finding.name.startswith("linear layer, ")]
-    assert len(findings) == 8 + len(forms)
-    assert forms == (["linear layer, int8", "linear layer, int4"] if dtype in WHOLE_NUMBERS[kind] else [])
+    forms = [finding.name for finding in findings if finding.name.endswith((", int8", ", int4"))]
+    assert len(findings) == 13 + len(forms)
+    names = [f"linear layer{rows}, {form}" for rows in ("", ", one row") for form in ("int8", "int4")]
+    assert forms == (names if dtype in WHOLE_NUMBERS[kind] else [])
     assert [finding.name for finding in findings if not finding.is_right] == []
 
 
@@ -71,8 +72,9 @@ def test_an_operator_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("no such operator\nand more")
 
     monkeypatch.setattr(npu_operators, "swiglu", refuse)
-    (wrong,) = (finding for finding in examine(started(EmulatedNPU())) if not finding.is_right)
-    assert (wrong.name, wrong.error) == ("silu_mul", "RuntimeError: no such operator")
+    wrong = [finding for finding in examine(started(EmulatedNPU())) if not finding.is_right]
+    assert [finding.name for finding in wrong] == ["gated layer", "gated layer, one row", "silu_mul"]
+    assert {finding.error for finding in wrong} == {"RuntimeError: no such operator"}
 
 
 def test_the_command_prints_a_line_for_each_operation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,4 +82,4 @@ def test_the_command_prints_a_line_for_each_operation(monkeypatch: pytest.Monkey
     found = CliRunner().invoke(app.app, ["doctor", "--device", "npu:0"])
     assert found.exit_code == 0, found.output
     assert "npu:0 (emulated)" in found.output
-    assert found.output.count("\nok ") == 10
+    assert found.output.count("\nok ") == 17

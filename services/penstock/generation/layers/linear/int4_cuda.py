@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,9 +9,6 @@ from torch import Tensor
 from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, WholeRows, dense
 from penstock.generation.layers.linear.int4 import GROUP, Int4Numbers
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 # Outputs are packed in tiles of 8, inputs in tiles of 16, of which a thread has 2, 4 or 8 one behind the other.
 _OUTPUTS, _TILE = 8, 16
@@ -76,9 +71,9 @@ class CudaInt4Method(LinearMethod):
 
     name = "int4"
 
-    def __init__(self, operators: ModuleType | None = None) -> None:
-        """See AcceleratorInt8Linear."""
-        self._operators = operators
+    def __init__(self, head: type[AcceleratorInt8Linear] = AcceleratorInt8Linear) -> None:
+        """Take the class of the head."""
+        self._head = head
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return CudaInt4Linear(weight_OI, bias_O)
@@ -88,4 +83,4 @@ class CudaInt4Method(LinearMethod):
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
         """See LinearMethod."""
-        return AcceleratorInt8Linear(dense(weight_VI), None, self._operators)
+        return self._head(dense(weight_VI), None)

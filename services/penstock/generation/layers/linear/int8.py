@@ -20,7 +20,7 @@ from penstock.generation.layers.linear.base import (
     check_finite,
 )
 
-_MOST = 127.0
+MOST = 127.0
 
 
 def check_int8_product(quantization: str) -> None:
@@ -39,8 +39,8 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     x = x_TI.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
     # A true division, which `127.0 / tensor` is not: it gives the C++ kernels' bits.
-    inverse = torch.where(largest > 0, torch.full_like(largest, _MOST).div_(largest), 0.0)
-    return (x * inverse).round(), largest / _MOST
+    inverse = torch.where(largest > 0, torch.full_like(largest, MOST).div_(largest), 0.0)
+    return (x * inverse).round(), largest / MOST
 
 
 class Int8Linear(Linear):

@@ -3,17 +3,12 @@ the row, as on the CPU (int8.py). The sums are whole numbers: every device gives
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.layers.linear.base import Linear, LinearMethod, WholeRows, check_finite
 from penstock.generation.layers.linear.int8 import quantize_rows
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 # What cuBLASLt's product takes: more rows than 16, and multiples of 8 of inputs and outputs.
 LEAST_ROWS = 17
@@ -23,11 +18,8 @@ MULTIPLE = 8
 class AcceleratorInt8Linear(Linear):
     """A linear layer with weights of one byte each."""
 
-    def __init__(
-        self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None, operators: ModuleType | None = None
-    ) -> None:
-        """Take a weight to quantise, or one that is whole numbers. `operators`: attention.gpu_operators where there is
-        Triton."""
+    def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
+        """Take a weight to quantise, or one that is whole numbers."""
         if isinstance(weight_OI, Tensor):
             values, scale = quantize_rows(weight_OI)
         else:
@@ -36,15 +28,14 @@ class AcceleratorInt8Linear(Linear):
         check_finite(scale)
         self._padding = -self.in_features % MULTIPLE
         # (inputs, outputs), a column at a time: the layout that the product reads.
-        self._weight_IO = F.pad(values.to(torch.int8), (0, self._padding, 0, -self.out_features % MULTIPLE)).t()
+        self._weight_IO = (
+            F.pad(values.to(torch.int8), (0, self._padding, 0, -self.out_features % MULTIPLE)).contiguous().t()
+        )
         self._scale = scale.flatten().contiguous()
         self._bias = None if bias_O is None else bias_O.float()
-        self._operators = operators
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Linear."""
-        if self._operators is not None and x_TI.shape[0]:
-            return self._fused(self._operators, x_TI, x_TI.dtype)
         return self.as_float(x_TI).to(x_TI.dtype)
 
     def as_float(self, x_TI: Tensor) -> Tensor:
@@ -52,26 +43,11 @@ class AcceleratorInt8Linear(Linear):
         rows = x_TI.shape[0]
         if not rows:
             return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
-        if self._operators is not None:
-            return self._fused(self._operators, x_TI, torch.float32)
         values, scale_T1 = quantize_rows(x_TI)
         values = F.pad(values.to(torch.int8), (0, self._padding, 0, max(0, LEAST_ROWS - rows)))
         sums = torch._int_mm(values, self._weight_IO)[:rows, : self.out_features]
         result = sums.float().mul_(self._scale).mul_(scale_T1)
         return result if self._bias is None else result.add_(self._bias)
-
-    def _fused(self, operators: Any, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the same in `dtype` by three operators, or two for a single row, which reads the weight faster than
-        cuBLASLt does for the rows that it asks for."""
-        is_single = x_TI.shape[0] == 1
-        least = 0 if is_single else LEAST_ROWS
-        values, scale_T1 = operators.quantised_rows(x_TI, torch.int8, padding=self._padding, least_rows=least)
-        if is_single:
-            found = operators.whole_row_product(values, scale_T1, self._weight_IO.t(), self._scale, self._bias, dtype)
-        else:
-            sums = torch._int_mm(values, self._weight_IO)
-            found = operators.rescaled(sums, self._scale, scale_T1, self._bias, dtype)
-        return cast("Tensor", found)
 
     @property
     def quantised_as(self) -> str:
@@ -94,12 +70,8 @@ class AcceleratorInt8Method(LinearMethod):
 
     name = "int8"
 
-    def __init__(self, operators: ModuleType | None = None) -> None:
-        """See AcceleratorInt8Linear."""
-        self._operators = operators
-
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        return AcceleratorInt8Linear(weight_OI, bias_O, self._operators)
+        return AcceleratorInt8Linear(weight_OI, bias_O)
 
     def _whole(self, rows: WholeRows, bias_O: Tensor | None) -> Linear:
-        return AcceleratorInt8Linear(rows, bias_O, self._operators)
+        return AcceleratorInt8Linear(rows, bias_O)
