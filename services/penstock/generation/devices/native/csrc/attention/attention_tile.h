@@ -172,7 +172,13 @@ static inline void micro(const Sides& s, int m0, int K, float* C, int64_t c_row,
 template <Mode MODE, bool A_POSITIVE, int V, typename Put>
 static void product(const Sides& s, int M, int K, float* C, int64_t c_row, bool add,
                     const Put& put) {
+  // As many sums at once as there are registers for, beside V vectors and a scalar. Each sum is the
+  // same whatever the step.
+#if defined(__AVX512F__) || defined(__aarch64__)
   constexpr int STEP = V == 1 ? 12 : V == 2 ? 8 : 6;
+#else
+  constexpr int STEP = V == 1 ? 12 : V == 2 ? 6 : 3;
+#endif
   int m = 0;
   for (; m + STEP <= M; m += STEP) micro<MODE, A_POSITIVE, STEP, V>(s, m, K, C, c_row, add, put);
   for (; m + 2 <= M; m += 2) micro<MODE, A_POSITIVE, 2, V>(s, m, K, C, c_row, add, put);
