@@ -75,10 +75,6 @@ class GPULinearMethod(PlainLinearMethod):
 class GPUInt8Linear(AcceleratorInt8Linear):
     """int8 by three operators; by two for a single row, which needs no others beside it as cuBLASLt's product does."""
 
-    def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
-        """See AcceleratorInt8Linear."""
-        super().__init__(weight_OI, None if bias_O is None else bias_O.contiguous())
-
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Linear."""
         return self._product(x_TI, x_TI.dtype)

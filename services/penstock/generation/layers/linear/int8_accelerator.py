@@ -32,7 +32,7 @@ class AcceleratorInt8Linear(Linear):
             F.pad(values.to(torch.int8), (0, self._padding, 0, -self.out_features % MULTIPLE)).contiguous().t()
         )
         self._scale = scale.flatten().contiguous()
-        self._bias = None if bias_O is None else bias_O.float()
+        self._bias = None if bias_O is None else bias_O.float().contiguous()
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Linear."""
