@@ -172,8 +172,9 @@ static inline void micro(const Sides& s, int m0, int K, float* C, int64_t c_row,
 template <Mode MODE, bool A_POSITIVE, int V, typename Put>
 static void product(const Sides& s, int M, int K, float* C, int64_t c_row, bool add,
                     const Put& put) {
-  // As many sums at once as there are registers for, beside V vectors and a scalar. Each sum is the
-  // same whatever the step.
+  // Up to four vectors: as many sums at once as there are registers for, beside V vectors and a
+  // scalar. With more (scores of a decode step) fewer rows gain nothing. Each sum is the same
+  // whatever the step.
 #if defined(__AVX512F__) || defined(__aarch64__)
   constexpr int STEP = V == 1 ? 12 : V == 2 ? 8 : 6;
 #else
