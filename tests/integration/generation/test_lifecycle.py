@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from penstock.common.errors import (
     from_rpc_error,
 )
 from penstock.generation import running
+from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.v1 import admin_pb2, common_pb2, generation_pb2, model_pb2
 from prometheus_client import generate_latest
@@ -405,8 +407,15 @@ async def test_a_caller_that_names_what_to_clear_does_not_lose_the_whole_cache(c
     assert (await client.generate(request(prompt))).started.cached_tokens > 0
 
 
-async def test_the_cache_of_a_live_request_can_be_released(client: Client) -> None:
+async def test_the_cache_of_a_live_request_can_be_released(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes again what it lost, and its ids are what they would have been."""
+    asked, run_on_engine = threading.Event(), EngineLoop.run_on_engine
+
+    def noted(loop: EngineLoop, call: Callable[[Any], Any]) -> Any:
+        future = run_on_engine(loop, call)
+        asked.set()
+        return future
+
     message = request(range(100, 160), config={"max_new_tokens": 40})
     wanted = (await client.generate(message)).ids()
     await client.admin.ClearCache(admin_pb2.ClearCacheRequest())
@@ -415,7 +424,10 @@ async def test_the_cache_of_a_live_request_can_be_released(client: Client) -> No
     with held_after(3) as gate:
         call = client.generation.Generate(message)
         events = [await call.read(), await call.read()]
+        monkeypatch.setattr(EngineLoop, "run_on_engine", noted)
         clearing = asyncio.create_task(_cleared(client, "mine"))
+        # The engine has it before the step that is held: a fast one would be through with the request else.
+        assert await asyncio.to_thread(asked.wait, PATIENCE_SECONDS)
         gate.open()
         assert await clearing >= 4
     events += await rest(call)
