@@ -28,6 +28,7 @@ from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.engine.engine import Engine
+from penstock.generation.host.cpu_features import Int8Product, int8_product
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
@@ -185,7 +186,8 @@ def test_quantised_weights_run_there(
     graphs = None if HAS_GPU else EmulatedGraphs()
     found = there.ids(load(there, "qwen2", quantization), make, graphs=graphs)
     assert len(found["one"][0]) == 6
-    if quantization == "int8":
+    # Elsewhere torch's own int8 on the CPU has half of the levels, and so other sums.
+    if quantization == "int8" and int8_product() is Int8Product.EXACT:
         assert found == here.ids(load(here, "qwen2", quantization), make)
 
 

@@ -21,6 +21,7 @@ from factories.engine.mixed import mixed_request
 from factories.models.adapters import LAYER_TARGETS, lora_folder
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.native import cache_home, use_native
+from factories.models.run_kernels import KERNELS
 from penstock import Generator, LoraStatus
 from penstock.common.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from penstock.generation.parallel.messages import Kind, decode_forget, kind_of
@@ -234,7 +235,9 @@ def test_a_head_of_its_own_is_refused_and_an_embedding_is_not(
     config = spread._engine.loaded.model.config
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     of_layers = config.num_layers * 8 * (2 * hidden + queries)
-    assert adapter.num_bytes == 4 * (2 * hidden * (config.vocab_size + hidden) + of_layers)
+    dense = 4 * (2 * hidden * (config.vocab_size + hidden) + of_layers)
+    # The kernels' panels are padded.
+    assert adapter.num_bytes == dense if KERNELS == "torch" else adapter.num_bytes > dense
     assert ids_of(spread, {"prompt": PROMPT, "max_new_tokens": 8, "adapter": "embedding"}) == alone["embedding"]
 
 

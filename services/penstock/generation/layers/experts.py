@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from penstock.generation.layers.linear.native import NativeLinear
 
 if TYPE_CHECKING:
     from penstock.generation.core.model_config import Experts
     from penstock.generation.layers.linear.base import Linear
+
+# Floats of the widest vectors, several of them: torch takes two of AVX-512's 16 at a time.
+_WHOLE_VECTORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,11 @@ class SharedExpert:
 
     def add_to(self, out_TI: Tensor, x_TI: Tensor) -> None:
         """Add its part to `out_TI` in float32."""
-        out_TI += torch.sigmoid(self.gate.as_float(x_TI)) * self.down.as_float(self.gated(x_TI))
+        scores_T1 = self.gate.as_float(x_TI)
+        # On a CPU torch computes what is left behind the last whole vectors in another way, whose last bit may differ.
+        # Here nothing is left, so that no row depends on the number of those beside it.
+        shares_T1 = torch.sigmoid(pad(scores_T1, (0, 0, 0, -len(scores_T1) % _WHOLE_VECTORS)))[: len(scores_T1)]
+        out_TI += shares_T1 * self.down.as_float(self.gated(x_TI))
 
 
 class MixtureOfExperts:

@@ -10,7 +10,7 @@ import torch
 from factories.models.kernels import assert_close
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from penstock.generation.core.model_config import Activation, Experts
-from penstock.generation.layers.experts import MixtureOfExperts, OneByOne
+from penstock.generation.layers.experts import MixtureOfExperts, OneByOne, SharedExpert
 from penstock.generation.layers.kernels import LayerKernels
 from penstock.generation.layers.linear.native import Format, NativeLinearMethod
 from torch import Tensor
@@ -78,6 +78,26 @@ def test_a_row_is_the_same_alone_in_a_batch_and_on_other_threads(format: Format)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(together, torch.cat(alone))
+
+
+def test_a_shared_experts_part_is_the_same_in_any_company() -> None:
+    """Sums of rows that torch's vectors take whole, in part and not at all."""
+    draw, method = torch.Generator().manual_seed(4), NativeLinearMethod(Format.F32)
+    gated = method.gated(torch.randn(2 * INNER, HIDDEN, generator=draw) / 6, None, LayerKernels(), Activation.SILU)
+    down, gate = (
+        method.linear(torch.randn(shape, generator=draw) / 6, None) for shape in ((HIDDEN, INNER), (1, HIDDEN))
+    )
+    shared = SharedExpert(gated, down, gate)
+    x = rows(130, torch.float32)
+
+    def part(count: int) -> Tensor:
+        out = torch.zeros(count, HIDDEN)
+        shared.add_to(out, x[:count])
+        return out
+
+    whole = part(len(x))
+    differing = [count for count in range(1, len(x)) if not torch.equal(part(count), whole[:count])]
+    assert differing == []
 
 
 def test_shares_of_all_experts_add_up_to_one() -> None:
