@@ -236,8 +236,11 @@ def test_a_head_of_its_own_is_refused_and_an_embedding_is_not(
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     of_layers = config.num_layers * 8 * (2 * hidden + queries)
     dense = 4 * (2 * hidden * (config.vocab_size + hidden) + of_layers)
-    # The kernels' panels are padded.
-    assert adapter.num_bytes == dense if KERNELS == "torch" else adapter.num_bytes > dense
+    if KERNELS == "native":
+        # Panels are padded.
+        assert dense < adapter.num_bytes < 1.1 * dense
+    else:
+        assert adapter.num_bytes == dense
     assert ids_of(spread, {"prompt": PROMPT, "max_new_tokens": 8, "adapter": "embedding"}) == alone["embedding"]
 
 

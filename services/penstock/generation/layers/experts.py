@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from penstock.generation.core.model_config import Experts
     from penstock.generation.layers.linear.base import Linear
 
-# Floats of the widest vectors, several of them: torch takes two of AVX-512's 16 at a time.
-_WHOLE_VECTORS = 64
+# A multiple of the floats that torch takes at a time: two of AVX-512's vectors.
+_WHOLE_VECTORS = 32
 
 
 @dataclass(frozen=True, slots=True)

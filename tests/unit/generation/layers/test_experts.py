@@ -81,7 +81,7 @@ def test_a_row_is_the_same_alone_in_a_batch_and_on_other_threads(format: Format)
 
 
 def test_a_shared_experts_part_is_the_same_in_any_company() -> None:
-    """Sums of rows that torch's vectors take whole, in part and not at all."""
+    """Numbers of rows that torch's vectors take whole, in part and not at all."""
     draw, method = torch.Generator().manual_seed(4), NativeLinearMethod(Format.F32)
     gated = method.gated(torch.randn(2 * INNER, HIDDEN, generator=draw) / 6, None, LayerKernels(), Activation.SILU)
     down, gate = (

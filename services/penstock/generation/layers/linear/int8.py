@@ -59,6 +59,8 @@ class Int8Linear(Linear):
         self._zero = torch.zeros(self.out_features, dtype=torch.int32)
         self._bias = None if bias_O is None else bias_O.float()
         self._saturates = int8_product() is not Int8Product.EXACT
+        # Two products are taken from each other as whole numbers: scaled ones would be rounded before.
+        self._scale_of_product = torch.ones_like(self._scale) if self._saturates else self._scale
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Linear."""
@@ -71,18 +73,18 @@ class Int8Linear(Linear):
         values, scale = quantize_rows(x_TI)
         if self._saturates:
             positive, negative = self._product(torch.cat([values, -values]).clamp_(min=0.0), 0).chunk(2)
-            sums = positive.sub_(negative)
+            sums = positive.sub_(negative).mul_(self._scale)
         else:
             sums = self._product(values + 128.0, 128)
         result = sums.mul_(scale)
         return result if self._bias is None else result.add_(self._bias)
 
     def _product(self, values_TI: Tensor, zero: int) -> Tensor:
-        """Product of 0 <= `values_TI` <= 255, less `zero`. oneDNN has one scale for all of x: ours are applied after
-        it."""
+        """Product of 0 <= `values_TI` <= 255, less `zero`, times the outputs' scales unless it saturates. oneDNN has
+        one scale for all of x: ours are applied after it."""
         result: Tensor = torch.ops.onednn.qlinear_pointwise(
-            values_TI.to(torch.uint8), 1.0, zero, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32,
-            "none", [], "",
+            values_TI.to(torch.uint8), 1.0, zero, self._packed, self._scale_of_product, self._zero, None, 1.0, 0,
+            torch.float32, "none", [], "",
         )  # fmt: skip
         return result
 
