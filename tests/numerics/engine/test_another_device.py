@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from factories.engine.fake_engine import Answer, collect, engine_config, request, run
-from factories.models import emulated_cuda
 from factories.models.checkpoints import tiny_checkpoint
-from factories.models.emulated_cuda import EmulatedGraphs
+from factories.models.emulated_cuda import EmulatedGraphs, int_mm
 from factories.models.pretended_gpu import DEVICE, PretendedCUDA, PretendedGPU
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.modes import GuidanceOptions, TensorOutputs
@@ -182,7 +181,7 @@ def test_quantised_weights_run_there(
 ) -> None:
     if not HAS_GPU:
         # torch's own saturates on a CPU without VNNI.
-        monkeypatch.setattr(torch, "_int_mm", emulated_cuda.int_mm)
+        monkeypatch.setattr(torch, "_int_mm", int_mm)
 
     def make() -> list[Request]:
         return [request([4, 5], request_id="one", max_new_tokens=6)]

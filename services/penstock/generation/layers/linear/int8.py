@@ -59,7 +59,8 @@ class Int8Linear(Linear):
         self._zero = torch.zeros(self.out_features, dtype=torch.int32)
         self._bias = None if bias_O is None else bias_O.float()
         self._saturates = int8_product() is not Int8Product.EXACT
-        # Two products are taken from each other as whole numbers: scaled ones would be rounded before.
+        # Two products are taken from each other as whole numbers, which float32 has up to 2**24: scaled ones would be
+        # rounded before.
         self._scale_of_product = torch.ones_like(self._scale) if self._saturates else self._scale
 
     def __call__(self, x_TI: Tensor) -> Tensor:
