@@ -110,7 +110,8 @@ class AsyncChannel:
 
     async def wait_ready(self, timeout: float) -> None:
         """Wait until connected. Raises TimeoutError after so many seconds."""
-        await asyncio.wait_for(self._channel.channel_ready(), timeout)
+        async with asyncio.timeout(timeout):
+            await self._channel.channel_ready()
 
     async def close(self) -> None:
         """End running calls at once."""

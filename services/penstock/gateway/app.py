@@ -178,7 +178,8 @@ class GatewayApp(OwnServer):
         try:
             async with asyncio.timeout(seconds):
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._router_serves.wait(), _SILENT_SECONDS)
+                    async with asyncio.timeout(_SILENT_SECONDS):
+                        await self._router_serves.wait()
                 if not self._router_serves.is_set():
                     _log.info("waiting for the router", router=self._config.router, at_most_seconds=seconds)
                 await self._router_serves.wait()

@@ -148,7 +148,8 @@ class GenerationCore:
         Without a grace all are waited for.
         """
         try:
-            await asyncio.wait_for(self.hub.wait_idle(), grace)
+            async with asyncio.timeout(grace):
+                await self.hub.wait_idle()
         except TimeoutError:
             aborted = self.hub.end_drained()
             await self.hub.wait_idle()

@@ -244,14 +244,14 @@ class RunningServer:
     async def _drain(self) -> None:
         _log.info("draining", calls=self.calls.in_flight)
         try:
-            # With a grace of 0 wait_for would not begin the drain at all.
             async with asyncio.timeout(self.config.drain_grace_seconds):
                 await self.service.drain()
         except TimeoutError:
             _log.warning("drain grace is over, live calls end now", calls=self.calls.in_flight)
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.calls.wait_idle(), STOP_GRACE_SECONDS)
+            async with asyncio.timeout(STOP_GRACE_SECONDS):
+                await self.calls.wait_idle()
 
 
 async def run_until_stopped(

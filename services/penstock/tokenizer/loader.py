@@ -41,7 +41,8 @@ async def load_in_child(folder: Path, *, timeout_seconds: float) -> tuple[Tokeni
 
 async def _ask(child: Child, folder: Path, timeout_seconds: float) -> TokenizerBundle:
     try:
-        answer = await asyncio.wait_for(child.ask({"folder": str(folder)}), timeout_seconds)
+        async with asyncio.timeout(timeout_seconds):
+            answer = await child.ask({"folder": str(folder)})
     except TimeoutError:
         raise _broken(folder, f"it did not load within {timeout_seconds:g} s") from None
     except ChildEnded as error:

@@ -501,6 +501,17 @@ async def test_a_caller_that_leaves_cancels_the_load(
     assert not files_in(uploads)
 
 
+async def test_a_caller_may_leave_at_the_moment_its_bytes_arrive(empty: Client, folder: Path, uploads: Path) -> None:
+    """Python 3.11's asyncio.wait_for forgets a cancellation that comes with the result it waits for."""
+    for _ in range(8):
+        call = empty.model.LoadModel()
+        for message in cut(sent(folder), 2):
+            await call.write(message)
+        call.cancel()
+        await until_empty(empty)
+    assert not files_in(uploads)
+
+
 async def test_bytes_that_do_not_come_are_waited_for_only_so_long(folder: Path) -> None:
     async with generation_service(None, **EMPTY, receive_idle_seconds=0.1) as client:
         call = client.model.LoadModel()

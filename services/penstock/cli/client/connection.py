@@ -69,7 +69,8 @@ async def wait_connected(channel: grpc.aio.Channel, config: ConnectionConfig, hi
     """Wait until a channel is connected. Raises StartupError without an answer; `hint` says what may be wrong."""
     for wait, rest in _waits(config):
         try:
-            await asyncio.wait_for(channel.channel_ready(), wait)
+            async with asyncio.timeout(wait):
+                await channel.channel_ready()
             return
         except TimeoutError:
             await asyncio.to_thread(_look, config, rest, hint)

@@ -292,7 +292,8 @@ class OutputHub:
     async def pause(self, seconds: float) -> None:
         """Wait for so long; no longer than until the streams are closed, since a watcher that waits keeps the hub."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._closed.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
 
     def unwatch(self, event: asyncio.Event) -> None:
         """Forget a watcher."""

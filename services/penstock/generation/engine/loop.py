@@ -148,7 +148,8 @@ class EngineLoop:
         if wait_seconds is None:
             wait_seconds = self._engine.config.dump_wait_seconds
         try:
-            return await asyncio.wait_for(asyncio.shield(self._next_dump()), wait_seconds)
+            async with asyncio.timeout(wait_seconds):
+                return await asyncio.shield(self._next_dump())
         except (TimeoutError, Unavailable):
             return self._dump_from_outside()
 

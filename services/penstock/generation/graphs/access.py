@@ -82,7 +82,8 @@ class Turns:
             remaining = self._not_before - self._clock()
             if remaining > 0:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wait_idle(), remaining)
+                    async with asyncio.timeout(remaining):
+                        await self._wait_idle()
             yield self._took
 
     def _took(self, seconds: float) -> None:

@@ -290,7 +290,8 @@ class ModelHolder:
         """End sessions and watches, and wait a moment for them."""
         core.hub.close_streams()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(core.hub.wait_streams_closed(), END_STREAMS_SECONDS)
+            async with asyncio.timeout(END_STREAMS_SECONDS):
+                await core.hub.wait_streams_closed()
 
     async def _remove_folder(self) -> None:
         if self._folder is not None:

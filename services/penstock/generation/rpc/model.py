@@ -98,7 +98,8 @@ class ModelServicer(GraphCalls):
         """Return the next message; None at the end. Raises InvalidArgument when it does not come."""
         most = self._config.receive_idle_seconds
         try:
-            return await asyncio.wait_for(anext(messages, None), most)
+            async with asyncio.timeout(most):
+                return await anext(messages, None)
         except TimeoutError:
             raise InvalidArgument(
                 "chunk", f"did not come within {most:g} s (--receive-idle-seconds)", reason="MODEL_REFUSED"
