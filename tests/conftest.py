@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ _PACKAGES = [str(_TESTS.parent / part) for part in ("services", "clients/python"
 sys.path[:0] = [str(_TESTS), *_PACKAGES]
 # For the processes that tests start.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*_PACKAGES, os.environ.get("PYTHONPATH"))))
+# Before a test imports rich: structlog would have it write tracebacks with all variables, in half a second each.
+importlib.import_module("penstock.common.logging")
 # Several trees run at a time: a gateway is part of those that ask for it.
 os.environ.setdefault("PENSTOCK_HTTP_PORT", "-1")
 # Tests start hundreds of processes: each would take a second to find its batch size.

@@ -111,7 +111,12 @@ async def test_a_probe_without_an_answer_keeps_nobody_waiting_for_the_next() -> 
 
 async def test_a_backend_whose_every_request_breaks_before_its_first_token_is_ejected() -> None:
     broken = Internal("no numbers", reason="MODEL_OUTPUT_NAN")
-    async with backend(refuse=broken) as bad, backend(extra_load=100) as good, running_router(bad, good) as router:
+    slow = {"eject_window_seconds": PATIENCE_SECONDS}
+    async with (
+        backend(refuse=broken) as bad,
+        backend(extra_load=100) as good,
+        running_router(bad, good, **slow) as router,
+    ):
         for _ in range(10):
             assert (await status_of(router.stub.Generate(generate())))[1].reason == "MODEL_OUTPUT_NAN"
         assert router.metric("backend_ejections_total", backend=bad.address, cause="share") == 1
