@@ -147,6 +147,8 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2),
         "mamba_d_state": 16,
+        # Its modules hold time steps to this least in prompts, not in steps: what is computed again would differ.
+        "time_step_min": 1e-9,
     },
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -2,7 +2,8 @@
 // what an instruction takes of them is worked out once, for all rows of a task. A part of a panel
 // becomes units of 32 bits (a float, two integers of 16 bits, or four bytes of int4), which stay in
 // the first-level cache; so do the rows in int8 and bfloat16. Then a tile of more rows has room in
-// the registers beside half a panel. The sums have the order of linear.cpp's, and so their bits.
+// the registers beside half a panel. float32 has only that tile to gain: its weight is read where
+// it lies. The sums have the order of linear.cpp's, and so their bits.
 #pragma once
 #if !defined(__aarch64__) && !defined(__AVX512F__)
 #define PENSTOCK_EXPANDS
@@ -14,11 +15,11 @@
 namespace penstock {
 namespace NS {
 
-// Whether it is worth the trouble for a task: float32 is multiplied as it is stored, and only has
-// the larger tile to gain; bfloat16's rows become twice as long, for too little where panels are
+// Whether it is worth the trouble for a task: of float32's rows four are two whole tiles of
+// linear.cpp, and no slower there; bfloat16's become twice as long, for too little where panels are
 // few.
 static inline bool is_expanded(Format format, int64_t rows, int64_t panels) {
-  if (format == Format::F32) return rows >= 12;
+  if (format == Format::F32) return rows >= 5;
   return format == Format::BF16 ? rows >= 4 && panels >= 3 : rows >= 3;
 }
 // Vectors of half a panel, and rows whose sums fit in the registers beside them.
@@ -28,6 +29,11 @@ constexpr int64_t UNITS_OF_PART = 128;
 // Panels for which the rows of a task are expanded once. Their sums fill some half of the
 // second-level cache where a task has all of its rows.
 constexpr int64_t PANELS_AT_ONCE = 8;
+// Few rows wait for the memory, which is fastest where a weight is read from end to end, a panel
+// after the other: float32's are not expanded, and so can be.
+static inline int64_t panels_of_turn(Format format, int64_t rows) {
+  return format == Format::F32 && rows <= 16 ? 1 : PANELS_AT_ONCE;
+}
 // Granules by which a part is longer or shorter: whole groups of int4, whole turns of the loops.
 constexpr int UNITS_AT_ONCE = 8;
 
@@ -44,16 +50,15 @@ static inline vi interleave_high(vi a, vi b) {
 
 struct F32Units {
   static constexpr int COUNT = 1;
-  static constexpr bool EXPANDS_ROWS = false;
+  static constexpr bool EXPANDS_WEIGHT = false, EXPANDS_ROWS = false;
   typedef vf Sum;
-  static inline void of_weight(vi w, vi (&units)[COUNT]) { units[0] = w; }
   static inline Sum dot(Sum sum, vi x, vi w) { return sum + (vf)x * (vf)w; }
 };
 
 // The first of two numbers, and the second.
 struct BF16Units : F32Units {
   static constexpr int COUNT = 2;
-  static constexpr bool EXPANDS_ROWS = true;
+  static constexpr bool EXPANDS_WEIGHT = true, EXPANDS_ROWS = true;
   static inline void of_weight(vi w, vi (&units)[COUNT]) {
     units[0] = w << 16, units[1] = w & int32_t(0xFFFF0000);
   }
@@ -63,7 +68,7 @@ struct BF16Units : F32Units {
 // The bytes of even numbers and those of odd ones, each in 16 bits.
 struct INT8Units {
   static constexpr int COUNT = 2;
-  static constexpr bool EXPANDS_ROWS = true;
+  static constexpr bool EXPANDS_WEIGHT = true, EXPANDS_ROWS = true;
   typedef vi Sum;
   static inline void of_weight(vi w, vi (&units)[COUNT]) {
     units[0] = (vi)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)w, 8), 8);
@@ -79,7 +84,7 @@ struct INT8Units {
 
 struct INT4Units {
   static constexpr int COUNT = 2;
-  static constexpr bool EXPANDS_ROWS = false;
+  static constexpr bool EXPANDS_WEIGHT = true, EXPANDS_ROWS = false;
   static inline void of_weight(vi w, vi (&units)[COUNT]) {
     units[0] = w & 0x0F0F0F0F, units[1] = (w >> 4) & 0x0F0F0F0F;
   }
@@ -128,7 +133,8 @@ struct UnitRows {
   int64_t stride;
 };
 
-// The sums of M rows and half a panel, over a part.
+// The sums of M rows and half a panel, over a part. `w`: (units, HALF), or half of the columns of
+// the panel itself.
 template <class U, int M>
 __attribute__((noinline)) static void add_half(UnitRows rows, const char* w, int64_t units,
                                                bool is_first, Ahead& ahead, float (*block)[PANEL]) {
@@ -138,7 +144,8 @@ __attribute__((noinline)) static void add_half(UnitRows rows, const char* w, int
     for (int v = 0; v < W; ++v) sum[m][v] = is_first ? Sum{} : (Sum)load(&block[m][v * L]);
   const auto unit = [&](int64_t k) __attribute__((always_inline)) {
     vi weight[W];
-    for (int v = 0; v < W; ++v) weight[v] = load_bits(w + (k * HALF + v * L) * 4);
+    for (int v = 0; v < W; ++v)
+      weight[v] = load_bits(w + (k * (U::EXPANDS_WEIGHT ? HALF : PANEL) + v * L) * 4);
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
       const vi x = vi{} + rows.x[m * rows.stride + k];
@@ -213,7 +220,7 @@ static inline void with_tile(int64_t rows, F call) {
   }
 }
 
-// A part of a panel of which `units` are the expanded weight, for all rows.
+// A part of a panel of which `units` are the weight, for all rows.
 template <class U>
 static void add_units(Run run, UnitRows x, int64_t, int64_t from, int64_t count, const char* units,
                       Ahead ahead, float (*block)[PANEL]) {
@@ -222,8 +229,9 @@ static void add_units(Run run, UnitRows x, int64_t, int64_t from, int64_t count,
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t first = run.rows * t / tiles, last = run.rows * (t + 1) / tiles;
       with_tile<WIDE_TILE>(last - first, [&]<int M>() {
-        add_half<U, M>({x.x + first * x.stride, x.stride}, units + half * all * HALF * 4, all,
-                       from == 0, ahead, (float (*)[PANEL])(block[first] + half * HALF));
+        add_half<U, M>({x.x + first * x.stride, x.stride},
+                       units + half * (U::EXPANDS_WEIGHT ? all : 1) * HALF * 4, all, from == 0,
+                       ahead, (float (*)[PANEL])(block[first] + half * HALF));
       });
     }
 }
@@ -279,7 +287,7 @@ static void sum_units(const LinearArgs& a, const LinearTask& task, A add, F fini
   alignas(64) char units[(UNITS_OF_PART + UNITS_AT_ONCE * U::COUNT) * PANEL * 4];
   alignas(64) float blocks[PANELS_AT_ONCE][ROW_BLOCK][PANEL];
   for (int64_t first = task.first_panel, last; first < task.last_panel; first = last) {
-    last = std::min(first + PANELS_AT_ONCE, task.last_panel);
+    last = std::min(first + panels_of_turn(a.format, rows), task.last_panel);
     for (int64_t p = 0; p < parts; ++p) {
       const int64_t from = begin(p), count = begin(p + 1) - from;
       const UnitRows x = unit_rows<U>(a, task, from, count);
@@ -290,8 +298,12 @@ static void sum_units(const LinearArgs& a, const LinearTask& task, A add, F fini
         const char* next = panel + 1 < last ? weight(panel + 1, from)
                            : p + 1 < parts  ? weight(first, begin(p + 1))
                                             : weight(last, 0);
-        expand_weight<U>(weight(panel, from), count, units);
-        add(Run{task.first_row, rows}, x, panel, from, count, units,
+        const char* w = weight(panel, from);
+        if constexpr (U::EXPANDS_WEIGHT) {
+          expand_weight<U>(w, count, units);
+          w = units;
+        }
+        add(Run{task.first_row, rows}, x, panel, from, count, w,
             Ahead{next, next + count * PANEL * 4}, blocks[panel - first]);
         if (p + 1 == parts) finish(panel, blocks[panel - first]);
       }

@@ -26,7 +26,7 @@ constexpr int TILE = 2;
 
 #ifdef PENSTOCK_EXPANDS
 int64_t panels_at_once(Format format, int64_t rows) {
-  return is_expanded(format, rows, PANELS_AT_ONCE) ? PANELS_AT_ONCE : 1;
+  return is_expanded(format, rows, PANELS_AT_ONCE) ? panels_of_turn(format, rows) : 1;
 }
 #else
 int64_t panels_at_once(Format, int64_t) { return 1; }
