@@ -114,6 +114,9 @@ _DELTA = {
 }
 # Layers that see all have other heads; the configuration classes keep these fields under other names.
 _GLOBAL = {"global_head_dim": 32, "num_global_key_value_heads": 1}
+# Some modules hold time steps to a least in prompts, not in steps: what is computed again would differ. The floor keeps
+# the random time steps as long as they would be.
+_STEPS = {"time_step_min": 1e-9, "time_step_floor": 0.01}
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": _GLOBAL,
     "gemma4_unified_text": _GLOBAL,
@@ -128,7 +131,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "num_dense_layers": 1},
     "longcat_flash": {"num_layers": LAYERS // 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "state_size": 16, "expand": 2},
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, **_STEPS},
     "qwen3_5_moe_text": _DELTA,
     "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA,
@@ -147,8 +150,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2),
         "mamba_d_state": 16,
-        # Its modules hold time steps to this least in prompts, not in steps: what is computed again would differ.
-        "time_step_min": 1e-9,
+        **_STEPS,
     },
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -48,7 +48,8 @@ from prometheus_client import generate_latest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-EMPTY: dict[str, Any] = {"kernels": "torch"}
+# Bytes that do not come are waited for longer than any test waits.
+EMPTY: dict[str, Any] = {"kernels": "torch", "receive_idle_seconds": 10 * PATIENCE_SECONDS}
 CYCLES, MANY_CYCLES = 8, 160
 GROWTH_BYTES = 24 << 20
 
@@ -502,18 +503,20 @@ async def test_a_caller_that_leaves_cancels_the_load(
 
 
 async def test_a_caller_may_leave_at_the_moment_its_bytes_arrive(empty: Client, folder: Path, uploads: Path) -> None:
-    """Python 3.11's asyncio.wait_for forgets a cancellation that comes with the result it waits for."""
+    """As tests/unit/generation/rpc/test_model_calls.py has it, by real calls."""
     for _ in range(8):
         call = empty.model.LoadModel()
-        for message in cut(sent(folder), 2):
-            await call.write(message)
+        start, chunk = cut(sent(folder), 2)
+        await call.write(start)
+        assert (await call.read()).progress.stage == "receive"
+        await call.write(chunk)
         call.cancel()
         await until_empty(empty)
     assert not files_in(uploads)
 
 
 async def test_bytes_that_do_not_come_are_waited_for_only_so_long(folder: Path) -> None:
-    async with generation_service(None, **EMPTY, receive_idle_seconds=0.1) as client:
+    async with generation_service(None, **{**EMPTY, "receive_idle_seconds": 0.1}) as client:
         call = client.model.LoadModel()
         await call.write(next(sent(folder)))
         assert (await call.read()).progress.total_bytes > 0

@@ -29,8 +29,8 @@ constexpr int64_t UNITS_OF_PART = 128;
 // Panels for which the rows of a task are expanded once. Their sums fill some half of the
 // second-level cache where a task has all of its rows.
 constexpr int64_t PANELS_AT_ONCE = 8;
-// Few rows wait for the memory, which is fastest where a weight is read from end to end, a panel
-// after the other: float32's are not expanded, and so can be.
+// Few rows wait for the memory, which is fastest where a weight is read from end to end. In float32
+// no rows are expanded, so its panels can have their turns one by one.
 static inline int64_t panels_of_turn(Format format, int64_t rows) {
   return format == Format::F32 && rows <= 16 ? 1 : PANELS_AT_ONCE;
 }
