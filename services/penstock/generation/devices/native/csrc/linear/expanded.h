@@ -155,7 +155,7 @@ __attribute__((noinline)) static void add_half(UnitRows rows, const char* w, int
   const int64_t whole = units / UNITS_AT_ONCE * UNITS_AT_ONCE;
   for (int64_t k = 0; k < whole; k += UNITS_AT_ONCE) {
     ahead.fetch<UNITS_AT_ONCE / U::COUNT>();
-    // Two: a turn of eight has more code than the processor takes in at full speed.
+    // Two: with eight float32's tile takes a sixth longer in the first-level cache.
 #pragma GCC unroll 2
     for (int u = 0; u < UNITS_AT_ONCE; ++u) unit(k + u);
   }
