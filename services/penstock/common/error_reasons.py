@@ -44,6 +44,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("TEMPLATE_REFUSED", "INVALID_ARGUMENT", "the chat template refused the conversation", "the message has the template's own words, if it gave some"),
     _row("TOO_LARGE", "INVALID_ARGUMENT", "texts are too long together", _LESS),
     _row("TOO_MANY", "INVALID_ARGUMENT", "a list has too many entries", _LESS),
+    _row("TOO_DEEP", "INVALID_ARGUMENT", "lists and objects are nested too deep within each other", "flatten them; the message has the bound"),
     _row("MODEL_NOT_FOUND", "NOT_FOUND", "no model of this name is served", "leave `model` out, or take a name that ListModels gives"),
     _row("ADAPTER_NOT_FOUND", "NOT_FOUND", "no adapter of this name is known", "take a name that ListModels gives, load it (`penstock adapters load`), or leave `adapter` out"),
     _row("ADAPTER_LOADING", "UNAVAILABLE", "no backend has loaded the request's adapter in time", "try again later, load it beforehand (`penstock adapters load`), or raise `--adapter-load-seconds`"),
