@@ -24,11 +24,12 @@ from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.metrics import add_process_metrics
 from penstock.gateway.answers import dumps
+from penstock.gateway.callers import Callers
 from penstock.gateway.chat import chat_completions
 from penstock.gateway.chat_page import page_routes
 from penstock.gateway.completions import completions
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.endpoint import Clients, Endpoint, Handler, Places, call_metadata
+from penstock.gateway.endpoint import Door, Endpoint, Handler, call_metadata
 from penstock.gateway.errors import (
     ANTHROPIC_ERRORS,
     OPENAI_ERRORS,
@@ -40,7 +41,9 @@ from penstock.gateway.errors import (
 from penstock.gateway.http_server import HttpServer
 from penstock.gateway.messages import count_tokens, messages
 from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.places import BodyBytes, Places
 from penstock.gateway.redis_responses import RedisResponses, is_shared
+from penstock.gateway.request_head import TrustedHosts
 from penstock.gateway.response_store import ResponseStore
 from penstock.gateway.responses import delete_response, get_response, list_input_items, responses
 from penstock.gateway.sqlite_responses import SqliteResponses
@@ -85,6 +88,8 @@ _GET: dict[str, Handler] = {
     "/v1/responses/{name}/input_items": list_input_items,
     "/options": list_options,
 }
+# What they tell is the program's own, and the chat page asks before its reader has shown a token.
+_PUBLIC = frozenset(("/options",))
 _DELETE: dict[str, Handler] = {"/v1/responses/{name}": delete_response}
 # Routes whose errors are not in OpenAI's form.
 _ERRORS: dict[str, ErrorShape] = {
@@ -122,14 +127,18 @@ class GatewayApp(OwnServer):
             raise StartupError(
                 "--channel-token-file needs --channel-tls for a router that is not loopback", flag="--channel-tls"
             ) from error
-        self._clients = Clients(self._client, config)
+        self._callers = Callers(self._client, config)
         self._metrics = GatewayMetrics(registry)
-        self._places = Places(config.max_requests)
+        self._places = Places(config.max_requests, config.tenant_share)
+        self._bodies = BodyBytes(config.max_bodies_bytes)
         self._tracing = open_tracing(config, self.name)
         self._responses = _open_store(config)
         self._server = HttpServer(self._application(), config)
         self._metrics.running.set_function(lambda: self._places.running)
         self._metrics.connections.set_function(lambda: self._server.connections)
+        self._metrics.strangers.set_function(lambda: self._server.strangers)
+        self._metrics.evicted.set_function(lambda: self._server.evicted)
+        self._metrics.body_bytes.set_function(lambda: self._bodies.held)
         if (store := self._responses) is not None:
             self._metrics.responses.set_function(lambda: store.num_responses)
             self._metrics.response_bytes.set_function(lambda: store.num_bytes)
@@ -171,7 +180,7 @@ class GatewayApp(OwnServer):
         """Return once the router serves. Raises StartupError naming --router or --response-store."""
         if self._responses is not None:
             await self._responses.open()
-        if not self._clients.passes_tokens:
+        if not self._callers.passes_tokens:
             _log.warning("callers' tokens are not passed on: the connection to the router is in the clear")
         self._health = asyncio.create_task(self._follow_health())
         seconds = self._config.start_timeout_seconds
@@ -230,18 +239,27 @@ class GatewayApp(OwnServer):
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _application(self) -> Starlette:
+        door = Door(
+            config=self._config,
+            callers=self._callers,
+            hosts=TrustedHosts(self._config.host, self._config.allowed_hosts),
+            places=self._places,
+            bodies=self._bodies,
+            body_bounds=self._config.body_bounds,
+            parsing=asyncio.Semaphore(1),
+            metrics=self._metrics,
+            responses=self._responses,
+        )
+
         def route(path: str, handler: Handler, method: str) -> Route:
             endpoint = Endpoint(
                 path,
                 handler,
-                clients=self._clients,
-                config=self._config,
-                places=self._places,
-                metrics=self._metrics,
+                door,
                 tracer=self._tracing,
                 has_body=method == "POST",
+                is_public=path in _PUBLIC,
                 errors=_ERRORS.get(path, OPENAI_ERRORS),
-                responses=self._responses,
             )
             return Route(path, endpoint, methods=[method])
 

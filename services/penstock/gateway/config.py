@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.common.config import HTTP_PORT, ROUTER_PORT, ChannelConfig, ProcessConfig, option
 from penstock.common.errors import StartupError
+from penstock.gateway.json_body import BodyBounds
 
 NETWORK, LIMITS, BROWSERS, RESPONSES = "Network", "Limits", "Browsers", "Kept responses"
 
@@ -39,17 +40,89 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
         (), "Origin whose pages may call from a browser (CORS), * for any; none by default.", group=BROWSERS
     )
 
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Name by which callers without a token reach this gateway, * for any; addresses and this machine's own names "
+        "go without saying. Any other is refused: a browser may have been led here by a page of that name.",
+        group=BROWSERS,
+        metavar="NAME",
+    )
+
+    token_seconds: float = option(
+        10.0,
+        "A token that the router took needs no question for so long, before its requests are read; the router judges "
+        "every request all the same.",
+        group=LIMITS,
+        minimum=0.0,
+    )
+    max_known_tokens: int = option(4096, "Tokens of which that is remembered.", group=LIMITS, minimum=1)
+    anonymous_connections: int = option(
+        512,
+        "Connections without an admitted request yet, and as many amid a TLS handshake; the oldest makes room for a "
+        "new one.",
+        group=LIMITS,
+        minimum=1,
+    )
+    anonymous_connections_each: int = option(
+        256, "The same of one address (of IPv6 one /64 network).", group=LIMITS, minimum=1
+    )
+    anonymous_cpu_share: float = option(
+        0.05,
+        "Share of a processor that such connections get together once they ask for more; those wait that ask for most.",
+        group=LIMITS,
+        minimum=0.001,
+        maximum=1.0,
+    )
     max_body_bytes: int = option(4 << 20, "Largest body of a request.", group=LIMITS, minimum=1024)
+    max_bodies_bytes: int = option(
+        256 << 20,
+        "Bodies of all requests together; one that is not whole makes room for others, the oldest first.",
+        group=LIMITS,
+        minimum=1024,
+    )
+    max_body_depth: int = option(
+        BodyBounds.most_depth,
+        "Lists and objects within each other in a body; tools and variables of chat templates may be nested less deep.",
+        group=LIMITS,
+        minimum=8,
+        maximum=256,
+    )
+    max_body_values: int = option(
+        BodyBounds.most_values, "Values in a body, ids of prompts among them.", group=LIMITS, minimum=1024
+    )
+    max_body_containers: int = option(
+        BodyBounds.most_containers, "Lists and objects in a body.", group=LIMITS, minimum=256
+    )
     body_seconds: float = option(60.0, "Time until the body of a request is whole.", group=LIMITS, minimum=0.1)
     max_header_bytes: int = option(64 << 10, "Request line and headers of a request.", group=LIMITS, minimum=1024)
+    max_headers: int = option(128, "Headers of a request.", group=LIMITS, minimum=8)
     header_seconds: float = option(
         10.0, "Time for a connection's TLS handshake, and for the headers of a request.", group=LIMITS, minimum=0.1
     )
     idle_seconds: float = option(
         75.0, "A connection without a request is closed after so long.", group=LIMITS, minimum=1.0
     )
-    max_connections: int = option(2048, "Connections at a time; more are closed at once.", group=LIMITS, minimum=1)
-    max_requests: int = option(1024, "Requests at work at a time; more are refused with 429.", group=LIMITS, minimum=1)
+    max_connections: int = option(
+        2048,
+        "Connections at a time; one without a request at work makes room for a new one, the one that has rested the "
+        "longest first.",
+        group=LIMITS,
+        minimum=1,
+    )
+    max_requests: int = option(
+        # Fewer than the calls that a router takes of one connection (--connection-rpcs): questions go over it, too.
+        1000,
+        "Requests at work at a time; more are refused with 429.",
+        group=LIMITS,
+        minimum=1,
+    )
+    tenant_share: float = option(
+        0.75,
+        "Share of --max-requests that the requests of one token may have, where the router asks for tokens.",
+        group=LIMITS,
+        minimum=0.01,
+        maximum=1.0,
+    )
     answer_seconds: float | None = option(
         None, "Deadline of a request, which travels to the engine; none when left out.", group=LIMITS, minimum=0.1
     )
@@ -99,9 +172,16 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
     def validate(self) -> None:
         """Raises StartupError naming the flag."""
         super().validate()
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise StartupError("--max-bodies-bytes must be --max-body-bytes or more", flag="--max-bodies-bytes")
         host, _, port = self.router.rpartition(":")
         if not host or not port.isdigit():
             raise StartupError(f"--router {self.router!r}: expected host:port", flag="--router")
+
+    @property
+    def body_bounds(self) -> BodyBounds:
+        """Bounds on what a body holds, besides its bytes."""
+        return BodyBounds(self.max_body_depth, self.max_body_values, self.max_body_containers)
 
     @property
     def is_channel_tls(self) -> bool:

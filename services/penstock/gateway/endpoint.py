@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 from penstock_client import AsyncClient, Delta
 
-from penstock.common.credentials import bearer_token
 from penstock.common.errors import (
     DeadlineExceeded,
-    InvalidArgument,
     PenstockError,
-    Unauthenticated,
-    Unavailable,
     from_rpc_error,
 )
 from penstock.common.logging import bind_trace, get_logger
@@ -35,11 +31,15 @@ from penstock.common.tracing import (
     parse_context,
 )
 from penstock.gateway.answers import merged
+from penstock.gateway.callers import Caller, Callers
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import OPENAI_ERRORS, ErrorShape, HttpError, error_headers, internal, status_of
 from penstock.gateway.followed import Followed
-from penstock.gateway.http_server import ABORT, WRITE
+from penstock.gateway.http_server import connection_of
+from penstock.gateway.json_body import BodyBounds, parse_object
 from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.places import ANYBODY, Body, BodyBytes, Places
+from penstock.gateway.request_head import TrustedHosts
 from penstock.gateway.response_store import ResponseStore
 
 Scope = MutableMapping[str, Any]
@@ -57,6 +57,8 @@ _EVENTS = [
 ]
 _TRACE_KEYS = (TRACEPARENT_KEY, TRACESTATE_KEY)
 _GONE = 499
+# Bodies up to here are parsed on the event loop: a thread would take longer.
+_PARSED_AT_ONCE_BYTES = 64 << 10
 # Values of Sec-Fetch-Site for requests that no other site's page has sent.
 _OWN_SITES = (b"same-origin", b"none")
 _log = get_logger("penstock.gateway")
@@ -101,6 +103,11 @@ def _id_header(request_id: str) -> list[tuple[bytes, bytes]]:
     return [(REQUEST_ID_KEY.encode(), request_id.encode("ascii", "ignore"))] if request_id else []
 
 
+def _has_body(scope: Scope) -> bool:
+    """True for a request that says it has a body."""
+    return any(name in (b"content-length", b"transfer-encoding") and value != b"0" for name, value in scope["headers"])
+
+
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
     """Return the caller's bearer token with its scheme; Anthropic's clients send theirs as x-api-key."""
     shown = headers.get(b"authorization")
@@ -115,68 +122,19 @@ def call_metadata() -> tuple[tuple[str, str], ...]:
     return (*(((REQUEST_ID_KEY, request_id),) if request_id else ()), *outgoing())
 
 
-class Clients:
-    """Clients of the router: one connection, a view of it for each caller's token."""
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Whatever stands between a connection and a handler, one of each for all routes."""
 
-    def __init__(self, client: AsyncClient, config: GatewayConfig) -> None:
-        self._client = client
-        host = config.router.rpartition(":")[0].strip("[]")
-        # A token must not travel in the clear; a router without tokens does not miss it.
-        self._passes_tokens = config.is_channel_tls or host in ("localhost", "127.0.0.1", "::1")
-
-    @property
-    def passes_tokens(self) -> bool:
-        """True when callers' tokens reach the router."""
-        return self._passes_tokens
-
-    def of(self, authorization: bytes | None) -> AsyncClient:
-        """Return the client for a caller with this header. Raises Unauthenticated for a token that is none."""
-        token = bearer_token(authorization)
-        if not token or not self._passes_tokens:
-            return self._client
-        try:
-            text = token.decode("ascii")
-        except UnicodeDecodeError:
-            text = "\n"
-        if not text.isprintable():
-            raise Unauthenticated("the bearer token has characters that no token has", reason="UNAUTHENTICATED")
-        return self._client.with_token(text)
-
-
-class Places:
-    """Bound on requests at work, and the drain."""
-
-    def __init__(self, most: int) -> None:
-        self.running = 0
-        self.is_draining = False
-        self._most = most
-        self._empty = asyncio.Event()
-        self._empty.set()
-
-    def enter(self) -> None:
-        """Take a place. Raises HttpError 429 at the bound, Unavailable in a drain."""
-        if self.is_draining:
-            raise Unavailable("the gateway is shutting down", reason="DRAINING", retry_after_seconds=1.0)
-        if self.running >= self._most:
-            raise HttpError(
-                429,
-                "as many requests are at work as --max-requests allows",
-                reason="MAX_REQUESTS",
-                retry_after_seconds=1.0,
-            )
-        self.running += 1
-        self._empty.clear()
-
-    def leave(self) -> None:
-        """Give the place back."""
-        self.running -= 1
-        if not self.running:
-            self._empty.set()
-
-    async def drain(self) -> None:
-        """Refuse new requests; return once those at work have ended."""
-        self.is_draining = True
-        await self._empty.wait()
+    config: GatewayConfig
+    callers: Callers
+    hosts: TrustedHosts
+    places: Places
+    bodies: BodyBytes
+    body_bounds: BodyBounds
+    parsing: asyncio.Semaphore
+    metrics: GatewayMetrics
+    responses: ResponseStore | None
 
 
 class Endpoint:
@@ -186,21 +144,19 @@ class Endpoint:
         self,
         route: str,
         handler: Handler,
+        door: Door,
         *,
-        clients: Clients,
-        config: GatewayConfig,
-        places: Places,
-        metrics: GatewayMetrics,
         tracer: Tracer | None = None,
         has_body: bool = True,
+        is_public: bool = False,
         errors: ErrorShape = OPENAI_ERRORS,
-        responses: ResponseStore | None = None,
     ) -> None:
-        """Make it. Without `has_body` it is a GET or DELETE, which no span tells of and every page may send."""
-        self._route, self._handler, self._has_body = route, handler, has_body
-        self._errors, self._responses = errors, responses
-        self._tracer = tracer
-        self._clients, self._config, self._places, self._metrics = clients, config, places, metrics
+        """Make it. Without `has_body` it is a GET or DELETE, which no span tells of and every page may send.
+
+        `is_public`: nobody is asked who they are, and it needs no place.
+        """
+        self._route, self._handler, self._has_body, self._is_public = route, handler, has_body, is_public
+        self._door, self._errors, self._tracer = door, errors, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; never raises but when its task is cancelled from outside."""
@@ -211,7 +167,7 @@ class Endpoint:
         # Of the request before it on the connection, where that was read ahead.
         current_span.set(None)
         span = self._begin_span(headers, scope) if self._tracer is not None and self._has_body else None
-        exchange = _Exchange(scope, receive, send, self._config, self._metrics, begin, self._errors)
+        exchange = _Exchange(scope, receive, send, self._door, begin, self._errors)
         exchange.request_id = request_id
         try:
             await self._answer(exchange, scope, headers)
@@ -224,41 +180,59 @@ class Endpoint:
             raise
         finally:
             trace_id = "" if span is None else _end_span(span, exchange)
-            self._metrics.requests(self._route, str(exchange.status)).inc()
-            self._metrics.duration.observe_traced(time.monotonic() - begin, trace_id)
+            self._door.metrics.requests(self._route, str(exchange.status)).inc()
+            self._door.metrics.duration.observe_traced(time.monotonic() - begin, trace_id)
 
     async def _answer(self, exchange: _Exchange, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         call: HttpCall | None = None
+        door = self._door
         try:
-            self._places.enter()
-        except PenstockError as error:
-            # The body is not read: uvicorn closes the connection where there is one.
-            await exchange.refuse(error, call)
-        else:
-            try:
-                if self._has_body:
-                    _refuse_other_sites(headers, self._config.allowed_origin)
+            door.places.check_draining()
+            shown = _authorization(headers)
+            caller = Caller(door.callers.anybody, ANYBODY) if self._is_public else await self._admit(headers, shown)
+            with exchange.counted_body() as counted:
                 # A GET's body, which hardly one has, is taken off the connection and not looked at.
-                sent = await exchange.read_body(headers)
-                body = _parsed(sent) if self._has_body else {}
-                shown = _authorization(headers)
-                client = self._clients.of(shown)
-                tail = str(scope.get("path_params", {}).get("name", ""))
+                sent = await exchange.read_body(headers, counted if self._has_body else None)
                 call = HttpCall(
-                    body,
-                    client,
-                    self._config,
-                    tail,
+                    await self._parsed(sent) if self._has_body else {},
+                    caller.client,
+                    door.config,
+                    str(scope.get("path_params", {}).get("name", "")),
                     request_id=exchange.request_id,
                     query=scope.get("query_string", b"").decode("latin-1"),
                     authorization=shown,
-                    responses=self._responses,
+                    responses=door.responses,
                 )
-                await exchange.run(self._handler, call)
-            except PenstockError as error:
-                await exchange.refuse(error, call)
-            finally:
-                self._places.leave()
+                del sent
+                with nullcontext() if self._is_public else door.places.entered(caller.tenant):
+                    if not self._is_public:
+                        exchange.connection.begin_work()
+                    await exchange.run(self._handler, call)
+        except PenstockError as error:
+            await exchange.refuse(error, call)
+
+    async def _admit(self, headers: Mapping[bytes, bytes], shown: bytes | None) -> Caller:
+        """Decide by a request's head alone whether the rest of it is read. Raises PenstockError."""
+        door = self._door
+        caller = await door.callers.admit(shown)
+        if caller.tenant == ANYBODY and not door.hosts.accepts(headers.get(b"host")):
+            raise HttpError(
+                421, "Host is no name of this gateway (--allowed-hosts adds one)", reason="HOST_NOT_ALLOWED"
+            )
+        if self._has_body:
+            _refuse_other_sites(headers, door.config.allowed_origin)
+        # Not a place yet: it is taken once the body is whole, so that half of one holds none.
+        door.places.check(caller.tenant)
+        return caller
+
+    async def _parsed(self, body: bytes) -> dict[str, Any]:
+        """Return a body's JSON object. Raises InvalidArgument."""
+        bounds = self._door.body_bounds
+        if len(body) <= _PARSED_AT_ONCE_BYTES:
+            return parse_object(body, bounds)
+        # One at a time: each keeps the interpreter to itself while it is parsed, and between them the loop has a turn.
+        async with self._door.parsing:
+            return await asyncio.to_thread(parse_object, body, bounds)
 
     def _begin_span(self, headers: Mapping[bytes, bytes], scope: Scope) -> Span:
         """Begin the request's span, in the caller's trace where it names one."""
@@ -310,29 +284,49 @@ class _Exchange:
         scope: Scope,
         receive: Receive,
         send: Send,
-        config: GatewayConfig,
-        metrics: GatewayMetrics,
+        door: Door,
         begin: float,
         errors: ErrorShape,
     ) -> None:
+        self.connection = connection_of(scope)
         self.status = 0
         # Reason of the error that it ended with; for the span.
         self.reason = ""
         self.request_id = ""
         self._scope, self._receive, self._send = scope, receive, send
-        self._config, self._metrics, self._begin, self._errors = config, metrics, begin, errors
+        self._config, self._metrics, self._begin, self._errors = door.config, door.metrics, begin, errors
         self._task = asyncio.current_task()
-        self._is_gone = False
+        self._bodies = door.bodies
+        # True once the body is whole.
+        self._has_read = False
+        self._is_given_up = self._is_gone = False
         self._has_stalled = False
         # Time at which the send under way began.
         self._sending_since: float | None = None
 
-    async def read_body(self, headers: Mapping[bytes, bytes]) -> bytes:
-        """Return the body. Raises HttpError."""
+    @contextmanager
+    def counted_body(self) -> Iterator[Body]:
+        """Count the bytes of a body within the block."""
+        body = self._bodies.open(self._give_up)
+        try:
+            yield body
+        finally:
+            body.close()
+
+    def _give_up(self) -> None:
+        """End the reading of a body: others need its bytes' room."""
+        self._is_given_up = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def read_body(self, headers: Mapping[bytes, bytes], counted: Body | None) -> bytes:
+        """Return the body of an admitted request; with `counted` None it is thrown away. Raises HttpError."""
+        self.connection.admit()
         most, body = self._config.max_body_bytes, bytearray()
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and len(length) < 20 and int(length) > most:
+        if length.isdigit() and (len(length) > 18 or int(length) > most):
             raise self._too_large()
+        size = 0
         try:
             async with asyncio.timeout(self._config.body_seconds):
                 while True:
@@ -340,15 +334,31 @@ class _Exchange:
                     if message["type"] == "http.disconnect":
                         self._is_gone = True
                         raise HttpError(_GONE, "the caller left", reason="CLIENT_GONE")
-                    body += message.get("body", b"")
-                    if len(body) > most:
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > most:
                         raise self._too_large()
+                    if counted is not None:
+                        counted.take(len(part))
+                        body += part
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
             raise HttpError(
                 408, f"the body was not whole within {self._config.body_seconds:g} s", reason="BODY_TIMEOUT"
             ) from None
+        except asyncio.CancelledError:
+            if not self._is_given_up or self._task is None or self._task.uncancel():
+                raise
+            raise HttpError(
+                429,
+                "the body came too slowly while others needed its room (--max-bodies-bytes)",
+                reason="MAX_REQUESTS",
+                retry_after_seconds=1.0,
+            ) from None
+        self._has_read = True
+        if counted is not None:
+            counted.whole()
         return bytes(body)
 
     def _too_large(self) -> HttpError:
@@ -385,7 +395,7 @@ class _Exchange:
                 since = self._sending_since
                 if since is not None and loop.time() - since > stalled:
                     self._has_stalled = True
-                    self._scope["extensions"][ABORT]["call"]()
+                    self.connection.abort()
                     break
         finally:
             gone.cancel()
@@ -423,7 +433,7 @@ class _Exchange:
 
     async def _follow(self, answer: Followed) -> None:
         """Write events in the turn in which their deltas come, while the connection takes them."""
-        write, left = self._scope["extensions"][WRITE]["call"], b""
+        write, left = self.connection.write_piece, b""
 
         def take(deltas: list[Delta]) -> bool:
             nonlocal left
@@ -452,7 +462,7 @@ class _Exchange:
         if self._is_gone:
             return
         headers = [*error_headers(error), *(call.headers() if call is not None else _id_header(self.request_id))]
-        if call is None and self.status in (408, 413):
+        if not self._has_read and _has_body(self._scope):
             # What is left of the body is not read.
             headers.append((b"connection", b"close"))
         names = call.names if call is not None else {}
@@ -480,19 +490,3 @@ async def _checked(work: Awaitable[Any]) -> Any:
     except Exception as error:
         _log.exception("a request failed")
         raise internal() from error
-
-
-def _no_number(name: str) -> float:
-    """Refuse NaN and Infinity, which Python reads and JSON has not."""
-    raise ValueError(name)
-
-
-def _parsed(body: bytes) -> dict[str, Any]:
-    """Return a JSON object. Raises InvalidArgument."""
-    try:
-        parsed = json.loads(body, parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        raise InvalidArgument("body", "must be a JSON object (UTF-8)", reason="MALFORMED_MESSAGE") from None
-    if not isinstance(parsed, dict):
-        raise InvalidArgument("body", "must be a JSON object", reason="MALFORMED_MESSAGE")
-    return parsed

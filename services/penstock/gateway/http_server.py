@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 with the bounds that it lacks: connections, size and time of headers, readers that stop."""
+"""uvicorn's HTTP/1.1 with the bounds that it lacks: connections, what each may buffer, readers that stop."""
 
 from __future__ import annotations
 
@@ -6,33 +6,84 @@ import asyncio
 import contextlib
 import logging
 import socket
-from typing import Any
+import time
+from collections.abc import Mapping
+from typing import Any, cast
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from penstock.common.addresses import join_address, require_free_port
 from penstock.common.credentials import tls_context
 from penstock.common.errors import StartupError
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.connections import Connections
+from penstock.gateway.errors import OPENAI_ERRORS, HttpError
+from penstock.gateway.request_head import check_head
+from penstock.http2.listener import Listener
+from penstock.http2.strangers import Strangers, network_of
 
-# Key of the request's scope: a function that cuts its connection off, unsent bytes and all.
-ABORT = "penstock.abort"
-# Another: `_BoundedProtocol.write_piece` of its connection.
-WRITE = "penstock.write"
+# Key of a request's scope by which `connection_of` finds its connection.
+_CONNECTION = "penstock.connection"
+# Bytes that the parser is given at a time: what it makes of them is bounded before it gets more.
+_SLICE_BYTES = 16 << 10
+# Bytes around a body (sizes of its chunks) that each of its bytes may have: six for the shortest chunk.
+_FRAMING_PER_BYTE = 8
+# Requests behind the one at work. No client of today sends any.
+_MOST_WAITING_REQUESTS = 16
+# Bytes of a stranger that wait for its turn, at most: what was read at once, and read ahead.
+_MOST_HELD_BYTES = 1 << 20
+# Work that an answer to a stranger is, in seconds, besides reading its request.
+_ANSWER_SECONDS = 0.0003
+# Seconds for which what a refused request still sends is thrown away: cut off at once it would lose the answer.
+_LINGER_SECONDS = 2.0
 
 
-class _BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+class _Transport:
+    """A connection's transport for uvicorn, which closes it by `ClientConnection.close`."""
+
+    def __init__(self, own: asyncio.Transport, connection: ClientConnection) -> None:
+        self._connection = connection
+        self.write, self.abort, self.get_extra_info = own.write, own.abort, own.get_extra_info
+        self.pause_reading, self.resume_reading = own.pause_reading, own.resume_reading
+        self._own = own
+
+    def close(self) -> None:
+        """See ClientConnection.close."""
+        self._connection.close()
+
+    def is_closing(self) -> bool:
+        """True from the beginning of its end on."""
+        return self._connection.is_closing or self._own.is_closing()
+
+
+class ClientConnection(HttpToolsProtocol):
+    """One connection: `Stranger` until a request of it was admitted."""
 
     bounds: GatewayConfig
+    # All of the server.
+    everyone: Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._head_bytes = 0
+        self._own = transport
+        self.is_closing = False
+        # See Stranger.
+        self.is_stranger = True
+        self.work = self.worked_at = 0.0
+        self.network = network_of(transport)
+        # Bytes that wait for the stranger's turn.
+        self._held = b""
+        # Of the message that is being read: its bytes but for the body's, those of the body, and how far it is.
+        self._framing_bytes = self._body_bytes = 0
+        self._has_head = self._is_within = False
+        # Error of the head that is being read.
+        self._fault: HttpError | None = None
+        # Bytes thrown away after an answer that did not wait for the whole request.
+        self._lingered_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        if len(self.connections) > self.bounds.max_connections:
+        super().connection_made(cast("asyncio.Transport", _Transport(transport, self)))
+        if not self.everyone.add(self):
             transport.abort()
             return
         # Else the system takes megabytes for a reader that has stopped, at the full speed of the stream.
@@ -41,49 +92,195 @@ class _BoundedProtocol(HttpToolsProtocol):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.bounds.max_unsent_bytes)
         self._await_head()
 
-    def _await_head(self) -> None:
-        self._head_bytes = 0
-        self._head_timer = self.loop.call_later(self.bounds.header_seconds, self.transport.abort)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_closing = True
+        self._head_is_whole()
+        self.everyone.discard(self)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        # At once, and not when the garbage collector comes by: all that it holds. uvicorn looks at none of it again.
+        self.pipeline.clear()
+        self._held, self.url, self.headers = b"", b"", []
+        nothing: Any = None
+        self.scope, self.cycle, self.flow = nothing, nothing, nothing
+        # uvicorn's, which leads back here.
+        self.transport = self._own
+
+    # Reading.
 
     def data_received(self, data: bytes) -> None:
-        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._await_head()
-        super().data_received(data)
-        # Without a timer the headers are whole.
-        if self._head_timer is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.bounds.max_header_bytes:
-                self.transport.abort()
+        if self.is_closing:
+            self._lingered_bytes += len(data)
+            if self._lingered_bytes > self.bounds.max_body_bytes:
+                self._own.abort()
+        elif self.is_stranger and (self._held or not self.everyone.strangers.may_go_on(self)):
+            self._held += data
+            self._own.pause_reading()
+            if len(self._held) > _MOST_HELD_BYTES:
+                self._own.abort()
+        else:
+            self._take(data)
+
+    def go_on(self) -> None:
+        """See Stranger."""
+        data, self._held = self._held, b""
+        if self._own.is_closing():
+            return
+        self._take(data)
+        if not self.flow.read_paused:
+            self._own.resume_reading()
+
+    def _take(self, data: bytes) -> None:
+        if not self.is_stranger:
+            self._parse(data)
+            return
+        begin = time.thread_time()
+        self._parse(data)
+        self.everyone.strangers.spend(self, time.thread_time() - begin)
+
+    def _parse(self, data: bytes) -> None:
+        for at in range(0, len(data), _SLICE_BYTES):
+            part = data[at : at + _SLICE_BYTES]
+            if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+                self._await_head()
+            self._framing_bytes += len(part)
+            super().data_received(part)
+            if self._framing_bytes > self.bounds.max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes:
+                most = self.bounds.max_header_bytes
+                self._turn_away(
+                    HttpError(
+                        431, f"more than {most} bytes of headers (--max-header-bytes)", reason="HEADERS_TOO_LARGE"
+                    )
+                )
+            if self.is_closing or self._own.is_closing():
+                return
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: {"call": self.transport.abort}, WRITE: {"call": self.write_piece}}
+        self._framing_bytes = self._body_bytes = 0
+        self._has_head, self._is_within = False, True
+        self.scope["extensions"] = {_CONNECTION: {"is": self}}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._has_head:
+            # A trailer: nothing reads it.
+            return
+        if len(self.headers) >= self.bounds.max_headers:
+            most = self.bounds.max_headers
+            self._fault = HttpError(431, f"more than {most} headers (--max-headers)", reason="HEADERS_TOO_LARGE")
+            raise self._fault
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._head_is_whole()
+        self._has_head = True
+        self._fault = check_head(self.parser.get_http_version(), self.headers)
+        if self._fault is not None:
+            raise self._fault
+        if self.is_stranger:
+            self.everyone.strangers.spend(self, _ANSWER_SECONDS)
+        if len(self.pipeline) >= _MOST_WAITING_REQUESTS:
+            self._own.abort()
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        self._framing_bytes -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_within = False
+        super().on_message_complete()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.bounds.header_seconds, self._own.abort)
+
+    def _head_is_whole(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    # Answering.
+
+    @property
+    def is_busy(self) -> bool:
+        """See Stranger."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def admit(self) -> None:
+        """Note that a request of this connection was admitted: it is no stranger from now on."""
+        if self.is_stranger and not self.is_closing:
+            self.is_stranger = False
+            self.everyone.admit(self)
+
+    def begin_work(self) -> None:
+        """Note that a request is at work: its connection does not make room for others."""
+        self.everyone.begin_work(self)
 
     def write_piece(self, piece: bytes) -> bool:
         """Send a piece of an answer in chunks whose head has been sent, in one system call and without a coroutine.
 
         False: it must wait, or nobody reads any more: ASGI's `send` does either. The per-token path.
         """
-        if self.flow.write_paused or self.transport.is_closing():
+        if self.is_closing or self.flow.write_paused or self._own.is_closing():
             return False
         if not piece:
             # A chunk of no bytes would end the answer.
             return True
-        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self._own.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return True
 
-    def on_headers_complete(self) -> None:
-        self._head_is_whole()
-        super().on_headers_complete()
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.is_stranger and not self.pipeline:
+            self.everyone.end_work(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_whole()
-        super().connection_lost(exc)
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is none."""
+        self._turn_away(self._fault or HttpError(400, "this is no request of HTTP/1.1", reason="MALFORMED_REQUEST"))
 
-    def _head_is_whole(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _turn_away(self, error: HttpError) -> None:
+        """Answer a request of which no handler knows, and hang up."""
+        if self.is_busy:
+            # An answer is under way: another one in its midst would be a part of it.
+            self._own.abort()
+            return
+        self._head_is_whole()
+        body = OPENAI_ERRORS.body(error, {})
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self._own.write(STATUS_LINE[error.status] + head + body)
+        self._is_within = True
+        self.close()
+
+    # Ending.
+
+    def close(self) -> None:
+        """Hang up once all is sent. What is still coming of a request is thrown away for a moment."""
+        if self.is_closing:
+            return
+        self.is_closing = True
+        if not self._is_within:
+            self._own.close()
+            return
+        if self._own.can_write_eof():
+            self._own.write_eof()
+        self.flow.resume_reading()
+        self._own.resume_reading()
+        self.loop.call_later(_LINGER_SECONDS, self._own.abort)
+
+    def abort(self) -> None:
+        """Cut it off, unsent bytes and all."""
+        self._own.abort()
+
+    def evict(self) -> None:
+        """See Stranger."""
+        self._own.abort()
+
+
+def connection_of(scope: Mapping[str, Any]) -> ClientConnection:
+    """Return the connection of a request's scope."""
+    return cast("ClientConnection", scope["extensions"][_CONNECTION]["is"])
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
@@ -114,13 +311,29 @@ class HttpServer:
         )
         self._config.load()
         self._state = ServerState()
-        self._protocol = type("_Protocol", (_BoundedProtocol,), {"bounds": config})
-        self._server: asyncio.Server | None = None
+        strangers = Strangers(
+            config.anonymous_connections,
+            config.anonymous_cpu_share,
+            most_of_network=config.anonymous_connections_each,
+        )
+        self._everyone = Connections(config.max_connections, strangers)
+        self._protocol = type("_Protocol", (ClientConnection,), {"bounds": config, "everyone": self._everyone})
+        self._listeners: list[Listener] = []
 
     @property
     def connections(self) -> int:
         """Number of open connections."""
         return len(self._state.connections)
+
+    @property
+    def strangers(self) -> int:
+        """Number of those without an admitted request."""
+        return len(self._everyone.strangers)
+
+    @property
+    def evicted(self) -> int:
+        """Number of connections that have made room for others."""
+        return self._everyone.evicted
 
     async def listen(self) -> str:
         """Open the port; return its address, host:port. Raises StartupError naming --port, --host or a TLS flag."""
@@ -133,22 +346,25 @@ class HttpServer:
             ) from error
         require_free_port(config.host, config.port, "--port")
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: self._protocol(config=self._config, server_state=self._state, app_state={}),
-                config.host.strip("[]"),
+            self._listeners, port = await Listener.bind(
+                config.host,
                 config.port,
-                ssl=context,
-                ssl_handshake_timeout=config.header_seconds if context else None,
-                backlog=1024,
+                lambda: self._protocol(config=self._config, server_state=self._state, app_state={}),
+                context,
+                config.header_seconds,
+                config.anonymous_connections,
             )
         except OSError as error:
             raise StartupError(f"cannot listen on {join_address(config.host, config.port)}", flag="--port") from error
-        return join_address(config.host, self._server.sockets[0].getsockname()[1])
+        for listener in self._listeners:
+            listener.start()
+        return join_address(config.host, port)
 
     def stop_listening(self) -> None:
         """Take no further connection; those that have no request are closed, others after their answer."""
-        if self._server is not None:
-            self._server.close()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
         for connection in list(self._state.connections):
             connection.shutdown()
 

@@ -36,9 +36,9 @@ _SEARCHED_BYTES, _SEARCHED_VALUES = 1 << 16, 1 << 14
 _SHOWN_PARTS, _SHOWN_CHARS = 8, 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BodyBounds:
-    """Bounds on what one body holds, besides its bytes."""
+    """Bounds on what one body holds, besides its bytes. No slots: the configuration names the defaults."""
 
     # Lists and objects within each other.
     most_depth: int = 64

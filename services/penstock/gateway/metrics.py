@@ -27,6 +27,19 @@ class GatewayMetrics:
         self.requests: Callable[..., Counter] = cache(requests.labels)
         self.running = Gauge(PREFIX + "http_requests_in_flight", "Requests at work.", registry=registry)
         self.connections = Gauge(PREFIX + "http_connections", "Open connections.", registry=registry)
+        self.strangers = Gauge(
+            PREFIX + "http_anonymous_connections",
+            "Open connections without an admitted request yet.",
+            registry=registry,
+        )
+        self.evicted = Gauge(
+            PREFIX + "http_connections_evicted",
+            "Connections that made room for others since the start: of callers without a token, or at rest.",
+            registry=registry,
+        )
+        self.body_bytes = Gauge(
+            PREFIX + "http_body_bytes", "Bytes of requests' bodies, on their way or at work.", registry=registry
+        )
         self.first_token = StepHistogram(
             PREFIX + "time_to_first_token_seconds",
             "Request received to first bytes of a streamed answer.",

@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from typing import Any
 
 from penstock.common.logging import get_logger
 
@@ -53,6 +54,34 @@ class Listener:
         self._retry: asyncio.TimerHandle | None = None
         self._wait = _FIRST_WAIT
         self._told_at = -_LOG_SECONDS
+
+    @staticmethod
+    async def bind(
+        host: str,
+        port: int,
+        make_protocol: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+        handshake_seconds: float,
+        most_handshakes: int,
+        *,
+        shares_port: bool = False,
+    ) -> tuple[list[Listener], int]:
+        """Bind all addresses of a host; return a listener each, and the port. Raises OSError.
+
+        `shares_port`: other processes may bind it too.
+        """
+        loop, host = asyncio.get_running_loop(), host.strip("[]")
+        where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
+        if host == "::" and socket.has_dualstack_ipv6():
+            # With IPv4, as grpc does; asyncio would take IPv6 alone.
+            kind: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+            where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind)}
+        # asyncio finds the addresses and binds the sockets; it never listens on them itself.
+        server = await loop.create_server(make_protocol, start_serving=False, **where)
+        made = [Listener(one.dup(), make_protocol, tls, handshake_seconds, most_handshakes) for one in server.sockets]
+        bound = int(server.sockets[0].getsockname()[1])
+        server.close()
+        return made, bound
 
     def start(self) -> None:
         """Accept connections."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -86,20 +85,12 @@ class Http2Server:
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None, *, shares_port: bool) -> int:
         """Open the port and return it. Raises OSError."""
-        loop, host = asyncio.get_running_loop(), host.strip("[]")
-        where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
-        if host == "::" and socket.has_dualstack_ipv6():
-            # With IPv4, as grpc does; asyncio would take IPv6 alone.
-            kind: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-            where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind)}
-        handshake = self._limits.handshake_seconds
-        # asyncio finds the addresses and binds the sockets; it never listens on them itself.
-        server = await loop.create_server(self._make_connection, start_serving=False, **where)
         # Nobody has shown credentials during a handshake.
         most = self._server_limits.max_strangers
-        self._listeners = [Listener(one.dup(), self._make_connection, tls, handshake, most) for one in server.sockets]
-        bound = int(server.sockets[0].getsockname()[1])
-        server.close()
+        seconds = self._limits.handshake_seconds
+        self._listeners, bound = await Listener.bind(
+            host, port, self._make_connection, tls, seconds, most, shares_port=shares_port
+        )
         return bound
 
     async def start(self) -> None:

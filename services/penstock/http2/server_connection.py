@@ -88,6 +88,7 @@ class Connection(asyncio.Protocol):
         "initial_window",
         "is_paused",
         "is_stranger",
+        "network",
         "probes",
         "request_bytes",
         "window",
@@ -117,6 +118,7 @@ class Connection(asyncio.Protocol):
         # Calls that need no credentials; see Stranger for the others.
         self.probes = 0
         self.work = self.worked_at = 0.0
+        self.network = ""
         # Bytes of the connection's window that were not given back to the client yet.
         self._owed = 0
         self._limits = limits

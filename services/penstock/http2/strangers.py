@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Protocol
 
 # Seconds of work that one stranger is given in a turn of the event loop, however much it has sent.
@@ -13,6 +15,8 @@ SLICE_SECONDS = 0.0005
 _SAVED_SECONDS = 0.05
 # Share of a stranger's past work that still counts against it after a second.
 _REMEMBERED = 0.5
+# Bytes of an IPv6 address that a site is given; it chooses the others.
+_SITE_BYTES = 8
 
 
 class Stranger(Protocol):
@@ -21,6 +25,8 @@ class Stranger(Protocol):
     # Seconds of work that it has asked for, older ones counted less, and the time of that figure.
     work: float
     worked_at: float
+    # Network that it comes from, where their number is bounded (`network_of`).
+    network: str
 
     @property
     def is_busy(self) -> bool:
@@ -33,6 +39,21 @@ class Stranger(Protocol):
         """Look at the bytes that wait."""
 
 
+def network_of(transport: asyncio.BaseTransport) -> str:
+    """Return the address of the other end, or of IPv6 the network of its site, within which addresses are free to take.
+
+    Empty where there is none.
+    """
+    peer = transport.get_extra_info("peername")
+    host = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return address.packed[:_SITE_BYTES].hex()
+
+
 class Strangers:
     """Strangers of a server. Belongs to one event loop.
 
@@ -40,11 +61,19 @@ class Strangers:
     one after the other, so a probe among floods is answered at once.
     """
 
-    def __init__(self, most: int, share: float) -> None:
-        """Make it for at most `most` connections, which together get `share` of a processor."""
+    def __init__(self, most: int, share: float, *, most_of_network: int | None = None) -> None:
+        """Make it for at most `most` connections, which together get `share` of a processor.
+
+        `most_of_network`: the most of one network (`network_of`); None: no such bound.
+        """
         self._most = most
         self._share = share
+        self._most_of_network = most if most_of_network is None else most_of_network
+        # From the oldest.
         self._all: dict[Stranger, None] = {}
+        self._of_network: dict[str, dict[Stranger, None]] = {}
+        # Number of those that made room for others.
+        self.evicted = 0
         # Seconds of work left; refilled by `share` a second.
         self._left = _SAVED_SECONDS
         self._filled_at = time.monotonic()
@@ -61,17 +90,39 @@ class Strangers:
         return self._left <= 0
 
     def add(self, stranger: Stranger) -> None:
-        """Add a new connection. Where there are too many one goes: the oldest without calls, else the oldest."""
-        if len(self._all) >= self._most:
-            oldest = next((one for one in self._all if not one.is_busy), next(iter(self._all)))
-            # At once: it may take a while to go, and the next one must not find it here again.
-            del self._all[oldest]
-            oldest.evict()
+        """Add a new connection. Where there are too many one goes: the oldest without calls, else the oldest.
+
+        One of the same network where those are too many: a flood pushes out itself.
+        """
+        mates = self._of_network.get(stranger.network, {})
+        if len(mates) >= self._most_of_network:
+            self._evict(mates)
+        elif len(self._all) >= self._most:
+            self._evict(self._all)
         self._all[stranger] = None
+        self._of_network.setdefault(stranger.network, {})[stranger] = None
+
+    def evict_oldest(self) -> Stranger | None:
+        """Make room for others: the oldest without calls goes, else the oldest; return it. None: there is none."""
+        return self._evict(self._all) if self._all else None
+
+    def _evict(self, among: Mapping[Stranger, None]) -> Stranger:
+        oldest = next((one for one in among if not one.is_busy), next(iter(among)))
+        # At once: it may take a while to go, and the next one must not find it here again.
+        self.discard(oldest)
+        self.evicted += 1
+        oldest.evict()
+        return oldest
 
     def discard(self, stranger: Stranger) -> None:
         """Forget a connection that has shown credentials, or is lost."""
-        self._all.pop(stranger, None)
+        if stranger not in self._all:
+            return
+        del self._all[stranger]
+        mates = self._of_network[stranger.network]
+        del mates[stranger]
+        if not mates:
+            del self._of_network[stranger.network]
 
     def spend(self, stranger: Stranger, seconds: float) -> None:
         """Count work that was done for `stranger`."""

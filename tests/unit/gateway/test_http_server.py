@@ -5,14 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.gateway.http_server import _BoundedProtocol
+from penstock.gateway.http_server import ClientConnection
 
 
 def test_a_piece_is_a_chunk_and_an_empty_one_does_not_end_the_answer() -> None:
     written: list[bytes] = []
-    protocol: Any = object.__new__(_BoundedProtocol)
+    protocol: Any = object.__new__(ClientConnection)
     protocol.flow = SimpleNamespace(write_paused=False)
-    protocol.transport = SimpleNamespace(is_closing=lambda: False, write=written.append)
+    protocol.is_closing = False
+    protocol._own = SimpleNamespace(is_closing=lambda: False, write=written.append)
     assert protocol.write_piece(b"")
     assert protocol.write_piece(b"twelve bytes")
     assert written == [b"c\r\ntwelve bytes\r\n"]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from factories.wire.http2 import LIMITS, Socket
 from penstock.http2 import frames, server_connection
 from penstock.http2.server_connection import Connection
-from penstock.http2.strangers import Strangers
+from penstock.http2.strangers import Strangers, network_of
 
 
 class Stranger:
     """A connection that notes what happens to it."""
 
-    def __init__(self, *, is_busy: bool = False) -> None:
+    def __init__(self, *, is_busy: bool = False, network: str = "") -> None:
         self.work = self.worked_at = 0.0
+        self.network = network
         self.is_busy = is_busy
         self.is_evicted = False
         self.went_on = asyncio.Event()
@@ -49,6 +52,44 @@ async def test_nobody_waits_while_all_ask_for_little(clock: list[float]) -> None
         strangers.spend(one, 0.004)
         clock[0] += 0.05
     assert not strangers.are_many
+
+
+async def test_a_flood_of_one_network_pushes_out_itself(clock: list[float]) -> None:
+    strangers = Strangers(10, 0.1, most_of_network=3)
+    lone = Stranger(network="there")
+    strangers.add(lone)
+    flood = [Stranger(network="here") for _ in range(100)]
+    for one in flood:
+        strangers.add(one)
+    assert not lone.is_evicted
+    assert [one.is_evicted for one in flood] == [True] * 97 + [False] * 3
+    for one in flood:
+        strangers.discard(one)
+    assert len(strangers) == 1
+
+
+async def test_the_bound_of_all_networks_evicts_the_oldest(clock: list[float]) -> None:
+    strangers = Strangers(10, 0.1, most_of_network=3)
+    made = [Stranger(network=str(number)) for number in range(12)]
+    for one in made:
+        strangers.add(one)
+    assert [one.is_evicted for one in made] == [True] * 2 + [False] * 10
+
+
+@pytest.mark.parametrize(
+    ("peer", "network"),
+    [
+        (("10.0.0.7", 1), "10.0.0.7"),
+        (("::ffff:10.0.0.7", 1, 0, 0), "10.0.0.7"),
+        (("2001:db8:1:2:3:4:5:6", 1, 0, 0), "20010db800010002"),
+        (("fe80::1%eth0", 1, 0, 2), "fe80000000000000"),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_networks(peer: object, network: str) -> None:
+    transport = SimpleNamespace(get_extra_info=lambda _: peer)
+    assert network_of(cast("asyncio.BaseTransport", transport)) == network
 
 
 async def test_who_asks_for_most_waits_and_others_do_not(clock: list[float]) -> None:

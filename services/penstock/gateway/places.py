@@ -1,0 +1,135 @@
+"""Bounds on the requests at work and on their bodies, by tenant and in all; and the drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from penstock.common.errors import Unavailable
+from penstock.gateway.errors import HttpError
+
+# Tenant of callers that no token tells apart.
+ANYBODY = ""
+
+
+class Places:
+    """Bound on requests at work, and the drain. Belongs to one event loop."""
+
+    def __init__(self, most: int, tenant_share: float) -> None:
+        """Make it. `tenant_share`: share of the places that one tenant may have, where tokens tell tenants apart."""
+        self.running = 0
+        self.is_draining = False
+        self._most = most
+        self._most_of_tenant = max(1, int(tenant_share * most))
+        self._of_tenant: Counter[str] = Counter()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def check_draining(self) -> None:
+        """Raises Unavailable in a drain."""
+        if self.is_draining:
+            raise Unavailable("the gateway is shutting down", reason="DRAINING", retry_after_seconds=1.0)
+
+    def check(self, tenant: str) -> None:
+        """Raises HttpError 429 where `tenant` would get no place, Unavailable in a drain."""
+        self.check_draining()
+        if self.running >= self._most:
+            raise _full("as many requests are at work as --max-requests allows")
+        if tenant != ANYBODY and self._of_tenant[tenant] >= self._most_of_tenant:
+            raise _full("as many requests of this token are at work as --tenant-share of --max-requests allows")
+
+    @contextmanager
+    def entered(self, tenant: str) -> Iterator[None]:
+        """Have a place within the block. Raises as `check`."""
+        self.check(tenant)
+        self.running += 1
+        self._of_tenant[tenant] += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._of_tenant[tenant] -= 1
+            if not self._of_tenant[tenant]:
+                del self._of_tenant[tenant]
+            if not self.running:
+                self._empty.set()
+
+    async def drain(self) -> None:
+        """Refuse new requests; return once those at work have ended."""
+        self.is_draining = True
+        await self._empty.wait()
+
+
+class BodyBytes:
+    """Bound on the bytes of all bodies together, from their first byte to the request's end.
+
+    Where they are too many a body that is not whole gives way, the oldest first: it had the most time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+        # Of bodies that are not whole: how to give one up; from the oldest.
+        self._coming: dict[Body, Callable[[], None]] = {}
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held now."""
+        return self._held
+
+    def open(self, give_up: Callable[[], None]) -> Body:
+        """Begin a body; `give_up` is called when it has to make room."""
+        body = Body(self)
+        self._coming[body] = give_up
+        return body
+
+    def take(self, body: Body, count: int) -> None:
+        """Count bytes of a body. Raises HttpError 429 where all the others are whole, and too many."""
+        while self._held + count > self._most:
+            oldest = next((one for one in self._coming if one is not body), None)
+            if oldest is None:
+                raise _full("as many bytes of bodies are here as --max-bodies-bytes allows")
+            give_up = self._coming[oldest]
+            oldest.close()
+            give_up()
+        self._held += count
+        body.size += count
+
+    def whole(self, body: Body) -> None:
+        """Note that a body has come."""
+        self._coming.pop(body, None)
+
+    def close(self, body: Body) -> None:
+        """Forget a body and its bytes."""
+        self._coming.pop(body, None)
+        self._held -= body.size
+        body.size = 0
+
+
+class Body:
+    """Bytes of one request's body that count against the bound."""
+
+    __slots__ = ("_all", "size")
+
+    def __init__(self, all_bodies: BodyBytes) -> None:
+        self.size = 0
+        self._all = all_bodies
+
+    def take(self, count: int) -> None:
+        """Count bytes that have come. Raises HttpError 429."""
+        self._all.take(self, count)
+
+    def whole(self) -> None:
+        """Note that all has come."""
+        self._all.whole(self)
+
+    def close(self) -> None:
+        """Give the bytes back. It may be called again."""
+        self._all.close(self)
+
+
+def _full(message: str) -> HttpError:
+    return HttpError(429, message, reason="MAX_REQUESTS", retry_after_seconds=1.0)

@@ -1,0 +1,378 @@
+"""Costs of callers that have shown no token, and of one tenant for others: memory, places, connections, names."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories.servers.emitting_backend import count_up
+from factories.servers.gateway import Gateway, running_gateway
+from factories.servers.http_connection import Connection
+from factories.servers.router import backend, running_router, until
+from penstock.gateway import endpoint
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+CHAT = "/v1/chat/completions"
+RIGHT, OTHER, WRONG = (f"authorization: Bearer {token}" for token in ("right", "other", "wrong"))
+HALF = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n%bcontent-length: 1000\r\n\r\n{"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+@asynccontextmanager
+async def guarded(tmp_path: Path, **settings: Any) -> AsyncIterator[Gateway]:
+    """A gateway before a router that knows two tokens."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("right\nother\n")
+    async with (
+        backend(script=count_up(1_000_000), obeys_budget=False, step_seconds=0.001) as one,
+        running_router(one, auth_token_file=str(tokens)) as router,
+        running_gateway(router.server.address, **settings) as gateway,
+    ):
+        yield gateway
+
+
+@asynccontextmanager
+async def unguarded(**settings: Any) -> AsyncIterator[Gateway]:
+    """A gateway before a router that asks nobody."""
+    async with (
+        backend() as one,
+        running_router(one) as router,
+        running_gateway(router.server.address, **settings) as gateway,
+    ):
+        yield gateway
+
+
+async def connections(gateway: Gateway, count: int, data: bytes = b"") -> list[Connection]:
+    """Open connections, and send `data` over each."""
+    made = [await Connection.to(gateway) for _ in range(count)]
+    for one in made:
+        one.writer.write(data)
+    return made
+
+
+async def status_of(gateway: Gateway, data: bytes) -> int:
+    """Send a request and read its status."""
+    connection = await Connection.to(gateway)
+    connection.writer.write(data)
+    found = await connection.status()
+    connection.close()
+    return found
+
+
+async def taken(connection: Connection, piece: bytes, most: int) -> int:
+    """Send pieces until the other side takes no more; return the bytes that it took, `most` if it never ends."""
+    sent = 0
+    try:
+        while sent < most:
+            connection.writer.write(piece)
+            await connection.writer.drain()
+            sent += len(piece)
+    except OSError:
+        pass
+    return sent
+
+
+LINES = b"x-more: " + b"y" * 1000 + b"\r\n"
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n%b\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        CHUNKED % b"" + b"2\r\n{}\r\n0\r\n",
+        CHUNKED % (RIGHT.encode() + b"\r\n") + b"2\r\n{}\r\n0\r\n",
+        CHUNKED % (RIGHT.encode() + b"\r\n") + b'2;x="',
+        HEALTH + b"GET / HTTP/1.1\r\n",
+        HEALTH * 3 + b"GET /",
+    ],
+    ids=["trailers", "trailers with a token", "a chunk's extension", "headers behind an answer", "a url"],
+)
+async def test_what_is_no_body_has_one_bound_in_every_state(head: bytes, tmp_path: Path) -> None:
+    async with guarded(tmp_path) as gateway:
+        (connection,) = await connections(gateway, 1, head)
+        # Its sockets take some.
+        assert await taken(connection, LINES * 16, 64 << 20) < 16 << 20
+        connection.close()
+        await until(lambda: gateway.metric("http_connections") == 0)
+
+
+async def test_headers_behind_an_answer_under_way_have_the_same_bound(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as gateway:
+        connection = await Connection.to(gateway)
+        connection.post(CHAT, {"messages": HELLO, "stream": True}, RIGHT)
+        assert await connection.status() == 200
+        connection.writer.write(b"GET / HTTP/1.1\r\n")
+        reading = asyncio.create_task(connection.until_closed())
+        assert await taken(connection, LINES * 16, 64 << 20) < 16 << 20
+        await reading
+        await until(lambda: gateway.metric("http_requests_in_flight") == 0)
+
+
+async def test_headers_are_counted_too() -> None:
+    async with unguarded() as gateway:
+        assert await status_of(gateway, HEALTH[:-2] + b"a: b\r\n" * 127 + b"\r\n") == 200
+        assert await status_of(gateway, HEALTH[:-2] + b"a: b\r\n" * 128 + b"\r\n") == 431
+
+
+async def test_all_that_a_connection_held_is_free_when_it_closes(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as gateway:
+        gc.collect()
+        gc.disable()
+        try:
+            for data in (HEALTH, HEALTH + b"GET / HTTP/1.1\r\n" + LINES, HALF % (RIGHT.encode() + b"\r\n"), HALF % b""):
+                (connection,) = await connections(gateway, 1, data)
+                await until(lambda: gateway.metric("http_connections") == 1)
+                (kept,) = [weakref.ref(one) for one in gateway.app._server._state.connections]
+                connection.close()
+                await until(lambda: gateway.metric("http_connections") == 0)
+                await until(lambda: kept() is None)  # noqa: B023
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("shown", ["", WRONG])
+async def test_the_token_is_asked_before_the_body_is_read(shown: str, tmp_path: Path) -> None:
+    async with guarded(tmp_path) as gateway:
+        line = shown.encode() + b"\r\n" if shown else b""
+        # Its body never comes.
+        assert await status_of(gateway, HALF % line) == 401
+        assert gateway.metric("http_body_bytes") == 0
+
+
+async def test_a_large_body_with_a_wrong_token_has_its_answer(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as gateway:
+        connection = await Connection.to(gateway)
+        text = "x" * (3 << 20)
+        connection.post(CHAT, {"messages": [{"role": "user", "content": text}]}, WRONG)
+        # All is sent before anything is read: a connection that is cut off would lose the answer.
+        await connection.writer.drain()
+        assert await connection.status() == 401
+        assert b"invalid_api_key" in await connection.until_closed()
+
+
+async def test_a_token_is_asked_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with guarded(tmp_path) as gateway:
+        callers, asked = gateway.app._callers, list[str]()
+        judge = callers._judge
+
+        async def count(token: str) -> Any:
+            asked.append(token)
+            return await judge(token)
+
+        monkeypatch.setattr(callers, "_judge", count)
+        for shown, status in ((RIGHT, 200), (WRONG, 401)):
+            asked.clear()
+            for _ in range(5):
+                line = shown.encode() + b"\r\n"
+                assert (
+                    await status_of(gateway, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n%b\r\n" % line) == status
+                )
+            # Without a token first, as long as that is not known.
+            assert [token for token in asked if token] == [shown.split()[-1]]
+
+
+async def test_a_known_token_outlives_a_router_that_is_away(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("right\n")
+    async with (
+        backend() as one,
+        running_router(one, auth_token_file=str(tokens)) as router,
+        running_gateway(router.server.address, token_seconds=0.0) as gateway,
+    ):
+        known = await gateway.app._callers.admit(b"Bearer right")
+        await router.server.stop(drain=False)
+        assert await gateway.app._callers.admit(b"Bearer right") is known
+
+
+async def test_halves_of_bodies_hold_no_places() -> None:
+    async with unguarded(max_requests=2) as gateway:
+        halves = await connections(gateway, 10, HALF % b"")
+        await until(lambda: gateway.metric("http_connections") == 10)
+        connection = await Connection.to(gateway)
+        connection.post("/tokenize", {"prompt": "x"})
+        assert await connection.status() == 200
+        for one in [*halves, connection]:
+            one.close()
+
+
+async def test_a_body_that_is_not_whole_makes_room_for_others() -> None:
+    async with unguarded(max_body_bytes=2048, max_bodies_bytes=2048) as gateway:
+        oldest, younger = [
+            (await connections(gateway, 1, (HALF % b"").replace(b"1000", b"1900") + b'"messages": ' + b" " * 900))[0]
+            for _ in range(2)
+        ]
+        await until(lambda: gateway.metric("http_body_bytes") > 1800)
+        connection = await Connection.to(gateway)
+        connection.post("/tokenize", {"prompt": "x" * 900})
+        assert await connection.status() == 200
+        assert await oldest.status() == 429
+        await until(lambda: 0 < gateway.metric("http_body_bytes") < 1800)
+        for one in (oldest, younger, connection):
+            one.close()
+        await until(lambda: gateway.metric("http_body_bytes") == 0)
+
+
+async def test_silent_connections_shut_nobody_out(tmp_path: Path) -> None:
+    settings: Any = {"max_connections": 40, "anonymous_connections": 16, "anonymous_connections_each": 8}
+    async with guarded(tmp_path, **settings) as gateway:
+        silent = await connections(gateway, 100)
+        assert await status_of(gateway, HEALTH) == 200
+        assert gateway.metric("http_connections_evicted") >= 92
+        connection = await Connection.to(gateway)
+        connection.post("/tokenize", {"prompt": "x"}, RIGHT)
+        assert await connection.status() == 200
+        await until(lambda: gateway.metric("http_connections") <= 9)
+        assert gateway.metric("http_anonymous_connections") <= 8
+        # The oldest have gone, the newest are there.
+        assert await silent[0].until_closed() == b""
+        for one in [*silent, connection]:
+            one.close()
+
+
+async def test_admitted_connections_that_rest_make_room(tmp_path: Path) -> None:
+    async with guarded(tmp_path, max_connections=4) as gateway:
+        asked = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + RIGHT.encode() + b"\r\n\r\n"
+        at_work = await Connection.to(gateway)
+        at_work.post(CHAT, {"messages": HELLO, "stream": True}, RIGHT)
+        assert await at_work.status() == 200
+        resting = []
+        for _ in range(3):
+            resting += await connections(gateway, 1, asked)
+            assert await resting[-1].status() == 200
+        assert await status_of(gateway, asked) == 200
+        assert (await resting[0].until_closed()).endswith(b"}")
+        assert await at_work.reader.readline()
+        for one in [*resting, at_work]:
+            one.close()
+
+
+async def test_one_tenant_cannot_take_all_places(tmp_path: Path) -> None:
+    async with guarded(tmp_path, max_requests=4, tenant_share=0.5) as gateway:
+        streams = []
+        for status in (200, 200, 429):
+            streams.append(await Connection.to(gateway))
+            streams[-1].post(CHAT, {"messages": HELLO, "stream": True}, RIGHT)
+            assert await streams[-1].status() == status
+        assert b"--tenant-share" in await streams[-1].reader.readuntil(b"}}")
+        other = await Connection.to(gateway)
+        other.post(CHAT, {"messages": HELLO, "stream": True}, OTHER)
+        assert await other.status() == 200
+        for one in [*streams, other]:
+            one.close()
+        await until(lambda: gateway.metric("http_requests_in_flight") == 0)
+
+
+async def test_made_up_tokens_are_one_tenant() -> None:
+    async with unguarded() as gateway:
+        callers = gateway.app._callers
+        tenants = {(await callers.admit(shown)).tenant for shown in (None, b"Bearer a", b"Bearer b")}
+        assert tenants == {""}
+
+
+async def test_large_bodies_are_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, threads = endpoint.parse_object, list[bool]()
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return parse(*args)
+
+    monkeypatch.setattr(endpoint, "parse_object", noted)
+    async with unguarded() as gateway:
+        for size in (10, 100_000):
+            connection = await Connection.to(gateway)
+            connection.post("/tokenize", {"prompt": "x" * size, "more": [1] * size})
+            assert await connection.status() in (200, 400)
+            connection.close()
+    assert threads == [True, False]
+
+
+GET = b"GET /v1/models HTTP/1.1\r\n"
+WRONG_HEADS = {
+    "no host": GET,
+    "two hosts": GET + b"host: localhost\r\nhost: localhost\r\n",
+    "two hosts of 1.0": b"GET /health HTTP/1.0\r\nhost: localhost\r\nhost: localhost\r\n",
+    "a host that is a list": GET + b"host: localhost, evil.example\r\n",
+    "a host with a user": GET + b"host: me@localhost\r\n",
+    "a host with a path": GET + b"host: localhost/x\r\n",
+    "te": GET + b"host: localhost\r\nte: chunked\r\n",
+    "another coding": GET + b"host: localhost\r\ntransfer-encoding: gzip, chunked\r\n",
+    "two codings": GET + b"host: localhost\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n",
+    "a coding and a length": GET + b"host: localhost\r\ntransfer-encoding: chunked\r\ncontent-length: 3\r\n",
+    "a coding of 1.0": b"POST /tokenize HTTP/1.0\r\ntransfer-encoding: chunked\r\n",
+    "two lengths": GET + b"host: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n",
+}
+
+
+@pytest.fixture(scope="module")
+def heads() -> dict[str, bytes]:
+    return {name: head + b"\r\n" for name, head in WRONG_HEADS.items()}
+
+
+async def test_heads_that_rfc_9112_refuses_are_400(heads: dict[str, bytes]) -> None:
+    async with unguarded() as gateway:
+        found = {name: await status_of(gateway, head) for name, head in heads.items()}
+    assert found == dict.fromkeys(heads, 400)
+
+
+async def test_a_malformed_request_has_an_error_of_the_usual_form() -> None:
+    async with unguarded() as gateway:
+        (connection,) = await connections(gateway, 1, b"nonsense\r\n\r\n")
+        answer = await connection.until_closed()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["reason"] == "MALFORMED_REQUEST"
+
+
+async def test_nonsense_behind_a_stream_is_no_part_of_its_answer(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as gateway:
+        connection = await Connection.to(gateway)
+        connection.post(CHAT, {"messages": HELLO, "stream": True}, RIGHT)
+        assert await connection.status() == 200
+        connection.writer.write(b"nonsense\r\n\r\n")
+        assert b"HTTP/1.1 400" not in await connection.until_closed()
+
+
+async def asked_by(gateway: Gateway, host: str, *headers: str) -> int:
+    lines = "\r\n".join(["POST /tokenize HTTP/1.1", f"host: {host}", *headers, "content-length: 15", "", ""])
+    return await status_of(gateway, lines.encode() + b'{"prompt": "x"}')
+
+
+async def test_a_page_of_a_name_that_points_here_is_not_this_gateways() -> None:
+    foreign = ("origin: http://evil.example:8000", "sec-fetch-site: same-origin")
+    async with unguarded(allowed_hosts=("chat.example",)) as gateway:
+        for host, status in (
+            ("evil.example:8000", 421),
+            ("evil.example.:8000", 421),
+            ("localhost.evil.example", 421),
+            ("127.0.0.1.evil.example", 421),
+            ("gateway", 421),
+            ("", 421),
+            ("127.0.0.1:8000", 200),
+            ("[::1]:8000", 200),
+            ("192.168.1.2", 200),
+            ("LOCALHOST", 200),
+            ("any.localhost:1", 200),
+            ("chat.example:443", 200),
+        ):
+            assert await asked_by(gateway, host, *foreign) == status, host
+            # A token that nobody judges is none.
+            assert await asked_by(gateway, host, "authorization: Bearer made-up") == status, host
+        assert await status_of(gateway, HEALTH.replace(b"localhost", b"evil.example")) == 200
+
+
+async def test_a_name_without_a_token_is_not_needed_with_one(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as gateway:
+        assert await asked_by(gateway, "gateway.example", RIGHT) == 200
+        assert await asked_by(gateway, "gateway.example", WRONG) == 401
+
+
+async def test_any_name_may_be_allowed() -> None:
+    async with unguarded(allowed_hosts=("*",)) as gateway:
+        assert await asked_by(gateway, "evil.example") == 200
