@@ -91,6 +91,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("TOO_MANY_RPCS", "RESOURCE_EXHAUSTED", "as many calls are open as may be", "close some, or raise `--max-concurrent-rpcs`"),
     _row("TOO_MANY_SEQUENCES", "RESOURCE_EXHAUSTED", "the tokenizer decodes as many sequences as it may", "raise the tokenizer's `--max-sequences`"),
     _row("GRAPH_QUOTA", "RESOURCE_EXHAUSTED", "tensors, leases, Forward streams or named sequences hold as much as they may", "free some, or raise the flag that the message names"),
+    _row("MESSAGE_TOO_LARGE", "RESOURCE_EXHAUSTED", "a message is larger than the other side takes", "send less at once, or raise `--max-message-bytes`"),
     _row("EXCEEDS_KV_POOL", "RESOURCE_EXHAUSTED", "an empty KV pool could not hold the request", "ask for fewer tokens or sequences, or raise `--kv-memory`"),
     _row("RESPONSE_TOO_LARGE", "RESOURCE_EXHAUSTED", "the answer does not fit one message", "ask for less at once"),
     _row("SLOW_READER", "RESOURCE_EXHAUSTED", "the client does not take its stream's messages", "read faster, or raise `--max-buffered-bytes`"),

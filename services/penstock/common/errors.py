@@ -179,11 +179,17 @@ def to_status(error: PenstockError) -> status_pb2.Status:
     return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
 
 
+# Words of gRPC, of its own and of ours, about messages beyond either side's bound.
+_LARGER = "message larger than max"
+
+
 def from_status(status: status_pb2.Status) -> PenstockError:
-    """Invert `to_status`; a status without ErrorInfo gets reason UNKNOWN, or UNIMPLEMENTED by its code."""
+    """Invert `to_status`; a status without ErrorInfo gets a reason by its code or by grpc's own words, or UNKNOWN."""
     code = CODE_BY_NUMBER.get(status.code, grpc.StatusCode.INTERNAL)
     # gRPC itself answers calls of unknown methods, and knows no ErrorInfo.
     reason = "UNIMPLEMENTED" if code is grpc.StatusCode.UNIMPLEMENTED else "UNKNOWN"
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _LARGER in status.message:
+        reason = "MESSAGE_TOO_LARGE"
     metadata: dict[str, str] = {}
     field, description, retry = None, "", None
     for packed in status.details:

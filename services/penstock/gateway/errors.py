@@ -27,6 +27,8 @@ _STATUSES: Mapping[_Code, tuple[int, str]] = {
     _Code.UNAVAILABLE: (503, "service_unavailable_error"),
     _Code.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
+# Reasons of RESOURCE_EXHAUSTED for which no wait helps: the request, or its answer, is too large.
+_TOO_LARGE = frozenset(("EXCEEDS_KV_POOL", "MESSAGE_TOO_LARGE", "RESPONSE_TOO_LARGE"))
 # Faults of HTTP itself; all others are of the request.
 _HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # OpenAI's codes, where it has one for a reason of ours; else it is the reason in small letters.
@@ -47,13 +49,16 @@ class HttpError(PenstockError):
 
 def status_of(error: PenstockError) -> int:
     """Status of an answer that is this error."""
-    return error.status if isinstance(error, HttpError) else _STATUSES.get(error.code, (500, ""))[0]
+    if isinstance(error, HttpError):
+        return error.status
+    return 413 if error.reason in _TOO_LARGE else _STATUSES.get(error.code, (500, ""))[0]
 
 
 def error_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]:
     """Return OpenAI's object. `names`: how the request spelt an option, by the option's name."""
-    if isinstance(error, HttpError):
-        kind = _HTTP_TYPES.get(error.status, "invalid_request_error")
+    status = status_of(error)
+    if isinstance(error, HttpError) or status == 413:
+        kind = _HTTP_TYPES.get(status, "invalid_request_error")
     else:
         kind = _STATUSES.get(error.code, (500, "server_error"))[1]
     # The body as a whole is no parameter.

@@ -161,6 +161,25 @@ async def test_overload_is_429_with_the_time_to_wait() -> None:
             assert caught.value.response.headers[header]
 
 
+@pytest.mark.parametrize("transport", ["asyncio", "grpc"])
+async def test_a_request_that_no_message_holds_is_413(transport: str) -> None:
+    async with (
+        backend() as one,
+        running_router(one, max_request_bytes=65536, transport=transport) as router,
+        running_gateway(router.server.address) as gateway,
+    ):
+        for route, body in (
+            ("chat/completions", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "x" * 100_000}], "stream": True}),
+            ("embeddings", {"input": "x" * 100_000}),
+        ):
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client_of(gateway).post(f"/{route}", body=body, cast_to=object)
+            assert caught.value.status_code == 413
+            assert caught.value.code == "message_too_large"
+            assert caught.value.response.headers["x-should-retry"] == "false"
+
+
 async def test_an_error_in_a_stream_is_an_event() -> None:
     async with (
         backend(script=ENDLESS, obeys_budget=False, step_seconds=0.001) as one,
