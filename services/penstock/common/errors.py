@@ -29,6 +29,15 @@ from google.rpc import error_details_pb2, status_pb2
 DOMAIN = "penstock"
 # Longest wait that an error asks for: what a peer's figures add up to may be anything.
 _MOST_RETRY_SECONDS = 86_400.0
+# Of a message, which travels in a header of some kilobytes.
+_MOST_CHARS = 2000
+
+
+def _sendable(message: str) -> str:
+    """Return a message that can be written anywhere: files hold half characters, and megabytes."""
+    if len(message) > _MOST_CHARS:
+        message = f"{message[:_MOST_CHARS]}…"
+    return message.encode("utf-8", "backslashreplace").decode()
 
 
 class PenstockError(Exception):
@@ -46,6 +55,7 @@ class PenstockError(Exception):
         retry_after_seconds: float | None = None,
     ) -> None:
         """Make it. `reason` is UPPER_SNAKE_CASE and stable; `field` is a proto field path such as `config.top_p`."""
+        message = _sendable(message)
         super().__init__(message)
         self.message = message
         self.reason = reason
@@ -131,6 +141,7 @@ class StartupError(Exception):
     """A process cannot start. `flag` is what to change (e.g. `--kv-memory`); printed as one line, exit code 2."""
 
     def __init__(self, message: str, *, flag: str | None = None) -> None:
+        message = _sendable(message)
         super().__init__(message)
         self.message = message
         self.flag = flag

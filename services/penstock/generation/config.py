@@ -253,6 +253,25 @@ class GenerationServiceConfig(ServerConfig):
         AdapterLimits.max_known, "Names of LoRA adapters, in memory or not.", group=ADAPTERS, minimum=0
     )
     max_adapter_rank: int = option(AdapterLimits.max_rank, "Largest rank of a LoRA adapter.", group=ADAPTERS, minimum=1)
+    max_adapter_patterns: int = option(
+        AdapterLimits.max_patterns,
+        "Entries of an adapter's rank_pattern, and of its alpha_pattern.",
+        group=ADAPTERS,
+        minimum=1,
+    )
+    adapter_pattern_seconds: float = option(
+        AdapterLimits.pattern_seconds,
+        "Processor time for those of an adapter's patterns that are no names of modules: a process matches them, and "
+        "ends then.",
+        group=ADAPTERS,
+        minimum=0.1,
+    )
+    max_adapter_checks: int = option(
+        AdapterLimits.max_loads,
+        "Folders of LoadAdapter that are checked at the same time; one is then read after the other.",
+        group=ADAPTERS,
+        minimum=1,
+    )
     adapter_memory: str = option(
         "1GiB", "Memory of all LoRA adapters together, in all processes of --tensor-parallel.", group=ADAPTERS
     )
@@ -729,6 +748,9 @@ class GenerationServiceConfig(ServerConfig):
             max_loaded=self.max_adapters,
             max_known=self.max_known_adapters,
             max_rank=self.max_adapter_rank,
+            max_patterns=self.max_adapter_patterns,
+            pattern_seconds=self.adapter_pattern_seconds,
+            max_loads=self.max_adapter_checks,
             max_bytes=size,
         )
 

@@ -37,8 +37,9 @@ class AdapterAccess:
         self._roots = () if root is None else (root, root.resolve())
         self._on_change = on_change
         self._on_failure = on_failure
-        # One is read at a time: they share the disk, and the memory of reading one.
-        self._turn = asyncio.Lock()
+        # A load has one until it ends, its caller gone or not. Some are checked at the same time; the store reads one
+        # at a time: they share the disk, and the memory of reading one.
+        self._places = asyncio.Semaphore(store.limits.max_loads)
         # Loads whose caller is gone end all the same.
         self._loads: set[asyncio.Task[None]] = set()
         # Number of changes to the names that are known; those of the start are one.
@@ -58,12 +59,16 @@ class AdapterAccess:
             )
         if not _NAME.fullmatch(name):
             raise InvalidArgument("name", "must be letters, digits and any of . _ / -, the first a letter or a digit")
-        async with self._turn:
-            task = asyncio.ensure_future(self._load(name, self._root / (path or name), self._root, replace))
-            self._loads.add(task)
-            task.add_done_callback(self._loads.discard)
-            await asyncio.shield(task)
+        await self._places.acquire()
+        task = asyncio.ensure_future(self._load(name, self._root / (path or name), self._root, replace))
+        self._loads.add(task)
+        task.add_done_callback(self._ended)
+        await asyncio.shield(task)
         return time.monotonic() - begin
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._loads.discard(task)
+        self._places.release()
 
     async def _load(self, name: str, path: Path, root: Path, replace: bool) -> None:
         try:

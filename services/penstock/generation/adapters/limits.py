@@ -19,3 +19,10 @@ class AdapterLimits:
     # Bytes of adapter_config.json, and characters of a name.
     max_config_bytes: int = 1 << 20
     max_name_chars: int = 256
+    # Entries of rank_pattern, and of alpha_pattern; characters of one.
+    max_patterns: int = 4096
+    max_pattern_chars: int = 256
+    # Processor time that an adapter's regular expressions may take.
+    pattern_seconds: float = 2.0
+    # Loads that go on at the same time; the others wait for their turn.
+    max_loads: int = 4

@@ -10,17 +10,18 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.common.errors import InvalidArgument
 from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.adapters.module_patterns import ModulePatterns
 from penstock.generation.layers.lora import SITES_A_LAYER, AdapterWeights, EmbeddingPart, LoraPart
 from penstock.generation.weights.files import StoredTensor, read_header
 from penstock.generation.weights.tensor_names import HeadOrder, layer_prefix, site_linears
@@ -43,10 +44,13 @@ _HARMLESS = frozenset({
 })  # fmt: skip
 # Ways to begin a training that change the base model's weights, too: without that change the adapter is wrong.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# A pattern with a repeated group, or many repetitions, can take exponential time on a name.
-_REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
-_MOST_REPETITIONS, _LONGEST_PATTERN, _MOST_PATTERNS = 4, 256, 4096
+# More than any layer is wide.
+_MOST_RANK = 2**31 - 1
+# Most that alpha may be: the kernels' scales are float32, and a product of float16 ends at 65504.
+_MOST_ALPHA = 1e6
 _LONGEST_NAME = 256
+# Of the header of adapter_model.safetensors: bytes of a tensor's entry, and of all else in it.
+_ENTRY_BYTES, _OTHER_HEADER_BYTES = 512, 1 << 16
 _MATRICES = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>[AB])(\.default)?\.weight")
 _EMBEDDING_MATRICES = re.compile(r"(?P<module>.+?)\.lora_embedding_(?P<kind>[AB])(\.default)?")
 T = TypeVar("T")
@@ -102,16 +106,13 @@ class PeftFolder:
         self._weights = _checked_file(path, WEIGHTS_FILE, root)
         self._config = _checked_file(path, CONFIG_FILE, root)
         config = _read_config(self._config, limits)
-        self._scale = _scales(config)
+        scales = _Scales(config, limits)
         # Modules whose weight is another one, not one plus a product, and that weight in the file.
         saved = _saved_modules(config)
         self._saved: dict[str, tuple[str, StoredTensor]] = {}
-        try:
-            stored = read_header(self._weights)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise _broken(f"{WEIGHTS_FILE} is no safetensors file") from error
-        self._check_size(stored)
         places = _places(model)
+        stored = self._header(places)
+        self._check_size(stored)
         # Module -> its A and B in the file.
         self._modules: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
         for name, tensor in stored.items():
@@ -127,8 +128,9 @@ class PeftFolder:
         self._places = {module: places[module] for module in self._modules if module != _EMBEDDING}
         if not self._modules:
             raise _broken(f"{WEIGHTS_FILE} has no lora_A and lora_B")
-        ranks = [self._check_module(module, pair, limits) for module, pair in self._modules.items()]
-        self.rank = max(ranks)
+        ranks = {module: self._check_module(module, pair, limits) for module, pair in self._modules.items()}
+        self._scales = scales.of(ranks)
+        self.rank = max(ranks.values())
         self.targets = tuple(sorted({module.rpartition(".")[2] for module in (*self._modules, *self._saved)}))
 
     @property
@@ -163,25 +165,24 @@ class PeftFolder:
         sites: dict[int, list[LoraPart]] = {}
         embedding: EmbeddingPart | None = None
         try:
-            with safe_open(self._weights, framework="pt") as file:
+            with self._weights.open("rb") as file:
                 for module, pair in self._modules.items():
-                    a, b = (self._tensor(file, pair[kind][0]) for kind in "AB")
-                    rank = a.shape[0]
+                    a, b = (self._tensor(file, *pair[kind]) for kind in "AB")
                     if module == _EMBEDDING:
-                        embedding = EmbeddingPart(a.T.contiguous(), b, self._scale(module, rank))
+                        embedding = EmbeddingPart(a.T.contiguous(), b, self._scales[module])
                         continue
                     place = self._places[module]
                     if place.order is not None:
                         b = place.order.applied(b, place.first)
-                    sites.setdefault(place.site, []).append(LoraPart(place.first, a, b, self._scale(module, rank)))
-                for module, (name, _) in self._saved.items():
-                    change_VI = self._change(module, self._tensor(file, name))
+                    sites.setdefault(place.site, []).append(LoraPart(place.first, a, b, self._scales[module]))
+                for module, (name, stored) in self._saved.items():
+                    change_VI = self._change(module, self._tensor(file, name, stored))
                     identity_II = torch.eye(change_VI.shape[1], dtype=change_VI.dtype, device=change_VI.device)
                     if module == _EMBEDDING:
                         embedding = EmbeddingPart(change_VI, identity_II, 1.0)
                     else:
                         sites[self._model.head_site] = [LoraPart(0, identity_II, change_VI, 1.0)]
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise _broken(f"{WEIGHTS_FILE} could not be read") from error
         for parts in sites.values():
             parts.sort(key=lambda part: part.first)
@@ -198,12 +199,19 @@ class PeftFolder:
             raise _broken(f"{path.name} could not be read") from error
         return digest.hexdigest()
 
-    def _tensor(self, file: Any, name: str) -> Tensor:
-        tensor: Tensor = file.get_tensor(name)
+    def _tensor(self, file: BufferedReader, name: str, stored: StoredTensor) -> Tensor:
+        # Read, not mapped: a mapped file that another process cuts short would end this one.
+        data = bytearray(stored.end - stored.begin)
+        file.seek(stored.begin)
+        if file.readinto(data) != len(data):
+            raise _broken(f"{WEIGHTS_FILE} became shorter while it was read")
+        tensor = torch.frombuffer(data, dtype=_DTYPES[stored.dtype]).view(stored.shape)
         if not tensor.isfinite().all():
             raise _broken(f"{WEIGHTS_FILE}: {name} is not finite")
-        # A copy: the file may be written into later.
-        return tensor.to(self._model.device, self._model.dtype, copy=True).contiguous()
+        tensor = tensor.to(self._model.device, self._model.dtype)
+        if not tensor.isfinite().all():
+            raise _broken(f"{WEIGHTS_FILE}: {name} has numbers that are too large for the model's dtype")
+        return tensor.contiguous()
 
     @torch.inference_mode()
     def _change(self, module: str, weight_VI: Tensor) -> Tensor:
@@ -243,19 +251,38 @@ class PeftFolder:
             raise _unsupported(f"modules_to_save ({module}): this model multiplies its embedding")
         self._saved[module] = (name, tensor)
 
+    def _header(self, places: Mapping[str, _Place]) -> dict[str, StoredTensor]:
+        """Return the tensors of the file, whose header is no longer than one of every module of the model may be.
+
+        To parse JSON holds the interpreter's lock, and so all requests that run.
+        """
+        # A, B and a saved weight or a base layer's.
+        most = 4 * (len(places) + 1) * _ENTRY_BYTES + _OTHER_HEADER_BYTES
+        try:
+            return read_header(self._weights, most_bytes=most)
+        except (OSError, ValueError) as error:
+            raise _broken(f"{WEIGHTS_FILE} is no safetensors file of an adapter of this model") from error
+
     def _check_size(self, stored: Mapping[str, StoredTensor]) -> None:
-        size = self._weights.stat().st_size
+        try:
+            size = self._weights.stat().st_size
+        except OSError as error:
+            raise _broken(f"{WEIGHTS_FILE} could not be read") from error
         for name, tensor in stored.items():
+            if len(name) > _LONGEST_NAME:
+                raise _broken(f"{WEIGHTS_FILE}: {name[:_LONGEST_NAME]} is no name of a tensor of an adapter")
             dtype = _DTYPES.get(tensor.dtype)
             if dtype is None:
-                raise _broken(f"{WEIGHTS_FILE}: {name} is stored as {tensor.dtype}; supported are {', '.join(_DTYPES)}")
+                raise _broken(
+                    f"{WEIGHTS_FILE}: {name} is stored as {tensor.dtype[:32]}; supported are {', '.join(_DTYPES)}"
+                )
             if tensor.end > size or tensor.end - tensor.begin != math.prod(tensor.shape) * dtype.itemsize:
                 raise _broken(f"{WEIGHTS_FILE} is cut off, or its header is wrong at {name}")
 
     def _sort(self, name: str, tensor: StoredTensor, places: Mapping[str, _Place]) -> None:
         """Note a tensor of the file. Raises for one that has no meaning here."""
-        if not name.startswith(_PREFIX) or len(name) > _LONGEST_NAME:
-            raise _broken(f"{WEIGHTS_FILE}: {name[:_LONGEST_NAME]} is no name of a tensor of an adapter")
+        if not name.startswith(_PREFIX):
+            raise _broken(f"{WEIGHTS_FILE}: {name} is no name of a tensor of an adapter")
         short = name.removeprefix(_PREFIX)
         # The base model's own, which PEFT saves beside an adapter of the embedding or the head; it is never trained.
         if short in (f"{_EMBEDDING}.base_layer.weight", f"{_HEAD}.base_layer.weight"):
@@ -302,8 +329,6 @@ class PeftFolder:
             raise InvalidArgument(
                 "path", f"{module} has rank {a[0]}: --max-adapter-rank is {limits.max_rank}", reason="ADAPTER_RANK"
             )
-        # Raises where config and weights disagree.
-        self._scale(module, a[0])
         return a[0]
 
 
@@ -389,48 +414,57 @@ def _saved_modules(config: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(by_name[name] for name in names)
 
 
-def _scales(config: Mapping[str, Any]) -> Callable[[str, int], float]:
-    """Return (module, rank of its matrices) -> scale. It raises where the configuration has another rank."""
-    rank, alpha = _number(config, "r"), _number(config, "lora_alpha")
-    ranks, alphas = _patterns(config, "rank_pattern"), _patterns(config, "alpha_pattern")
-    is_rs = bool(config.get("use_rslora"))
+class _Scales:
+    """The ranks and scales that adapter_config.json says, of each module."""
 
-    def scale(module: str, found: int) -> float:
-        expected = _matching(ranks, module, rank)
-        if expected != found:
-            raise _broken(f"{module} has rank {found}, and {CONFIG_FILE} says {expected:g}")
-        return _matching(alphas, module, alpha) / (math.sqrt(found) if is_rs else found)
+    def __init__(self, config: Mapping[str, Any], limits: AdapterLimits) -> None:
+        """Check the fields. Raises InvalidArgument."""
+        self._rank, self._alpha = _whole(config.get("r"), "r"), _alpha(config.get("lora_alpha"), "lora_alpha")
+        ranks, alphas = (_entries(config, field) for field in ("rank_pattern", "alpha_pattern"))
+        self._ranks = [_whole(value, "rank_pattern") for value in ranks.values()]
+        self._alphas = [_alpha(value, "alpha_pattern") for value in alphas.values()]
+        self._rank_keys = ModulePatterns("rank_pattern", tuple(ranks), limits)
+        self._alpha_keys = ModulePatterns("alpha_pattern", tuple(alphas), limits)
+        is_rs = config.get("use_rslora") or False
+        if not isinstance(is_rs, bool):
+            raise _broken(f"{CONFIG_FILE}: use_rslora is neither true nor false")
+        self._is_rs = is_rs
 
-    return scale
+    def of(self, ranks: Mapping[str, int]) -> dict[str, float]:
+        """Return the scale of each module, whose matrices have `ranks`. Raises InvalidArgument where the configuration
+        has another rank, or patterns are wrong or slow. Blocking."""
+        modules = tuple(ranks)
+        by_rank, by_alpha = self._rank_keys.first_matches(modules), self._alpha_keys.first_matches(modules)
+        scales = {}
+        for module, found in ranks.items():
+            expected = self._ranks[by_rank[module]] if module in by_rank else self._rank
+            if expected != found:
+                raise _broken(f"{module} has rank {found}, and {CONFIG_FILE} says {expected}")
+            alpha = self._alphas[by_alpha[module]] if module in by_alpha else self._alpha
+            scales[module] = alpha / (math.sqrt(found) if self._is_rs else found)
+        return scales
 
 
-def _matching(patterns: list[tuple[re.Pattern[str], float]], module: str, otherwise: float) -> float:
-    return next((value for pattern, value in patterns if pattern.match(module)), otherwise)
-
-
-def _number(config: Mapping[str, Any], field: str, value: object = None) -> float:
-    found = config.get(field) if value is None else value
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-        raise _broken(f"{CONFIG_FILE}: {field} is no number")
-    return float(found)
-
-
-def _patterns(config: Mapping[str, Any], field: str) -> list[tuple[re.Pattern[str], float]]:
-    """Return the compiled patterns, in order. Raises for ones that could take long."""
+def _entries(config: Mapping[str, Any], field: str) -> dict[str, Any]:
     given = config.get(field) or {}
-    if not isinstance(given, dict) or len(given) > _MOST_PATTERNS:
-        raise _broken(f"{CONFIG_FILE}: {field} is no object, or has more than {_MOST_PATTERNS} entries")
-    patterns = []
-    for text, value in given.items():
-        repetitions = sum(text.count(mark) for mark in "*+?{")
-        if len(text) > _LONGEST_PATTERN or repetitions > _MOST_REPETITIONS or _REPEATED_GROUP.search(text):
-            raise _unsupported(f"{CONFIG_FILE}: a pattern of {field} is too complex: name the modules")
-        try:
-            pattern = re.compile(rf"(.*\.)?({text})$")
-        except (re.error, RecursionError, OverflowError) as error:
-            raise _broken(f"{CONFIG_FILE}: a pattern of {field} is no regular expression") from error
-        patterns.append((pattern, _number(config, field, value)))
-    return patterns
+    if not isinstance(given, dict):
+        raise _broken(f"{CONFIG_FILE}: {field} is no object")
+    return given
+
+
+def _whole(value: object, field: str) -> int:
+    """Return a rank. Some writers make it a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= _MOST_RANK:
+        raise _broken(f"{CONFIG_FILE}: {field} is no whole number of at least 1")
+    if value != int(value):
+        raise _broken(f"{CONFIG_FILE}: {field} is no whole number of at least 1")
+    return int(value)
+
+
+def _alpha(value: object, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST_ALPHA <= value <= _MOST_ALPHA:
+        raise _broken(f"{CONFIG_FILE}: {field} is no number from -{_MOST_ALPHA:g} to {_MOST_ALPHA:g}")
+    return float(value)
 
 
 def _broken(message: str) -> InvalidArgument:

@@ -116,17 +116,15 @@ class AdapterStore:
         has ended), ENGINE_STOPPED (the model is being closed).
         """
         self._check_name(name)
+        self._check_place(name, replace=replace)
+        # Before its turn: a folder may take long to check, and others go on meanwhile.
+        opened_by = self._open
+        files = opened_by(path, root)
         with self._reading:
-            with self._lock:
-                if name in self._known and not replace:
-                    raise InvalidArgument("name", "an adapter of this name is loaded", reason="ADAPTER_EXISTS")
-                if name not in self._known and len(self._known) >= self.limits.max_known:
-                    raise ResourceExhausted(
-                        f"name: --max-known-adapters {self.limits.max_known} are known: unload one",
-                        reason="ADAPTER_SLOTS_FULL",
-                        field="name",
-                    )
-            return self._read(name, path, root, is_new=True)
+            self._check_place(name, replace=replace)
+            if self._open is not opened_by:
+                files = self._open(path, root)
+            return self._read(name, path, root, files, is_new=True)
 
     def unload(self, name: str) -> None:
         """Forget `name` now. Requests that have it go on to their end; its memory goes with the last of them.
@@ -186,7 +184,7 @@ class AdapterStore:
                 known = self._known.get(name)
             if known is None:
                 raise _unknown("adapter")
-            return self._read(name, known.path, known.root, is_new=False)
+            return self._read(name, known.path, known.root, self._open(known.path, known.root), is_new=False)
 
     @contextmanager
     def in_use(self, adapter: Adapter | None) -> Iterator[None]:
@@ -228,9 +226,20 @@ class AdapterStore:
         if name == self._reserved:
             raise InvalidArgument("name", "is the model's own")
 
-    def _read(self, name: str, path: Path, root: Path | None, *, is_new: bool) -> Adapter:
+    def _check_place(self, name: str, *, replace: bool) -> None:
+        """Raise when no adapter may come as `name`."""
+        with self._lock:
+            if name in self._known and not replace:
+                raise InvalidArgument("name", "an adapter of this name is loaded", reason="ADAPTER_EXISTS")
+            if name not in self._known and len(self._known) >= self.limits.max_known:
+                raise ResourceExhausted(
+                    f"name: --max-known-adapters {self.limits.max_known} are known: unload one",
+                    reason="ADAPTER_SLOTS_FULL",
+                    field="name",
+                )
+
+    def _read(self, name: str, path: Path, root: Path | None, files: AdapterFiles, *, is_new: bool) -> Adapter:
         """Read an adapter while `_reading` is held. A name that was unloaded meanwhile stays so, unless it `is_new`."""
-        files = self._open(path, root)
         with self._lock:
             self._make_room(files.num_bytes)
         weights = files.read()

@@ -8,7 +8,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from penstock.common.errors import StartupError
 from penstock.common.gguf_folder import GGUF_FILE
@@ -22,6 +22,8 @@ PACKED_FILE = "penstock.safetensors"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 # safetensors' own bound.
 _MAX_HEADER_BYTES = 100_000_000
+# More than any tensor has; numbers of 64 bits.
+_MOST_DIMENSIONS, _MOST_SIZE = 64, 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +36,47 @@ class StoredTensor:
     end: int
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return name -> tensor of one file. Raises OSError; ValueError, LookupError or TypeError for bytes that are no
-    header."""
+def read_header(path: Path, *, most_bytes: int = _MAX_HEADER_BYTES) -> dict[str, StoredTensor]:
+    """Return name -> tensor of one file. Raises OSError, and ValueError for bytes that are no header, or for one of
+    more than `most_bytes`: to parse it holds the interpreter's lock."""
     with path.open("rb") as file:
         start = file.read(8)
-        return stored_tensors(start + file.read(header_bytes(start)))
+        if (size := header_bytes(start)) > most_bytes:
+            raise ValueError(f"its header has {size} bytes, and at most {most_bytes} are read")
+        return stored_tensors(start + file.read(size))
 
 
 def stored_tensors(start: bytes | mmap.mmap) -> dict[str, StoredTensor]:
-    """Return name -> tensor from the beginning of a file. Raises ValueError, LookupError or TypeError for bytes that
-    are no header."""
+    """Return name -> tensor from the beginning of a file. Raises ValueError for bytes that are no header."""
     header, data_begin = parse_header(start)
-    found = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = (data_begin + offset for offset in entry["data_offsets"])
-            found[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), begin, end)
-    return found
+    return {name: _stored(entry, data_begin) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _stored(entry: object, data_begin: int) -> StoredTensor:
+    """Return a header's entry, whose types are checked: a file may say anything."""
+    if not isinstance(entry, dict):
+        raise ValueError("a tensor of a safetensors header is an object")
+    dtype, shape, offsets = (entry.get(field) for field in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError("a tensor of a safetensors header has a text as dtype, a shape, and two offsets")
+    begin, end = offsets
+    if begin > end or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError("a tensor of a safetensors header ends before it begins, or has too many dimensions")
+    return StoredTensor(dtype, tuple(shape), data_begin + begin, data_begin + end)
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(one) is int and 0 <= one <= _MOST_SIZE for one in value)
 
 
 def parse_header(start: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
     """Return the JSON at the beginning of a file, and the offset of the tensors' bytes. Raises ValueError for bytes
     that are no header."""
     size = header_bytes(start[:8])
-    header = json.loads(start[8 : 8 + size])
+    try:
+        header = json.loads(start[8 : 8 + size])
+    except RecursionError as error:
+        raise ValueError("a safetensors header is not nested deeply") from error
     if not isinstance(header, dict):
         raise ValueError("a safetensors header is an object")
     return header, 8 + size

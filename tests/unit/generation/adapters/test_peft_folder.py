@@ -174,6 +174,13 @@ def test_fields_that_change_nothing_are_fine(folder: Path, model: CausalLM) -> N
         {"r": True},
         {"lora_alpha": None},
         {"lora_alpha": float("inf")},
+        {"lora_alpha": 1e308},
+        {"lora_alpha": 10**400},
+        {"alpha_pattern": {"q_proj": 1e308}},
+        {"alpha_pattern": {"q_proj": None}},
+        {"rank_pattern": {"q_proj": 8.5}},
+        {"r": 10**400},
+        {"use_rslora": "yes"},
         {"rank_pattern": [1]},
         {"rank_pattern": {"[": 8}},
         # The weights have rank 8.
@@ -191,6 +198,61 @@ def test_a_configuration_that_is_no_json_is_broken(folder: Path, model: CausalLM
     for text in (b"{", b"[]", b"\xff", b"[" * 100_000, b" " * (LIMITS.max_config_bytes + 1)):
         (folder / CONFIG_FILE).write_bytes(text)
         assert refused(folder, model)[0] == "ADAPTER_BROKEN"
+
+
+def change_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = (folder / WEIGHTS_FILE).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS_FILE).write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": ["F32"]},
+        {"dtype": None},
+        {"shape": ["8", "48"]},
+        {"shape": [8.0, 48]},
+        {"shape": [-8, -48]},
+        {"shape": 8},
+        {"shape": [True] * 2},
+        {"shape": [1] * 1000},
+        {"data_offsets": ["0", "1"]},
+        {"data_offsets": [-1536, 0]},
+        {"data_offsets": [0, 2**80]},
+        {"data_offsets": [1536, 0]},
+    ],
+    ids=str,
+)
+def test_a_header_of_wrong_types_is_broken(folder: Path, model: CausalLM, entry: dict[str, Any]) -> None:
+    change_header(folder, lambda header: header[Q_A].update(entry))
+    assert refused(folder, model)[0] == "ADAPTER_BROKEN"
+
+
+def test_a_header_longer_than_the_model_s_is_not_parsed(folder: Path, model: CausalLM) -> None:
+    """Parsing it would hold the engine up: a file of 200 000 tensors did for two seconds."""
+    change_header(folder, lambda header: header.update(__metadata__={"note": "x" * (1 << 16)}))
+    assert PeftFolder(folder, None, model, LIMITS).rank == 8
+    change_header(folder, lambda header: header.update(__metadata__={"note": "x" * (1 << 17)}))
+    assert refused(folder, model)[0] == "ADAPTER_BROKEN"
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_broken(folder: Path, model: CausalLM) -> None:
+    """A mapped one would end the process."""
+    files = PeftFolder(folder, None, model, LIMITS)
+    with (folder / WEIGHTS_FILE).open("r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(InvalidArgument, match="became shorter") as caught:
+        files.read()
+    assert caught.value.reason == "ADAPTER_BROKEN"
+
+
+def test_numbers_beyond_the_model_s_dtype_are_refused(folder: Path, model: CausalLM) -> None:
+    change_weights(folder, replaced(torch.full((8, 48), 1e300, dtype=torch.float64)))
+    assert refused(folder, model, read=True)[0] == "ADAPTER_BROKEN"
 
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 import pytest
 from penstock.common.errors import InvalidArgument, NotFound, ResourceExhausted
@@ -221,3 +223,41 @@ def test_what_fits_only_the_models_weights_is_read_again_for_others() -> None:
     assert folders.reads == ["plain", "saved", "saved"]
     assert old is not None
     assert again.generation != old.generation
+
+
+def test_a_folder_that_takes_long_to_check_holds_up_no_other() -> None:
+    store, folders = make_store()
+    began, go_on = Event(), Event()
+
+    def opened(path: Path, root: Path | None) -> Files:
+        if path.name == "slow":
+            began.set()
+            assert go_on.wait(60)
+        return folders.open(path, root)
+
+    store.open_by(opened)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(store.load, "slow", Path("slow"))
+        assert began.wait(60)
+        store.load("other", PATH)
+        assert store.names() == ("other",)
+        go_on.set()
+        assert slow.result(60).name == "slow"
+
+
+def test_a_folder_that_was_checked_for_another_model_is_checked_again() -> None:
+    store, folders = make_store()
+    checks: list[str] = []
+
+    def of_the_new_model(path: Path, root: Path | None) -> Files:
+        checks.append("new")
+        return folders.open(path, root)
+
+    def of_the_old_model(path: Path, root: Path | None) -> Files:
+        checks.append("old")
+        store.open_by(of_the_new_model)
+        return folders.open(path, root)
+
+    store.open_by(of_the_old_model)
+    store.load("a", PATH)
+    assert checks == ["old", "new"]
