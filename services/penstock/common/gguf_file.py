@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-import mmap
+import os
 import struct
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,15 @@ _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 # struct's letters of the types of numbers.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-# More than any file has; a broken one may say anything.
-_MOST_ENTRIES = 1_000_000
-_MOST_DIMENSIONS = 4
+# More than any file has; a broken one may say anything. Of arrays' texts, all together; of other texts their bytes.
+_MOST_FACTS, _MOST_TENSORS = 1 << 16, 100_000
+_MOST_ARRAY_TEXTS, _MOST_TEXT_BYTES, _MOST_NAME_BYTES = 1 << 21, 1 << 26, (1 << 16) - 1
+_MOST_DIMENSIONS, _MOST_ALIGNMENT = 4, 1 << 20
+# Numbers of a model that are outside of these are none of arithmetic in float32.
+_LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
+_MOST_WHOLE = 2**63 - 1
+# Of a value in an error.
+_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +71,40 @@ class GgufTensor:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class GgufArray:
+    """An array of the facts. It stays in the file until it is asked for: most processes need none."""
+
+    path: Path
+    # struct's letter of its numbers; empty: texts.
+    letter: str
+    count: int
+    begin: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its numbers."""
+        return self.count * struct.calcsize(f"<{self.letter}")
+
+    def numbers(self) -> Sequence[Any]:
+        """Read numbers, in as many bytes as the file has. Raises OSError, and ValueError when the file is shorter."""
+        found = array("b" if self.letter == "?" else self.letter)
+        with self.path.open("rb") as file:
+            found.frombytes(_Reader(file, self.begin).take(self.num_bytes))
+        return found
+
+    def texts(self) -> list[str]:
+        """Read texts. Raises OSError, and ValueError when the file is another one now."""
+        with self.path.open("rb") as file:
+            reader = _Reader(file, self.begin)
+            return [reader.text() for _ in range(self.count)]
+
+    def __str__(self) -> str:
+        return f"an array of {self.count}"
+
+
 class GgufFile:
-    """The facts and the tensors of a file."""
+    """The facts and the tensors of a file. A fact is a number, a text, true, false or a GgufArray."""
 
     def __init__(self, path: Path) -> None:
         """Read the header. Raises StartupError naming the file, and what is broken or not supported."""
@@ -71,9 +112,10 @@ class GgufFile:
         self.facts: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-                self._read(_Reader(memory))
-        except (OSError, ValueError, struct.error, UnicodeDecodeError, OverflowError) as error:
+            # Not mapped: a file that becomes shorter meanwhile would end the process.
+            with path.open("rb") as file:
+                self._read(_Reader(file))
+        except (OSError, ValueError, struct.error, OverflowError) as error:
             raise self.error(f"is no complete GGUF file: {str(error).splitlines()[0]}") from error
 
     def error(self, problem: str) -> StartupError:
@@ -83,7 +125,69 @@ class GgufFile:
     @property
     def architecture(self) -> str:
         """llama.cpp's name of the model's architecture."""
-        return str(self.facts.get("general.architecture", ""))
+        return self.text("general.architecture", "")
+
+    def whole(self, name: str, default: int | None = None, *, least: int = 0, most: int = _MOST_WHOLE) -> int | None:
+        """Return a fact that is a whole number; `default` where there is none. Raises StartupError naming it."""
+        value = self.facts.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            upper = "" if most == _MOST_WHOLE else f" and at most {most}"
+            raise self._wrong(name, f"is no whole number of at least {least}{upper}")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """Return a fact that is a number above 0; None where there is none. Raises StartupError naming it."""
+        value = self.facts.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self._wrong(name, "is no number above 0")
+        if not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+            raise self._wrong(name, f"is not between {_LEAST_NUMBER:g} and {_MOST_NUMBER:g}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """Return a fact that is a text; `default` where there is none. Raises StartupError naming it."""
+        value = self.facts.get(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, "is no text")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Return a fact that is true or false; `default` where there is none. Raises StartupError naming it."""
+        value = self.facts.get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "is neither true nor false")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """Return a fact that is an array of texts. Raises StartupError naming it."""
+        value = self.facts.get(name)
+        if not isinstance(value, GgufArray) or value.letter:
+            raise self._wrong(name, "is no array of texts")
+        try:
+            return value.texts()
+        except (OSError, ValueError, struct.error) as error:
+            raise self.error(f"changed while it was read: {error}") from error
+
+    def numbers(self, name: str) -> Sequence[Any]:
+        """Return a fact that is an array of numbers. Raises StartupError naming it."""
+        value = self.facts.get(name)
+        if not isinstance(value, GgufArray) or not value.letter:
+            raise self._wrong(name, "is no array of numbers")
+        try:
+            return value.numbers()
+        except (OSError, ValueError, struct.error) as error:
+            raise self.error(f"changed while it was read: {error}") from error
+
+    def _wrong(self, name: str, problem: str) -> StartupError:
+        value = self.facts.get(name)
+        shown = str(value) if isinstance(value, GgufArray) else repr(value)
+        if len(shown) > _SHOWN_CHARS:
+            shown = f"{shown[:_SHOWN_CHARS]}…"
+        return self.error(f"has {name} {shown}, which {problem}")
 
     def _read(self, reader: _Reader) -> None:
         if reader.take(4) != _MAGIC:
@@ -91,28 +195,31 @@ class GgufFile:
         version, num_tensors, num_facts = reader.numbers("IQQ")
         if version not in _VERSIONS:
             raise self.error(f"is of version {version}; supported are {', '.join(map(str, _VERSIONS))}")
-        if num_tensors > _MOST_ENTRIES or num_facts > _MOST_ENTRIES:
+        if num_tensors > _MOST_TENSORS or num_facts > _MOST_FACTS:
             raise ValueError("it claims more entries than any file has")
         for _ in range(num_facts):
-            name = reader.text()
-            self.facts[name] = reader.value(*reader.numbers("I"))
-        if int(self.facts.get("split.count", 0)) > 1:
+            name = reader.text(_MOST_NAME_BYTES)
+            if name in self.facts:
+                raise ValueError(f"it has {name[:_SHOWN_CHARS]} twice")
+            self.facts[name] = reader.value(self.path, *reader.numbers("I"))
+        if (self.whole("split.count", 0) or 0) > 1:
             raise self.error("is a part of a split file: join them by llama.cpp's `llama-gguf-split --merge`")
-        found = [(reader.text(), *self._entry(reader)) for _ in range(num_tensors)]
-        alignment = int(self.facts.get("general.alignment", 32))
-        if alignment < 1:
-            raise ValueError("general.alignment is no positive number")
+        alignment = self.whole("general.alignment", 32, least=1, most=_MOST_ALIGNMENT) or 1
+        found = [(reader.text(_MOST_NAME_BYTES), *self._entry(reader)) for _ in range(num_tensors)]
         data = -(-reader.position // alignment) * alignment
         for name, kind, shape, offset in found:
-            if not shape or shape[-1] % kind.numbers:
-                raise self.error(
-                    f"tensor {name} has shape {list(shape)}, whose rows are no whole blocks of {kind.name}"
-                )
-            begin = data + offset
-            end = begin + math.prod(shape) // kind.numbers * kind.num_bytes
-            if end > reader.size:
-                raise self.error(f"is cut short: tensor {name} ends at byte {end}, the file at {reader.size}")
-            self.tensors[name] = GgufTensor(kind, shape, begin, end)
+            self._place(name, kind, shape, data + offset, reader.size)
+
+    def _place(self, name: str, kind: GgufType, shape: tuple[int, ...], begin: int, size: int) -> None:
+        shown = name[:_SHOWN_CHARS]
+        if name in self.tensors:
+            raise ValueError(f"it has tensor {shown} twice")
+        if not shape or shape[-1] % kind.numbers:
+            raise self.error(f"tensor {shown} has shape {list(shape)}, whose rows are no whole blocks of {kind.name}")
+        end = begin + math.prod(shape) // kind.numbers * kind.num_bytes
+        if end > size:
+            raise self.error(f"is cut short: tensor {shown} ends at byte {end}, the file at {size}")
+        self.tensors[name] = GgufTensor(kind, shape, begin, end)
 
     def _entry(self, reader: _Reader) -> tuple[GgufType, tuple[int, ...], int]:
         (count,) = reader.numbers("I")
@@ -130,28 +237,33 @@ class GgufFile:
 
 
 class _Reader:
-    """Reads one thing after the other. Raises ValueError or struct.error past the end."""
+    """Reads one thing after the other. Raises ValueError past the end, or past what any file has."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self.size = len(memory)
-        self.position = 0
+    def __init__(self, file: BufferedReader, begin: int = 0) -> None:
+        self._file = file
+        self.size = os.fstat(file.fileno()).st_size
+        self.position = file.seek(begin)
+        self._text_bytes = 0
+        self._array_texts = 0
 
     def take(self, count: int) -> bytes:
-        if count > self.size - self.position:
+        found = self._file.read(count) if count <= self.size - self.position else b""
+        if len(found) < count:
             raise ValueError("it ends too early")
         self.position += count
-        return self._memory[self.position - count : self.position]
-
-    def numbers(self, letters: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{letters}", self._memory, self.position)
-        self.position += struct.calcsize(f"<{letters}")
         return found
 
-    def text(self) -> str:
-        return self.take(*self.numbers("Q")).decode()
+    def numbers(self, letters: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{letters}", self.take(struct.calcsize(f"<{letters}")))
 
-    def value(self, kind: int) -> Any:
+    def text(self, most: int = _MOST_TEXT_BYTES) -> str:
+        (count,) = self.numbers("Q")
+        self._text_bytes += count
+        if count > most or self._text_bytes > _MOST_TEXT_BYTES:
+            raise ValueError("its texts are longer than those of any file")
+        return self.take(count).decode()
+
+    def value(self, path: Path, kind: int) -> Any:
         if kind in _NUMBERS:
             return self.numbers(_NUMBERS[kind])[0]
         if kind == _STRING:
@@ -159,10 +271,16 @@ class _Reader:
         if kind != _ARRAY:
             raise ValueError(f"a value has type {kind}")
         inner, count = self.numbers("IQ")
+        begin = self.position
         if inner in _NUMBERS:
-            if count * struct.calcsize(f"<{_NUMBERS[inner]}") > self.size:
+            found = GgufArray(path, _NUMBERS[inner], count, begin)
+            if found.num_bytes > self.size - begin:
                 raise ValueError("it ends too early")
-            return list(self.numbers(f"{count}{_NUMBERS[inner]}"))
-        if inner != _STRING or count > self.size:
+            self.position = self._file.seek(begin + found.num_bytes)
+            return found
+        self._array_texts += count
+        if inner != _STRING or self._array_texts > _MOST_ARRAY_TEXTS:
             raise ValueError(f"an array has type {inner} or is too long")
-        return [self.text() for _ in range(count)]
+        for _ in range(count):
+            self.take(*self.numbers("Q"))
+        return GgufArray(path, "", count, begin)

@@ -48,13 +48,23 @@ _FIELDS = {
 }
 _REQUIRED = ("context_length", "embedding_length", "feed_forward_length", "block_count", "attention.head_count")
 # Of others, those that are whole numbers, and numbers.
-_WHOLE = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count")
+_WHOLE = (
+    "attention.head_count_kv",
+    "attention.key_length",
+    "rope.dimension_count",
+    "rope.scaling.original_context_length",
+)
 _NUMBERS = ("rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.factor")
 # Facts of a model that only another implementation of its architecture can serve.
 _FOREIGN = ("expert_count", "attention.sliding_window", "attn_logit_softcapping", "logit_scale")
 _EMBEDDING, _HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # Of Llama 3.1 and later, the only models whose files have factors of frequencies.
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
+_LEAST_FACTOR, _MOST_FACTOR = 1e-3, 1e6
+# Numbers of config.json are 32 bits on the wire.
+_MOST_WHOLE = 2**31 - 1
+# Of a fact in an error, and of a file's name in that of its folder.
+_SHOWN_CHARS, _STEM_CHARS = 80, 100
 _log = get_logger("penstock.common")
 
 
@@ -102,20 +112,16 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     facts, name = file.facts, file.architecture
     if name not in _ARCHITECTURES:
         raise file.error(
-            f"has general.architecture {name!r}, which is not read from GGUF; supported are "
+            f"has general.architecture {name[:_SHOWN_CHARS]!r}, which is not read from GGUF; supported are "
             f"{', '.join(_ARCHITECTURES)}: give the model's safetensors"
         )
     for fact in _REQUIRED:
         if f"{name}.{fact}" not in facts:
             raise file.error(f"has no {name}.{fact}")
     for fact in (*_REQUIRED, *_WHOLE):
-        value = facts.get(f"{name}.{fact}", 1)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise file.error(f"has {name}.{fact} {value!r}, which is no whole number of at least 1")
+        file.whole(f"{name}.{fact}", least=1, most=_MOST_WHOLE)
     for fact in _NUMBERS:
-        value = facts.get(f"{name}.{fact}", 1.0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise file.error(f"has {name}.{fact} {value!r}, which is no number above 0")
+        file.number(f"{name}.{fact}")
     for fact in _FOREIGN:
         if facts.get(f"{name}.{fact}"):
             raise file.error(f"has {name}.{fact}, which is not read from GGUF: give the model's safetensors")
@@ -130,9 +136,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     config |= _rope(file, config)
-    ends = [facts.get(f"tokenizer.ggml.{one}_token_id") for one in ("eos", "eot", "eom")]
+    ends = [file.whole(f"tokenizer.ggml.{one}_token_id", most=_MOST_WHOLE) for one in ("eos", "eot", "eom")]
     config["eos_token_id"] = list(dict.fromkeys(one for one in ends if one is not None))
-    config["bos_token_id"] = facts.get("tokenizer.ggml.bos_token_id")
+    config["bos_token_id"] = file.whole("tokenizer.ggml.bos_token_id", most=_MOST_WHOLE)
     types = [tensor.type.name for tensor in file.tensors.values()]
     counts = {one: types.count(one) for one in sorted(set(types))}
     floats = {"F16": "float16", "F32": "float32"}
@@ -152,7 +158,7 @@ def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         raise file.error(
             f"has {name}.rope.dimension_count {turned}: only that of a whole head ({head_dim}) is supported"
         )
-    kind = facts.get(f"{name}.rope.scaling.type", "none")
+    kind = file.text(f"{name}.rope.scaling.type", "none")
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
             raise file.error(f"has both {name}.rope.scaling.type and {ROPE_FACTORS}")
@@ -160,7 +166,7 @@ def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     if kind == "none":
         return {}
     if kind not in ("linear", "yarn"):
-        raise file.error(f"has {name}.rope.scaling.type {kind!r}; supported are none, linear, yarn")
+        raise file.error(f"has {name}.rope.scaling.type {kind[:_SHOWN_CHARS]!r}; supported are none, linear, yarn")
     scaling = {"rope_type": kind, "factor": facts.get(f"{name}.rope.scaling.factor", 1.0)}
     original = facts.get(f"{name}.rope.scaling.original_context_length")
     if original:
@@ -171,12 +177,18 @@ def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     """Return the scaling of Llama 3.1 and later that the factors of the frequencies are of."""
     tensor = file.tensors[ROPE_FACTORS]
-    with file.path.open("rb") as opened:
-        opened.seek(tensor.begin)
-        data = opened.read(tensor.end - tensor.begin)
-    if tensor.type.name != "F32" or len(data) != 2 * head_dim:
-        raise file.error(f"has {len(data)} bytes of {ROPE_FACTORS}, a head has {head_dim // 2} frequencies of float32")
-    factors = memoryview(data).cast("f").tolist()
+    size = tensor.end - tensor.begin
+    if tensor.type.name != "F32" or size != 4 * (head_dim // 2) or not size:
+        raise file.error(f"has {size} bytes of {ROPE_FACTORS}, a head has {head_dim // 2} frequencies of float32")
+    try:
+        with file.path.open("rb") as opened:
+            opened.seek(tensor.begin)
+            data = opened.read(size)
+    except OSError as error:
+        raise file.error(f"cannot be read: {error.strerror}") from error
+    factors = memoryview(data).cast("f").tolist() if len(data) == size else []
+    if not factors or not all(_LEAST_FACTOR <= found <= _MOST_FACTOR for found in factors):
+        raise file.error(f"has {ROPE_FACTORS} that are no divisors of frequencies")
     factor = max(factors)
     for index, found in enumerate(factors):
         turns = _ORIGINAL * theta ** (-2 * index / head_dim) / math.tau
@@ -195,7 +207,7 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
 def _place(path: Path) -> Path:
     facts = path.stat()
     key = f"{_VERSION} {path} {facts.st_size} {facts.st_mtime_ns}"
-    return Path(cache_folder()) / "gguf" / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    return Path(cache_folder()) / "gguf" / f"{path.stem[:_STEM_CHARS]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 def _write_tokenizer(path: Path, folder: Path) -> None:

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.common.gguf_file import GgufFile
+from penstock.common.child_limits import limit_memory
+from penstock.common.gguf_file import GgufArray, GgufFile
 
 # transformers' names of the facts behind `tokenizer.`.
 _FACTS = {
@@ -26,32 +27,51 @@ _FACTS = {
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
+# The largest vocabularies take a gigabyte while they are converted.
+_MEMORY_BYTES = 2**32
+# More than any vocabulary has; an array of numbers becomes a list of as many objects.
+_MOST_NUMBERS = 1 << 22
+
+
 def main(path: Path, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and the template. Any exception ends the process."""
     import transformers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
+    limit_memory(_MEMORY_BYTES)
     file = GgufFile(path)
-    facts = file.facts
-    values: dict[str, Any] = {
-        name: facts[f"tokenizer.{fact}"] for fact, name in _FACTS.items() if f"tokenizer.{fact}" in facts
+    values = {
+        name: _value(file, f"tokenizer.{fact}") for fact, name in _FACTS.items() if f"tokenizer.{fact}" in file.facts
+    }
+    tokens = file.texts("tokenizer.ggml.tokens")
+    special = {
+        name: file.whole(f"tokenizer.ggml.{fact}_token_id", most=len(tokens) - 1) for name, fact in _SPECIAL.items()
     }
     backend, settings = convert_gguf_tokenizer(file.architecture, values)
-    tokens = values["tokens"]
-    for name, fact in _SPECIAL.items():
-        number = facts.get(f"tokenizer.ggml.{fact}_token_id")
+    for name, number in special.items():
         settings[name] = None if number is None else tokens[number]
     # llama.cpp begins a text of a sentencepiece vocabulary with bos unless the file says otherwise.
-    settings["add_bos_token"] = bool(facts.get("tokenizer.ggml.add_bos_token", values["tokenizer_type"] == "llama"))
-    settings["add_eos_token"] = bool(facts.get("tokenizer.ggml.add_eos_token", False))
-    length = facts.get(f"{file.architecture}.context_length")
-    if length:
-        settings["model_max_length"] = int(length)
+    is_llama = values.get("tokenizer_type") == "llama"
+    settings["add_bos_token"] = file.flag("tokenizer.ggml.add_bos_token", default=is_llama)
+    settings["add_eos_token"] = file.flag("tokenizer.ggml.add_eos_token", default=False)
+    if length := file.whole(f"{file.architecture}.context_length"):
+        settings["model_max_length"] = length
     fast: Any = transformers.PreTrainedTokenizerFast
     tokenizer = fast(tokenizer_object=backend, **settings)
-    if template := facts.get("tokenizer.chat_template"):
+    if template := file.text("tokenizer.chat_template", ""):
         tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+
+
+def _value(file: GgufFile, name: str) -> Any:
+    value = file.facts[name]
+    if not isinstance(value, GgufArray):
+        return value
+    if not value.letter:
+        return file.texts(name)
+    if value.count > _MOST_NUMBERS:
+        raise file.error(f"has {name} of {value.count} numbers, and at most {_MOST_NUMBERS} are read")
+    return list(file.numbers(name))
 
 
 if __name__ == "__main__":

@@ -388,12 +388,15 @@ CASES: dict[str, tuple[tuple[dict[str, Any], Quantise], str]] = {
 
 
 def write_gguf(path: Path, facts: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]]) -> None:
-    """Write a GGUF file of version 3; `tensors`: number of the type, shape with the rows first, bytes."""
+    """Write a GGUF file of version 3; `tensors`: number of the type, shape with the rows first, bytes. A fact that is
+    bytes is written as they are: a type and a value."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value.encode())) + value.encode()
 
     def value_of(value: Any) -> bytes:
+        if isinstance(value, bytes):
+            return value
         if isinstance(value, bool):
             return struct.pack("<I?", 7, value)
         if isinstance(value, int):

@@ -41,9 +41,9 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(\w+)\.(weight|bias)")
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.\w+")
-_SHOWN = 5
+_SHOWN, _SHOWN_CHARS = 5, 80
 
 
 class GgufCheckpoint:
@@ -56,9 +56,9 @@ class GgufCheckpoint:
         self._progress = progress
         self._names: dict[str, GgufTensor] = {}
         # Of each head, for the order of rows.
-        facts, name = self._file.facts, self._file.architecture
-        self._heads = {"q": int(facts.get(f"{name}.attention.head_count", 1))}
-        self._heads["k"] = int(facts.get(f"{name}.attention.head_count_kv", self._heads["q"]))
+        name = self._file.architecture
+        heads = self._file.whole(f"{name}.attention.head_count", 1, least=1) or 1
+        self._heads = {"q": heads, "k": self._file.whole(f"{name}.attention.head_count_kv", heads, least=1) or 1}
         self._is_turned = name == "llama"
         unknown = []
         for found, tensor in self._file.tensors.items():
@@ -68,7 +68,9 @@ class GgufCheckpoint:
             elif found != ROPE_FACTORS:
                 unknown.append(found)
         if unknown:
-            raise self._file.error(f"has unexpected tensors {', '.join(unknown[:_SHOWN])}")
+            raise self._file.error(
+                f"has unexpected tensors {', '.join(name[:_SHOWN_CHARS] for name in unknown[:_SHOWN])}"
+            )
         self._total = sum(tensor.end - tensor.begin for tensor in self._names.values())
         self._taken: set[str] = set()
         self._mapped: MappedFile | None = None
@@ -178,6 +180,8 @@ class GgufCheckpoint:
         if match is None:
             return None
         rows, heads = self.shape(tensor)[0], self._heads[match[1]]
+        if rows % (2 * heads):
+            raise self._file.error(f"has {heads} heads, and tensor {tensor} has {rows} rows")
         # In the file the two halves of a head are interleaved.
         return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
@@ -187,7 +191,7 @@ class GgufCheckpoint:
                 self._mapped = MappedFile(self._file.path)
             except OSError as error:
                 raise self._file.error(f"cannot be read: {error.strerror}") from error
-            if len(self._mapped.memory) < max(tensor.end for tensor in self._names.values()):
+            if len(self._mapped.memory) < max((tensor.end for tensor in self._names.values()), default=0):
                 raise self._file.error("changed while it was being loaded")
         return self._mapped
 
