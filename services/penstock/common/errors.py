@@ -18,6 +18,7 @@ StartupError              a process cannot start: names the flag to change
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from typing import ClassVar, cast
 
@@ -31,13 +32,17 @@ DOMAIN = "penstock"
 _MOST_RETRY_SECONDS = 86_400.0
 # Of a message, which travels in a header of some kilobytes.
 _MOST_CHARS = 2000
+# Half characters, and what controls a terminal.
+_UNSENDABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def _sendable(message: str) -> str:
     """Return a message that can be written anywhere: files hold half characters, and megabytes."""
     if len(message) > _MOST_CHARS:
         message = f"{message[:_MOST_CHARS]}…"
-    return message.encode("utf-8", "backslashreplace").decode()
+    if message.isprintable():
+        return message
+    return _UNSENDABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), message)
 
 
 class PenstockError(Exception):

@@ -16,6 +16,8 @@ CONFIG_FILE = "config.json"
 MAX_LAYERS = 10_000
 # Sizes and lengths are 32 bits on the wire.
 _MAX_INTEGER = 2**31 - 1
+# Others are none of arithmetic in float32.
+_LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,8 @@ class ConfigReader:
         value = self._get(field, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self.error(field, f"must be a number above 0, found {value!r}")
+        if not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+            raise self.error(field, f"must be between {_LEAST_NUMBER:g} and {_MOST_NUMBER:g}")
         return float(value)
 
     def boolean(self, field: str, default: bool) -> bool:
@@ -264,6 +268,9 @@ class ConfigReader:
         value = self._get(field, default)
         if not isinstance(value, str):
             raise self.error(field, f"must be a string, found {value!r}")
+        if not value.isascii() and not value.isprintable():
+            # Half of a surrogate pair, for one, cannot be sent.
+            raise self.error(field, f"must be printable, found {value!r}")
         return value
 
     def whole_numbers(self, field: str, *, minimum: int = 0) -> tuple[int, ...] | None:
@@ -271,14 +278,18 @@ class ConfigReader:
         if not self.has(field):
             return None
         value = self.values[field]
-        if not isinstance(value, list) or any(type(one) is not int or one < minimum for one in value):
+        if not isinstance(value, list) or any(
+            type(one) is not int or not minimum <= one <= _MAX_INTEGER for one in value
+        ):
             raise self.error(field, f"must be a list of whole numbers of at least {minimum}, found {value!r}")
         return tuple(value)
 
     def numbers(self, field: str) -> tuple[float, ...]:
         """Read a required list of numbers above 0."""
         value = self._get(field, None)
-        if not isinstance(value, list) or any(type(one) not in (int, float) or not one > 0 for one in value):
+        if not isinstance(value, list) or any(
+            type(one) not in (int, float) or not _LEAST_NUMBER <= one <= _MOST_NUMBER for one in value
+        ):
             raise self.error(field, f"must be a list of numbers above 0, found {value!r}")
         return tuple(map(float, value))
 
@@ -295,7 +306,7 @@ class ConfigReader:
         """Read a token id or a list of them, without duplicates and in order; () when absent or null."""
         value = self.values.get(field)
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in values):
+        if any(type(one) is not int or not 0 <= one <= _MAX_INTEGER for one in values):
             raise self.error(field, f"must be a token id or a list of them, found {value!r}")
         return tuple(dict.fromkeys(values))
 

@@ -76,6 +76,8 @@ def _read_llama3(scaling: ConfigReader, theta: float, original: int) -> RopeConf
 
 def _read_yarn(scaling: ConfigReader, theta: float, original: int, max_position_embeddings: int) -> RopeConfig:
     factor = scaling.number("factor", max_position_embeddings / original)
+    if theta <= 1:
+        raise scaling.error("rope_theta", f"must be above 1 with yarn, found {theta}")
 
     def magnitude(weight: float = 1.0) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -73,7 +73,8 @@ class Bounds:
 
     def allow(self, value: float) -> bool:
         """True when `value` lies within; False for NaN and infinities."""
-        if not math.isfinite(value):
+        # A whole number may be too large to become a float.
+        if isinstance(value, float) and not math.isfinite(value):
             return False
         over_low = self.low is None or (value > self.low if self.above else value >= self.low)
         return over_low and (self.high is None or (value < self.high if self.below else value <= self.high))
@@ -92,6 +93,10 @@ POSITIVE, COUNT, SIZE, FINITE = Bounds(0.0, above=True), Bounds(1), Bounds(0), B
 SHARE, CUTOFF, PENALTY = Bounds(0.0, 1.0), Bounds(0.0, 1.0, below=True), Bounds(-2.0, 2.0)
 SEED_RANGE = Bounds(0, MAX_SEED, text="must be in [0, 2^63 - 1]")
 AT_LEAST_ONE = Bounds(1, text="must be >= 1")
+
+
+# Whole numbers of a file travel as uint32.
+_MOST_WHOLE = 2**32 - 1
 
 
 class Kind:
@@ -155,10 +160,12 @@ class Integer(Kind):
     def from_json(self, name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise BadValue(f"has {name} that is not a number")
-        if not math.isfinite(value) or value != int(value):
+        if isinstance(value, float) and not value.is_integer():
             raise BadValue(f"has {name} that is not an integer")
         if value < 0:
             raise BadValue(f"has an impossible value: {name} must be >= 0")
+        if value > _MOST_WHOLE:
+            raise BadValue(f"has an impossible value: {name} must be at most {_MOST_WHOLE}")
         return int(value)
 
     def check_limit(self, value: int, field: str, limits: RequestLimits, limit: str) -> None:

@@ -20,6 +20,8 @@ INDEX_FILE = "model.safetensors.index.json"
 PACKED_FILE = "penstock.safetensors"
 # Buffers that old checkpoints carry and no loader reads.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
+# Of a file system.
+_MOST_NAME_BYTES = 255
 # safetensors' own bound.
 _MAX_HEADER_BYTES = 100_000_000
 # More than any tensor has; numbers of 64 bits.
@@ -105,9 +107,13 @@ def indexed_files(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise StartupError(f"{folder / INDEX_FILE} has no weight_map", flag="MODEL")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or not _is_file_name(name):
             raise StartupError(f"{folder / INDEX_FILE}: weight_map of {tensor} is no plain file name", flag="MODEL")
     return {tensor: name for tensor, name in weight_map.items() if not tensor.endswith(IGNORED_SUFFIX)}
+
+
+def _is_file_name(name: str) -> bool:
+    return name.isprintable() and len(name.encode()) <= _MOST_NAME_BYTES
 
 
 def file_names(folder: Path) -> list[str]:

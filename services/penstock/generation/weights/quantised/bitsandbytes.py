@@ -30,6 +30,8 @@ from penstock.generation.weights.quantised.base import (
 )
 
 _KINDS = ("nf4", "fp4")
+# Larger than any matrix.
+_MOST_BLOCK = 2**40
 _STATE = "weight.quant_state.bitsandbytes__"
 _MOST = 127.0
 
@@ -134,8 +136,10 @@ def _table(module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -
         facts = json.loads(bytes(state.tolist()))
         block, said = int(facts["blocksize"]), tuple(facts["shape"])
         nested_block, offset = int(facts.get("nested_blocksize", 0)), float(facts.get("nested_offset", 0.0))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise lying(module, name, "is no JSON with blocksize and shape") from error
+    if max(block, nested_block) > _MOST_BLOCK or not math.isfinite(offset):
+        raise lying(module, name, "has a block size or an offset that no matrix has")
     if said != shape:
         raise lying(module, name, f"says shape {list(said)}, config.json asks for {list(shape)}")
     if block < 1 or len(tensors["weight.absmax"]) != -(-math.prod(shape) // block):

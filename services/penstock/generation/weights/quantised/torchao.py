@@ -69,9 +69,7 @@ class TorchAo(QuantFormat):
             )
         if f"{module}._weight_act_pre_scale" in files:
             raise lying(module, "_weight_act_pre_scale", f"(scaled activations) is not supported: {UNQUANTISED}")
-        is_block = (
-            isinstance(block, list) and len(block) == 2 and all(isinstance(one, int) and one > 0 for one in block)
-        )
+        is_block = isinstance(block, list) and len(block) == 2 and all(type(one) is int and one > 0 for one in block)
         if not is_block or any(size % one for size, one in zip(shape, block, strict=True)):
             raise lying(module, "weight", f"has block_size {block} in the header: no blocks of {list(shape)}")
         scales = shape[0] // block[0], shape[1] // block[1]
