@@ -17,7 +17,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 from penstock.common.errors import StartupError
 from penstock.generation.devices.native import LIBRARY
 from penstock.generation.devices.native.build import compile_library, find_compiler, is_supported
-from penstock.generation.devices.native.prebuilt import FACTS, PACKAGE, link_arguments, torch_release, wheel_facts
+from penstock.generation.devices.native.prebuilt import FACTS, PACKAGE, facts_of, link_arguments, torch_release
 
 # The oldest name that pip knows a glibc by in the form manylinux_MAJOR_MINOR.
 OLDEST_GLIBC = (2, 17)
@@ -47,7 +47,7 @@ class Kernels(BuildHookInterface[Any]):
         compile_library(compiler, library, link_arguments(), progress=_tell)
         library.chmod(0o755)
         facts = folder / FACTS
-        facts.write_text(json.dumps(wheel_facts(torch.__version__)) + "\n")
+        facts.write_text(json.dumps(facts_of(library, torch.__version__)) + "\n")
         for path in (library, facts):
             build_data["force_include"][str(path)] = f"{PACKAGE}/{path.name}"
         build_data["pure_python"] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -13,9 +14,11 @@ import torch
 from penstock.common.errors import StartupError
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.devices.native import LIBRARY, build, library, prebuilt
+from penstock.generation.devices.native.trust import digest, digest_path
 
 ROOT = Path(__file__).resolve().parents[4]
-FITS = prebuilt.wheel_facts(torch.__version__)
+CONTENT = b"\x7fELF of no use"
+FITS = {**prebuilt.wheel_facts(torch.__version__), prebuilt.DIGEST: hashlib.blake2b(CONTENT).hexdigest()}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +36,7 @@ def package(folder: Path, facts: str) -> Path:
     made.mkdir()
     (made / "__init__.py").touch()
     (made / prebuilt.FACTS).write_text(facts)
-    (made / f"{LIBRARY}.so").touch()
+    (made / f"{LIBRARY}.so").write_bytes(CONTENT)
     return made / f"{LIBRARY}.so"
 
 
@@ -51,6 +54,7 @@ def test_a_wheel_that_fits_is_found_after_what_was_built_here(tmp_path: Path) ->
     built = build.library_path(cache, str(compiler))
     built.parent.mkdir(parents=True)
     built.touch()
+    digest_path(built).write_text(digest(built))
     assert library.find_first(cache) == built
 
 
@@ -61,6 +65,11 @@ def test_a_wheel_that_fits_is_found_after_what_was_built_here(tmp_path: Path) ->
         (json.dumps({**FITS, "sources": "0" * 16}), "they are of another version of penstock"),
         ("{}", "they are for torch None"),
         ("{", "Expecting property name"),
+        ("[]", "is no object"),
+        ("[" * 100_000, "recursion"),
+        (json.dumps({**FITS, "digest": "0" * 128}), "is not what the wheel has"),
+        (json.dumps({**FITS, "digest": None}), "is not what the wheel has"),
+        (json.dumps({**FITS, "digest": []}), "is not what the wheel has"),
     ],
 )
 def test_a_wheel_that_does_not_fit_is_passed_over_and_says_why(
@@ -72,6 +81,22 @@ def test_a_wheel_that_does_not_fit_is_passed_over_and_says_why(
     out = "".join(capsys.readouterr())
     assert out.count("penstock-kernels are not loaded") == 1
     assert told in out
+
+
+@pytest.mark.parametrize("content", [CONTENT[:5], b"", None])
+def test_a_library_of_the_wheel_that_is_cut_short_is_not_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    """It would end the process by SIGBUS."""
+    made = package(tmp_path, json.dumps(FITS))
+    assert prebuilt.find_prebuilt() == made
+    prebuilt.find_prebuilt.cache_clear()
+    if content is None:
+        made.unlink()
+    else:
+        made.write_bytes(content)
+    assert library.find_first(tmp_path / "none") is None
+    assert "penstock-kernels are not loaded" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(("version", "release"), [("2.13.0+cpu", "2.13"), ("2.10.1", "2.10"), ("2.14.0a0+git", "2.14")])

@@ -57,6 +57,10 @@ def given_away(path: Path) -> None:
         (0, linked, "is a link"),
         (1, linked, "is a link"),
         (0, lambda path: path.write_text("planted"), "not what was built"),
+        (0, lambda path: path.write_text(path.read_text()[:3]), "not what was built"),
+        (0, lambda path: path.write_text(""), "not what was built"),
+        (0, lambda path: digest_path(path).unlink(), "cannot be read"),
+        (0, lambda path: digest_path(path).write_bytes(b"\xff"), "not what was built"),
     ],
 )
 def test_what_others_could_write_is_not_loaded(
@@ -85,6 +89,19 @@ def test_a_planted_library_is_built_anew_and_its_folders_are_closed(cache: Path,
     assert build.build(cache, compiler=compiler) == planted == build.find(cache)
     assert planted.read_text() == "built\n"
     assert [path.stat().st_mode & 0o022 for path in (cache, planted.parent, planted, digest_path(planted))] == [0] * 4
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_a_library_that_was_cut_short_is_built_anew(cache: Path, compiler: str, keep: int) -> None:
+    """To load it would end the process by SIGBUS, with or without a digest beside it."""
+    library = build.build(cache, compiler=compiler)
+    for has_digest in (True, False):
+        library.write_text(library.read_text()[:keep])
+        if not has_digest:
+            digest_path(library).unlink()
+        assert build.find(cache) is None
+        assert build.build(cache, compiler=compiler) == library == build.find(cache)
+        assert library.read_text() == "built\n"
 
 
 def test_nothing_is_built_in_the_folder_of_another_user(cache: Path, compiler: str) -> None:

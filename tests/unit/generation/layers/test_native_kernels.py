@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from penstock.cli import kernels
 from penstock.common.errors import StartupError
 from penstock.generation.devices.native import build, library
+from penstock.generation.devices.native.trust import digest, digest_path
 from penstock.generation.layers.kernels import LayerKernels, NativeKernels
 
 dtypes = st.sampled_from(library.DTYPES)
@@ -77,6 +78,7 @@ def test_the_library_is_built_once_for_each_version_of_its_sources_and_compiler(
     assert library.load(tmp_path) is None
     path.parent.mkdir()
     path.write_bytes(b"")
+    digest_path(path).write_text(digest(path))
     assert build.build(tmp_path, compiler=old) == path
     with pytest.raises(StartupError, match="compiled"):
         build.build(tmp_path, compiler=new)
@@ -94,6 +96,7 @@ def test_a_build_without_instructions_that_this_cpu_has_is_the_last_choice(
     assert narrow.parent != whole.parent
     narrow.parent.mkdir()
     narrow.write_bytes(b"")
+    digest_path(narrow).write_text(digest(narrow))
     assert build.find(tmp_path) == narrow
     monkeypatch.setattr(build, "has_wide_set", lambda: True)
     build._warn_of_narrow.cache_clear()
@@ -103,6 +106,7 @@ def test_a_build_without_instructions_that_this_cpu_has_is_the_last_choice(
     # One that has all is as good where fewer are needed.
     whole.parent.mkdir()
     whole.write_bytes(b"")
+    digest_path(whole).write_text(digest(whole))
     assert build.find(tmp_path) == whole
     monkeypatch.setattr(build, "has_wide_set", lambda: False)
     assert build.find(tmp_path) == whole
@@ -135,6 +139,7 @@ def test_what_was_built_is_found_without_a_compiler(tmp_path: Path, monkeypatch:
         build.build(tmp_path)
     path.parent.mkdir()
     path.write_bytes(b"")
+    digest_path(path).write_text(digest(path))
     assert build.find(tmp_path) == path
     assert build.build(tmp_path) == path
     # In a process that has none yet: what is no library is passed over.

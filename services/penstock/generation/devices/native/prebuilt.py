@@ -1,6 +1,7 @@
 """Finds the library of the wheel penstock-kernels: compiled elsewhere, of these sources, for this release of torch.
 
-`kernels/hatch_build.py` makes it. It is of the packages that run here anyway, so its files need no digests.
+`kernels/hatch_build.py` makes it and records its digest: one that is cut short, by a full disk or a copy that was
+interrupted, would end the process that loads it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import torch
 from penstock.common.logging import get_logger
 from penstock.generation.devices.native import LIBRARY
 from penstock.generation.devices.native.build import is_supported, sources_digest
+from penstock.generation.devices.native.trust import digest
 
 _log = get_logger("penstock.generation")
 PACKAGE = "penstock_kernels"
 FACTS = "facts.json"
+# Fact of the library's bytes.
+DIGEST = "digest"
 
 
 def link_arguments() -> tuple[str, ...]:
@@ -41,6 +45,11 @@ def wheel_facts(torch_version: str) -> dict[str, str]:
     return {"torch": release, "sources": sources_digest(release)}
 
 
+def facts_of(library: Path, torch_version: str) -> dict[str, str]:
+    """Return what a wheel records of its library. Raises OSError."""
+    return {**wheel_facts(torch_version), DIGEST: digest(library)}
+
+
 @functools.cache
 def find_prebuilt() -> Path | None:
     """Return the library of the installed wheel; None without one, or with one that does not fit, with a warning."""
@@ -48,22 +57,33 @@ def find_prebuilt() -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     folder = Path(next(iter(spec.submodule_search_locations)))
+    library = folder / f"{LIBRARY}.so"
     try:
         facts = json.loads((folder / FACTS).read_text())
-    except (OSError, ValueError) as error:
+        cause = _obstacle(facts, library)
+    except (OSError, ValueError, RecursionError) as error:
         _log.warning("the kernels of penstock-kernels are not loaded", cause=str(error))
         return None
-    if facts == wheel_facts(torch.__version__):
-        return folder / f"{LIBRARY}.so"
-    release = torch_release(torch.__version__)
-    cause = (
-        f"they are for torch {facts.get('torch')}, and this is {release}"
-        if facts.get("torch") != release
-        else "they are of another version of penstock"
-    )
+    if cause is None:
+        return library
     _log.warning(
         "the kernels of penstock-kernels are not loaded: install its wheel for this version, or run "
         "`penstock build-kernels`",
         cause=cause,
     )
+    return None
+
+
+def _obstacle(facts: object, library: Path) -> str | None:
+    """Return why the library must not be loaded; None when it may be. Raises OSError."""
+    if not isinstance(facts, dict):
+        return f"{FACTS} is no object"
+    release = torch_release(torch.__version__)
+    expected = wheel_facts(torch.__version__)
+    if facts.get("torch") != release:
+        return f"they are for torch {facts.get('torch')}, and this is {release}"
+    if {name: facts.get(name) for name in expected} != expected:
+        return "they are of another version of penstock"
+    if facts.get(DIGEST) != digest(library):
+        return f"{library} is not what the wheel has: install it again"
     return None

@@ -36,11 +36,12 @@ def obstacle(library: Path, cache: Path) -> str | None:
         if found.st_mode & _OTHERS_WRITE:
             return f"others may write {path}"
     try:
-        # Builds of earlier releases have no digest.
-        recorded = digest_path(library).read_text()
-    except FileNotFoundError:
-        return None
-    return None if recorded == digest(library) else f"{library} is not what was built"
+        recorded = digest_path(library).read_text(errors="replace")
+        present = digest(library)
+    except OSError as error:
+        return f"{library} or its digest cannot be read: {error.strerror}"
+    # One that is cut short would end this process when it is loaded, or later when a page of it is used.
+    return None if recorded == present else f"{library} is not what was built"
 
 
 def digest_path(library: Path) -> Path:
