@@ -38,7 +38,7 @@ _SHOWN_PARTS, _SHOWN_CHARS = 8, 64
 
 @dataclass(frozen=True)
 class BodyBounds:
-    """Bounds on what one body holds, besides its bytes. No slots: the configuration names the defaults."""
+    """Bounds on what one body holds, besides its bytes. Not slotted: the configuration names the defaults."""
 
     # Lists and objects within each other.
     most_depth: int = 64
