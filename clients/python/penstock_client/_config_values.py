@@ -32,8 +32,8 @@ def naming(name: str) -> Iterator[None]:
     """Put the option's name into the error that refuses its value."""
     try:
         yield
-    except (TypeError, ValueError, AttributeError) as error:
-        kind = ValueError if isinstance(error, ValueError) else TypeError
+    except (TypeError, ValueError, AttributeError, OverflowError, KeyError, RecursionError) as error:
+        kind = TypeError if isinstance(error, TypeError | AttributeError) else ValueError
         raise kind(f"option {name!r}: {error}") from error
 
 

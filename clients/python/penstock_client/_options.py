@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
-from google.protobuf import struct_pb2
 from penstock.common.errors import InvalidArgument
 from penstock.v1 import config_pb2, text_pb2, tokenizer_pb2
 
 from penstock_client._config_values import CONSTRAINTS, naming, set_constraint, set_option
 from penstock_client._option_table import CONFIG, OUTPUT, STOP, OptionKeywords
+from penstock_client._structs import set_struct
 from penstock_client._tensors import set_rows
 
 
@@ -140,17 +140,46 @@ def chat_request(
     ):
         made = message if isinstance(message, tokenizer_pb2.Message) else _message(message, f"messages[{number}]")
         request.messages.append(made)
-    for tool in tools:
-        function = tool.get("function", tool)
-        parameters = struct_pb2.Struct()
-        parameters.update(function.get("parameters", {}))
-        request.tools.add(name=function["name"], description=function.get("description", ""), parameters=parameters)
-    for document in documents:
-        request.documents.add(title=document.get("title", ""), text=document.get("text", ""))
+    for number, tool in enumerate(tools):
+        _add_tool(request, tool, f"tools[{number}]")
+    for number, document in enumerate(documents):
+        made_document, where = request.documents.add(), f"documents[{number}]"
+        given = _object(document, where)
+        for name in ("title", "text"):
+            _set_text(made_document, name, given.get(name), where)
     if chat_template_kwargs:
-        request.chat_template_kwargs.update(dict(chat_template_kwargs))
+        set_struct(request.chat_template_kwargs, chat_template_kwargs, "chat_template_kwargs")
     _apply(request, options)
     return request
+
+
+def _add_tool(request: text_pb2.ChatRequest, tool: Any, where: str) -> None:
+    """Add a tool. Raises InvalidArgument naming `where` and its field."""
+    given = _object(tool, where)
+    function = _object(given.get("function", given), where)
+    made = request.tools.add()
+    if not function.get("name"):
+        raise InvalidArgument(f"{where}.name", "must be a text")
+    for name in ("name", "description"):
+        _set_text(made, name, function.get(name), where)
+    # Set, if empty: a template is told of a tool without parameters.
+    made.parameters.SetInParent()
+    set_struct(made.parameters, function.get("parameters", {}), f"{where}.parameters")
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(where, "must be an object")
+    return value
+
+
+def _set_text(message: Any, name: str, value: Any, where: str) -> None:
+    """Set a field that holds text; None leaves it empty. Raises InvalidArgument naming it."""
+    try:
+        setattr(message, name, value or "")
+    # Not the words of these: they may repeat the value.
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{where}.{name}", "must be a text") from None
 
 
 def set_tool_choice(
@@ -187,20 +216,26 @@ def _message(message: Mapping[str, Any], where: str) -> tokenizer_pb2.Message:
     """Return a Message from an OpenAI-like mapping. Raises ValueError for an unknown key, InvalidArgument naming
     `where` for a content that is no text."""
     made = tokenizer_pb2.Message()
-    for key, value in message.items():
+    for key, value in _object(message, where).items():
         if key == "tool_calls":
-            for call in value or ():
-                function = call.get("function", call)
-                made.tool_calls.add(
-                    id=call.get("id", ""), name=function["name"], arguments=function.get("arguments", "{}")
-                )
+            for number, call in enumerate(value or ()):
+                _add_tool_call(made, call, f"{where}.tool_calls[{number}]")
         elif key == "content" and value is not None:
-            made.content = _content(value, f"{where}.content")
+            _set_text(made, key, _content(value, f"{where}.content"), where)
         elif key in tokenizer_pb2.Message.DESCRIPTOR.fields_by_name:
-            setattr(made, key, value or "")
+            _set_text(made, key, value, where)
         else:
             raise ValueError(f"unknown key {key!r} in a message")
     return made
+
+
+def _add_tool_call(message: tokenizer_pb2.Message, call: Any, where: str) -> None:
+    given = _object(call, where)
+    function = _object(given.get("function", given), f"{where}.function")
+    made = message.tool_calls.add()
+    _set_text(made, "id", given.get("id"), where)
+    _set_text(made, "name", function.get("name"), where)
+    _set_text(made, "arguments", function.get("arguments", "{}"), where)
 
 
 def _content(content: Any, where: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "inva
 # Anthropic's types where they are others: https://docs.anthropic.com/en/api/errors
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 501: "api_error", 503: "overloaded_error"}
 # Messages of the protos, which HTTP's fields are not in.
+_CALL = re.compile(r"(\.tool_calls\[\d+\]\.)(name|arguments)$")
 _SECTIONS = ("config", "stop", "output", "constraint")
 
 
@@ -129,7 +131,7 @@ def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:
 def http_name(field: str, names: Mapping[str, str]) -> str:
     """Name of a proto's field as the request has it: `config.max_new_tokens` may be `max_tokens`."""
     section, _, rest = field.partition(".")
-    name = rest if section in _SECTIONS and rest else field
+    name = _CALL.sub(r"\1function.\2", rest if section in _SECTIONS and rest else field)
     head, bracket, tail = name.partition("[")
     return names.get(head, head) + bracket + tail
 

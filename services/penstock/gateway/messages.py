@@ -54,7 +54,7 @@ async def count_tokens(call: HttpCall) -> Answer:
             **options,
         ),
     )
-    _, ids = await checked_call(work)
+    _, ids = await checked_call(work, schema="input_schema")
     return dumps({"input_tokens": len(ids)})
 
 
@@ -103,6 +103,7 @@ def _open(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStrea
             timeout=call.config.answer_seconds,
             **options,
         ),
+        schema="input_schema",
     )
 
 

@@ -42,8 +42,12 @@ _SAMPLING = tuple(name for name, spec in CONFIG.items() if spec.is_sampling_only
 _MODES = (
     *("do_sample", "num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "force_words_ids", "constraints"),
 )
+_NEGATIVE = ("negative_prompt_ids", "negative_prompt")
 _TOGETHER = re.compile(r"options '(\w+)' and '(\w+)' do not go together")
 _NAMED = re.compile(r"option '(\w+)': (.*)", re.DOTALL)
+_PARAMETERS = re.compile(r"^(tools\[\d+\]\.)parameters\b")
+# Exceptions for a value that has no place in a message.
+_MISFITS = (TypeError, ValueError, OverflowError, AttributeError, KeyError, RecursionError)
 # Words for JSON's types.
 _WORDS: Mapping[Any, str] = {
     str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object",
@@ -91,7 +95,10 @@ def typed(value: Any, kind: type[T], name: str) -> T:
     """Return `value`, which must be of a JSON type. Raises InvalidArgument naming the field."""
     is_bool = isinstance(value, bool)
     if kind is float and isinstance(value, int) and not is_bool:
-        return float(value)  # type: ignore[return-value]
+        try:
+            return float(value)  # type: ignore[return-value]
+        except OverflowError:
+            raise InvalidArgument(name, "is out of range") from None
     if not isinstance(value, kind) or (is_bool and kind is not bool):
         raise InvalidArgument(name, f"must be {_WORDS[kind]}")
     return value
@@ -114,12 +121,16 @@ def options_of(fields: Fields, call: HttpCall) -> dict[str, Any]:
     for name in _TENSORS:
         if fields.raw(name):
             raise InvalidArgument(name, "tensors are not available over HTTP: use the gRPC service")
+    for name in _NEGATIVE:
+        if name in call.names:
+            # By its type it goes into either of two fields.
+            call.names.update(dict.fromkeys(("negative_prompt_text", "negative_prompt_ids"), name))
     if options.get("top_k") == -1:
         # vLLM's for off.
         options["top_k"] = 0
     _take_constraints(fields, put)
     _take_beams(fields, put)
-    _choose_sampling(options)
+    _choose_sampling(options, call.names)
     return options
 
 
@@ -158,7 +169,7 @@ def _take_beams(fields: Fields, put: Callable[[str, str, Any], None]) -> None:
         put("do_sample", "use_beam_search", False)
 
 
-def _choose_sampling(options: dict[str, Any]) -> None:
+def _choose_sampling(options: dict[str, Any], names: Mapping[str, str]) -> None:
     """Set do_sample as OpenAI's clients mean it: a temperature above 0, or several answers, ask for sampling.
 
     Where nothing of the kind is set, the model's generation_config.json decides, as with generate().
@@ -169,25 +180,43 @@ def _choose_sampling(options: dict[str, Any]) -> None:
         options["do_sample"] = False
         count = options.get("num_return_sequences")
         if isinstance(count, int) and count > 1:
-            raise InvalidArgument("n", "must be 1 with temperature 0: all answers would be the same")
+            raise InvalidArgument(
+                names["num_return_sequences"], "must be 1 with temperature 0: all answers would be the same"
+            )
     elif any(options.get(name) is not None for name in _SAMPLING) or (options.get("num_return_sequences") or 1) != 1:
         options["do_sample"] = True
 
 
-def checked(options: Mapping[str, Any], make: Callable[[], T]) -> T:
-    """Return `make()`, which makes a request of the options. Raises InvalidArgument for a value of a wrong type."""
+def checked(options: Mapping[str, Any], make: Callable[[], T], *, schema: str = "function.parameters") -> T:
+    """Return `make()`, which makes a request of the options. Raises InvalidArgument for a value of a wrong type.
+
+    `schema`: name of a tool's parameters in the request, within the tool.
+    """
     try:
         return make()
-    except (TypeError, ValueError, OverflowError) as error:
+    except InvalidArgument as error:
+        raise _in_tool(error, schema) from None
+    except _MISFITS as error:
         raise _named(error, options) from None
 
 
-async def checked_call(work: Any) -> Any:
-    """Await a call of the client. Raises InvalidArgument for a value that its message cannot hold."""
+async def checked_call(work: Any, *, schema: str = "function.parameters", number: str = "body") -> Any:
+    """Await a call of the client. Raises InvalidArgument for a value that its message cannot hold.
+
+    `number`: name of the only field of which that may be true.
+    """
     try:
         return await work
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidArgument("body", "has a value of a wrong type, or out of range") from None
+    except InvalidArgument as error:
+        raise _in_tool(error, schema) from None
+    except _MISFITS:
+        raise InvalidArgument(number, "has a value of a wrong type, or out of range") from None
+
+
+def _in_tool(error: InvalidArgument, schema: str) -> InvalidArgument:
+    """Return the error with a tool's parameters as the request has them."""
+    field = _PARAMETERS.sub(rf"\1{schema}", error.field or "")
+    return error if field == error.field else InvalidArgument(field, error.description, reason=error.reason)
 
 
 def _named(error: Exception, options: Mapping[str, Any]) -> InvalidArgument:
@@ -201,7 +230,7 @@ def _named(error: Exception, options: Mapping[str, Any]) -> InvalidArgument:
     for name, value in options.items():
         try:
             check_options(**{name: value})
-        except (TypeError, ValueError, OverflowError):
+        except _MISFITS:
             return InvalidArgument(name, _wrong(name, value))
     return InvalidArgument("body", "has a value of a wrong type, or out of range")
 

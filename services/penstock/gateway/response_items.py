@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from copy import deepcopy
@@ -60,7 +61,7 @@ def conversation_of(items: Sequence[dict[str, Any]], first: int) -> list[dict[st
                 {
                     "id": typed(item.get("call_id"), str, f"{where}.call_id"),
                     "name": typed(item.get("name"), str, f"{where}.name"),
-                    "arguments": typed(item.get("arguments", "{}"), str, f"{where}.arguments"),
+                    "arguments": _arguments(item.get("arguments", "{}"), f"{where}.arguments"),
                 }
             )
         elif kind == "function_call_output":
@@ -82,6 +83,18 @@ def conversation_of(items: Sequence[dict[str, Any]], first: int) -> list[dict[st
                 # OpenAI's newer name; templates know the older one.
                 found.append({"role": "system" if role == "developer" else role, "content": text})
     return found
+
+
+def _arguments(given: Any, where: str) -> str:
+    """Return the arguments of a call. Raises InvalidArgument: the tokenizer's would name a message."""
+    text = typed(given, str, where)
+    try:
+        is_object = isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise InvalidArgument(where, "must be the text of a JSON object")
+    return text
 
 
 def _own(found: list[dict[str, Any]], reasoning: list[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The form is that of https://platform.openai.com/docs/api-reference/responses, as
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ _IDLE = (
     *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options"),
 )
 _LOGPROBS = "message.output_text.logprobs"
+_LIMIT = re.compile("[0-9]{1,3}")
 _INCOMPLETE = {"LENGTH", "MAX_TIME", "ABORTED"}
 _log = get_logger("penstock.gateway")
 
@@ -74,7 +76,7 @@ async def list_input_items(call: HttpCall) -> Answer:
     order, limit = asked.get("order", "desc"), asked.get("limit", "20")
     if order not in ("asc", "desc"):
         raise InvalidArgument("order", "must be asc or desc")
-    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+    if _LIMIT.fullmatch(limit) is None or not 1 <= int(limit) <= 100:
         raise InvalidArgument("limit", "must be from 1 to 100")
     items = stored.input if order == "asc" else stored.input[::-1]
     if (after := asked.get("after")) is not None:
@@ -161,6 +163,7 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
     fields.done()
     earlier = await _earlier(call, previous) if previous is not None else []
     messages = conversation_of([*earlier, *given], len(earlier))
+    call.names["messages"] = "input"
     if instructions is not None:
         messages.insert(0, {"role": "system", "content": instructions})
 
@@ -176,6 +179,7 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
                 timeout=call.config.answer_seconds,
                 **options,
             ),
+            schema="parameters",
         )
 
     is_stored = store is not False and call.responses is not None

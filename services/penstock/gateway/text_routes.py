@@ -117,7 +117,8 @@ async def score(call: HttpCall) -> Answer:
     adapter = fields.get("adapter", str, "")
     fields.done()
     scores = await checked_call(
-        call.client.score(items, top_logprobs=top, model=model, adapter=adapter, timeout=call.config.answer_seconds)
+        call.client.score(items, top_logprobs=top, model=model, adapter=adapter, timeout=call.config.answer_seconds),
+        number="top_logprobs",
     )
     usage = usage_of([scores.usage])
     return dumps(

@@ -1,0 +1,179 @@
+"""No request ends in a fault of the gateway: every value that no client should send, at every place of every body."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import structlog
+from factories.servers.gateway import running_gateway
+from factories.servers.served import Served
+from factories.wire.hostile_bodies import BODIES, Case, hostile_cases
+from factories.wire.plain_http import PlainHttp
+
+pytestmark = pytest.mark.xdist_group("gateway")
+# Of a route's cases so many are in the ordinary run: every n-th.
+_ONE_OF = 61
+_CONNECTIONS = 4
+# A field whose value is refused by the name of another, which it does not go together with.
+_OTHERS = {
+    ("force_words_ids", "num_beams"),
+    ("constraints", "num_beams"),
+    ("n", "num_return_sequences"),
+}
+# No answer in time is none of the body's; a model may go on as long as a request lets it.
+_FINE = (200, 400, 404, 413, 504)
+# Targets without a body, and the status that each must get.
+_TARGETS: list[tuple[str, bytes, int]] = [
+    *(
+        ("GET", b"/v1/responses/" + name, 404)
+        for name in (b"%ED%A0%80", b"%FF", b"%00", b"x" * 4000, b"%F0%9F%98%80", b"%")
+    ),
+    *(("DELETE", b"/v1/responses/" + name, 404) for name in (b"%ED%A0%80", b"%FF", b"%00", b"x" * 4000)),
+    *(
+        ("GET", b"/v1/models/" + name, 404)
+        for name in (b"%ED%A0%80", b"%FF", b"%00", b"../x", b"a/b/%2e%2e", b"x" * 4000)
+    ),
+    *(
+        ("GET", b"/v1/responses/none/input_items?" + query, 404)
+        for query in (b"limit=1", b"%ED%A0%80=1", b"&&&;=", b"a&" * 999)
+    ),
+    ("GET", b"/%ED%A0%80", 404),
+    ("GET", b"//", 404),
+    ("PUT", b"/v1/chat/completions", 405),
+]
+# Queries for the items of a response that is there, and the field that each is refused for.
+_QUERIES = [
+    (b"limit=" + b"9" * 5000, "limit"),
+    (b"limit=0", "limit"),
+    (b"limit=-1", "limit"),
+    (b"limit=1e1", "limit"),
+    # Digits, but none of ASCII's.
+    (b"limit=%D9%A3", "limit"),
+    (b"limit=%ED%A0%80", "limit"),
+    (b"order=%ED%A0%80", "order"),
+    (b"after=%ED%A0%80", "after"),
+    (b"after=" + b"x" * 5000, "after"),
+]
+
+
+def _named(case: Case, error: dict[str, Any]) -> bool:
+    """True for an error that names the case's field."""
+    if error["reason"] == "PROMPT_TOO_LONG":
+        # All texts together.
+        return True
+    param = error["param"] or ""
+    top = param.partition(".")[0].partition("[")[0]
+    return top == case.field or case.field in error["message"] or (case.field, top) in _OTHERS
+
+
+async def _sweep(served: Served, cases: Sequence[Case]) -> None:
+    """Send all cases; fail with a list of those that were answered wrongly."""
+    wrong: list[str] = []
+    left = iter(cases)
+
+    async def send(address: tuple[str, int]) -> None:
+        async with PlainHttp(*address) as client:
+            for case in left:
+                status, answer = await client.ask("POST", case.path.encode(), case.body())
+                if status not in _FINE or (status == 400 and not _named(case, json.loads(answer)["error"])):
+                    wrong.append(f"{case}: {status} {answer[:200]!r}")
+
+    with structlog.testing.capture_logs() as lines:
+        async with running_gateway(served.grpc, answer_seconds=10.0) as gateway:
+            await asyncio.gather(*(send(gateway.host_port) for _ in range(_CONNECTIONS)))
+    assert not wrong, f"{len(wrong)} of {len(cases)}: " + "\n".join(wrong[:20])
+    assert not [line for line in lines if line["log_level"] in ("warning", "error", "critical")]
+
+
+_RUNS = [
+    run
+    for path in BODIES
+    for run in (
+        pytest.param(path, _ONE_OF, id=path),
+        pytest.param(path, 1, id=f"{path} all", marks=pytest.mark.slow),
+    )
+]
+
+
+@pytest.mark.parametrize(("path", "one_of"), _RUNS)
+@pytest.mark.timeout(3600)
+async def test_a_hostile_value_is_refused_by_the_name_of_its_field(served: Served, path: str, one_of: int) -> None:
+    await _sweep(served, hostile_cases(path)[::one_of])
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_body_that_the_cases_change_is_answered(served: Served, path: str) -> None:
+    assert served.ask(path, BODIES[path])[0] == 200
+
+
+async def test_an_odd_target_is_no_fault(served: Served) -> None:
+    async with running_gateway(served.grpc) as gateway, PlainHttp(*gateway.host_port) as client:
+        found = [(method, target, (await client.ask(method, target))[0]) for method, target, _ in _TARGETS]
+    assert found == _TARGETS
+
+
+async def test_an_odd_query_is_refused_by_the_name_of_its_field(served: Served) -> None:
+    made = served.json("/v1/responses", {"input": "Hello", "max_output_tokens": 1})
+    target = f"/v1/responses/{made['id']}/input_items?".encode()
+    host, _, port = served.root.removeprefix("http://").rpartition(":")
+    async with PlainHttp(host, int(port)) as client:
+        for query, field in _QUERIES:
+            status, answer = await client.ask("GET", target + query)
+            assert (status, json.loads(answer)["error"]["param"]) == (400, field), query
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        # As the issue lists them: integers of 400 digits.
+        *(
+            ("/v1/chat/completions", {name: 10**400}, name)
+            for name in ("temperature", "max_tokens", "seed", "logit_bias")
+        ),
+        ("/v1/chat/completions", {"documents": [[]]}, "documents[0]"),
+        ("/v1/chat/completions", {"documents": [{"text": 1}]}, "documents[0].text"),
+        ("/apply-template", {"documents": [None]}, "documents[0]"),
+    ],
+)
+def test_the_field_is_named_by_its_path(served: Served, path: str, body: dict[str, Any], field: str) -> None:
+    status, _, answer = served.ask(path, {"messages": [{"role": "user", "content": "Hello"}], **body})
+    assert (status, json.loads(answer)["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("shape", ["lists", "objects"])
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (
+            "/v1/chat/completions",
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+            "tools[0].function.parameters",
+        ),
+        ("/v1/responses", {"tools": [{"type": "function", "name": "f", "parameters": {}}]}, "tools[0].parameters"),
+        ("/v1/messages", {"max_tokens": 1, "tools": [{"name": "f", "input_schema": {}}]}, "tools[0].input_schema"),
+        ("/v1/messages/count_tokens", {"tools": [{"name": "f", "input_schema": {}}]}, "tools[0].input_schema"),
+        ("/apply-template", {"chat_template_kwargs": {}}, "chat_template_kwargs"),
+    ],
+)
+def test_what_protobuf_holds_is_taken_and_one_level_more_is_named(
+    served: Served, path: str, body: dict[str, Any], field: str, shape: str
+) -> None:
+    def status_of(depth: int) -> tuple[int, str | None]:
+        nested: Any = 1
+        for _ in range(depth - 1):
+            nested = [nested] if shape == "lists" else {"a": nested}
+        conversation = [{"role": "user", "content": "Hello"}]
+        given = {"messages": conversation, "input": conversation, "max_tokens": 1, **json.loads(json.dumps(body))}
+        at = given
+        for step in field.replace("[0]", ".0").split("."):
+            at = at[int(step) if step.isdigit() else step]
+        at["x"] = nested
+        status, _, answer = served.ask(path, given)
+        return status, json.loads(answer).get("error", {}).get("param") if status != 200 else None
+
+    assert status_of(32) == (200, None)
+    assert status_of(33) == (400, field)
