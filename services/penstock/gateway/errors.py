@@ -131,7 +131,7 @@ def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:
 def http_name(field: str, names: Mapping[str, str]) -> str:
     """Name of a proto's field as the request has it: `config.max_new_tokens` may be `max_tokens`."""
     section, _, rest = field.partition(".")
-    name = _CALL.sub(r"\1function.\2", rest if section in _SECTIONS and rest else field)
+    name = _CALL.sub(r"\1function.\2", rest if section in _SECTIONS and rest[:1].isalpha() else field)
     head, bracket, tail = name.partition("[")
     return names.get(head, head) + bracket + tail
 

@@ -69,3 +69,9 @@ def encode_response(stored: StoredResponse) -> tuple[bytes, bytes]:
         json.dumps(one, ensure_ascii=False).encode("utf-8", "replace") for one in (stored.input, stored.response)
     )
     return given, response
+
+
+def check_fits(size: int, max_bytes: int) -> None:
+    """Raise StoreFailed for a response that is larger than all may be together: every other would leave, and then it."""
+    if size > max_bytes:
+        raise StoreFailed(f"a response of {size} bytes is larger than --max-response-bytes")

@@ -7,13 +7,14 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.common.errors import StartupError
-from penstock.gateway.response_store import StoredResponse, StoreFailed, encode_response
+from penstock.gateway.response_store import StoredResponse, StoreFailed, check_fits, encode_response
 
 T = TypeVar("T")
 MEMORY = "memory"
@@ -102,7 +103,8 @@ class SqliteResponses:
     def _put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
         given, response = encode_response(stored)
         now, size = time.time(), len(given) + len(response)
-        with self._db:
+        check_fits(size, self._max_bytes)
+        with self._transaction():
             self._remove("SELECT id, size FROM responses WHERE expires < ?", now)
             self._db.execute(
                 "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -112,6 +114,17 @@ class SqliteResponses:
             self.num_bytes += size
             while self.num_responses > self._max_responses or self.num_bytes > self._max_bytes:
                 self._remove(_OLDEST, enough=True)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Change rows and counts together, or neither: a disk may be full at any statement, and at the end."""
+        before = self.num_responses, self.num_bytes
+        try:
+            with self._db:
+                yield
+        except BaseException:
+            self.num_responses, self.num_bytes = before
+            raise
 
     def _remove(self, query: str, *values: Any, enough: bool = False) -> None:
         """Delete rows that a query finds; with `enough` only until the bounds are kept."""
@@ -146,6 +159,6 @@ class SqliteResponses:
 
     def _delete(self, caller: str, response_id: str) -> bool:
         before = self.num_responses
-        with self._db:
+        with self._transaction():
             self._remove("SELECT id, size FROM responses WHERE id = ? AND caller = ?", response_id, caller)
         return self.num_responses < before

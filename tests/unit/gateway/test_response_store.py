@@ -92,9 +92,6 @@ async def test_the_oldest_leave_where_there_are_too_many_or_too_large(place: str
             assert kept.num_bytes <= 1000
         assert kept.num_responses == 2
         assert await kept.get("a", "5") is not None
-        # Larger than all: nothing stays.
-        await kept.put("a", response("6", "x" * 2000), None)
-        assert (kept.num_responses, kept.num_bytes) == (0, 0)
 
 
 async def test_a_life_ends(place: str) -> None:
@@ -139,6 +136,70 @@ async def test_a_put_that_fails_leaves_the_counts(tmp_path: Path) -> None:
 
 
 @needs_shared_store
+async def test_a_response_larger_than_all_may_be_is_not_kept_and_no_other_leaves(place: str) -> None:
+    async with store(place, max_bytes=1000) as kept:
+        await kept.put("a", response("1"), None)
+        counts = kept.num_responses, kept.num_bytes
+        with pytest.raises(StoreFailed, match="--max-response-bytes"):
+            await kept.put("a", response("2", "x" * 1000), None)
+        assert (kept.num_responses, kept.num_bytes) == counts
+        assert await kept.get("a", "1") is not None
+
+
+async def test_a_full_disk_keeps_what_there_was_and_counts_it(tmp_path: Path) -> None:
+    """SQLite's own bound on a file's pages is a disk that is full, at any statement of a transaction."""
+    async with store(str(tmp_path / "kept"), max_responses=20) as kept:
+        assert isinstance(kept, SqliteResponses)
+
+        async def allow(pages: int) -> None:
+            await kept._run(lambda: kept._db.execute(f"PRAGMA max_page_count = {pages}"))
+
+        async def counted() -> tuple[int, int]:
+            count = "SELECT count(*), coalesce(sum(size), 0) FROM responses"
+            return tuple(await kept._run(lambda: kept._db.execute(count).fetchone()))  # type: ignore[return-value]
+
+        await allow(12)
+        failed = 0
+        for number in range(60):
+            try:
+                await kept.put("a", response(str(number), "x" * 5000), None)
+            except StoreFailed as error:
+                assert "full" in str(error)
+                failed += 1
+            assert (kept.num_responses, kept.num_bytes) == await counted()
+        # As many as there is room for, the first.
+        there = kept.num_responses
+        assert there == 60 - failed
+        assert there > 0
+        assert all([await kept.get("a", str(number)) for number in range(there)])
+        await allow(1 << 20)
+        for number in range(60, 60 + 20 - there):
+            await kept.put("a", response(str(number), "x" * 5000), None)
+        assert (kept.num_responses, kept.num_bytes) == await counted()
+        assert kept.num_responses == 20
+        assert all([await kept.get("a", str(number)) for number in range(there)])
+        await kept.delete("a", "0")
+        assert (kept.num_responses, kept.num_bytes) == await counted()
+
+
+@needs_shared_store
+@pytest.mark.parametrize("evicted", ["sizes", "total", "ages", "entries"])
+async def test_a_server_that_evicts_keys_takes_the_next_responses(tmp_path: Path, evicted: str) -> None:
+    with shared_store(tmp_path) as server:
+        async with store(server.url, max_responses=3, max_bytes=1000) as kept:
+            assert isinstance(kept, RedisResponses)
+            for number in range(3):
+                await kept.put("a", response(str(number), "x" * 100), None)
+            await kept._redis.delete(f"{{penstock:responses}}:{evicted}")
+            for number in range(3, 12):
+                await kept.put("a", response(str(number), "x" * 100), None)
+                assert await kept.get("a", str(number)) is not None
+            assert kept.num_responses == 3
+            found = await kept.get("a", "11")
+            assert found is not None
+            assert kept.num_bytes <= 1000
+
+
 async def test_what_is_shared_is_counted_together_and_put_again_once(tmp_path: Path) -> None:
     with shared_store(tmp_path) as server:
         async with store(server.url, max_responses=3) as one, store(server.url, max_responses=3) as other:
