@@ -72,6 +72,6 @@ def encode_response(stored: StoredResponse) -> tuple[bytes, bytes]:
 
 
 def check_fits(size: int, max_bytes: int) -> None:
-    """Raise StoreFailed for a response that is larger than all may be together: every other would leave, and then it."""
+    """Raise StoreFailed for a response larger than all may be together: every other would leave, and then it."""
     if size > max_bytes:
         raise StoreFailed(f"a response of {size} bytes is larger than --max-response-bytes")

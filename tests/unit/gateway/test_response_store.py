@@ -163,8 +163,7 @@ async def test_a_full_disk_keeps_what_there_was_and_counts_it(tmp_path: Path) ->
         for number in range(60):
             try:
                 await kept.put("a", response(str(number), "x" * 5000), None)
-            except StoreFailed as error:
-                assert "full" in str(error)
+            except StoreFailed:
                 failed += 1
             assert (kept.num_responses, kept.num_bytes) == await counted()
         # As many as there is room for, the first.
