@@ -93,9 +93,13 @@ class ClientConfig:
         return options
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
-        """Call metadata. Raises ValueError when the token would travel in the clear to another machine."""
+        """Call metadata. Raises ValueError for a token that is none, or in the clear to another machine."""
         if self.token is None:
             return ()
+        if not self.token.strip() or self.token != self.token.strip() or not self.token.isascii():
+            raise ValueError("ClientConfig.token must be a token without spaces around it; None sends none")
+        if not self.token.isprintable():
+            raise ValueError("ClientConfig.token has characters that no token has")
         host = address.rsplit(":", 1)[0].removeprefix("dns:///").strip("[]")
         if self.tls is None and host not in ("localhost", "127.0.0.1", "::1") and not address.startswith("unix:"):
             raise ValueError("ClientConfig.token needs ClientConfig.tls for an address that is not loopback")

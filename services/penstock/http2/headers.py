@@ -32,6 +32,7 @@ _PSEUDO = frozenset((":method", ":scheme", ":path", ":authority"))
 # Characters that no name, and no value, may have (RFC 9113, 8.2.1).
 _NOT_IN_NAMES = re.compile("[\x00-\x20A-Z:\x7f-\U0010ffff]")
 _NOT_IN_VALUES = re.compile("[\x00\r\n]|^[ \t]|[ \t]$")
+_BAD_VALUE = "a field's value has a character that none may have, or begins or ends with a space"
 
 
 class HeadersTooLarge(Exception):
@@ -40,6 +41,19 @@ class HeadersTooLarge(Exception):
 
 class MalformedError(ValueError):
     """Fields are not those of a request; a stream error of PROTOCOL_ERROR (RFC 9113, 8.1.1)."""
+
+
+class OddFieldError(MalformedError):
+    """A field's value is not one that a request may have, and it is clear what the request was: it can be answered,
+    and the stream reset then."""
+
+
+class OddCredentialsError(OddFieldError):
+    """Credentials that are none, such as a scheme with nothing behind its space."""
+
+
+class OddPathError(OddFieldError):
+    """A path that is none: no method has such a name."""
 
 
 def check_request(fields: Headers) -> None:
@@ -51,7 +65,8 @@ def check_request(fields: Headers) -> None:
             break
         if name in pseudo or name not in _PSEUDO:
             raise MalformedError("a pseudo-header field twice, or an unknown one")
-        _check_value(value)
+        if _NOT_IN_VALUES.search(value):
+            raise OddFieldError(_BAD_VALUE)
         pseudo[name] = value
         at += 1
     check_trailers(fields[at:] if at else fields)
@@ -59,11 +74,14 @@ def check_request(fields: Headers) -> None:
         if ":authority" not in pseudo or len(pseudo) != 2:
             raise MalformedError("CONNECT takes :authority alone")
         return
-    if not pseudo.get(":method") or not pseudo.get(":scheme") or pseudo.get(":path", "")[:1] != "/":
+    path = pseudo.get(":path")
+    if not pseudo.get(":method") or not pseudo.get(":scheme") or path is None:
         raise MalformedError("a request has a method, a scheme and a path")
+    if path[:1] != "/":
+        raise OddPathError("a path begins with a slash")
     authority = pseudo.get(":authority")
     if authority is not None and any(name == "host" and value != authority for name, value in fields):
-        raise MalformedError("host and :authority differ")
+        raise OddFieldError("host and :authority differ")
 
 
 def check_trailers(fields: Headers) -> None:
@@ -71,9 +89,10 @@ def check_trailers(fields: Headers) -> None:
     for name, value in fields:
         if not name or _NOT_IN_NAMES.search(name):
             raise MalformedError("a field's name has a character that none may have, or stands behind others")
-        _check_value(value)
+        if _NOT_IN_VALUES.search(value):
+            raise (OddCredentialsError if name == "authorization" else OddFieldError)(_BAD_VALUE)
         if name in _OF_HTTP_1 or (name == "te" and value.lower() != "trailers"):
-            raise MalformedError("a field that belongs to a connection of HTTP/1")
+            raise OddFieldError("a field that belongs to a connection of HTTP/1")
 
 
 def content_length(fields: Headers) -> int | None:
@@ -83,13 +102,8 @@ def content_length(fields: Headers) -> int | None:
         return None
     value = values.pop()
     if values or not (value.isascii() and value.isdigit()) or len(value) > _MAX_DIGITS:
-        raise MalformedError("content-length is no number")
+        raise OddFieldError("content-length is no number")
     return int(value)
-
-
-def _check_value(value: str) -> None:
-    if _NOT_IN_VALUES.search(value):
-        raise MalformedError("a field's value has a character that none may have")
 
 
 class HeaderDecoder:

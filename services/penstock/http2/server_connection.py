@@ -20,6 +20,9 @@ from penstock.http2.headers import (
     Headers,
     HeadersTooLarge,
     MalformedError,
+    OddCredentialsError,
+    OddFieldError,
+    OddPathError,
     check_request,
     check_trailers,
     content_length,
@@ -42,6 +45,11 @@ _HUNG_UP = (7, 8)
 _MOST_CUT_OFF, _MOST_SKIPPED = 1000, 64
 # Calls whose windows are changed for the price of one frame.
 _RESIZES_A_FRAME = 64
+# Statuses of requests with a field that no request may have, where it is not INTERNAL.
+_ODD_CODES = {
+    OddPathError: grpc.StatusCode.UNIMPLEMENTED,
+    OddCredentialsError: grpc.StatusCode.UNAUTHENTICATED,
+}
 _log = get_logger("penstock.http2")
 
 
@@ -546,28 +554,38 @@ class Connection(asyncio.Protocol):
                 self._answer(stream, frames.refusal(http_status), ended=ended)
                 return
             if ended and content_length(fields):
-                raise MalformedError("the body is not as long as its content-length")
+                raise OddFieldError("the body is not as long as its content-length")
             call = Call(self, stream, headers, fields, self._limits)
             call.request_ended = ended
+        except OddFieldError as error:
+            self._take_odd(stream, headers, error, ended=ended)
+            return
         except MalformedError:
             self._reset(stream, frames.PROTOCOL_ERROR)
             return
         except Refused as refused:
-            block = frames.RESPONSE_HEADERS + frames.trailers(refused.code.value[0], refused.details, ())
-            self._answer(stream, block, ended=ended)
+            self._answer(stream, _refused(refused.code, refused.details), ended=ended)
             return
         self.calls[stream] = call
         self._on_call(call)
         if call.awaits_request and not ended and not call.is_over:
             self._unfinished[stream] = call
 
-    def _answer(self, stream: int, block: bytes, *, ended: bool) -> None:
-        """Answer a request that makes no call."""
+    def _take_odd(self, stream: int, headers: dict[str, str], error: OddFieldError, *, ended: bool) -> None:
+        """Tell a client of gRPC what is wrong with its request; others are reset (RFC 9113, 8.1.1, allows both)."""
+        if _refusal(headers):
+            self._reset(stream, frames.PROTOCOL_ERROR)
+            return
+        code = _ODD_CODES.get(type(error), grpc.StatusCode.INTERNAL)
+        self._answer(stream, _refused(code, str(error)), ended=ended, then=frames.PROTOCOL_ERROR)
+
+    def _answer(self, stream: int, block: bytes, *, ended: bool, then: int = frames.NO_ERROR) -> None:
+        """Answer a request that makes no call; `then` is the code of the reset of one that goes on."""
         self._idle_frames.spend()
         self.send(frames.header_frames(stream, block, end=True, limit=frames.DEFAULT_FRAME_SIZE))
         if not ended:
             self._cut(stream)
-            self.send(frames.reset(stream, frames.NO_ERROR))
+            self.send(frames.reset(stream, then))
 
     def _reset(self, stream: int, code: int) -> None:
         """Reset a stream that makes no call."""
@@ -671,6 +689,11 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         self.send(frames.frame(frames.PING, 0, 0, b"penstock"))
+
+
+def _refused(code: grpc.StatusCode, details: str) -> bytes:
+    """Block of headers that is the whole answer to a call."""
+    return frames.RESPONSE_HEADERS + frames.trailers(code.value[0], details, ())
 
 
 def _has_hung_up(transport: asyncio.Transport) -> bool:

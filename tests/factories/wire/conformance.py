@@ -21,7 +21,7 @@ REQUEST = [
     ("content-type", "application/grpc"),
 ]
 HELLO = frames.PREFACE + frames.settings(())
-OK, UNIMPLEMENTED, INTERNAL, RESOURCE_EXHAUSTED, INVALID_ARGUMENT = 0, 12, 13, 8, 3
+OK, UNIMPLEMENTED, INTERNAL, RESOURCE_EXHAUSTED, INVALID_ARGUMENT, UNAUTHENTICATED = 0, 12, 13, 8, 3, 16
 PROTOCOL, FLOW, SIZE, CLOSED = (
     frames.PROTOCOL_ERROR,
     frames.FLOW_CONTROL_ERROR,
@@ -301,8 +301,12 @@ def _messages() -> Iterator[Case]:
         yield Case(f"no {name}", "8.3.1", head(without(name)) + data(body()), "stream", PROTOCOL)
         yield Case(f"{name} twice", "8.3", head([dict_field(name), *REQUEST]) + data(body()), "stream", PROTOCOL)
     yield Case(":authority twice", "8.3", head([(":authority", "a"), *REQUEST]), "stream", PROTOCOL)
-    yield Case("an empty :path", "8.3.1", head(replaced(":path", "")), "stream", PROTOCOL)
-    yield Case("a :path without its slash", "8.3.1", head(replaced(":path", PATH[1:])), "stream", PROTOCOL)
+    for value in ("", PATH[1:], "*", "x", "é", "?/", "%2f"):
+        odd = replaced(":path", value)
+        yield Case(f"{value!r} as a :path", "8.3.1", head(odd), "grpc", UNIMPLEMENTED)
+        yield Case(f"{value!r} as a :path alone", "8.3.1", head(odd, flags=5), "grpc", UNIMPLEMENTED)
+        plain = [field for field in odd if field[0] != "content-type"]
+        yield Case(f"{value!r} as a :path that is not gRPC's", "8.3.1", head(plain, flags=5), "stream", PROTOCOL)
     yield Case("an unknown pseudo-header field", "8.3", head([(":what", "x"), *REQUEST]), "stream", PROTOCOL)
     yield Case(":status in a request", "8.3", head([(":status", "200"), *REQUEST]), "stream", PROTOCOL)
     yield Case(":protocol in a request", "8.3", head([(":protocol", "x"), *REQUEST]), "stream", PROTOCOL)
@@ -322,11 +326,15 @@ def _messages() -> Iterator[Case]:
         "a tab behind it": "a\t",
     }
     for name, value in values.items():
-        yield Case(f"a value with {name}", "8.2.1", call(("x-y", value)), "stream", PROTOCOL)
+        yield Case(f"a value with {name}", "8.2.1", call(("x-y", value)), "grpc", INTERNAL)
+        yield Case(f"a grpc-timeout with {name}", "8.2.1", call(("grpc-timeout", value)), "grpc", INTERNAL)
+        yield Case(f"a path with {name}", "8.2.1", head(replaced(":path", value)), "grpc", INTERNAL)
+    for value in ("Bearer ", "Bearer\t", " Bearer x"):
+        yield Case(f"{value!r} as authorization", "8.2.1", call(("authorization", value)), "grpc", UNAUTHENTICATED)
     for name in ("connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade"):
-        yield Case(f"{name}", "8.2.2", call((name, "x")), "stream", PROTOCOL)
-    yield Case("te of another value", "8.2.2", head(replaced("te", "gzip")) + data(body()), "stream", PROTOCOL)
-    yield Case("another host than :authority", "8.3.1", call(("host", "b")), "stream", PROTOCOL)
+        yield Case(f"{name}", "8.2.2", call((name, "x")), "grpc", INTERNAL)
+    yield Case("te of another value", "8.2.2", head(replaced("te", "gzip")) + data(body()), "grpc", INTERNAL)
+    yield Case("another host than :authority", "8.3.1", call(("host", "b")), "grpc", INTERNAL)
     yield Case("no :authority", "8.3.1", head(without(":authority")) + data(body()), "grpc", OK)
     connect = [(":method", "CONNECT"), (":scheme", "http"), (":path", "/"), (":authority", "a")]
     yield Case("CONNECT with a path", "8.5", head(connect), "stream", PROTOCOL)
@@ -334,11 +342,13 @@ def _messages() -> Iterator[Case]:
     length = str(len(body()))
     yield Case("a right content-length", "8.1.1", call(("content-length", length)), "grpc", OK)
     for name, value in {"larger": "99", "smaller": "1", "of letters": "1x", "negative": "-1", "empty": ""}.items():
-        yield Case(f"a content-length that is {name}", "8.1.1", call(("content-length", value)), "stream", PROTOCOL)
+        # What is no number is known before there is a call.
+        expected = ("stream", PROTOCOL) if value.isdigit() else ("grpc", INTERNAL)
+        yield Case(f"a content-length that is {name}", "8.1.1", call(("content-length", value)), *expected)
     two = call(("content-length", length), ("content-length", "3"))
-    yield Case("two content-lengths", "8.1.1", two, "stream", PROTOCOL)
+    yield Case("two content-lengths", "8.1.1", two, "grpc", INTERNAL)
     nothing = head([*REQUEST, ("content-length", "5")], flags=END_HEADERS | END)
-    yield Case("a content-length without a body", "8.1.1", nothing, "stream", PROTOCOL)
+    yield Case("a content-length without a body", "8.1.1", nothing, "grpc", INTERNAL)
     part = head([*REQUEST, ("content-length", "50")]) + data(body(), flags=0)
     trailer = frames.frame(HEADERS, END_HEADERS | END, 1, frames.request_headers([("a", "b")]))
     yield Case("a content-length that trailers end", "8.1.1", part + trailer, "stream", PROTOCOL)

@@ -121,9 +121,10 @@ async def test_tokens_are_the_routers_matter(tmp_path: Path) -> None:
     ):
         answer = await client_of(gateway, "right").chat.completions.create(model="penstock-demo", messages=HELLO)
         assert answer.choices[0].message.content
-        for wrong in ("wrong", "wr\u00f6ng"):
+        shown = [f"authorization: {one}" for one in ("Bearer wrong", "Bearer wr\u00f6ng", "Bearer ", "Bearer", "", "x")]
+        for header in (*shown, "x-api-key: ", "x-api-key: wrong", "x: y"):
             connection = await Connection.to(gateway)
-            connection.post("/v1/chat/completions", {"messages": HELLO}, f"authorization: Bearer {wrong}")
+            connection.post("/v1/chat/completions", {"messages": HELLO}, header)
             assert await connection.status() == 401
             connection.close()
         with pytest.raises(openai.AuthenticationError) as caught:

@@ -10,11 +10,13 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.servers.tiny_service import SERVING, health_of, tiny
+from factories.servers.tiny_service import SERVING, FixedConfig, health_of, tiny
 from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.http2.channel import Http2Channel
 from penstock.serving.channels import open_channel
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
+from penstock_client import ClientConfig
 
 
 async def test_a_message_over_the_limit_is_refused() -> None:
@@ -141,3 +143,33 @@ async def test_a_rotated_token_counts_from_the_next_call(tmp_path: Path) -> None
         (tmp_path / "next").write_text("new\n")
         (tmp_path / "next").replace(tokens)
         assert await stub.GetTokenizer(pb.GetTokenizerRequest()).code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("shown", ["Bearer ", "Bearer", "bearer ", " Bearer first", "Bearer first second"])
+@pytest.mark.parametrize("server", ["asyncio", "grpc"])
+@pytest.mark.parametrize("client", ["asyncio", "grpc"])
+async def test_credentials_that_are_none_are_refused_and_the_connection_lives(
+    tmp_path: Path, server: Any, client: str, shown: str
+) -> None:
+    (tmp_path / "tokens").write_text("first\n")
+    good = (("authorization", "Bearer first"),)
+    config = FixedConfig(auth_token_file=str(tmp_path / "tokens"), transport=server)
+    async with tiny(config) as (_, running, _), contextlib.AsyncExitStack() as stack:
+        if client == "grpc":
+            stubs: Any = await stack.enter_async_context(open_channel(running.address))
+        else:
+            channel = Http2Channel(running.address, ChannelConfig(), timeout=60.0)
+            stack.callback(channel.close)
+            stubs = channel.for_stubs
+        call = tokenizer_pb2_grpc.TokenizerServiceStub(stubs).GetTokenizer
+        await call(pb.GetTokenizerRequest(), metadata=good)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(pb.GetTokenizerRequest(), metadata=(("authorization", shown),))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await call(pb.GetTokenizerRequest(), metadata=good)
+
+
+@pytest.mark.parametrize("token", ["", " ", "a ", " a", "a\n", "é", "a\tb"])
+def test_a_token_that_is_none_is_refused_before_it_is_sent(token: str) -> None:
+    with pytest.raises(ValueError, match="token"):
+        ClientConfig(token=token).metadata("127.0.0.1:1")
