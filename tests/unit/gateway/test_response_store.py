@@ -135,7 +135,6 @@ async def test_a_put_that_fails_leaves_the_counts(tmp_path: Path) -> None:
         assert (kept.num_responses, kept.num_bytes) == before
 
 
-@needs_shared_store
 async def test_a_response_larger_than_all_may_be_is_not_kept_and_no_other_leaves(place: str) -> None:
     async with store(place, max_bytes=1000) as kept:
         await kept.put("a", response("1"), None)
@@ -199,6 +198,7 @@ async def test_a_server_that_evicts_keys_takes_the_next_responses(tmp_path: Path
             assert kept.num_bytes <= 1000
 
 
+@needs_shared_store
 async def test_what_is_shared_is_counted_together_and_put_again_once(tmp_path: Path) -> None:
     with shared_store(tmp_path) as server:
         async with store(server.url, max_responses=3) as one, store(server.url, max_responses=3) as other:
