@@ -1,0 +1,293 @@
+"""A gateway while callers without a token try every known trick on its HTTP, plain and over TLS.
+
+A real gateway, router and tokenizer, and a backend that emits an id each 20 ms; the router asks for a token. An
+authorised stream, short authorised requests and probes of health run all the time: in a quiet phase, beside the trick,
+and for `--after` seconds behind it. The attacker (`factories/wire/http_attacker.py`) is a process of its own (nice 19)
+that sends no more than it is told to; what it took of the processor is told. A row for each trick
+(`factories/wire/http_tricks.py`) is printed, and the bounds that were broken; the exit status is 1 where one was.
+
+    python benchmarks/gateway_attack.py --seconds 60 --out attack.json
+    python benchmarks/gateway_attack.py --seconds 10 --trick trailers --trick "half-sent bodies" --way tls
+    python benchmarks/gateway_attack.py --seconds 60 --together     # all tricks in turn, in one row
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / part) for part in (".", "services", "clients/python", "tests")]
+import psutil
+from factories.servers.gateway_tree import CA, TOKEN, GatewayTree, gateway_tree
+from factories.wire.http_tricks import HttpTrick, tricks_for
+
+from benchmarks._arguments import at_least
+from benchmarks._http_probe import Figures, Probe
+from benchmarks._processes import ending_with_us, stop_on_sigterm
+from benchmarks._report import Table, save
+
+_HEADER = (
+    "trick",
+    "MiB more",
+    "left",
+    "gap p50/p99/max quiet",
+    "under attack",
+    "health p99/max quiet",
+    "under attack",
+    "late p99/max",
+    "failed",
+    "log kB",
+    "attacker: connections (refused), MiB, CPU",
+    "its answers",
+    "gateway CPU",
+    "broken",
+)
+_MIB = 1 << 20
+# A machine that others use, too, makes a stream wait so long for once.
+_LONGEST_SECONDS = 0.25
+_STEP_SECONDS = 0.02
+# An answer of so many tokens takes a quarter of a minute.
+_STREAM_TOKENS = 750
+
+
+@dataclasses.dataclass
+class Row:
+    """Figures of one trick."""
+
+    trick: str
+    more_mib: float
+    left_mib: float
+    quiet: Figures
+    attacked: Figures
+    log_bytes: int
+    attacker: dict[str, Any]
+    # Share of a core.
+    gateway_cpu: float
+    is_running: bool
+
+    def broken(self, bounds: argparse.Namespace) -> list[str]:
+        """Bounds that did not hold."""
+        quiet, then = self.quiet, self.attacked
+        gap, health = bounds.times * quiet.p(quiet.gaps, 0.99), bounds.times * quiet.p(quiet.health, 0.99)
+        longest = max(bounds.times * quiet.p(quiet.gaps, 1), 1000 * _LONGEST_SECONDS)
+        found = {
+            "ended": not self.is_running,
+            "memory": self.more_mib > bounds.more_mib,
+            "left": self.left_mib > bounds.left_mib,
+            "no stream": len(then.gaps) < len(quiet.gaps) / 10,
+            "gap": then.p(then.gaps, 0.99) > gap,
+            "longest gap": then.p(then.gaps, 1) > longest,
+            "health": not then.health or then.p(then.health, 0.99) > health,
+            "failed": bool(then.failures or quiet.failures),
+            "500": any(status == "500" for status in self.attacker["statuses"]),
+            "log": self.log_bytes > bounds.log_bytes,
+        }
+        return [name for name, is_broken in found.items() if is_broken]
+
+    def cells(self, bounds: argparse.Namespace) -> list[str]:
+        """Cells of the table."""
+        quiet, then, did = self.quiet, self.attacked, self.attacker
+        failed = ", ".join(f"{count} {what}" for what, count in then.failures.most_common(3))
+        statuses = ", ".join(f"{status}: {count}" for status, count in sorted(did["statuses"].items()))
+        return [
+            self.trick,
+            f"{self.more_mib:+.0f}",
+            f"{self.left_mib:+.0f}",
+            *(
+                f"{one.p(one.gaps, 0.5):.0f}/{one.p(one.gaps, 0.99):.0f}/{one.p(one.gaps, 1):.0f}"
+                for one in (quiet, then)
+            ),
+            *(f"{one.p(one.health, 0.99):.0f}/{one.p(one.health, 1):.0f}" for one in (quiet, then)),
+            f"{then.p(then.lags, 0.99):.0f}/{then.p(then.lags, 1):.0f}",
+            failed or "-",
+            f"{self.log_bytes / 1000:.0f}",
+            f"{did['connections']} ({did['refused']}), {did['sent_bytes'] / _MIB:.0f}, {did['cpu_seconds']:.1f} s",
+            statuses or "-",
+            f"{100 * self.gateway_cpu:.0f} %",
+            ", ".join(self.broken(bounds)) or "-",
+        ]
+
+    def facts(self, bounds: argparse.Namespace) -> dict[str, Any]:
+        """The row for a file."""
+        found = dataclasses.asdict(self)
+        for phase in ("quiet", "attacked"):
+            figures = getattr(self, phase)
+            found[phase] = {
+                "failures": figures.failures,
+                **{
+                    name: {
+                        "count": len(times),
+                        "p50": figures.p(times, 0.5),
+                        "p99": figures.p(times, 0.99),
+                        "max": figures.p(times, 1),
+                    }
+                    for name in ("gaps", "health", "asks", "lags")
+                    if (times := getattr(figures, name)) is not None
+                },
+            }
+        return {**found, "broken": self.broken(bounds)}
+
+
+class Memory:
+    """Largest memory of the gateway since the last look."""
+
+    def __init__(self, tree: GatewayTree) -> None:
+        self._tree, self._peak = tree, 0
+
+    async def watch(self) -> None:
+        """Look all the time."""
+        with contextlib.suppress(psutil.Error):
+            while True:
+                self._peak = max(self._peak, self._tree.rss_bytes)
+                await asyncio.sleep(0.1)
+
+    def take(self) -> int:
+        """Return the most until now, and begin anew."""
+        with contextlib.suppress(psutil.Error):
+            self._peak = max(self._peak, self._tree.rss_bytes)
+        peak, self._peak = self._peak, 0
+        return peak
+
+
+async def _attacked_by(arguments: argparse.Namespace, tree: GatewayTree, tricks: Sequence[HttpTrick]) -> dict[str, Any]:
+    """Let an attacker play these tricks; return what it did."""
+    command = ["-m", "factories.wire.http_attacker", tree.address, "--seconds", str(arguments.seconds)]
+    for trick in tricks:
+        command += ["--trick", trick.name]
+    command += ["--connections", str(arguments.connections), "--mib-per-second", str(arguments.mib_per_second)]
+    command += ["--attempts-per-second", str(arguments.attempts_per_second), "--token", TOKEN]
+    command += ["--source", arguments.source, *(["--ca", CA] if tree.is_tls else [])]
+    paths = os.pathsep.join(str(ROOT / part) for part in ("tests", "services", "clients/python"))
+    attacker = await asyncio.create_subprocess_exec(
+        *ending_with_us(sys.executable, *command),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    try:
+        # It stops by itself; the time beyond is for its own start, and for a machine that is busy.
+        out, _ = await asyncio.wait_for(attacker.communicate(), arguments.seconds + 60)
+    finally:
+        if attacker.returncode is None:
+            attacker.kill()
+            await attacker.wait()
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+async def _row(
+    arguments: argparse.Namespace, tree: GatewayTree, probe: Probe, memory: Memory, tricks: Sequence[HttpTrick]
+) -> Row:
+    probe.turn()
+    await asyncio.sleep(arguments.quiet)
+    quiet, before, log = probe.turn(), tree.rss_bytes, tree.log_bytes
+    memory.take()
+    begin, process = time.monotonic(), tree.process
+    cpu = _cpu_seconds(process)
+    did = await _attacked_by(arguments, tree, tricks)
+    used = (_cpu_seconds(process) - cpu) / (time.monotonic() - begin)
+    attacked, peak = probe.turn(), memory.take()
+    await asyncio.sleep(arguments.after)
+    left = memory.take() if not tree.is_running else tree.rss_bytes
+    name = tricks[0].name if len(tricks) == 1 else f"{len(tricks)} tricks in turn"
+    more, kept = ((size - before) / _MIB for size in (peak, left))
+    return Row(name, more, kept, quiet, attacked, tree.log_bytes - log, did, used, tree.is_running)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    with contextlib.suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+def _chosen(arguments: argparse.Namespace, is_tls: bool) -> list[list[HttpTrick]]:
+    """Tricks of each row."""
+    known = tricks_for(is_tls)
+    if unknown := set(arguments.trick) - set(tricks_for(True)):
+        sys.exit(f"--trick: none of {', '.join(sorted(unknown))}; there are\n" + "\n".join(tricks_for(True)))
+    found = [trick for name, trick in known.items() if not arguments.trick or name in arguments.trick]
+    if arguments.together:
+        return [[trick for trick in found if trick.connections is None or arguments.trick]]
+    return [[trick] for trick in found]
+
+
+async def _measure(arguments: argparse.Namespace, is_tls: bool) -> list[Row]:
+    """Rows of one way; they are printed as they come."""
+    rows: list[Row] = []
+    flags = [part for flag in arguments.flag for part in flag.split("=", 1)]
+    with gateway_tree(*flags, is_tls=is_tls, tree=arguments.tree, step_seconds=_STEP_SECONDS) as tree:
+        print(f"\n{'HTTP over TLS' if is_tls else 'HTTP'}\n", flush=True)
+        table = Table(_HEADER, None)
+        probe = Probe(tree.address, TOKEN, tree.tls, health_seconds=arguments.health, stream_tokens=_STREAM_TOKENS)
+        memory = Memory(tree)
+        watching = asyncio.ensure_future(memory.watch())
+        try:
+            async with probe.running():
+                # What the first requests load, and the memory of that, is no trick's.
+                await asyncio.sleep(arguments.quiet)
+                begin = tree.rss_bytes
+                for tricks in _chosen(arguments, is_tls):
+                    rows.append(await _row(arguments, tree, probe, memory, tricks))
+                    table.row(*rows[-1].cells(arguments))
+                    if not tree.is_running:
+                        print(f"the gateway has ended:\n{tree.gateway.output()[-2000:]}")
+                        break
+                else:
+                    print(
+                        f"\nMemory: {(tree.rss_bytes - begin) / _MIB:+.0f} MiB in all, log {tree.log_bytes / 1000:.0f} kB"
+                    )
+        finally:
+            watching.cancel()
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    stop_on_sigterm()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each trick")
+    parser.add_argument("--quiet", type=float, default=10.0, help="seconds of the quiet phase before each")
+    parser.add_argument("--after", type=float, default=10.0, help="seconds behind it, until memory is looked at")
+    parser.add_argument("--way", choices=("http", "tls", "both"), default="both")
+    parser.add_argument("--trick", action="append", default=[], help="only this; may be repeated")
+    parser.add_argument("--together", action="store_true", help="all in turn, 2 s each on a connection, in one row")
+    parser.add_argument("--connections", type=at_least(1), default=10, help="of tricks without a number of their own")
+    parser.add_argument("--mib-per-second", type=float, default=64.0, help="that the attacker sends at most")
+    parser.add_argument("--attempts-per-second", type=float, default=300.0, help="of the attacker to connect, at most")
+    parser.add_argument(
+        "--source", default="127.0.0.1", help="loopback address of the attacker; callers have 127.0.0.1"
+    )
+    parser.add_argument("--health", type=float, default=0.05, help="seconds between two probes of health")
+    parser.add_argument("--times", type=float, default=2.0, help="bound: gap and health of quiet, times this")
+    parser.add_argument("--more-mib", type=float, default=64.0, help="bound: memory during a trick")
+    parser.add_argument("--left-mib", type=float, default=16.0, help="bound: memory behind it")
+    parser.add_argument("--log-bytes", type=int, default=1_000_000, help="bound: log of a trick")
+    parser.add_argument("--tree", type=Path, help="source tree whose gateway is attacked; this one when left out")
+    parser.add_argument("--flag", action="append", default=[], help="further flag of the gateway, --NAME=VALUE")
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    arguments = parser.parse_args()
+    rows: dict[str, list[Row]] = {}
+    for way in ("http", "tls"):
+        if arguments.way in (way, "both"):
+            rows[way] = asyncio.run(_measure(arguments, way == "tls"))
+    facts = {way: [row.facts(arguments) for row in some] for way, some in rows.items()}
+    save("gateway_attack", facts, arguments.out)
+    broken = [(way, row.trick, names) for way, some in rows.items() for row in some if (names := row.broken(arguments))]
+    print(f"\n{sum(map(len, rows.values()))} tricks played, {len(broken)} broke a bound")
+    for way, trick, names in broken:
+        print(f"{way}: {trick}: {', '.join(names)}")
+    sys.exit(bool(broken))
+
+
+if __name__ == "__main__":
+    main()
