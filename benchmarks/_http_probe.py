@@ -1,4 +1,4 @@
-"""Callers beside an attack on a gateway: authorised streams, short requests, health; with their gaps, times, failures."""
+"""Callers beside an attack on a gateway: authorised streams, short requests, health; their gaps, times, failures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import json
 import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks._report import percentile
 
@@ -35,6 +36,20 @@ class Figures:
     def p(self, times: list[float], share: float) -> float:
         """A percentile in milliseconds; 0 where there are no times."""
         return 1000 * percentile(times, share) if times else 0.0
+
+    def told(self, name: str, later: Sequence[float] = ()) -> str:
+        """Median, 99th percentile and longest of the times of that name in ms; `later` ones may be the longest."""
+        times: list[float] = getattr(self, name)
+        return f"{self.p(times, 0.5):.0f}/{self.p(times, 0.99):.0f}/{self.p([*times, *later], 1):.0f}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the same, and how many there are, as plain data."""
+        found: dict[str, Any] = {"failures": self.failures}
+        for name in ("gaps", "health", "asks", "lags"):
+            times: list[float] = getattr(self, name)
+            shares = {"p50": 0.5, "p99": 0.99, "max": 1}
+            found[name] = {"count": len(times), **{key: self.p(times, share) for key, share in shares.items()}}
+        return found
 
 
 class Probe:

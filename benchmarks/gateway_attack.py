@@ -40,11 +40,11 @@ _HEADER = (
     "trick",
     "MiB more",
     "left",
-    "gap p50/p99/max quiet",
+    "gap p50/p99/max ms, quiet",
     "under attack",
-    "health p99/max quiet",
+    "health p50/p99/max ms, quiet",
     "under attack",
-    "late p99/max",
+    "lateness of the machine",
     "failed",
     "log kB",
     "attacker: connections (refused), MiB, CPU",
@@ -56,6 +56,7 @@ _MIB = 1 << 20
 # A machine that others use, too, makes a stream wait so long for once.
 _LONGEST_SECONDS = 0.25
 _STEP_SECONDS = 0.02
+_RECOVERY_TRIES, _RECOVERY_SECONDS = 120, 1.0
 # An answer of so many tokens takes a quarter of a minute.
 _STREAM_TOKENS = 750
 
@@ -69,6 +70,8 @@ class Row:
     left_mib: float
     quiet: Figures
     attacked: Figures
+    # Seen behind it: a server that stood still tells then for how long.
+    behind: Figures
     log_bytes: int
     attacker: dict[str, Any]
     # Share of a core.
@@ -80,15 +83,16 @@ class Row:
         quiet, then = self.quiet, self.attacked
         gap, health = bounds.times * quiet.p(quiet.gaps, 0.99), bounds.times * quiet.p(quiet.health, 0.99)
         longest = max(bounds.times * quiet.p(quiet.gaps, 1), 1000 * _LONGEST_SECONDS)
+        gaps, failures = then.gaps + self.behind.gaps, then.failures + self.behind.failures
         found = {
             "ended": not self.is_running,
             "memory": self.more_mib > bounds.more_mib,
             "left": self.left_mib > bounds.left_mib,
-            "no stream": len(then.gaps) < len(quiet.gaps) / 10,
+            "no stream": not then.gaps,
             "gap": then.p(then.gaps, 0.99) > gap,
-            "longest gap": then.p(then.gaps, 1) > longest,
+            "longest gap": then.p(gaps, 1) > longest,
             "health": not then.health or then.p(then.health, 0.99) > health,
-            "failed": bool(then.failures or quiet.failures),
+            "failed": bool(failures),
             "500": any(status == "500" for status in self.attacker["statuses"]),
             "log": self.log_bytes > bounds.log_bytes,
         }
@@ -97,18 +101,18 @@ class Row:
     def cells(self, bounds: argparse.Namespace) -> list[str]:
         """Cells of the table."""
         quiet, then, did = self.quiet, self.attacked, self.attacker
-        failed = ", ".join(f"{count} {what}" for what, count in then.failures.most_common(3))
+        failures = then.failures + self.behind.failures
+        failed = ", ".join(f"{count} {what}" for what, count in failures.most_common(3))
         statuses = ", ".join(f"{status}: {count}" for status, count in sorted(did["statuses"].items()))
         return [
             self.trick,
             f"{self.more_mib:+.0f}",
             f"{self.left_mib:+.0f}",
-            *(
-                f"{one.p(one.gaps, 0.5):.0f}/{one.p(one.gaps, 0.99):.0f}/{one.p(one.gaps, 1):.0f}"
-                for one in (quiet, then)
-            ),
-            *(f"{one.p(one.health, 0.99):.0f}/{one.p(one.health, 1):.0f}" for one in (quiet, then)),
-            f"{then.p(then.lags, 0.99):.0f}/{then.p(then.lags, 1):.0f}",
+            quiet.told("gaps"),
+            then.told("gaps", self.behind.gaps),
+            quiet.told("health"),
+            then.told("health", self.behind.health),
+            then.told("lags"),
             failed or "-",
             f"{self.log_bytes / 1000:.0f}",
             f"{did['connections']} ({did['refused']}), {did['sent_bytes'] / _MIB:.0f}, {did['cpu_seconds']:.1f} s",
@@ -119,23 +123,9 @@ class Row:
 
     def facts(self, bounds: argparse.Namespace) -> dict[str, Any]:
         """The row for a file."""
-        found = dataclasses.asdict(self)
-        for phase in ("quiet", "attacked"):
-            figures = getattr(self, phase)
-            found[phase] = {
-                "failures": figures.failures,
-                **{
-                    name: {
-                        "count": len(times),
-                        "p50": figures.p(times, 0.5),
-                        "p99": figures.p(times, 0.99),
-                        "max": figures.p(times, 1),
-                    }
-                    for name in ("gaps", "health", "asks", "lags")
-                    if (times := getattr(figures, name)) is not None
-                },
-            }
-        return {**found, "broken": self.broken(bounds)}
+        found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        phases = {name: getattr(self, name).facts() for name in ("quiet", "attacked", "behind")}
+        return {**found, **phases, "broken": self.broken(bounds)}
 
 
 class Memory:
@@ -180,6 +170,8 @@ async def _attacked_by(arguments: argparse.Namespace, tree: GatewayTree, tricks:
         if attacker.returncode is None:
             attacker.kill()
             await attacker.wait()
+    if attacker.returncode:
+        raise RuntimeError(f"the attacker ended with {attacker.returncode}")
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 
@@ -197,10 +189,22 @@ async def _row(
     used = (_cpu_seconds(process) - cpu) / (time.monotonic() - begin)
     attacked, peak = probe.turn(), memory.take()
     await asyncio.sleep(arguments.after)
-    left = memory.take() if not tree.is_running else tree.rss_bytes
+    left = tree.rss_bytes if tree.is_running else 0
+    await _recovered(tree)
+    behind = probe.turn()
     name = tricks[0].name if len(tricks) == 1 else f"{len(tricks)} tricks in turn"
     more, kept = ((size - before) / _MIB for size in (peak, left))
-    return Row(name, more, kept, quiet, attacked, tree.log_bytes - log, did, used, tree.is_running)
+    return Row(name, more, kept, quiet, attacked, behind, tree.log_bytes - log, did, used, tree.is_running)
+
+
+async def _recovered(tree: GatewayTree) -> None:
+    """Return once the gateway answers at once again, so that the next trick begins in quiet; or after a while."""
+    for _ in range(_RECOVERY_TRIES):
+        begin = time.monotonic()
+        status = await asyncio.to_thread(tree.health, _RECOVERY_SECONDS)
+        if not tree.is_running or (status == 200 and time.monotonic() - begin < _RECOVERY_SECONDS / 2):
+            return
+        await asyncio.sleep(_RECOVERY_SECONDS)
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
@@ -243,9 +247,8 @@ async def _measure(arguments: argparse.Namespace, is_tls: bool) -> list[Row]:
                         print(f"the gateway has ended:\n{tree.gateway.output()[-2000:]}")
                         break
                 else:
-                    print(
-                        f"\nMemory: {(tree.rss_bytes - begin) / _MIB:+.0f} MiB in all, log {tree.log_bytes / 1000:.0f} kB"
-                    )
+                    more = (tree.rss_bytes - begin) / _MIB
+                    print(f"\nMemory: {more:+.0f} MiB in all, log {tree.log_bytes / 1000:.0f} kB")
         finally:
             watching.cancel()
     return rows

@@ -22,7 +22,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from factories.wire.http_tricks import HTTP_TRICKS, HttpTrick, Reading, Target, Then
 from factories.wire.raw_client import reset
@@ -219,7 +219,7 @@ async def _main() -> None:
     print("attacking", flush=True)
     await attacker.attack(tricks, arguments.connections, arguments.seconds, trick_seconds)
     attacker.done.cpu_seconds = time.process_time()
-    print(json.dumps(asdict(attacker.done)))
+    print(json.dumps(vars(attacker.done)))
 
 
 if __name__ == "__main__":
