@@ -6,6 +6,7 @@ the connection off, or the attack is over.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import itertools
@@ -228,16 +229,19 @@ def _stream(target: Target) -> bytes:
     return post(target, COMPLETIONS, body, _bearer(target))
 
 
-def _hello_of_tls(_: Target) -> Iterator[bytes]:
-    """Yield the first message of a TLS handshake, to which the server's signature is the answer."""
+@functools.cache
+def _client_hello() -> bytes:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     out = ssl.MemoryBIO()
-    begun = context.wrap_bio(ssl.MemoryBIO(), out)
-    try:
-        begun.do_handshake()
-    except ssl.SSLWantReadError:
-        yield out.read()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), out).do_handshake()
+    return out.read()
+
+
+def _hello_of_tls(_: Target) -> Iterator[bytes]:
+    """Yield the first message of a TLS handshake, to which the server's signature is the answer."""
+    yield _client_hello()
 
 
 def _half(pieces: Callable[[Target], Iterator[bytes]]) -> Callable[[Target], Iterator[bytes]]:
