@@ -21,7 +21,7 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from factories.wire.http_tricks import HTTP_TRICKS, HttpTrick, Reading, Target, Then
@@ -32,6 +32,8 @@ _STATUS = re.compile(rb"HTTP/1\.[01] (\d\d\d)")
 _STATUS_BYTES = 11
 _SLOW_BYTES, _SLOW_SECONDS = 512, 0.5
 _RETRY_SECONDS = 0.05
+# Handshakes of a crowd that are under way together.
+_BEGUN_AT_ONCE = 64
 # A little more than the tricks' own most.
 _MOST_CONNECTIONS = 4096
 
@@ -104,6 +106,58 @@ class HttpAttacker:
                     return
 
         await asyncio.gather(*(work(place) for place in range(min(connections, _MOST_CONNECTIONS))))
+
+    @contextlib.asynccontextmanager
+    async def poured(self, trick: HttpTrick, most_bytes: int, held_seconds: float) -> AsyncIterator[None]:
+        """Play on one connection, which is open for the block: until it is cut off, until `most_bytes` were sent, or
+        until the server took nothing for so long."""
+        reader, writer = await self._connect(trick)
+        self.done.connections += 1
+        reading = asyncio.ensure_future(self._read(reader, asyncio.Event(), is_slow=trick.reading is Reading.SLOW))
+        if trick.reading is Reading.NONE:
+            reading.cancel()
+        try:
+            with contextlib.suppress(OSError, TimeoutError):
+                for piece in trick.make(self._target):
+                    writer.write(piece)
+                    async with asyncio.timeout(held_seconds):
+                        await writer.drain()
+                    self.done.sent_bytes += len(piece)
+                    await asyncio.sleep(0)
+                    is_cut_off = reading.done() and not reading.cancelled()
+                    if is_cut_off or self.done.sent_bytes > most_bytes:
+                        break
+            yield
+        finally:
+            reset(writer)
+            reading.cancel()
+
+    @contextlib.asynccontextmanager
+    async def crowd(self, trick: HttpTrick) -> AsyncIterator[None]:
+        """Play on as many connections as the trick has, open for the block; a refused one is not tried again."""
+
+        async def begin() -> asyncio.StreamWriter | None:
+            async with slots:
+                try:
+                    _, writer = await self._connect(trick)
+                except (OSError, asyncio.IncompleteReadError):
+                    self.done.refused += 1
+                    return None
+                with contextlib.suppress(OSError):
+                    for piece in trick.make(self._target):
+                        writer.write(piece)
+                        await writer.drain()
+                return writer
+
+        slots = asyncio.Semaphore(_BEGUN_AT_ONCE)
+        writers = await asyncio.gather(*(begin() for _ in range(trick.connections or 1)))
+        self.done.connections += sum(writer is not None for writer in writers)
+        try:
+            yield
+        finally:
+            for writer in writers:
+                if writer is not None:
+                    reset(writer)
 
     async def _play(self, trick: HttpTrick, until: float) -> None:
         """Play until a time of time.monotonic(); whoever is cut off connects again meanwhile."""

@@ -1,0 +1,192 @@
+"""Callers without a token, and some with one, who try to fill, to occupy and to break a real gateway process.
+
+Each test asks for what callers see: a status, an answer for somebody else meanwhile, the memory of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections.abc import Iterator
+
+import pytest
+from factories.servers.gateway_tree import TOKEN, GatewayTree, gateway_tree
+from factories.wire.http_attacker import HttpAttacker
+from factories.wire.http_tricks import CHAT, COMPLETIONS, FAULTS, HTTP_TRICKS, Target, head, post
+
+MIB = 1 << 20
+# Sent by one connection, and what of it the process may keep.
+POURED_BYTES, MOST_MIB = 100 * MIB, 32
+# A server that takes nothing for so long holds its sender up: it keeps nothing more.
+HELD_SECONDS = 2.0
+# In which an answer comes that does come.
+PATIENCE_SECONDS = 10.0
+ENDLESS = (
+    "trailers",
+    "one trailer",
+    "trailers that nobody reads",
+    "trailers of a request that has its answer",
+    "header lines",
+    "one header",
+    "header lines behind a body",
+    "header lines behind an answer that nobody reads",
+    "header lines behind an answer under way",
+    "requests behind an answer under way",
+    "pipelined requests that nobody reads",
+    "page files that nobody reads",
+    "chunk extensions",
+    "a chunk's size in zeros",
+    "chunks without end",
+    "wrong tokens",
+    "new names",
+)
+CROWDS = ("half-sent bodies", "half a head", "one request, and then nothing", "nothing")
+# Of the attacker: the address of everybody else here, as behind a proxy, and one of its own.
+SOURCES = ("127.0.0.1", "127.0.0.2")
+
+
+@pytest.fixture(scope="module", params=["http", "tls"])
+def tree(request: pytest.FixtureRequest) -> Iterator[GatewayTree]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 8192)), hard))
+    with gateway_tree(is_tls=request.param == "tls") as ready:
+        yield ready
+        assert ready.is_running
+
+
+@pytest.fixture
+def http(tree: GatewayTree) -> GatewayTree:
+    if tree.is_tls:
+        pytest.skip("TLS changes nothing here")
+    return tree
+
+
+def target(tree: GatewayTree) -> Target:
+    return Target(tree.address, TOKEN)
+
+
+def attacker(tree: GatewayTree, source: str | None = None) -> HttpAttacker:
+    return HttpAttacker(tree.address, target(tree), tree.tls, source=source)
+
+
+def asking(tree: GatewayTree, *fields: str, tokens: int = 1) -> bytes:
+    """A request that is answered soon."""
+    body = json.dumps({"prompt": [1], "max_tokens": tokens, "ignore_eos": True}).encode()
+    return post(target(tree), COMPLETIONS, body, *fields)
+
+
+async def statuses(tree: GatewayTree, data: bytes, count: int = 1) -> list[int]:
+    """The first statuses on a connection that sends these bytes; fewer where it is closed before."""
+    host, _, port = tree.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=tree.tls)
+    found: list[int] = []
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            writer.write(data)
+            while len(found) < count and (line := await reader.readline()):
+                if line.startswith(b"HTTP/1."):
+                    found.append(int(line.split()[1]))
+    except ConnectionError:
+        pass
+    finally:
+        writer.transport.abort()
+    return [status for status in found if status != 100]
+
+
+async def others_are_served(tree: GatewayTree) -> None:
+    """Health and an authorised caller have their answers, several times."""
+    for _ in range(3):
+        assert await statuses(tree, head(target(tree), "GET", "/health")) == [200]
+        assert await statuses(tree, asking(tree, f"Authorization: Bearer {TOKEN}")) == [200]
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_what_has_no_end_is_not_kept(tree: GatewayTree, name: str) -> None:
+    await others_are_served(tree)
+    before, one = tree.rss_bytes, attacker(tree)
+    async with one.poured(HTTP_TRICKS[name], POURED_BYTES, HELD_SECONDS):
+        assert tree.health() == 200
+        assert (tree.rss_bytes - before) / MIB < MOST_MIB, f"after {one.done.sent_bytes >> 20} MiB"
+    assert one.done.sent_bytes
+    await others_are_served(tree)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", CROWDS)
+async def test_a_crowd_that_says_nothing_does_not_shut_the_door(tree: GatewayTree, name: str, source: str) -> None:
+    many = attacker(tree, source)
+    async with many.crowd(HTTP_TRICKS[name]):
+        await others_are_served(tree)
+    # Those who hung up have left nothing behind.
+    await others_are_served(tree)
+
+
+async def test_the_token_is_asked_before_the_body_is_read(tree: GatewayTree) -> None:
+    for fields in ((), ("Authorization: Bearer wrong",), ("X-Api-Key: wrong",)):
+        for length in ("Content-Length: 4000000", "Transfer-Encoding: chunked"):
+            begun = head(target(tree), "POST", CHAT, length, *fields) + b"1\r\n{"
+            assert await statuses(tree, begun) == [401]
+
+
+async def test_nobody_has_a_500_and_the_log_stays_short(http: GatewayTree) -> None:
+    before = http.log_bytes
+    for path, body in FAULTS:
+        for token in ((), (f"Authorization: Bearer {TOKEN}",)):
+            asked = post(target(http), path, body, *token)
+            found = await statuses(http, asked * 20, 20)
+            assert found, path
+            assert all(400 <= status < 500 for status in found), (path, body[:80])
+    assert http.log_bytes - before < 100_000
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/"])
+async def test_a_request_has_one_host(http: GatewayTree, path: str) -> None:
+    at = target(http)
+    assert await statuses(http, head(at, "GET", path, host="")) == [400]
+    assert await statuses(http, head(at, "GET", path, "Host: b.example")) == [400]
+    assert await statuses(http, head(at, "GET", path, f"Host: {http.address}")) == [400]
+
+
+async def test_a_length_beside_chunks_is_refused(http: GatewayTree) -> None:
+    both = head(target(http), "POST", CHAT, "Content-Length: 7", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n"
+    assert await statuses(http, both) == [400]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"]
+)
+async def test_a_name_of_another_site_that_leads_here_is_refused(http: GatewayTree, host: str) -> None:
+    """DNS rebinding: a page of that name reads answers of this machine's own services."""
+    at = target(http)
+    fields = (f"Origin: http://{host}", "Sec-Fetch-Site: same-origin", f"Authorization: Bearer {TOKEN}")
+    for asked in (
+        head(at, "GET", "/v1/models", *fields, host=host),
+        head(at, "GET", "/", host=host),
+        head(at, "POST", COMPLETIONS, *fields, "Content-Length: 2", host=host) + b"{}",
+    ):
+        (status,) = await statuses(http, asked)
+        assert status in (400, 403, 421)
+
+
+async def test_names_of_this_machine_are_no_strangers(http: GatewayTree) -> None:
+    at, port = target(http), http.address.rpartition(":")[2]
+    for host in (
+        "localhost",
+        f"localhost:{port}",
+        "127.0.0.1",
+        f"127.0.0.1:{port}",
+        f"LOCALHOST:{port}",
+        f"[::1]:{port}",
+    ):
+        assert await statuses(http, head(at, "GET", "/version", host=host)) == [200]
+    assert await statuses(http, head(at, "GET", "/version", version="1.0")) == [200]
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "a/1, b/2"])
+async def test_a_protocol_that_is_not_spoken_changes_nothing(http: GatewayTree, protocol: str) -> None:
+    """RFC 9110, 7.8: a server may ignore Upgrade; the connection goes on with HTTP/1.1."""
+    at = target(http)
+    upgrade = (f"Upgrade: {protocol}", "Connection: Upgrade")
+    asked = head(at, "GET", "/version", *upgrade) + asking(http, *upgrade) + head(at, "GET", "/health")
+    assert await statuses(http, asked, 3) == [200, 401, 200]
