@@ -27,10 +27,13 @@ MARKS ?= not slow and not chaos and not docker and not clients
 SDKS ?=
 # Flags of `make soak`, e.g. --minutes 5 --transport grpc.
 SOAK ?=
-# Of `make fuzz`: requests, frames, and where to begin.
+# Of `make fuzz`: requests by gRPC, frames, requests by HTTP, and where to begin.
 FUZZ ?= 50000
 FRAMES ?= 1000000
+HTTP ?= 50000
 SEED ?= 1
+# Flags of `make attack`, e.g. --seconds 10 --way tls.
+ATTACK ?=
 # Where `make chaos` writes its table.
 CHAOS ?= dev/log/chaos.md
 # Where `make safeguards` does.
@@ -43,7 +46,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients sdks wheels numerics sanitize arm64 npu-wheel soak chaos safeguards fuzz lint types stubs docs site charts bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients sdks wheels numerics sanitize arm64 npu-wheel soak chaos attack safeguards fuzz lint types stubs docs site charts bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -89,12 +92,16 @@ arm64: $(VENV)/.dev  ## the C++ kernels cross-compiled for arm64, and their test
 soak: $(VENV)/.dev  ## router and tokenizer for 40 minutes under all that clients and backends do; nothing may be lost or left behind
 	@$(BIN)/python tools/soak.py $(SOAK)
 
-fuzz: $(VENV)/.dev  ## FUZZ=50000 random requests at every call of every service, FRAMES=1000000 changed frames at both ends of HTTP/2, from SEED=1
+fuzz: $(VENV)/.dev  ## FUZZ=50000 random requests at every call of every service, FRAMES=1000000 changed frames at both ends of HTTP/2, HTTP=50000 random requests at a gateway, from SEED=1
 	@PENSTOCK_FUZZ="$(FUZZ)" PENSTOCK_FUZZ_SEED="$(SEED)" $(BIN)/python -m pytest -q -s tests/integration/router/test_fuzz.py
 	@PENSTOCK_FUZZ_FRAMES="$(FRAMES)" PENSTOCK_FUZZ_SEED="$(SEED)" $(BIN)/python -m pytest -q -s tests/unit/http2/test_frame_fuzz.py
+	@PENSTOCK_FUZZ_HTTP="$(HTTP)" PENSTOCK_FUZZ_SEED="$(SEED)" $(BIN)/python -m pytest -q -s tests/integration/gateway/test_http_fuzz.py
 
 chaos: $(VENV)/.dev  ## 50 of each fault (PENSTOCK_CHAOS_TRIES) at random tokens of streams; every answer exact, nothing left behind
 	@PENSTOCK_CHAOS_OUT=$(CHAOS) PENSTOCK_TEMPLATE_PROCESSES=2 $(BIN)/python -m pytest -q -m "chaos or not chaos" tests/chaos
+
+attack: $(VENV)/.dev  ## a gateway while a caller without a token tries every trick, HTTP and TLS: a minute each, three hours in all (ATTACK="--seconds 5" for an hour)
+	@$(BIN)/python benchmarks/gateway_attack.py $(ATTACK)
 
 safeguards: $(VENV)/.dev  ## remove safeguards of the product one by one, in a copy: the test of each must fail
 	@$(BIN)/python tools/remove_safeguards.py --out $(SAFEGUARDS)
