@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,39 +146,61 @@ async def test_a_response_larger_than_all_may_be_is_not_kept_and_no_other_leaves
         assert await kept.get("a", "1") is not None
 
 
+async def counted(kept: SqliteResponses) -> tuple[int, int]:
+    """Rows and bytes that are in the file."""
+    query = "SELECT count(*), coalesce(sum(size), 0) FROM responses"
+    rows, size = await kept._run(lambda: kept._db.execute(query).fetchone())
+    return rows, size
+
+
+@contextmanager
+def full_disk(*files: Path) -> Iterator[None]:
+    """Let no file grow beyond the largest of these, in this process: a write behind it fails, at the end of a
+    transaction."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max(file.stat().st_size for file in files), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 async def test_a_full_disk_keeps_what_there_was_and_counts_it(tmp_path: Path) -> None:
-    """SQLite's own bound on a file's pages is a disk that is full, at any statement of a transaction."""
-    async with store(str(tmp_path / "kept"), max_responses=20) as kept:
+    place = tmp_path / "kept"
+    async with store(str(place), max_responses=20) as kept:
         assert isinstance(kept, SqliteResponses)
-
-        async def allow(pages: int) -> None:
-            await kept._run(lambda: kept._db.execute(f"PRAGMA max_page_count = {pages}"))
-
-        async def counted() -> tuple[int, int]:
-            count = "SELECT count(*), coalesce(sum(size), 0) FROM responses"
-            return tuple(await kept._run(lambda: kept._db.execute(count).fetchone()))  # type: ignore[return-value]
-
-        await allow(12)
-        failed = 0
-        for number in range(60):
-            try:
-                await kept.put("a", response(str(number), "x" * 5000), None)
-            except StoreFailed:
-                failed += 1
-            assert (kept.num_responses, kept.num_bytes) == await counted()
-        # As many as there is room for, the first.
-        there = kept.num_responses
-        assert there == 60 - failed
-        assert there > 0
-        assert all([await kept.get("a", str(number)) for number in range(there)])
-        await allow(1 << 20)
-        for number in range(60, 60 + 20 - there):
+        for number in range(5):
             await kept.put("a", response(str(number), "x" * 5000), None)
-        assert (kept.num_responses, kept.num_bytes) == await counted()
-        assert kept.num_responses == 20
-        assert all([await kept.get("a", str(number)) for number in range(there)])
-        await kept.delete("a", "0")
-        assert (kept.num_responses, kept.num_bytes) == await counted()
+        with full_disk(place, tmp_path / "kept-wal"):
+            for number in range(5, 45):
+                with pytest.raises(StoreFailed):
+                    await kept.put("a", response(str(number), "x" * 5000), None)
+                with pytest.raises(StoreFailed):
+                    await kept.delete("a", "0")
+                assert (kept.num_responses, kept.num_bytes) == await counted(kept)
+        for number in range(45, 60):
+            await kept.put("a", response(str(number), "x" * 5000), None)
+        assert (kept.num_responses, kept.num_bytes) == await counted(kept)
+        # All that were stored, the first ones too, and no other.
+        there = [number for number in range(60) if await kept.get("a", str(number)) is not None]
+        assert there == [*range(5), *range(45, 60)]
+        assert await kept.delete("a", "0")
+        assert (kept.num_responses, kept.num_bytes) == await counted(kept)
+
+
+async def test_rows_that_leave_with_a_put_that_fails_are_counted_again(tmp_path: Path) -> None:
+    async with store(str(tmp_path / "kept")) as kept:
+        assert isinstance(kept, SqliteResponses)
+        for number in range(5):
+            await kept.put("a", response(str(number)), None)
+        await kept._run(lambda: kept._db.execute("UPDATE responses SET expires = 0 WHERE id = '0'"))
+        await kept._run(lambda: kept._db.commit())
+        for _ in range(10):
+            with pytest.raises(StoreFailed):
+                # Of an id that there is.
+                await kept.put("a", response("4"), None)
+            assert (kept.num_responses, kept.num_bytes) == await counted(kept)
+            assert kept.num_responses == 5
 
 
 @needs_shared_store
