@@ -372,5 +372,7 @@ def parent_display(config: ProcessConfig, service: str) -> ProgressDisplay:
     if config.log_format == "json":
         from penstock.common.logging import configure_logging
 
-        configure_logging(service, log_format="json", level=config.log_level, debug=config.debug)
+        configure_logging(
+            service, log_format="json", level=config.log_level, debug=config.debug, bounds=config.log_bounds
+        )
     return serve_display(config)

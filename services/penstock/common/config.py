@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 
 from penstock.common.environment import ENV_PREFIX, child_environment, current_environment, prepare_environment
 from penstock.common.errors import StartupError
+from penstock.common.log_limits import LineBounds
 from penstock.common.options import BoundOption, load, option, options_of
 from penstock.common.ports import (
     GENERATION_METRICS_PORT,
@@ -96,6 +97,14 @@ class ProcessConfig:
         "info", "Least severe level written.", group=LOGGING
     )
     debug: bool = option(False, "Tracebacks and exception texts on errors.", group=LOGGING)
+    log_lines: int = option(
+        LineBounds.lines,
+        "Lines of a kind (one event of one part of the code, with one exception) in --log-seconds; the log tells how "
+        "many more there were. 0: all.",
+        group=LOGGING,
+        minimum=0,
+    )
+    log_seconds: float = option(LineBounds.seconds, "Time that --log-lines counts in.", group=LOGGING, minimum=1.0)
     tracing_endpoint: str | None = option(
         None,
         "Send traces to this OTLP/HTTP collector (http://host:4318), or append them to a file (file:PATH). Needs "
@@ -123,6 +132,11 @@ class ProcessConfig:
     tracing_file_bytes: int = option(
         256 << 20, "Largest file of traces; further spans are dropped.", group=TRACING, minimum=4096
     )
+
+    @property
+    def log_bounds(self) -> LineBounds:
+        """Bounds on lines of a kind."""
+        return LineBounds(self.log_lines, self.log_seconds)
 
     @property
     def is_tls(self) -> bool:

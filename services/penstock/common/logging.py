@@ -1,6 +1,7 @@
 """Structured logs: JSON, or readable lines on a terminal. Never contents, token ids, keys or raw client strings.
 
 An exception is written as its types and frames. Its text may quote a user's input, so it appears only with --debug.
+Lines of a kind are bounded (log_limits.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,15 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.common.deferred import absent
+from penstock.common.log_limits import (
+    MOST_EVENT_CHARS,
+    MOST_EXCEPTION_CHARS,
+    PLACE,
+    LineBounds,
+    LineLimit,
+    causes,
+    shortened,
+)
 
 # Absent, since rich costs every process 5 MiB and 0.05 s, and only prints tracebacks: `describe_exception` does here.
 with absent("rich"):
@@ -23,6 +33,7 @@ with absent("rich"):
 if TYPE_CHECKING:
     from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
+_DEFAULT_BOUNDS = LineBounds()
 _LEVELS = {"debug": stdlib.DEBUG, "info": stdlib.INFO, "warning": stdlib.WARNING, "error": stdlib.ERROR}
 # Libraries whose loggers write to stderr by handlers of their own, made when they are imported.
 _SELF_WRITING = ("transformers", "huggingface_hub")
@@ -41,7 +52,14 @@ def bind_trace(trace_id: str) -> None:
     structlog.contextvars.bind_contextvars(trace_id=trace_id)
 
 
-def configure_logging(service: str, *, log_format: str = "auto", level: str = "info", debug: bool = False) -> None:
+def configure_logging(
+    service: str,
+    *,
+    log_format: str = "auto",
+    level: str = "info",
+    debug: bool = False,
+    bounds: LineBounds = _DEFAULT_BOUNDS,
+) -> None:
     """Set up this process's logging, once, at the start of its main function."""
     console = sys.stderr.isatty() if log_format == "auto" else log_format == "console"
 
@@ -62,6 +80,8 @@ def configure_logging(service: str, *, log_format: str = "auto", level: str = "i
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            # Before all that costs time.
+            line_limit(bounds),
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             add_service,
             render_exception,
@@ -83,10 +103,23 @@ def configure_logging(service: str, *, log_format: str = "auto", level: str = "i
         # They are for developers, and may quote what a user sent.
         told = {"text": str(message)} if debug else {}
         where = f"{_short(filename)}:{lineno}"
-        get_logger("python").info("a library warns", category=category.__name__, where=where, **told)
+        get_logger("python").info(
+            "a library warns", category=category.__name__, where=where, **told, **{PLACE: (where, category)}
+        )
 
     # Not into stderr, where they would stand between the lines of a start.
     warnings.showwarning = log_warning
+
+
+def line_limit(bounds: LineBounds) -> LineLimit:
+    """Make the processor that bounds lines of a kind; it writes what it left out by the logger itself."""
+
+    def write_left_out(fields: dict[str, Any]) -> None:
+        # A place of its own for each kind: there are no more of them than kinds.
+        place = (fields["of"], fields["of_level"], fields["of_event"])
+        get_logger("penstock.log").warning("lines of a kind were left out", **fields, **{PLACE: place})
+
+    return LineLimit(bounds, write_left_out, structlog.DropEvent)
 
 
 def is_json_log() -> bool:
@@ -121,6 +154,7 @@ def configure_quiet_logging() -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
+            line_limit(_DEFAULT_BOUNDS),
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             structlog.dev.ConsoleRenderer(colors=False),
@@ -139,18 +173,19 @@ def _as_exc_info(exc_info: Any) -> ExcInfo | None:
 
 
 def describe_exception(exc_info: ExcInfo | None, *, debug: bool) -> str:
-    """Return types and frames of an exception and its causes, innermost last; with `debug` the full traceback."""
+    """Return types and frames of an exception and its causes, innermost last; with `debug` the full traceback.
+
+    What is too long loses its middle.
+    """
     if exc_info is None:
         return ""
     if debug:
-        return "".join(traceback.format_exception(*exc_info)).rstrip()
+        return shortened("".join(traceback.format_exception(*exc_info)).rstrip())
     parts: list[str] = []
-    error: BaseException | None = exc_info[1]
-    while error is not None:
+    for error in causes(exc_info[1]):
         where = " > ".join(describe_frames(traceback.walk_tb(error.__traceback__)))
-        parts.append(f"{type(error).__name__} at {where}")
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return " <- ".join(parts)
+        parts.append(shortened(f"{type(error).__name__} at {where}", MOST_EXCEPTION_CHARS // 4))
+    return shortened(" <- ".join(parts))
 
 
 def describe_frames(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
@@ -181,9 +216,11 @@ class _Forward(stdlib.Handler):
 
     def emit(self, record: stdlib.LogRecord) -> None:
         event = record.getMessage() if self._debug else str(record.msg).partition("\n")[0]
+        # A message that a library has put together by itself is of a kind by the line of code that wrote it.
+        place = {PLACE: (record.pathname, record.lineno)}
         log = get_logger(record.name)
         write = log.error if record.levelno >= stdlib.ERROR else log.warning
         kind = record.exc_info[0] if record.exc_info else None
         if record.name == _GRPC_CORE and kind is not None and kind.__name__ in _CALLER_LEFT:
             write = log.debug
-        write(event, exc_info=record.exc_info)
+        write(shortened(event, MOST_EVENT_CHARS), exc_info=record.exc_info, **place)

@@ -171,7 +171,13 @@ def _serve(role: Role, config: ProcessConfig, reporter: Reporter, gate: Gate | N
     from penstock.common.logging import configure_logging
 
     prepare_environment(getattr(config, "threads", None))
-    configure_logging(role.name, log_format=config.log_format, level=config.log_level, debug=config.debug)
+    configure_logging(
+        role.name,
+        log_format=config.log_format,
+        level=config.log_level,
+        debug=config.debug,
+        bounds=config.log_bounds,
+    )
     began = time.monotonic()
     if not reporter.is_heard:
         say(f"{role.name}: loading")

@@ -18,6 +18,7 @@ import torch
 
 from penstock.common.errors import StartupError
 from penstock.common.heap import trim_heap
+from penstock.common.log_limits import LineBounds
 from penstock.common.logging import configure_logging, get_logger
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.host_kv import HostKVPool, copy_blocks
@@ -138,6 +139,7 @@ def main() -> int:
         log_format=order["log_format"],
         level=order["log_level"],
         debug=order["debug"],
+        bounds=LineBounds(order["log_lines"], order["log_seconds"]),
     )
     try:
         worker = Worker(order, connection.send_bytes)

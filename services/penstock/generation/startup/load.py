@@ -375,6 +375,8 @@ def _ranks(config: GenerationServiceConfig, folder: Path, model: ModelConfig, de
         "log_format": config.log_format,
         "log_level": config.log_level,
         "debug": config.debug,
+        "log_lines": config.log_lines,
+        "log_seconds": config.log_seconds,
     }
     return Ranks(config.tensor_parallel, device, order)
 
