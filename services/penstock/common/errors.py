@@ -30,19 +30,30 @@ from google.rpc import error_details_pb2, status_pb2
 DOMAIN = "penstock"
 # Longest wait that an error asks for: what a peer's figures add up to may be anything.
 _MOST_RETRY_SECONDS = 86_400.0
-# Of a message, which travels in a header of some kilobytes.
+# Longest text of an error on the wire: all of them together have to fit the 8 KiB of trailers that peers take.
+_MOST_TEXT_BYTES = 1024
+# Longest message of a process that cannot start.
 _MOST_CHARS = 2000
 # Half characters, and what controls a terminal.
-_UNSENDABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def _sendable(message: str) -> str:
-    """Return a message that can be written anywhere: files hold half characters, and megabytes."""
-    if len(message) > _MOST_CHARS:
-        message = f"{message[:_MOST_CHARS]}…"
-    if message.isprintable():
-        return message
-    return _UNSENDABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), message)
+def _printable(text: str) -> str:
+    """Return a text that can be written anywhere: files hold half characters, and megabytes."""
+    if len(text) > _MOST_CHARS:
+        text = f"{text[:_MOST_CHARS]}…"
+    if text.isprintable():
+        return text
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _sendable(text: str) -> str:
+    """Return a text as a message and trailers can hold it: names in it may be a caller's, of any length."""
+    text = _printable(text)
+    if text.isascii() and len(text) <= _MOST_TEXT_BYTES:
+        return text
+    raw = text.encode()
+    return text if len(raw) <= _MOST_TEXT_BYTES else raw[: _MOST_TEXT_BYTES - 3].decode(errors="ignore") + "…"
 
 
 class PenstockError(Exception):
@@ -65,7 +76,7 @@ class PenstockError(Exception):
         self.message = message
         self.reason = reason
         self.metadata = dict(metadata or {})
-        self.field = field
+        self.field = None if field is None else _sendable(field)
         # The order matters for NaN.
         self.retry_after_seconds = (
             None if retry_after_seconds is None else min(max(0.0, retry_after_seconds), _MOST_RETRY_SECONDS)
@@ -79,7 +90,7 @@ class InvalidArgument(PenstockError):
 
     def __init__(self, field: str, description: str, *, reason: str = "INVALID_FIELD") -> None:
         super().__init__(f"{field}: {description}", reason=reason, field=field)
-        self.description = description
+        self.description = _sendable(description)
 
 
 class NotFound(PenstockError):
@@ -146,7 +157,7 @@ class StartupError(Exception):
     """A process cannot start. `flag` is what to change (e.g. `--kv-memory`); printed as one line, exit code 2."""
 
     def __init__(self, message: str, *, flag: str | None = None) -> None:
-        message = _sendable(message)
+        message = _printable(message)
         super().__init__(message)
         self.message = message
         self.flag = flag

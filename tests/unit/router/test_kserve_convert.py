@@ -6,7 +6,7 @@ import json
 from typing import Any, get_type_hints
 
 import pytest
-from penstock.common.errors import InvalidArgument
+from penstock.common.errors import InvalidArgument, trailing_metadata
 from penstock.inference import kserve_pb2
 from penstock.router.frontend.kserve_convert import infer_request
 from penstock_client import GenerationOptions
@@ -106,3 +106,17 @@ def test_shared_memory_is_refused_by_name() -> None:
 @pytest.mark.parametrize("name", ["output_scores", "top_logprobs", "return_token_ids", "echo", "model", "config"])
 def test_options_without_an_output_here_are_refused(name: str) -> None:
     assert refused_field(request({name: True})) == f"sampling_parameters.{name}"
+
+
+@pytest.mark.parametrize("name", ["\\ud800", "x" * 100_000, "\u00e9" * 100_000], ids=["half", "long", "long and wide"])
+def test_a_name_that_no_message_holds_is_refused_by_one_that_trailers_hold(name: str) -> None:
+    message = request()
+    tensor = message.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(f'{{"{name}": 1}}'.encode())
+    with pytest.raises(InvalidArgument) as caught:
+        infer_request(message)
+    (_, details), *_ = trailing_metadata(caught.value)
+    # Bytes of the status, percent-encoded, and of its details in base64: peers take 8 KiB.
+    assert 3 * len(caught.value.message.encode()) + 4 * len(details) // 3 < 8 << 10
+    assert caught.value.field is not None
+    assert caught.value.field.startswith("sampling_parameters.")
