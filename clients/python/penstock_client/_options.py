@@ -10,7 +10,7 @@ from penstock.v1 import config_pb2, text_pb2, tokenizer_pb2
 
 from penstock_client._config_values import CONSTRAINTS, naming, set_constraint, set_option
 from penstock_client._option_table import CONFIG, OUTPUT, STOP, OptionKeywords
-from penstock_client._structs import set_struct
+from penstock_client._structs import Structs
 from penstock_client._tensors import set_rows
 
 
@@ -140,20 +140,21 @@ def chat_request(
     ):
         made = message if isinstance(message, tokenizer_pb2.Message) else _message(message, f"messages[{number}]")
         request.messages.append(made)
+    structs = Structs()
     for number, tool in enumerate(tools):
-        _add_tool(request, tool, f"tools[{number}]")
+        _add_tool(request, tool, f"tools[{number}]", structs)
     for number, document in enumerate(documents):
         made_document, where = request.documents.add(), f"documents[{number}]"
         given = _object(document, where)
         for name in ("title", "text"):
             _set_text(made_document, name, given.get(name), where)
     if chat_template_kwargs:
-        set_struct(request.chat_template_kwargs, chat_template_kwargs, "chat_template_kwargs")
+        structs.set(request.chat_template_kwargs, chat_template_kwargs, "chat_template_kwargs")
     _apply(request, options)
     return request
 
 
-def _add_tool(request: text_pb2.ChatRequest, tool: Any, where: str) -> None:
+def _add_tool(request: text_pb2.ChatRequest, tool: Any, where: str, structs: Structs) -> None:
     """Add a tool. Raises InvalidArgument naming `where` and its field."""
     given = _object(tool, where)
     function = _object(given.get("function", given), where)
@@ -164,7 +165,7 @@ def _add_tool(request: text_pb2.ChatRequest, tool: Any, where: str) -> None:
         _set_text(made, name, function.get(name), where)
     # Set, if empty: a template is told of a tool without parameters.
     made.parameters.SetInParent()
-    set_struct(made.parameters, function.get("parameters", {}), f"{where}.parameters")
+    structs.set(made.parameters, function.get("parameters", {}), f"{where}.parameters")
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

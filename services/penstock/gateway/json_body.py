@@ -45,7 +45,7 @@ class BodyBounds:
     # Values, names of fields counted as well.
     most_values: int = 1 << 18
     # Lists and objects, which cost ten times what a number does.
-    most_containers: int = 1 << 15
+    most_containers: int = 1 << 14
     # Digits of an integer. At most 200: the check for infinite numbers relies on it.
     most_digits: int = 64
 

@@ -137,9 +137,12 @@ async def test_an_odd_query_is_refused_by_the_name_of_its_field(served: Served) 
         ("/v1/chat/completions", {"documents": [[]]}, "documents[0]"),
         ("/v1/chat/completions", {"documents": [{"text": 1}]}, "documents[0].text"),
         ("/apply-template", {"documents": [None]}, "documents[0]"),
+        # Together with the tools' parameters.
+        ("/apply-template", {"chat_template_kwargs": {"a": [1] * 20_000}}, "chat_template_kwargs"),
+        ("/v1/chat/completions", {"force_words_ids": [[1]] * 20_000}, None),
     ],
 )
-def test_the_field_is_named_by_its_path(served: Served, path: str, body: dict[str, Any], field: str) -> None:
+def test_the_field_is_named_by_its_path(served: Served, path: str, body: dict[str, Any], field: str | None) -> None:
     status, _, answer = served.ask(path, {"messages": [{"role": "user", "content": "Hello"}], **body})
     assert (status, json.loads(answer)["error"]["param"]) == (400, field)
 
