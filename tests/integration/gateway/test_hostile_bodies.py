@@ -23,9 +23,12 @@ _OTHERS = {
     ("force_words_ids", "num_beams"),
     ("constraints", "num_beams"),
     ("n", "num_return_sequences"),
+    # Of another name, no tool is the one that is chosen.
+    ("tools", "tool_choice"),
 }
-# No answer in time is none of the body's; a model may go on as long as a request lets it.
-_FINE = (200, 400, 404, 413, 504)
+# No answer in time, and work that would come too late, are none of the body's: a model goes on as long as a request
+# lets it.
+_FINE = (200, 400, 404, 413, 429, 504)
 # Targets without a body, and the status that each must get.
 _TARGETS: list[tuple[str, bytes, int]] = [
     *(
