@@ -86,7 +86,7 @@ async def _sweep(served: Served, cases: Sequence[Case]) -> None:
                     wrong.append(f"{case}: {status} {answer[:200]!r}")
 
     with structlog.testing.capture_logs() as lines:
-        async with running_gateway(served.grpc, answer_seconds=10.0) as gateway:
+        async with running_gateway(served.grpc, answer_seconds=5.0) as gateway:
             await asyncio.gather(*(send(gateway.host_port) for _ in range(_CONNECTIONS)))
     assert not wrong, f"{len(wrong)} of {len(cases)}: " + "\n".join(wrong[:20])
     assert not [line for line in lines if line["log_level"] in ("warning", "error", "critical")]
