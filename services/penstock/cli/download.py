@@ -147,9 +147,10 @@ def _check_whole(folder: Path, repo: str) -> None:
     index = folder / "model.safetensors.index.json"
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        # It raises OSError for a name that a file cannot have.
+        lacking = sorted(name for name in named if not (folder / name).is_file())
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise StartupError(f"MODEL {repo}: {index} cannot be read: remove it and run again", flag="MODEL") from error
-    lacking = sorted(name for name in named if not (folder / name).is_file())
     if lacking:
         some = f"{lacking[0]} and {len(lacking) - 1} more" if len(lacking) > 1 else lacking[0]
         raise StartupError(f"MODEL {repo}: {folder} has no {some}: run without --offline", flag="MODEL")
@@ -180,8 +181,11 @@ def _checksums(folder: Path) -> dict[Path, str]:
     """
     told = folder / modelscope.CHECKSUMS
     if told.is_file():
-        sums = json.loads(told.read_text(encoding="utf-8"))
-        return {folder / name: value for name, value in sums.items() if value}
+        try:
+            sums = json.loads(told.read_text(encoding="utf-8"))
+            return {folder / name: str(value) for name, value in sums.items() if value}
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+            raise StartupError(f"MODEL: {told} cannot be read: remove it and run again", flag="MODEL") from error
     named = {path: path.resolve().name for path in _files(folder)}
     return {path: name for path, name in named.items() if len(name) in (40, 64) and not name.strip("0123456789abcdef")}
 

@@ -137,7 +137,7 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
         "model": model_name(model),
         "folder": str(folder),
         "model_type": values.get("model_type"),
-        "architectures": values.get("architectures") or [],
+        "architectures": _names(values),
         "kind": _kind(values),
         "parameters": None if quantized else weights.count or None,
         "stored": {"bytes": weights.stored_bytes, "dtypes": weights.dtypes},
@@ -234,10 +234,15 @@ def _first(values: Mapping[str, Any], names: Iterable[str]) -> int | None:
     return next((one for one in found if isinstance(one, int) and not isinstance(one, bool) and one > 0), None)
 
 
+def _names(values: Mapping[str, Any]) -> list[str]:
+    named = values.get("architectures")
+    return [str(one) for one in named] if isinstance(named, list) else []
+
+
 def _kind(values: Mapping[str, Any]) -> str:
     if values.get("is_encoder_decoder"):
         return "encoder-decoder"
-    names = [str(one) for one in values.get("architectures") or []]
+    names = _names(values)
     if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
         return "decoder"
     return "no generator" if names else "unknown"
@@ -295,12 +300,15 @@ def _quantization(values: Mapping[str, Any], *, packed: bool) -> dict[str, Any] 
 
 def _tokenizer_facts(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     tokenizer, settings = _json(folder / "tokenizer.json"), _json(folder / "tokenizer_config.json")
-    words = (tokenizer.get("model") or {}).get("vocab") or ()
-    added = [one for one in tokenizer.get("added_tokens") or () if isinstance(one, dict)]
-    ids = {one.get("id") for one in added if one.get("content") not in words} if isinstance(words, dict) else set()
+    model, listed = tokenizer.get("model"), tokenizer.get("added_tokens")
+    found = model.get("vocab") if isinstance(model, dict) else None
+    words = found if isinstance(found, dict | list) else ()
+    added = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    is_mapping = isinstance(words, dict)
+    ids = {str(one.get("id")) for one in added if str(one.get("content")) not in words} if is_mapping else set()
     roles = ("bos_token", "eos_token", "pad_token", "unk_token")
     named = {role: settings.get(role) for role in roles if settings.get(role)}
-    special = {role: one["content"] if isinstance(one, dict) else one for role, one in named.items()}
+    special = {role: str(one.get("content") if isinstance(one, dict) else one) for role, one in named.items()}
     generation = _json(folder / "generation_config.json")
     template = settings.get("chat_template")
     has_file = (folder / "chat_template.jinja").is_file() or (folder / "additional_chat_templates").is_dir()

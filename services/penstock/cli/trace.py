@@ -121,7 +121,7 @@ def read_spans(path: str) -> list[TraceSpan]:
     for number, line in enumerate(lines, 1):
         try:
             spans += _spans(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StartupError(f"FILE {path}: line {number} is not traces in OTLP's JSON form", flag="FILE") from error
     return spans
 

@@ -40,8 +40,7 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
 def tls_context(config: ProcessConfig, alpn: Sequence[str] = ("h2",)) -> ssl.SSLContext:
     """Make the server's credentials for asyncio and plain sockets.
 
-    `alpn`: protocols that the handshake offers; none for plain HTTP. Raises StartupError naming the file's flag,
-    OSError for a bad PEM.
+    `alpn`: protocols that the handshake offers; none for plain HTTP. Raises StartupError naming the file's flag.
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -51,7 +50,12 @@ def tls_context(config: ProcessConfig, alpn: Sequence[str] = ("h2",)) -> ssl.SSL
         _read(path or "", flag)
     chain, key = (Path(path or "").expanduser() for path in (config.tls_cert, config.tls_key))
     # An explicit empty password: for an encrypted key OpenSSL would ask the terminal, and the start would hang.
-    context.load_cert_chain(chain, key, password="")
+    try:
+        context.load_cert_chain(chain, key, password="")
+    except OSError as error:
+        raise StartupError(
+            "--tls-cert and --tls-key are not a certificate chain and its key (PEM)", flag="--tls-cert"
+        ) from error
     if config.tls_client_ca is not None:
         roots = _read(config.tls_client_ca, "--tls-client-ca")
         try:

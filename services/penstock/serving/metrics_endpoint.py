@@ -62,7 +62,7 @@ def start_metrics_server(
     """Serve `registry` at http(s)://host:port/metrics from daemon threads; port 0 takes a free one.
 
     `is_ready` answers /readyz. With `config` it uses its certificate, key, client CA, tokens and bounds.
-    Raises StartupError naming --metrics-port or a file's flag, OSError for a bad PEM.
+    Raises StartupError naming --metrics-port or a file's flag.
     """
     # A series more for every counter and histogram, and nothing that process_start_time_seconds does not tell.
     disable_created_metrics()  # type: ignore[no-untyped-call]

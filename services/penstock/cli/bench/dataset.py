@@ -89,7 +89,7 @@ def _messages(record: dict[str, Any]) -> list[tuple[str, str]]:
         if not isinstance(turn, dict):
             return []
         role, text = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if role not in _ROLES or not isinstance(text, str):
+        if not isinstance(role, str) or role not in _ROLES or not isinstance(text, str):
             return []
         found.append((_ROLES[role], text))
     while found and found[-1][0] == "assistant":

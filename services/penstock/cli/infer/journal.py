@@ -64,7 +64,7 @@ class Journal:
             with path.open("rb") as file:
                 first = json.loads(file.readline())
             return dict(first["settings"])
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return {}
 
     def __len__(self) -> int:
@@ -76,9 +76,10 @@ class Journal:
         for raw in self._file:
             try:
                 record = json.loads(raw) if raw.endswith(b"\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
-            if not isinstance(record, dict) or (is_first and record.get("penstock_infer") != _VERSION):
+            # What is no record ends the journal: the lines from it on are computed again.
+            if not isinstance(record, dict) or not (_is_head(record) if is_first else _is_record(record)):
                 break
             if is_first:
                 self._check(record["settings"], settings)
@@ -108,7 +109,7 @@ class Journal:
             return None
         self._file.seek(place)
         record: Record = json.loads(self._file.readline())
-        return record if record["digest"] == line.digest else None
+        return record if record.get("digest") == line.digest else None
 
     def add(self, line: Line, record: Mapping[str, Any]) -> None:
         """Append a record: on the disk when this returns. Raises OSError."""
@@ -161,3 +162,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_head(record: Record) -> bool:
+    return record.get("penstock_infer") == _VERSION and isinstance(record.get("settings"), dict)
+
+
+def _is_record(record: Record) -> bool:
+    return type(record.get("line")) is int and isinstance(record.get("digest"), str)

@@ -23,6 +23,7 @@ from penstock.cli.infer.prompts import Prompt
 from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
 from penstock.common.checkpoint import model_name, resolve_model, source_name
 from penstock.common.errors import ResourceExhausted, StartupError
+from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, read_json
 
 if TYPE_CHECKING:
     from penstock_client import Client, Completion, Stream
@@ -168,23 +169,25 @@ def scaled_folder(folder: Path, alpha: float) -> Iterator[Path]:
     The base becomes base · alpha^(d / (d - 2)) for d dimensions a head. Raises StartupError naming --alpha for a model
     that has a scaling of its own, or no such base.
     """
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values = read_json(folder / CONFIG_FILE)
+    config = ConfigReader(values, str(folder / CONFIG_FILE))
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    scaling = values.get(name) or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    base = scaling.get("rope_theta", values.get("rope_theta", 10_000.0))
-    heads, width = values.get("num_attention_heads"), values.get("hidden_size")
-    if kind != "default" or not isinstance(base, int | float) or not heads or not width:
+    scaling = config.mapping(name) or ConfigReader({}, config.source)
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind != "default" or not config.has("num_attention_heads") or not config.has("hidden_size"):
         has = f"rope_type {kind!r}" if kind != "default" else "no rotary base"
         raise StartupError(f"--alpha: config.json has {has}: leave --alpha out", flag="--alpha")
-    dim = values.get("head_dim") or width // heads
+    base = scaling.number("rope_theta", config.number("rope_theta", 10_000.0))
+    dim = config.integer("head_dim", max(1, config.integer("hidden_size") // config.integer("num_attention_heads")))
+    if dim < 4:
+        raise config.error("head_dim", "must be at least 4 with --alpha")
     scaled = base * alpha ** (dim / (dim - 2))
     # Both spellings: readers differ in the one that they take.
     values["rope_theta"] = scaled
-    if scaling:
-        values[name] = {**scaling, "rope_theta": scaled}
-    if values.get("max_position_embeddings"):
-        values["max_position_embeddings"] = int(values["max_position_embeddings"] * alpha)
+    if scaling.values:
+        values[name] = {**scaling.values, "rope_theta": scaled}
+    if config.has("max_position_embeddings"):
+        values["max_position_embeddings"] = int(config.integer("max_position_embeddings") * alpha)
     with tempfile.TemporaryDirectory(prefix="penstock-alpha-") as made:
         for path in folder.iterdir():
             if path.name != "config.json":

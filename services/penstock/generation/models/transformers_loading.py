@@ -71,7 +71,7 @@ def read_transformers_config(
     dtype = next((str(name).removeprefix("torch.") for name in names if name is not None), None)
     return ModelConfig(
         model_type=model_type,
-        architecture=next(iter(config.values.get("architectures") or ()), type(whole).__name__),
+        architecture=_architecture(config) or type(whole).__name__,
         vocab_size=number("vocab_size"),
         hidden_size=hidden,
         intermediate_size=number("intermediate_size", 4 * hidden),
@@ -96,6 +96,16 @@ def read_transformers_config(
         checkpoint_format="" if format is None else format.description,
         route="fallback",
     )
+
+
+def _architecture(config: ConfigReader) -> str:
+    """Return the first of `architectures`; empty where there is none. Raises StartupError."""
+    named = config.values.get("architectures")
+    if not named:
+        return ""
+    if not isinstance(named, list) or not isinstance(named[0], str) or not named[0].isprintable():
+        raise config.error("architectures", "must be a list of names")
+    return named[0]
 
 
 def load_transformers_model(

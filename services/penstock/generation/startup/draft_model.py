@@ -180,8 +180,11 @@ def _token_ids(folder: Path) -> dict[str, int]:
         if isinstance(vocabulary, list):
             vocabulary = {entry[0]: token_id for token_id, entry in enumerate(vocabulary)}
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", ())}
-        return {**vocabulary, **added}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        found = {**vocabulary, **added}
+        if not found or not all(type(token_id) is int for token_id in found.values()):
+            raise ValueError("ids are whole numbers")
+        return found
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StartupError(f"{MODEL_FLAG}: tokenizer.json is broken", flag=MODEL_FLAG) from error
 
 
