@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from factories.models.kernels import assert_close
-from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import INSTRUCTION_SETS, cache_home, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.cli import kernels
 from penstock.common.errors import StartupError
-from penstock.generation.devices.native import build, library
+from penstock.generation.devices.native import LIBRARY, build, library, prebuilt
 from penstock.generation.devices.native.trust import digest, digest_path
 from penstock.generation.layers.kernels import LayerKernels, NativeKernels
 
@@ -148,3 +150,26 @@ def test_what_was_built_is_found_without_a_compiler(tmp_path: Path, monkeypatch:
     command = [sys.executable, "-c", code, str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.splitlines()[-1] == "None"
+
+
+@pytest.mark.parametrize("place", ["cache", "wheel"])
+def test_a_library_that_is_cut_short_does_not_end_the_process(tmp_path: Path, place: str) -> None:
+    """Half of the real one: the loader would map what is not there, and end by SIGBUS."""
+    content = next((cache_home() / "penstock").glob("*/*.so")).read_bytes()
+    made = build.library_path(tmp_path / "cache", fake_compiler(tmp_path, "12.1"))
+    if place == "wheel":
+        made = tmp_path / prebuilt.PACKAGE / f"{LIBRARY}.so"
+    made.parent.mkdir(parents=True)
+    made.write_bytes(content[: len(content) // 2])
+    if place == "wheel":
+        (made.parent / "__init__.py").touch()
+        facts = {**prebuilt.wheel_facts(torch.__version__), prebuilt.DIGEST: hashlib.blake2b(content).hexdigest()}
+        (made.parent / prebuilt.FACTS).write_text(json.dumps(facts))
+    script = (
+        "import pathlib, sys; sys.path.append(sys.argv[1])\n"
+        "from penstock.generation.devices.native import library\n"
+        "print(library.load(pathlib.Path(sys.argv[1]) / 'cache'))"
+    )
+    found = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout.splitlines()[-1:]) == (0, ["None"]), found.stderr
+    assert "not loaded" in found.stdout + found.stderr
