@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# transformers' value (1e30) for "no limit"; any limit as large is none.
-LARGE_INTEGER = int(1e20)
+# transformers has 1e30 for "no limit"; any that is longer than a context on the wire is none.
+LARGE_INTEGER = 2**31
 
 
 @dataclass(frozen=True)
@@ -31,3 +31,21 @@ class TokenizerBundle:
     id_limit: int = 0
     # End-of-sequence ids of generation_config.json, in its order.
     generation_eos_token_ids: list[int] = field(default_factory=list)
+
+
+# Ids of tokens' types fit in the rows of any embedding.
+_MOST_TYPE_ID = 2**31 - 1
+_SIDES = ("left", "right")
+
+
+def checked(bundle: TokenizerBundle) -> TokenizerBundle:
+    """Return the bundle, whose facts a folder may have in any type. Raises TypeError naming the one that is wrong."""
+    for name in ("special_tokens", "templates"):
+        if not all(isinstance(one, str) for pair in getattr(bundle, name).items() for one in pair):
+            raise TypeError(f"tokenizer_config.json has {name} that are no texts")
+    for name in ("padding_side", "truncation_side"):
+        if getattr(bundle, name) not in _SIDES:
+            raise TypeError(f"tokenizer_config.json has a {name} other than left and right")
+    if type(bundle.pad_token_type_id) is not int or not 0 <= bundle.pad_token_type_id <= _MOST_TYPE_ID:
+        raise TypeError("tokenizer_config.json has a pad_token_type_id that is no id")
+    return bundle

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.common import child_io
 from penstock.common.heap import trim_heap
-from penstock.tokenizer.bundle import LARGE_INTEGER, TokenizerBundle
+from penstock.tokenizer.bundle import LARGE_INTEGER, TokenizerBundle, checked
 
 # Limit of ids. Each has a place in the decoding tables: a wrong number in a file must not take all memory.
 MAX_IDS = 1 << 24
@@ -63,20 +63,29 @@ def load(folder: Path) -> TokenizerBundle:
     backend.no_padding()
     template = tokenizer.chat_template
     limit = tokenizer.model_max_length
-    return TokenizerBundle(
-        backend=backend.to_str(),
-        special_tokens=dict(tokenizer.special_tokens_map),
-        response_template=_json_text(getattr(tokenizer, "response_template", None)),
-        templates=template if isinstance(template, dict) else {"default": template} if template else {},
-        model_max_length=int(limit) if limit and limit < LARGE_INTEGER else None,
-        padding_side=tokenizer.padding_side,
-        truncation_side=tokenizer.truncation_side,
-        pad_token_type_id=tokenizer.pad_token_type_id,
-        clean_up_tokenization_spaces=_cleans_up(tokenizer, backend),
-        split_special_tokens=bool(tokenizer.split_special_tokens),
-        id_limit=_id_limit(tokenizer, folder),
-        generation_eos_token_ids=_generation_eos(folder),
+    return checked(
+        TokenizerBundle(
+            backend=backend.to_str(),
+            special_tokens=dict(tokenizer.special_tokens_map),
+            response_template=_json_text(getattr(tokenizer, "response_template", None)),
+            templates=template if isinstance(template, dict) else {"default": template} if template else {},
+            model_max_length=_limit(limit),
+            padding_side=tokenizer.padding_side,
+            truncation_side=tokenizer.truncation_side,
+            pad_token_type_id=tokenizer.pad_token_type_id,
+            clean_up_tokenization_spaces=_cleans_up(tokenizer, backend),
+            split_special_tokens=bool(tokenizer.split_special_tokens),
+            id_limit=_id_limit(tokenizer, folder),
+            generation_eos_token_ids=_generation_eos(folder),
+        )
     )
+
+
+def _limit(value: object) -> int | None:
+    """The longest text; None: there is no limit, or a number that is none. Raises TypeError."""
+    if isinstance(value, bool) or not isinstance(value, int | float | None):
+        raise TypeError("tokenizer_config.json has a model_max_length that is no number")
+    return int(value) if value is not None and 1 <= value < LARGE_INTEGER else None
 
 
 def _json_text(value: object) -> str:

@@ -32,6 +32,8 @@ from penstock.generation.startup.draft_model import _token_ids
 from penstock.generation.startup.load import _token_bytes
 from penstock.generation.weights.files import INDEX_FILE, PACKED_FILE
 from penstock.generator.model_settings import ModelSettings
+from penstock.tokenizer.bundle import TokenizerBundle, checked
+from penstock.tokenizer.load_process import _limit
 from penstock.tokenizer.loader import check_folder
 
 TLS = ROOT / "tests" / "factories" / "servers" / "tls"
@@ -91,6 +93,38 @@ def test_tokenizer_config_json(tmp_path: Path) -> None:
         _token_bytes(tmp_path, model)
 
     read_all(tmp_path / "tokenizer_config.json", values, use, 100, parts=3)
+
+
+def test_facts_of_a_tokenizer_that_transformers_lets_pass() -> None:
+    """They reach requests: a wrong one is told as the service starts."""
+    told = {
+        "special_tokens": {"bos_token": "<s>"},
+        "templates": {"default": "{{ messages }}"},
+        "padding_side": "left",
+        "truncation_side": "right",
+        "pad_token_type_id": 0,
+    }
+    outcomes = Outcomes(typed=(TypeError,))
+    for name, lie in [("as it is", told), *lies(told)]:
+        if isinstance(lie, dict) and all(isinstance(lie.get(one, {}), dict) for one in ("special_tokens", "templates")):
+            facts = {"special_tokens": {}, "templates": {}, **lie}
+            if facts.keys() - {"backend"} <= told.keys():
+                outcomes.tell(name, lambda facts=facts: checked(TokenizerBundle(backend="", **facts)))
+    outcomes.check(100)
+    assert outcomes.refused > 50
+    for limit, expected in (
+        (7, 7),
+        (1e30, None),
+        (2**40, None),
+        (0, None),
+        (-1, None),
+        (float("nan"), None),
+        (None, None),
+    ):
+        assert _limit(limit) == expected
+    for limit in ("7", [], True):
+        with pytest.raises(TypeError, match="model_max_length"):
+            _limit(limit)
 
 
 def test_config_json_of_the_fallback(tmp_path: Path) -> None:
