@@ -180,15 +180,15 @@ HOSTILE_FACTS: dict[str, bytes] = {
 
 @dataclass
 class Outcomes:
-    """What came of files that lie: each is read, or refused by a typed error whose message can be sent to anybody."""
+    """Outcomes of files that lie: each is read, or refused by a typed error whose message can be sent to anybody."""
 
     typed: tuple[type[Exception], ...] = (StartupError, InvalidArgument, FailedPrecondition)
     read: int = 0
     refused: int = 0
     wrong: list[str] = field(default_factory=list)
 
-    def tell(self, name: str, load: Callable[[], object]) -> None:
-        """Load, and note the outcome."""
+    def note(self, name: str, load: Callable[[], object]) -> None:
+        """Load, and count the outcome."""
         try:
             load()
             self.read += 1

@@ -51,7 +51,7 @@ def test_adapter_config_json(tmp_path: Path, checkpoint: Path, model: CausalLM) 
     for name, document in [("as it is", values), *lies(values), *texts(values)]:
         content = document if isinstance(document, bytes) else json.dumps(document).encode()
         (folder / CONFIG_FILE).write_bytes(content)
-        outcomes.tell(name, lambda: PeftFolder(folder, None, model, LIMITS).read())
+        outcomes.note(name, lambda: PeftFolder(folder, None, model, LIMITS).read())
     outcomes.check(800)
 
 
@@ -66,5 +66,5 @@ def test_headers_of_weights(tmp_path: Path, checkpoint: Path, model: CausalLM) -
     files += [("shorter", content[:-1]), ("longer", content + b"x"), ("only a length", content[:8])]
     for name, damage in files:
         (folder / WEIGHTS_FILE).write_bytes(damage)
-        outcomes.tell(name, lambda: PeftFolder(folder, None, model, LIMITS).read())
+        outcomes.note(name, lambda: PeftFolder(folder, None, model, LIMITS).read())
     outcomes.check(1000)

@@ -79,11 +79,11 @@ def test_config_json(family: str, parts: int, families: dict[str, Path], tmp_pat
     folder = Path(shutil.copytree(families[family], tmp_path / "model"))
     values = json.loads((folder / "config.json").read_text())
     outcomes = Outcomes()
-    outcomes.tell("as it is", lambda: weights(folder))
+    outcomes.note("as it is", lambda: weights(folder))
     added = ("quantization_config", "rope_scaling", "torch_dtype", "compression_config")
     for name, document in some([*lies(values, added=added), *texts(values)], list(FAMILIES).index(family), parts):
         write(folder / "config.json", document)
-        outcomes.tell(name, lambda: read_model_config(folder))
+        outcomes.note(name, lambda: read_model_config(folder))
     outcomes.check(600 // parts)
 
 
@@ -96,7 +96,7 @@ def test_a_rotary_embedding_is_refused_before_it_is_computed(
     outcomes = Outcomes()
     for name, scaling in [("as it is", SCALINGS[kind]), *some(lies(SCALINGS[kind], added=("rope_theta",)), 0, 2)]:
         write(folder / "config.json", {**values, "rope_parameters": scaling})
-        outcomes.tell(name, lambda: load_model(folder, device=CPU))
+        outcomes.note(name, lambda: load_model(folder, device=CPU))
     outcomes.check(30)
 
 
@@ -106,7 +106,7 @@ def test_sizes_are_refused_before_anything_is_allocated(families: dict[str, Path
     outcomes = Outcomes()
     for name, document in some(lies(values), 0, 4):
         write(folder / "config.json", document)
-        outcomes.tell(name, lambda: load_model(folder, device=CPU))
+        outcomes.note(name, lambda: load_model(folder, device=CPU))
     outcomes.check(200)
 
 
@@ -145,11 +145,11 @@ def test_generation_config_json(tmp_path: Path) -> None:
     outcomes = Outcomes()
     for name, document in [("as it is", {}), *some(lies(values), 0, 4), *texts(values)]:
         write(tmp_path / "generation_config.json", document)
-        outcomes.tell(name, lambda: generation_defaults(tmp_path))
+        outcomes.note(name, lambda: generation_defaults(tmp_path))
     for number, (name, value) in enumerate(values.items()):
         for named, document in some(lies({name: value}), number, 2):
             write(tmp_path / "generation_config.json", document)
-            outcomes.tell(named, lambda: generation_defaults(tmp_path))
+            outcomes.note(named, lambda: generation_defaults(tmp_path))
     outcomes.check(1000)
 
 
@@ -160,7 +160,7 @@ def test_headers_of_safetensors(families: dict[str, Path], tmp_path: Path) -> No
     small = {name: header[name] for name in names[:3]}
     rest = {name: header[name] for name in names[3:]}
     outcomes = Outcomes()
-    outcomes.tell("as it is", lambda: load_model(folder, device=CPU))
+    outcomes.note("as it is", lambda: load_model(folder, device=CPU))
     found = [(name, lie | rest) for name, lie in lies(small) if isinstance(lie, dict)] + [
         lie for lie in lies(small) if not isinstance(lie[1], dict)
     ]
@@ -170,8 +170,8 @@ def test_headers_of_safetensors(families: dict[str, Path], tmp_path: Path) -> No
     files += [("shorter", content[:-1]), ("longer", content + b"x"), ("only a length", content[:8])]
     for name, damage in files:
         (folder / SINGLE_FILE).write_bytes(damage)
-        outcomes.tell(name, lambda: weights(folder))
-        outcomes.tell(name, lambda: least_weight_bytes(folder, "auto", "none", map_embeddings=True))
+        outcomes.note(name, lambda: weights(folder))
+        outcomes.note(name, lambda: least_weight_bytes(folder, "auto", "none", map_embeddings=True))
     outcomes.check(800)
 
 
@@ -181,8 +181,8 @@ def test_index_of_shards(tmp_path: Path) -> None:
     outcomes = Outcomes()
     for name, document in [("as it is", values), *some(lies(values), 0, 5), *texts(values)]:
         write(folder / INDEX_FILE, document)
-        outcomes.tell(name, lambda: weights(folder))
-        outcomes.tell(name, lambda: file_names(folder))
+        outcomes.note(name, lambda: weights(folder))
+        outcomes.note(name, lambda: file_names(folder))
     outcomes.check(300)
 
 
@@ -193,10 +193,10 @@ def test_quantised_checkpoints(case: str, parts: int, tmp_path: Path) -> None:
     folder = quantised_pair(tmp_path, config, quantise, layers=1).folder
     values = json.loads((folder / "config.json").read_text())
     outcomes = Outcomes()
-    outcomes.tell("as it is", lambda: load_model(folder, device=CPU))
+    outcomes.note("as it is", lambda: load_model(folder, device=CPU))
     for name, document in some(lies(config), list(CASES).index(case), parts):
         write(folder / "config.json", {**values, "quantization_config": document})
-        outcomes.tell(name, lambda: load_model(folder, device=CPU))
+        outcomes.note(name, lambda: load_model(folder, device=CPU))
     outcomes.check(10)
 
 
@@ -215,7 +215,7 @@ def test_facts_in_the_headers_of_quantised_checkpoints(tmp_path: Path) -> None:
         said = document.decode(errors="replace") if isinstance(document, bytes) else json.dumps(document)
         metadata = {**header["__metadata__"], name: said}
         (folder / SINGLE_FILE).write_bytes(safetensors({**header, "__metadata__": metadata}, data))
-        outcomes.tell(named, lambda: load_model(folder, device=CPU))
+        outcomes.note(named, lambda: load_model(folder, device=CPU))
     for nested in (False, True):
         (tmp_path / f"nf4-{nested}").mkdir()
         (config, quantise), _ = CASES["nf4-nested" if nested else "nf4"]
@@ -227,7 +227,7 @@ def test_facts_in_the_headers_of_quantised_checkpoints(tmp_path: Path) -> None:
             said = document if isinstance(document, bytes) else json.dumps(document).encode()
             tensors[state] = torch.frombuffer(bytearray(said or b" "), dtype=torch.uint8)
             save_file(tensors, folder / SINGLE_FILE)
-            outcomes.tell(named, partial(load_model, folder, device=CPU))
+            outcomes.note(named, partial(load_model, folder, device=CPU))
     outcomes.check(200)
 
 
@@ -280,12 +280,12 @@ def use_gguf(folder: Path) -> None:
 def test_facts_of_gguf(tmp_path: Path) -> None:
     outcomes = Outcomes()
     write_gguf(tmp_path / GGUF_FILE, GGUF_FACTS, gguf_tensors())
-    outcomes.tell("as it is", lambda: use_gguf(tmp_path))
-    outcomes.tell("as it is", lambda: load_model(tmp_path, device=CPU))
+    outcomes.note("as it is", lambda: use_gguf(tmp_path))
+    outcomes.note("as it is", lambda: load_model(tmp_path, device=CPU))
     for fact in GGUF_FACTS:
         for name, value in HOSTILE_FACTS.items():
             write_gguf(tmp_path / GGUF_FILE, {**GGUF_FACTS, fact: value}, gguf_tensors())
-            outcomes.tell(f"{fact}: {name}", lambda: use_gguf(tmp_path))
+            outcomes.note(f"{fact}: {name}", lambda: use_gguf(tmp_path))
     outcomes.check(700)
 
 
@@ -296,25 +296,25 @@ def test_tensors_and_bytes_of_gguf(tmp_path: Path) -> None:
     content = path.read_bytes()
     for name, damage in damaged(content, 200, within=1800):
         path.write_bytes(damage)
-        outcomes.tell(name, lambda: use_gguf(tmp_path))
+        outcomes.note(name, lambda: use_gguf(tmp_path))
     whole = gguf_tensors()
     facts = {name: value for name, value in GGUF_FACTS.items() if "scaling" not in name}
     for factors in ([0.0] * 8, [float("nan")] * 8, [float("inf")] * 8, [1e38] * 8, [-1.0] * 8, [1.0] * 7, []):
         stored = (0, (len(factors),), struct.pack(f"<{len(factors)}f", *factors))
         write_gguf(path, facts, {**whole, "rope_freqs.weight": stored})
-        outcomes.tell(f"factors {factors}", lambda: use_gguf(tmp_path))
+        outcomes.note(f"factors {factors}", lambda: use_gguf(tmp_path))
     shapes: list[tuple[int, ...]] = [(), (0,), (2**63, 0), (2**64 - 1,) * 4, (64,), (1, 1, 1, 64), (0, 0)]
     for tensor, (number, shape, data) in whole.items():
         for lie in shapes:
             write_gguf(path, facts, {**whole, tensor: (number, lie, data)})
-            outcomes.tell(f"{tensor} {lie}", lambda: use_gguf(tmp_path))
+            outcomes.note(f"{tensor} {lie}", lambda: use_gguf(tmp_path))
         for kind in (1, 2, 14, 23, 99):
             write_gguf(path, facts, {**whole, tensor: (kind, shape, data)})
-            outcomes.tell(f"{tensor} of type {kind}", lambda: use_gguf(tmp_path))
+            outcomes.note(f"{tensor} of type {kind}", lambda: use_gguf(tmp_path))
         for name in ("", "x" * 60_000, "x" * 70_000, f"blk.{'9' * 5000}.attn_q.weight", "blk.-1.attn_q.weight", "\0"):
             renamed = {name if one == tensor else one: entry for one, entry in whole.items()}
             write_gguf(path, facts, renamed)
-            outcomes.tell(f"{tensor} as {name[:9]}", lambda: use_gguf(tmp_path))
+            outcomes.note(f"{tensor} as {name[:9]}", lambda: use_gguf(tmp_path))
     outcomes.check(500)
 
 

@@ -49,7 +49,7 @@ def read_all(path: Path, document: Any, load: Callable[[], object], least: int, 
     outcomes = Outcomes()
     for name, lie in [("as it is", document), *some([*lies(document, **how), *texts(document)], 0, parts)]:
         path.write_bytes(lie if isinstance(lie, bytes) else json.dumps(lie).encode())
-        outcomes.tell(name, load)
+        outcomes.note(name, load)
     outcomes.check(least)
 
 
@@ -109,7 +109,7 @@ def test_facts_of_a_tokenizer_that_transformers_lets_pass() -> None:
         if isinstance(lie, dict) and all(isinstance(lie.get(one, {}), dict) for one in ("special_tokens", "templates")):
             facts = {"special_tokens": {}, "templates": {}, **lie}
             if facts.keys() - {"backend"} <= told.keys():
-                outcomes.tell(name, lambda facts=facts: checked(TokenizerBundle(backend="", **facts)))
+                outcomes.note(name, lambda facts=facts: checked(TokenizerBundle(backend="", **facts)))
     outcomes.check(100)
     assert outcomes.refused > 50
     for limit, expected in (
@@ -168,7 +168,7 @@ def test_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         files.append((name, safetensors(lie | rest if isinstance(lie, dict) else lie, data)))
     for name, damage in files:
         (folder / PACKED_FILE).write_bytes(damage)
-        outcomes.tell(name, lambda: load(folder))
+        outcomes.note(name, lambda: load(folder))
     outcomes.check(200)
 
 
@@ -242,10 +242,10 @@ def test_a_journal_of_an_interrupted_run(tmp_path: Path) -> None:
 
     for name, lie in [("as it is", record), *lies(record), *texts(record)]:
         path.write_bytes(begin + (lie if isinstance(lie, bytes) else json.dumps(lie).encode()) + b"\n")
-        outcomes.tell(name, resume)
+        outcomes.note(name, resume)
     for name, lie in [*lies(json.loads(begin)), *texts(json.loads(begin))]:
         path.write_bytes((lie if isinstance(lie, bytes) else json.dumps(lie).encode()) + b"\n")
-        outcomes.tell(name, resume)
+        outcomes.note(name, resume)
     outcomes.check(200)
 
 
@@ -263,7 +263,7 @@ def test_token_files_and_certificates(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     for content in (b"a", b"", b"\0", b"\xff\xfe", b"\n" * 9, b"a" * 1_000_000, b"\xe2\x80\xa8", b"a\rb"):
         path.write_bytes(content)
-        outcomes.tell(str(content[:9]), lambda: TokenFile(str(path), "--auth-token-file").accepts("Bearer x"))
+        outcomes.note(str(content[:9]), lambda: TokenFile(str(path), "--auth-token-file").accepts("Bearer x"))
     whole = {name: (TLS / name).read_bytes() for name in ("server.pem", "server.key", "ca.pem")}
     for name in whole:
         for label, content in [
@@ -279,8 +279,8 @@ def test_token_files_and_certificates(tmp_path: Path) -> None:
             client = SimpleNamespace(
                 channel_tls=True, channel_tls_ca=places[2], channel_tls_cert=places[0], channel_tls_key=places[1]
             )
-            outcomes.tell(f"{name}: {label}", lambda server=server: tls_context(server))
-            outcomes.tell(f"{name}: {label}", lambda client=client: channel_tls_context(client))
+            outcomes.note(f"{name}: {label}", lambda server=server: tls_context(server))
+            outcomes.note(f"{name}: {label}", lambda client=client: channel_tls_context(client))
     outcomes.check(300)
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     numbers = (
         next((number for number, pattern in enumerate(patterns) if pattern.match(name)), -1) for name in order["names"]
     )
-    print(json.dumps(list(numbers)))
+    sys.stdout.write(json.dumps(list(numbers)))
 
 
 if __name__ == "__main__":
