@@ -22,7 +22,7 @@ _LAG_SECONDS = 0.01
 
 @dataclass
 class Figures:
-    """What the callers saw in one phase. Times in seconds."""
+    """Times, in seconds, and failures that the callers saw in one phase."""
 
     # Between events of a stream, from one look at the connection to the next.
     gaps: list[float] = field(default_factory=list)

@@ -171,7 +171,8 @@ async def _attacked_by(arguments: argparse.Namespace, tree: GatewayTree, tricks:
     )
     try:
         # It stops by itself; the time beyond is for its own start, and for a machine that is busy.
-        out, _ = await asyncio.wait_for(attacker.communicate(), arguments.seconds + 60)
+        async with asyncio.timeout(arguments.seconds + 60):
+            out, _ = await attacker.communicate()
     finally:
         if attacker.returncode is None:
             attacker.kill()

@@ -40,7 +40,7 @@ _MOST_CONNECTIONS = 4096
 
 @dataclass
 class Done:
-    """What an attack did."""
+    """Account of an attack."""
 
     connections: int = 0
     # Those that the server refused or reset before they had said anything.

@@ -26,7 +26,7 @@ _DROP_SECONDS = 0.05
 
 
 class Reading(enum.Enum):
-    """How a trick's player reads the answers."""
+    """Ways in which the player of a trick reads the answers."""
 
     ALL = "all"
     SLOW = "slow"
@@ -34,7 +34,7 @@ class Reading(enum.Enum):
 
 
 class Then(enum.Enum):
-    """What its player does behind the last piece."""
+    """Deeds of the player behind the last piece."""
 
     # Until it is cut off, or the time is over.
     WAIT = "wait"
