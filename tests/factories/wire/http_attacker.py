@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from factories.wire.http_tricks import HTTP_TRICKS, HttpTrick, Reading, Target, Then
 from factories.wire.raw_client import reset
@@ -32,6 +33,7 @@ _STATUS = re.compile(rb"HTTP/1\.[01] (\d\d\d)")
 _STATUS_BYTES = 11
 _SLOW_BYTES, _SLOW_SECONDS = 512, 0.5
 _RETRY_SECONDS = 0.05
+_FIRST_SECONDS = 30.0
 # Handshakes of a crowd that are under way together.
 _BEGUN_AT_ONCE = 64
 # A little more than the tricks' own most.
@@ -138,11 +140,10 @@ class HttpAttacker:
 
         async def begin() -> asyncio.StreamWriter | None:
             async with slots:
-                try:
-                    _, writer = await self._connect(trick)
-                except (OSError, asyncio.IncompleteReadError):
-                    self.done.refused += 1
+                line = await self._begin(trick)
+                if line is None:
                     return None
+                _, writer = line
                 with contextlib.suppress(OSError):
                     for piece in trick.make(self._target):
                         writer.write(piece)
@@ -151,7 +152,6 @@ class HttpAttacker:
 
         slots = asyncio.Semaphore(_BEGUN_AT_ONCE)
         writers = await asyncio.gather(*(begin() for _ in range(trick.connections or 1)))
-        self.done.connections += sum(writer is not None for writer in writers)
         try:
             yield
         finally:
@@ -161,39 +161,57 @@ class HttpAttacker:
 
     async def _play(self, trick: HttpTrick, until: float) -> None:
         """Play until a time of time.monotonic(); whoever is cut off connects again meanwhile."""
-        while time.monotonic() < until:
+        while (seconds := until - time.monotonic()) > 0:
             with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
+                # On a busy machine the very first connection may take longer than the attack.
+                async with asyncio.timeout(seconds if self.done.connections else max(seconds, _FIRST_SECONDS)):
                     await self._attempts.take(1)
-                    await self._on_one_connection(trick)
+                    line = await self._begin(trick)
+                if line is not None:
+                    await self._on_one_connection(trick, until, *line)
 
-    async def _on_one_connection(self, trick: HttpTrick) -> None:
+    async def _begin(self, trick: HttpTrick) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """Connect, and count it; None where the server does not let it in."""
         try:
-            reader, writer = await self._connect(trick)
+            line = await self._connect(trick)
         except (OSError, asyncio.IncompleteReadError):
             self.done.refused += 1
             await asyncio.sleep(_RETRY_SECONDS)
-            return
+            return None
         self.done.connections += 1
+        return line
+
+    async def _on_one_connection(
+        self, trick: HttpTrick, until: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         answered = asyncio.Event()
         reading: asyncio.Task[None] | None = None
         if trick.reading is not Reading.NONE:
             reading = asyncio.ensure_future(self._read(reader, answered, is_slow=trick.reading is Reading.SLOW))
         try:
-            await self._send(trick, writer, reading)
-            if trick.then is not Then.LEAVE:
-                waits = [asyncio.ensure_future(asyncio.Event().wait())] if reading is None else [reading]
-                if trick.then is Then.ANSWER:
-                    waits.append(asyncio.ensure_future(answered.wait()))
-                try:
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for wait in waits:
-                        wait.cancel()
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                await self._send(trick, writer, reading)
+                if trick.then is not Then.LEAVE:
+                    await self._wait(trick, answered, reading)
         finally:
             reset(writer)
             if reading is not None:
                 reading.cancel()
+
+    async def _wait(self, trick: HttpTrick, answered: asyncio.Event, reading: asyncio.Task[None] | None) -> None:
+        """Return once it is cut off, or answered, where the trick goes no further."""
+        waits: list[asyncio.Task[Any]] = []
+        if reading is not None:
+            waits.append(reading)
+        if trick.then is Then.ANSWER:
+            waits.append(asyncio.ensure_future(answered.wait()))
+        if not waits:
+            await asyncio.Event().wait()
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _connect(self, trick: HttpTrick) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         own = socket.socket()

@@ -61,11 +61,11 @@ def test_a_trick_makes_bytes_and_makes_them_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HEAVY_BODIES)
-def test_a_heavy_body_is_json_that_a_gateway_reads(name: str) -> None:
+def test_a_heavy_body_is_as_large_as_may_be(name: str) -> None:
     body = HEAVY_BODIES[name]()
     assert BODY_BYTES // 2 < len(body) <= BODY_BYTES
-    if name not in ("lists within lists",):
-        json.loads(body, parse_int=len)
+    assert (body[:1], body[-1:]) == (b"{", b"}")
+    assert body.isascii()
 
 
 def test_faults_are_json() -> None:
