@@ -22,13 +22,13 @@ SECOND = [0.02] * 50
 
 
 def figures(**fields: Any) -> Figures:
-    """Those of a phase without faults."""
+    """Figures of a phase without faults."""
     given: dict[str, Any] = {"gaps": [*SECOND], "health": [0.002] * 20, "lags": [0.001] * 50, **fields}
     return Figures(**given)
 
 
 def row(**fields: Any) -> Row:
-    """One without faults."""
+    """A row without faults."""
     given: dict[str, Any] = {
         "trick": "a trick",
         "more_mib": 1.0,
