@@ -100,7 +100,7 @@ fuzz: $(VENV)/.dev  ## FUZZ=50000 random requests at every call of every service
 chaos: $(VENV)/.dev  ## 50 of each fault (PENSTOCK_CHAOS_TRIES) at random tokens of streams; every answer exact, nothing left behind
 	@PENSTOCK_CHAOS_OUT=$(CHAOS) PENSTOCK_TEMPLATE_PROCESSES=2 $(BIN)/python -m pytest -q -m "chaos or not chaos" tests/chaos
 
-attack: $(VENV)/.dev  ## a gateway while a caller without a token tries every trick, HTTP and TLS: a minute each, three and a half hours in all (ATTACK=--together: one in all)
+attack: $(VENV)/.dev  ## a gateway while a caller without a token tries every trick, HTTP and TLS: a minute each, three and a half hours in all (ATTACK=--together: all in turn, three minutes)
 	@$(BIN)/python benchmarks/gateway_attack.py $(ATTACK)
 
 safeguards: $(VENV)/.dev  ## remove safeguards of the product one by one, in a copy: the test of each must fail
