@@ -54,9 +54,10 @@ class Seen:
 
 def reset(writer: asyncio.StreamWriter) -> None:
     """Reset a connection (RST): nothing that was written is sent any more."""
-    end = writer.get_extra_info("socket")
-    with contextlib.suppress(OSError):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    # One over TLS that has ended has none any more.
+    if (end := writer.get_extra_info("socket")) is not None:
+        with contextlib.suppress(OSError):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 
