@@ -183,9 +183,20 @@ class RouterConfig(ServerConfig, ChannelConfig):
         group=FAILURE,
         minimum=0.01,
     )
+    isolation_wait_seconds: float = option(
+        5.0,
+        "How long a request that was lost with its backend waits to come back apart from the others that ran there; "
+        "then it moves beside them. 0: at once.",
+        group=FAILURE,
+        minimum=0.0,
+    )
+    isolation_tokens: int = option(
+        4, "Tokens after which the next one may come, if the backend lives.", group=FAILURE, minimum=1
+    )
     quarantine_wait_seconds: float = option(
         30.0,
-        "How long a request waits to be tried apart from others that ran on the same dead backends.",
+        "How long a request waits to be tried apart from others that ran on the same dead backends, while none of "
+        "them gets on; and for a backend to come back, where another request was to blame.",
         group=FAILURE,
         minimum=0.0,
     )

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import Internal, ResourceExhausted
-from penstock.router.backends.attempts import Attempts, StreamTrial
+from penstock.router.backends.attempts import Attempts
 from penstock.router.backends.deaths import Blame, Deaths
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.suspect import Suspect
+from penstock.router.requests.trial import StreamTrial
 from prometheus_client import CollectorRegistry
 
 
@@ -58,11 +59,12 @@ async def test_a_request_that_passed_its_trial_is_not_blamed_for_what_it_was_tri
     state: Any = SimpleNamespace(
         suspect=one, attempts=2, num_tokens=10, finished=None, closed=False, attempt=SimpleNamespace()
     )
-    tries._trials["b"] = StreamTrial(state, needed=5)
+    trial = StreamTrial(state, 5, 0.0)
+    trial.had_company = True
     state.attempts, state.num_tokens = 3, 100
     # Long after it passed, and before anybody asked, its backend dies of something else.
     death(one)
-    assert await tries.check_blame(one) is Blame.NONE
+    assert await tries.check_blame(one) is Blame.SUSPECTED
     assert len(one.deaths) == 1
     # That is held against it as anybody's: where backends died without it, it takes three.
     for _ in range(2):

@@ -120,7 +120,7 @@ async def test_a_connection_that_ends_and_its_engines_last_word_are_one_death(co
     connected.backend._has_report, connected.backend._start_id = False, "one"
     connected.backend._take_report(admin_pb2.Load(process_start_id="two"))
     assert [len([one for one in who.deaths if one.is_death]) for who in (culprit, beside)] == [1, 0]
-    assert connected.deaths.blame(culprit) is Blame.NONE
+    assert connected.deaths.blame(culprit) is Blame.SUSPECTED
 
 
 async def test_a_process_that_told_of_its_end_and_lives_on_is_doubted_again(connected: Connected) -> None:

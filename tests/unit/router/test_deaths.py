@@ -28,8 +28,9 @@ class Ledger:
 
 def test_one_death_is_bad_luck() -> None:
     ledger, one = Ledger(), Suspect(0.0)
-    ledger.death(one)
     assert ledger.deaths.blame(one) is Blame.NONE
+    ledger.death(one)
+    assert ledger.deaths.blame(one) is Blame.SUSPECTED
 
 
 def test_two_deaths_alone_are_its_own() -> None:
@@ -37,6 +38,8 @@ def test_two_deaths_alone_are_its_own() -> None:
     ledger.death(one, other)
     ledger.death(one)
     assert ledger.deaths.blame(one) is Blame.OWN
+    assert ledger.deaths.blame(other) is Blame.SUSPECTED
+    ledger.deaths.convict(one)
     assert ledger.deaths.blame(other) is Blame.NONE
 
 
@@ -47,7 +50,7 @@ def test_nothing_is_held_against_it_before_it_is_known() -> None:
     ledger.deaths.judge(doubts[0], is_death=True)
     assert ledger.deaths.blame(one) is Blame.OPEN
     ledger.deaths.judge(doubts[1], is_death=False)
-    assert ledger.deaths.blame(one) is Blame.NONE
+    assert ledger.deaths.blame(one) is Blame.SUSPECTED
     ledger.deaths.judge(doubts[1], is_death=True)
     assert ledger.deaths.blame(one) is Blame.OWN
     assert ledger.judged == 3
@@ -70,7 +73,7 @@ def test_deaths_without_it_take_one_more() -> None:
     ledger.death(one)
     ledger.death(Suspect(0.0))
     ledger.death(one)
-    assert ledger.deaths.blame(one) is Blame.NONE
+    assert ledger.deaths.blame(one) is Blame.SUSPECTED
     ledger.death(one)
     assert ledger.deaths.blame(one) is Blame.OWN
 

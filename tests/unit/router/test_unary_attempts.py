@@ -26,7 +26,9 @@ class Backends:
         self.calls = 0
         self._losses = losses
         self._all: list[Any] = [
-            SimpleNamespace(key=key, call=self.call, load=0.0, is_full=False, kv_pressure=0.0, match=lambda _: 0)
+            SimpleNamespace(
+                key=key, call=self.call, load=0.0, in_flight=0, is_full=False, kv_pressure=0.0, match=lambda _: 0
+            )
             for key in "abcd"
         ]
 
@@ -35,6 +37,12 @@ class Backends:
 
     def to_probe(self, *_: str) -> None:
         return None
+
+    def is_any_starting(self, _: str) -> bool:
+        return False
+
+    def wake(self) -> None:
+        """Nobody waits."""
 
     async def call(self, _: Any, __: Any, ___: Any, suspect: Any, probe: Any) -> str:
         assert probe is None
@@ -89,6 +97,12 @@ class Together:
 
     def to_probe(self, *_: str) -> None:
         return None
+
+    def is_any_starting(self, _: str) -> bool:
+        return False
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
 
     async def changed(self, _: float) -> bool:
         await asyncio.sleep(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,17 +23,18 @@ from penstock.router.backends.adapter_loading import AdapterLoading
 from penstock.router.backends.backend import Backend
 from penstock.router.backends.deaths import Blame
 from penstock.router.backends.outliers import Probe
+from penstock.router.backends.patience import Patience
 from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
+from penstock.router.backends.trials import Trials, Turn
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.request_spans import begin_attempt
 from penstock.router.requests.request_state import Loss, RequestState
 from penstock.router.requests.suspect import Suspect
+from penstock.router.requests.trial import CallTrial, StreamTrial, Trial
 from penstock.v1 import common_pb2, generation_pb2
 
-# A trial ends with a token, for which nothing is called.
-_TRIAL_LOOK_SECONDS = 0.02
 _log = get_logger("penstock.router")
 
 
@@ -62,68 +62,6 @@ class RetryBudget:
         return True
 
 
-class Trial(ABC):
-    """Trial of one of several requests that may be to blame for deaths, with its next attempt."""
-
-    def __init__(self, suspect: Suspect) -> None:
-        """Begin it."""
-        self.suspect = suspect
-        # Those that it is tried for: what comes after it passed is another matter.
-        self.deaths = tuple(suspect.deaths)
-        suspect.is_tried = True
-
-    @property
-    @abstractmethod
-    def has_passed(self) -> bool:
-        """True once it has gone on for long enough, or to its end."""
-
-    @property
-    @abstractmethod
-    def is_over(self) -> bool:
-        """True once it has passed, was given up, or was lost again."""
-
-
-class StreamTrial(Trial):
-    """Trial of a stream, which passes by tokens."""
-
-    def __init__(self, state: RequestState, needed: int) -> None:
-        """Begin it. It is passed with `needed` tokens more."""
-        super().__init__(state.suspect)
-        self._state = state
-        self._attempt = state.attempts
-        self._tokens = state.num_tokens + needed
-
-    @property
-    def has_passed(self) -> bool:
-        return self._state.num_tokens >= self._tokens or self._state.finished is not None
-
-    @property
-    def is_over(self) -> bool:
-        state = self._state
-        return self.has_passed or state.closed or (state.attempts > self._attempt and state.attempt is None)
-
-
-class CallTrial(Trial):
-    """Trial of a call with a single answer, which passes by that."""
-
-    def __init__(self, suspect: Suspect) -> None:
-        """Begin it. Whoever makes the call notes what becomes of it."""
-        super().__init__(suspect)
-        self._is_over = self._has_passed = False
-
-    def end(self, *, has_passed: bool) -> None:
-        """Note the call's end."""
-        self._is_over, self._has_passed = True, has_passed
-
-    @property
-    def has_passed(self) -> bool:
-        return self._has_passed
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
-
-
 class Attempts:
     """Starts attempts; called by the handlers of the streams. Belongs to one event loop."""
 
@@ -140,8 +78,7 @@ class Attempts:
         self.adapters = AdapterLoading(pool, config, metrics)
         # Model, and model with adapter -> number of requests that wait for their prompt's ids.
         self._preparing: Counter[tuple[str, str]] = Counter()
-        # Key of a backend -> the suspect that is being tried there.
-        self._trials: dict[str, Trial] = {}
+        self._trials = Trials(pool, config)
 
     def prepare(self, model: str, adapter: str = "") -> Callable[[], None]:
         """Set room aside before a prompt is computed; call the result once the request is placed or given up.
@@ -211,10 +148,7 @@ class Attempts:
         adapter = state.spec.adapter
         if adapter and self.adapters.is_hopeless(state.spec.model, adapter):
             raise _given_up(state, loss, "no other backend has the adapter", begun=begun)
-        if blame is Blame.SHARED:
-            backend = await self._wait_for_trial(state)
-        else:
-            backend = await self._wait_for_backend(state)
+        backend = await self._wait_for_place(state, blame)
         if state.closed:
             return
         if backend is None:
@@ -234,7 +168,7 @@ class Attempts:
         """
         deaths = self._pool.deaths
         # One that passed its trial is cleared before it is judged again.
-        self._on_trial()
+        deaths.settle(suspect)
         # A verdict comes in time by itself; the limit is for a clock that does not run.
         until = time.monotonic() + 2 * self._config.death_verdict_seconds
         while (blame := deaths.blame(suspect)) is Blame.OPEN:
@@ -270,67 +204,87 @@ class Attempts:
         self, model: str, hashes: Sequence[int], lost_on: set[str], *, session: str = "", adapter: str = ""
     ) -> Backend | None:
         """Choose a backend by the policy; one that the request was lost on, or a suspect is tried on, comes last."""
-        avoid = lost_on | self._on_trial() if self._trials else lost_on
-        return self._policy.choose(self._pool.usable(model, adapter), hashes, session=session, avoid=avoid)
+        return self._policy.choose(
+            self._pool.usable(model, adapter), hashes, session=session, avoid=lost_on | self._trials.taken()
+        )
 
-    def _on_trial(self) -> set[str]:
-        """Return the keys of backends with a trial that is not over. What is over is judged."""
-        for key, trial in list(self._trials.items()):
-            if trial.is_over:
-                del self._trials[key]
-                trial.suspect.is_tried = False
-                if trial.has_passed:
-                    self._pool.deaths.acquit(trial.suspect, trial.deaths)
-        return set(self._trials)
+    async def _wait_for_place(self, state: RequestState, blame: Blame) -> Backend | None:
+        """Return a backend for a lost stream, apart from other suspects if it is one; None when there is none."""
+        spec, suspect = state.spec, state.suspect
+        patience = Patience(self._pool, self._config, spec.model, suspect)
+        most = self._config.quarantine_tokens if blame is Blame.SHARED else self._config.isolation_tokens
+        turn = self._turn(
+            suspect,
+            (spec.model, spec.adapter),
+            spec.prefix_hashes,
+            state.lost_on,
+            partial(StreamTrial, state, most),
+            session=spec.session,
+            is_given_up=lambda: state.closed,
+        )
+        backend = await self._wait_for_turn(turn, patience)
+        while backend is None and not state.closed and not self._is_shared(suspect):
+            if spec.adapter:
+                await self.adapters.bring(spec.model, spec.adapter, patience.left())
+            backend = self._choose(state)
+            left = patience.left()
+            if backend is not None or left <= 0:
+                return backend
+            await self._pool.changed(left)
+        return backend
 
-    async def _wait_for_trial(self, state: RequestState) -> Backend | None:
-        def begin() -> Trial:
-            return StreamTrial(state, min(state.suspect.longest_attempt + 1, self._config.quarantine_tokens))
-
-        spec = state.spec
-        return await self._place_for_trial(spec.model, spec.adapter, begin, lambda: state.closed)
-
-    async def wait_for_trial(self, model: str, suspect: Suspect, adapter: str = "") -> tuple[Backend, CallTrial] | None:
-        """Wait for a backend to try a call with a single answer on. The trial's `end` must be called in any case."""
+    async def wait_for_place(
+        self, suspect: Suspect, where: tuple[str, str], hashes: Sequence[int], lost_on: set[str]
+    ) -> tuple[Backend | None, CallTrial | None]:
+        """Wait for a backend for a call with a single answer that was lost. The trial's `end` must be called in any
+        case."""
+        model, adapter = where
+        patience = Patience(self._pool, self._config, model, suspect)
         made: list[CallTrial] = []
 
-        def begin() -> Trial:
-            made.append(CallTrial(suspect))
+        def begin(now: float) -> CallTrial:
+            made.append(CallTrial(suspect, now))
             return made[0]
 
-        backend = await self._place_for_trial(model, adapter, begin, lambda: False)
-        return None if backend is None else (backend, made[0])
-
-    async def _place_for_trial(
-        self, model: str, adapter: str, begin: Callable[[], Trial], is_given_up: Callable[[], bool]
-    ) -> Backend | None:
-        """Return a backend on which no other suspect is being tried: the one where a death costs least."""
-        until = time.monotonic() + self._config.quarantine_wait_seconds
-        if adapter:
-            await self.adapters.bring(model, adapter, self._config.quarantine_wait_seconds)
-        while not is_given_up():
-            taken = self._on_trial()
-            free = [one for one in self._pool.usable(model, adapter) if not one.is_full and one.key not in taken]
-            if free:
-                backend = min(free, key=lambda one: one.in_flight)
-                self._trials[backend.key] = begin()
-                return backend
-            left = until - time.monotonic()
-            if left <= 0:
+        backend = await self._wait_for_turn(self._turn(suspect, where, hashes, lost_on, begin), patience)
+        if backend is not None:
+            return backend, made[0]
+        while not self._is_shared(suspect):
+            if adapter:
+                await self.adapters.bring(model, adapter, patience.left())
+            backend = self.choose(model, hashes, lost_on, adapter=adapter)
+            left = patience.left()
+            if backend is not None or left <= 0:
                 break
-            await self._pool.changed(min(left, _TRIAL_LOOK_SECONDS))
-        return None
+            await self._pool.changed(left)
+        return backend, None
 
-    async def _wait_for_backend(self, state: RequestState) -> Backend | None:
-        spec, until = state.spec, time.monotonic() + self._config.failover_wait_seconds
-        while not state.closed:
-            if spec.adapter:
-                await self.adapters.bring(spec.model, spec.adapter, until - time.monotonic())
-            backend = self._choose(state)
-            left = until - time.monotonic()
-            if backend is not None or left <= 0 or not await self._pool.changed(left):
-                return backend
-        return None
+    async def _wait_for_turn(self, turn: Turn, patience: Patience) -> Backend | None:
+        return await self._trials.wait(turn, partial(self._pool.deaths.blame, turn.suspect), patience)
+
+    def _turn(
+        self,
+        suspect: Suspect,
+        where: tuple[str, str],
+        hashes: Sequence[int],
+        lost_on: set[str],
+        begin: Callable[[float], Trial],
+        *,
+        session: str = "",
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> Turn:
+        def choose(free: Sequence[Backend]) -> Backend:
+            if self._is_shared(suspect):
+                # Where a death costs least; but who has shown only that it does no harm alone needs company.
+                return min(free, key=lambda one: (needs_company and not one.in_flight, one.in_flight))
+            return self._policy.choose(free, hashes, session=session, avoid=lost_on) or free[0]
+
+        needs_company = any(suspect.number in death.past_trial for death in suspect.deaths)
+        bring = partial(self.adapters.bring, *where) if where[1] else None
+        return Turn(suspect, where, choose, begin, is_given_up, bring)
+
+    def _is_shared(self, suspect: Suspect) -> bool:
+        return self._pool.deaths.blame(suspect) is Blame.SHARED
 
     def _submit(self, state: RequestState, backend: Backend, probe: Probe | None = None) -> None:
         command = generation_pb2.SessionRequest()

@@ -28,7 +28,7 @@ from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.request_state import RequestState
 from penstock.router.requests.suspect import Death, Suspect
 from penstock.router.tokenizer.detokenize import Detokenizer
-from penstock.serving.channels import until_serving, watch_health
+from penstock.serving.channels import watch_health
 from penstock.serving.transport import Channel, StreamCall, make_transport
 from penstock.v1 import (
     admin_pb2,
@@ -97,6 +97,8 @@ class Backend:
         self.where = where
         self.state = BackendState.CONNECTING
         self.info: model_pb2.GetModelInfoResponse | None = None
+        # True while a process is there that does not serve yet: it loads its model.
+        self.is_starting = False
         self._config = config
         self._channel_config = _named(config, where.target)
         self._transport = make_transport(config)
@@ -377,8 +379,7 @@ class Backend:
 
     async def _check_and_serve(self, channel: Channel) -> None:
         # A model that is still loading has no limits and no fingerprint yet.
-        if not await until_serving(channel.for_stubs, HEALTH_NAME):
-            raise _Lost("health ended")
+        await self._wait_until_serving(channel)
         stub = model_pb2_grpc.ModelServiceStub(channel.for_stubs)
         self.info = await stub.GetModelInfo(
             model_pb2.GetModelInfoRequest(), timeout=self._config.connect_timeout_seconds
@@ -389,6 +390,24 @@ class Backend:
         blocks = self.info.kv.num_blocks or self._config.max_known_blocks
         self._prefixes = PrefixIndex(min(blocks, self._config.max_known_blocks))
         await self._serve(channel)
+
+    async def _wait_until_serving(self, channel: Channel) -> None:
+        """Wait while the process answers that it does not serve yet. Raises _Lost when it ends."""
+        try:
+            async with contextlib.aclosing(watch_health(channel.for_stubs, HEALTH_NAME)) as updates:
+                async for is_serving in updates:
+                    if is_serving:
+                        return
+                    self._set_starting(True)
+        finally:
+            self._set_starting(False)
+        raise _Lost("health ended")
+
+    def _set_starting(self, is_starting: bool) -> None:
+        if is_starting is not self.is_starting:
+            self.is_starting = is_starting
+            # Streams that lost their backend wait longer for one that is on its way.
+            self._on_change()
 
     def _belongs_here(self, info: model_pb2.GetModelInfoResponse) -> bool:
         ours, theirs = self._tokenizer_fingerprint(), info.tokenizer_fingerprint

@@ -2,8 +2,9 @@
 
 A connection that ended is only a doubt. It becomes a death when the process turns out to be another one, or cannot be
 reached any more; a process that is still there clears everybody. A request is to blame when it ran on two processes
-that died or more, and no other request ran on all of them: of several they are tried one by one, each beside nobody
-that is suspected as well.
+that died or more, and no other request ran on all of them. So that one death more tells which it is, those that ran on
+a dead one come back one by one, each beside nobody that is suspected as well and has not shown yet that it does no harm
+(trials.py).
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ _MANY = 3
 
 
 class Blame(enum.Enum):
-    """Blame of one request: NONE, OPEN (a doubt is not cleared yet), SHARED with others, or its OWN."""
+    """Blame of one request: NONE, SUSPECTED (of one death, or of some among others without it), OPEN (a doubt is not
+    cleared yet), SHARED with others, or its OWN."""
 
     NONE = 1
-    OPEN = 2
-    SHARED = 3
-    OWN = 4
+    SUSPECTED = 2
+    OPEN = 3
+    SHARED = 4
+    OWN = 5
 
 
 class Deaths:
@@ -48,12 +51,16 @@ class Deaths:
 
     def add(self, death: Death, suspects: Iterable[Suspect]) -> None:
         """Add requests that ran there, too."""
-        new = [suspect for suspect in dict.fromkeys(suspects) if suspect.number not in death.suspects]
-        was_trial = any(suspect.is_tried for suspect in new)
-        for suspect in new:
+        for suspect in dict.fromkeys(suspects):
+            if suspect.number in death.suspects:
+                continue
+            trial = suspect.trial
+            if trial is not None and not self.settle(suspect):
+                (death.past_trial if trial.has_passed else death.tried).add(suspect.number)
+            suspect.trial = None
             death.suspects.add(suspect.number)
             suspect.deaths.append(death)
-            suspect.excused += was_trial and not suspect.is_tried
+            suspect.losses.append(death)
 
     def judge(self, death: Death, is_death: bool) -> None:
         """Turn a doubt into a death, or clear it; the last word counts: an unreachable process may come back."""
@@ -65,21 +72,27 @@ class Deaths:
         """Return what is known of a request."""
         own = _unexplained(suspect.deaths)
         if len(own) < 2:
-            return Blame.NONE
+            return Blame.SUSPECTED if own else Blame.NONE
         if any(death.is_death is None for death in own):
             return Blame.OPEN
-        if len(set.intersection(*(death.suspects for death in own))) > 1:
+        # One that had passed may be in the wrong place at the wrong time: it is tried again.
+        if len(set.intersection(*(death.suspects for death in own))) > 1 or suspect.number in own[-1].past_trial:
             return Blame.SHARED
         recent = [death for death in _unexplained(self._deaths) if death.at >= suspect.received_at]
         # Where backends die without it, its presence does not explain why: then it takes one death more.
-        return Blame.OWN if len(own) >= _MANY or all(death in own for death in recent) else Blame.NONE
+        return Blame.OWN if len(own) >= _MANY or all(death in own for death in recent) else Blame.SUSPECTED
 
-    def acquit(self, suspect: Suspect, deaths: Iterable[Death]) -> None:
-        """Clear a request of the deaths that it was tried for: it passed."""
-        tried_for = set(deaths)
+    def settle(self, suspect: Suspect) -> bool:
+        """Clear a request of the deaths that it was tried for, if its trial does so; True then."""
+        trial = suspect.trial
+        if trial is None or not trial.clears:
+            return False
+        suspect.trial = None
+        tried_for = set(trial.deaths)
         for death in tried_for:
             death.suspects.discard(suspect.number)
         suspect.deaths[:] = [death for death in suspect.deaths if death not in tried_for]
+        return True
 
     def convict(self, suspect: Suspect) -> None:
         """Explain the deaths of a request by it: nobody else is suspected for them."""

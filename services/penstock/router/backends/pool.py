@@ -48,7 +48,7 @@ class BackendPool:
         self._leaving: set[BackendAddress] = set()
         self._follower: asyncio.Task[None] | None = None
         self._waiters: set[asyncio.Future[None]] = set()
-        self.deaths = Deaths(self._wake)
+        self.deaths = Deaths(self.wake)
         self.outliers = Outliers(
             OutlierConfig(
                 consecutive=config.eject_consecutive_failures,
@@ -124,6 +124,13 @@ class BackendPool:
     def _of_model(self, model: str) -> Iterator[Backend]:
         """Backends of a model, in whatever state."""
         return (one for one in self._backends.values() if one.info is not None and one.info.model == model)
+
+    def is_any_starting(self, model: str) -> bool:
+        """True while a process is there that does not serve yet, and that may come to serve the model."""
+        return any(
+            backend.is_starting and (backend.info is None or backend.info.model == model)
+            for backend in self._backends.values()
+        )
 
     def only_mismatches(self) -> bool:
         """True when every known backend was turned away for its tokenizer fingerprint."""
@@ -250,7 +257,7 @@ class BackendPool:
         for target in self._config.backend:
             ready = sum(1 for backend in self.ready() if backend.where.target == target)
             self._metrics.backends_up.labels(target).set(ready)
-        self._wake()
+        self.wake()
         self._notify()
 
     def _note_served(self, where: BackendAddress, model: str) -> None:
@@ -260,7 +267,8 @@ class BackendPool:
         if before is not None and before not in self._served.values():
             self._models.pop(before, None)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """End every wait of `changed`."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

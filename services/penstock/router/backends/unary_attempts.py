@@ -10,14 +10,14 @@ from penstock.common.errors import NotFound, Unavailable
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
 from penstock.common.tracing import SpanKind, stage
-from penstock.router.backends.attempts import Attempts, CallTrial
+from penstock.router.backends.attempts import Attempts
 from penstock.router.backends.backend import Backend, GenerationStub
-from penstock.router.backends.deaths import Blame
 from penstock.router.backends.outliers import Probe
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.suspect import Suspect
+from penstock.router.requests.trial import CallTrial
 
 AnswerT = TypeVar("AnswerT")
 # (stub, seconds left) -> the call.
@@ -63,9 +63,10 @@ class UnaryAttempts:
             left = None if deadline is None else deadline - time.monotonic()
             await self._attempts.adapters.require(model, adapter, left)
         lost_on: set[str] = set()
-        suspect, blame = Suspect(time.monotonic()), Blame.NONE
-        for attempt in range(self._config.max_attempts):
-            backend, probe, trial = await self._choose(where, hashes, lost_on, suspect, blame, first=attempt == 0)
+        suspect = Suspect(time.monotonic())
+        attempt = 0
+        while True:
+            backend, probe, trial = await self._choose(where, hashes, lost_on, suspect, first=attempt == 0)
             try:
                 with stage(f"attempt {attempt + 1}", SpanKind.CLIENT, {"server.address": backend.key}):
                     answer = await backend.call(call, hashes, deadline, suspect, probe)
@@ -80,20 +81,20 @@ class UnaryAttempts:
                 elif not isinstance(error, Unavailable):
                     raise
                 lost_on.add(backend.key)
-                blame = await self._check_again(error, attempt, suspect)
+                await self._check_again(error, attempt, suspect)
             else:
                 if trial is not None:
                     trial.end(has_passed=True)
                 return answer
             self._metrics.retries.inc()
-            _log.info("request moved", request_id=current_request_id.get(), begun=False, attempt=attempt + 2)
-        raise self._attempts.nowhere(*where)
+            attempt += 1
+            _log.info("request moved", request_id=current_request_id.get(), begun=False, attempt=attempt + 1)
 
-    async def _check_again(self, error: Unavailable | NotFound, attempt: int, suspect: Suspect) -> Blame:
-        blame = await self._attempts.check_blame(suspect)
-        if attempt + 1 >= self._config.max_attempts or not self._attempts.may_retry():
+    async def _check_again(self, error: Unavailable | NotFound, attempt: int, suspect: Suspect) -> None:
+        await self._attempts.check_blame(suspect)
+        # What another's trial or guilt cost it is not held against it.
+        if attempt + 1 >= self._config.max_attempts + suspect.excused or not self._attempts.may_retry():
             raise error
-        return blame
 
     async def _choose(
         self,
@@ -101,26 +102,19 @@ class UnaryAttempts:
         hashes: Sequence[int],
         lost_on: set[str],
         suspect: Suspect,
-        blame: Blame,
         *,
         first: bool,
     ) -> tuple[Backend, Probe | None, CallTrial | None]:
         model, adapter = where
-        if blame is Blame.SHARED:
-            found = await self._attempts.wait_for_trial(model, suspect, adapter)
-            if found is None:
+        if not first:
+            moved, trial = await self._attempts.wait_for_place(suspect, where, hashes, lost_on)
+            if moved is None:
                 raise self._attempts.nowhere(*where)
-            return found[0], None, found[1]
-        probed = self._pool.to_probe(*where) if first else None
+            return moved, None, trial
+        probed = self._pool.to_probe(*where)
         if probed is not None:
             return probed, self._pool.outliers.begin_probe(probed.key), None
-        until = time.monotonic() + (0.0 if first else self._config.failover_wait_seconds)
-        while True:
-            if adapter and not first:
-                await self._attempts.adapters.bring(model, adapter, until - time.monotonic())
-            backend = self._attempts.choose(model, hashes, lost_on, adapter=adapter)
-            left = until - time.monotonic()
-            if backend is not None:
-                return backend, None, None
-            if left <= 0 or not await self._pool.changed(left):
-                raise self._attempts.nowhere(*where)
+        backend = self._attempts.choose(model, hashes, lost_on, adapter=adapter)
+        if backend is None:
+            raise self._attempts.nowhere(*where)
+        return backend, None, None
