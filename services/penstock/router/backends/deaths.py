@@ -101,4 +101,4 @@ class Deaths:
 
 
 def _unexplained(deaths: Iterable[Death]) -> list[Death]:
-    return [death for death in deaths if death.is_death is not False and not death.is_explained]
+    return [death for death in deaths if death.is_open]

@@ -63,15 +63,18 @@ class Trials:
         self._look_timer: asyncio.TimerHandle | None = None
 
     def taken(self) -> set[str]:
-        """Return the keys of backends with a trial that is not over. What is over is noted."""
-        now = time.monotonic()
+        """Return the keys of backends with a trial that is not over. What is over is noted, and wakes who waits."""
+        now, before = time.monotonic(), len(self._running)
         for key, (backend, trial) in list(self._running.items()):
             # One that waits in a queue for so long keeps the others back for nothing.
-            if trial.is_over or now - trial.begun_at > self._config.quarantine_wait_seconds:
+            is_late = now - trial.begun_at > self._config.quarantine_wait_seconds
+            if trial.is_over or is_late or not any(death.is_open for death in trial.deaths):
                 del self._running[key]
                 self._moved_at = now
                 if trial.has_passed:
                     self._note_passed(key, trial, has_company=backend.in_flight > 1)
+        if len(self._running) < before:
+            self._pool.wake()
         return set(self._running)
 
     async def wait(self, turn: Turn, blame: Callable[[], Blame], patience: Patience) -> Backend | None:
@@ -100,6 +103,8 @@ class Trials:
                 await self._pool.changed(left)
         finally:
             self._waiting.remove(turn)
+            # It may have been the one that the others let go first.
+            self._pool.wake()
         return None
 
     def _place(self, turn: Turn, usable: Sequence[Backend]) -> Backend | None:
@@ -117,12 +122,9 @@ class Trials:
         return backend
 
     def _look(self) -> None:
-        """Wake those who wait when a trial is over, and look again while there is one."""
-        before = len(self._running)
-        taken = self.taken()
-        self._look_timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look) if taken else None
-        if len(taken) < before:
-            self._pool.wake()
+        """Look for trials that are over, again and again while there is one."""
+        loop = asyncio.get_running_loop()
+        self._look_timer = loop.call_later(_LOOK_SECONDS, self._look) if self.taken() else None
 
     def _note_passed(self, key: str, trial: Trial, *, has_company: bool) -> None:
         """Note who has run beside others: those that passed there before have, too."""

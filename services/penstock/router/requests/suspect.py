@@ -29,6 +29,11 @@ class Death:
         self.tried: set[int] = set()
         self.past_trial: set[int] = set()
 
+    @property
+    def is_open(self) -> bool:
+        """True while it is, or may be, a death that nothing explains."""
+        return self.is_death is not False and not self.is_explained
+
 
 class SuspectTrial(Protocol):
     """Trial of a suspect with its present attempt."""

@@ -64,7 +64,8 @@ class StreamTrial(Trial):
     @property
     def is_over(self) -> bool:
         state = self._state
-        return self.has_passed or state.closed or (state.attempts > self._attempt and state.attempt is None)
+        is_lost = state.attempts > self._attempt and state.attempt is None
+        return self.has_passed or state.closed or is_lost or state.attempts > self._attempt + 1
 
     @property
     def clears(self) -> bool:
