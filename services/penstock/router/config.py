@@ -167,7 +167,11 @@ class RouterConfig(ServerConfig, ChannelConfig):
         100, "Retries that may happen at once, such as when a backend dies.", group=FAILURE, minimum=0
     )
     failover_wait_seconds: float = option(
-        5.0, "How long a lost request waits for another backend.", group=FAILURE, minimum=0.0
+        30.0,
+        "How long a lost request waits for another backend; where a process is there that does not serve yet, or "
+        "another request was to blame, for --start-timeout-seconds.",
+        group=FAILURE,
+        minimum=0.0,
     )
     stall_timeout_seconds: float = option(
         30.0,
@@ -196,7 +200,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
     quarantine_wait_seconds: float = option(
         30.0,
         "How long a request waits to be tried apart from others that ran on the same dead backends, while none of "
-        "them gets on; and for a backend to come back, where another request was to blame.",
+        "them gets on.",
         group=FAILURE,
         minimum=0.0,
     )
@@ -223,7 +227,9 @@ class RouterConfig(ServerConfig, ChannelConfig):
         group=FAILURE,
         minimum=0.01,
     )
-    eject_max_seconds: float = option(120.0, "Longest ejection.", group=FAILURE, minimum=0.01)
+    eject_max_seconds: float = option(
+        30.0, "Longest ejection: so long one that has recovered may get nothing.", group=FAILURE, minimum=0.01
+    )
     eject_max_share: float = option(
         0.5,
         "Share of a model's ready backends that may be ejected at once; one always may, the last never.",
@@ -240,7 +246,8 @@ class RouterConfig(ServerConfig, ChannelConfig):
     probes: int = option(3, "Probes, one at a time, that a backend must pass to come back.", group=FAILURE, minimum=1)
     tokenizer_wait_seconds: float = option(
         10.0,
-        "How long requests wait for a lost tokenizer, the time that it was silent included.",
+        "How long requests wait for a lost tokenizer, the time that it was silent included; for "
+        "--start-timeout-seconds where a process is there that does not serve yet.",
         group=FAILURE,
         minimum=0.0,
     )

@@ -76,12 +76,15 @@ async def watch_health(channel: grpc.aio.Channel, service: str) -> AsyncGenerato
         call.cancel()
 
 
-async def until_serving(channel: grpc.aio.Channel, service: str) -> bool:
-    """Return True once it serves; False when its health ends."""
+async def until_serving(
+    channel: grpc.aio.Channel, service: str, on_starting: Callable[[], object] = lambda: None
+) -> bool:
+    """Return True once it serves; False when its health ends. `on_starting`: it answers that it does not serve yet."""
     async with contextlib.aclosing(watch_health(channel, service)) as updates:
         async for is_serving in updates:
             if is_serving:
                 return True
+            on_starting()
     return False
 
 

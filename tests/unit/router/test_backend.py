@@ -34,6 +34,9 @@ class Outliers:
     def forget(self, _: str) -> None:
         self.noted.clear()
 
+    def half_open(self, _: str) -> None:
+        """Nobody is ejected."""
+
 
 class Connected:
     """A ready backend without a process behind it."""

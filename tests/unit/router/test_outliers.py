@@ -207,6 +207,29 @@ def test_good_conduct_shortens_the_next_ejection() -> None:
     assert world.outliers.wants_probe("a")
 
 
+def test_one_that_is_there_again_is_probed_at_once_but_only_once() -> None:
+    world = World()
+    world.note("a", Outcome.LOST, times=5)
+    world.outliers.half_open("a")
+    world.probe("a", Outcome.LOST)
+    # It was not well yet: now it takes the time that it takes.
+    world.outliers.half_open("a")
+    assert not world.outliers.wants_probe("a")
+    world.now += CONFIG["max_seconds"]
+    for _ in range(CONFIG["probes"]):
+        world.probe("a", Outcome.FINISHED)
+    world.note("a", Outcome.LOST, times=5)
+    world.outliers.half_open("a")
+    assert world.outliers.wants_probe("a")
+
+
+def test_a_liar_that_is_there_again_stays_out() -> None:
+    world = World()
+    world.eject()
+    world.outliers.half_open("a")
+    assert not world.outliers.wants_probe("a")
+
+
 def test_a_new_process_begins_anew() -> None:
     world = World()
     world.eject()

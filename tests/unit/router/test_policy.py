@@ -56,6 +56,18 @@ def test_longest_cached_prefix_wins_over_a_little_load() -> None:
     assert policy().choose([a, b], PROMPT) is a
 
 
+def test_those_that_have_as_much_of_a_prompt_take_turns() -> None:
+    a, b = pair()
+    for one in (a, b):
+        one.prefixes.add(PROMPT)
+    chooser = policy()
+    # As of a backend that was ejected, recovered, and got its probes.
+    chosen = [chooser.choose([a, b], PROMPT).key for _ in range(50)]  # type: ignore[union-attr]
+    assert (chosen.count("a"), chosen.count("b")) == (25, 25)
+    a.load = 1
+    assert chooser.choose([a, b], PROMPT) is b
+
+
 def test_affinity_yields_when_its_backend_is_busy() -> None:
     a, b = pair()
     a.prefixes.add(PROMPT)

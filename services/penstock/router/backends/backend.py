@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -28,7 +29,7 @@ from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.request_state import RequestState
 from penstock.router.requests.suspect import Death, Suspect
 from penstock.router.tokenizer.detokenize import Detokenizer
-from penstock.serving.channels import watch_health
+from penstock.serving.channels import until_serving, watch_health
 from penstock.serving.transport import Channel, StreamCall, make_transport
 from penstock.v1 import (
     admin_pb2,
@@ -379,7 +380,11 @@ class Backend:
 
     async def _check_and_serve(self, channel: Channel) -> None:
         # A model that is still loading has no limits and no fingerprint yet.
-        await self._wait_until_serving(channel)
+        try:
+            if not await until_serving(channel.for_stubs, HEALTH_NAME, partial(self._set_starting, True)):
+                raise _Lost("health ended")
+        finally:
+            self._set_starting(False)
         stub = model_pb2_grpc.ModelServiceStub(channel.for_stubs)
         self.info = await stub.GetModelInfo(
             model_pb2.GetModelInfoRequest(), timeout=self._config.connect_timeout_seconds
@@ -391,19 +396,8 @@ class Backend:
         self._prefixes = PrefixIndex(min(blocks, self._config.max_known_blocks))
         await self._serve(channel)
 
-    async def _wait_until_serving(self, channel: Channel) -> None:
-        """Wait while the process answers that it does not serve yet. Raises _Lost when it ends."""
-        try:
-            async with contextlib.aclosing(watch_health(channel.for_stubs, HEALTH_NAME)) as updates:
-                async for is_serving in updates:
-                    if is_serving:
-                        return
-                    self._set_starting(True)
-        finally:
-            self._set_starting(False)
-        raise _Lost("health ended")
-
     def _set_starting(self, is_starting: bool) -> None:
+        """Note that a process is there that does not serve yet, or is not any more."""
         if is_starting is not self.is_starting:
             self.is_starting = is_starting
             # Streams that lost their backend wait longer for one that is on its way.
@@ -576,6 +570,8 @@ class Backend:
         # Of a process that has any adapter, requests are not placed before it is known which.
         knows_adapters = self.adapters.is_known or not report.adapters_version
         if self._serving and self._has_report and knows_adapters and ready and not report.draining and not is_stuck:
+            if self.state is not BackendState.READY:
+                self._outliers.half_open(self.key)
             self._set_state(BackendState.READY)
         elif self.state is BackendState.READY:
             self._set_state(BackendState.DRAINING)

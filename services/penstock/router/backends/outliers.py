@@ -94,6 +94,9 @@ class _Record:
     back_at: float = 0.0
     probe: Probe | None = None
     passed: int = 0
+    # Of the ejection, and True once it was ended before its time.
+    cause: str = ""
+    is_early: bool = False
 
 
 class Outliers:
@@ -160,6 +163,17 @@ class Outliers:
         elif outcome in FAILURES:
             self._failed(key, record, outcome, has_begun=has_begun)
 
+    def half_open(self, key: str) -> None:
+        """Let a backend be probed at once, whose connection or readiness is back: once, until it is back in use.
+
+        Those alone that were lost, or refused, in a row: a liar is the same after a reconnection.
+        """
+        record = self._records.get(key)
+        if record is None or record.ejected_until is None or record.cause != "consecutive" or record.is_early:
+            return
+        record.is_early = True
+        record.ejected_until = min(record.ejected_until, self._clock())
+
     def forget(self, key: str) -> None:
         """Forget a backend that is gone, or has another process: it is not ejected any more."""
         record = self._records.pop(key, None)
@@ -200,6 +214,7 @@ class Outliers:
         now = self._clock()
         if record.times and record.back_at:
             record.times = max(0, record.times - int((now - record.back_at) / self._config.max_seconds))
+        record.cause = cause
         self._shut(record, now)
         _log.warning("backend ejected", backend=key, cause=cause, seconds=round(record.ejected_until - now, 3))  # type: ignore[operator]
         self._on_change(key, cause)
@@ -217,7 +232,7 @@ class Outliers:
         if outcome is Outcome.FINISHED:
             record.passed += 1
             if record.passed >= self._config.probes:
-                record.ejected_until, record.back_at = None, self._clock()
+                record.ejected_until, record.back_at, record.is_early = None, self._clock(), False
                 _log.info("backend back in use", backend=key)
                 self._on_change(key, "")
         elif outcome in FAILURES:

@@ -10,8 +10,8 @@ from penstock.router.requests.suspect import Suspect
 
 
 class Patience:
-    """Time that one request waits for a backend: as configured, longer where it is not its own bad luck, and as long as
-    a process that takes the place of a lost one is on its way."""
+    """Time that one request waits for a backend: as configured, and as long as a start may take where another request
+    was to blame, or a process is there that does not serve yet."""
 
     def __init__(self, pool: BackendPool, config: RouterConfig, model: str, suspect: Suspect) -> None:
         """Begin to wait."""
@@ -25,8 +25,6 @@ class Patience:
         """Return the seconds that are left; none, or less, when it is to be given up."""
         config = self._config
         longest = config.failover_wait_seconds
-        if self._suspect.excused:
-            longest = max(longest, config.quarantine_wait_seconds)
-        if self._pool.is_any_starting(self._model):
+        if self._suspect.excused or self._pool.is_any_starting(self._model):
             longest = max(longest, config.start_timeout_seconds)
         return self._begin + longest - time.monotonic()

@@ -89,14 +89,17 @@ class Policy(Generic[CandidateT]):
             return usable[0] if len(usable) == 1 else None
         least = min(candidate.load for candidate in usable)
         bound = least * self._config.factor + self._config.slack
-        best, best_match = None, 0
+        best: list[CandidateT] = []
+        best_match = 1
         for candidate in usable:
             match = candidate.match(hashes)
-            if match == 0 or candidate.load > bound or candidate.kv_pressure > self._config.max_kv_pressure:
+            if match < best_match or candidate.load > bound or candidate.kv_pressure > self._config.max_kv_pressure:
                 continue
-            if match > best_match or (match == best_match and best is not None and candidate.load < best.load):
-                best, best_match = candidate, match
-        return best
+            if match > best_match:
+                best, best_match = [], match
+            best.append(candidate)
+        # Of several that have as much, the first in the list would get every request of a prompt that all know.
+        return self._least_loaded(best) if len(best) > 1 else next(iter(best), None)
 
     def _least_loaded(self, usable: Sequence[CandidateT]) -> CandidateT:
         # Equal candidates take turns, or the first in the list would get every request of an idle cluster.

@@ -56,6 +56,8 @@ class TokenizerLink:
         self._stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub | None = None
         self._ready = asyncio.Event()
         self._lost_at = time.monotonic()
+        # time.monotonic() until which a process that answered that it does not serve yet counts as on its way.
+        self._starting_until = 0.0
         # Calls with a single answer that wait for it, and signs of life meanwhile: answers to them and to pings.
         self._waiting = 0
         self._answers = 0
@@ -126,9 +128,8 @@ class TokenizerLink:
             self._ready.clear()
             self._stub = None
             self._lost_at = time.monotonic() - silent_seconds
-            wait = self._config.tokenizer_wait_seconds - silent_seconds
             # A try to connect to one that is stopped may take longer than the streams shall wait.
-            asyncio.get_running_loop().call_later(wait, self._give_up_late)
+            asyncio.get_running_loop().call_later(self._left_for_streams(), self._give_up_in_time)
             self._metrics.tokenizer_up.set(0)
             self._metrics.tokenizer_reconnects.inc()
             self._on_change()
@@ -140,10 +141,27 @@ class TokenizerLink:
             0.0, min(config.tokenizer_stall_seconds, config.tokenizer_wait_seconds - config.reconnect_max_seconds)
         )
 
+    def _give_up_in_time(self) -> None:
+        """Fail streams that have waited too long, as soon as they have."""
+        self._give_up_late()
+        if not self.is_ready and (left := self._left_for_streams()) > 0:
+            asyncio.get_running_loop().call_later(left, self._give_up_in_time)
+
     def _give_up_late(self) -> None:
         """Fail streams that have waited too long for text while there is no tokenizer."""
-        if not self.is_ready and time.monotonic() - self._lost_at >= self._config.tokenizer_wait_seconds:
+        if not self.is_ready and self._left_for_streams() <= 0:
             self._detokenizer.fail_outstanding(_away())
+
+    def _left_for_streams(self) -> float:
+        """Seconds that streams wait on for the lost tokenizer."""
+        return self._lost_at + self._longest_wait_seconds - time.monotonic()
+
+    @property
+    def _longest_wait_seconds(self) -> float:
+        """Time for which a lost tokenizer is waited for: longer where a process is there that does not serve yet."""
+        config = self._config
+        is_starting = time.monotonic() < self._starting_until
+        return max(config.tokenizer_wait_seconds, config.start_timeout_seconds if is_starting else 0.0)
 
     async def _connect_and_serve(self, address: str) -> None:
         timeout = self._config.connect_timeout_seconds
@@ -201,9 +219,15 @@ class TokenizerLink:
         """Wait while the tokenizer loads, as long as a connection attempt may take, rather than come back later."""
         try:
             async with asyncio.timeout(self._config.connect_timeout_seconds):
-                await until_serving(channel.for_stubs, HEALTH_NAME)
+                await until_serving(channel.for_stubs, HEALTH_NAME, self._note_starting)
         except TimeoutError:
             raise _Lost("it does not serve yet") from None
+
+    def _note_starting(self) -> None:
+        """Note that a process is there that does not serve yet. It counts as there until it is asked again."""
+        config = self._config
+        round_seconds = (config.connect_timeout_seconds + config.reconnect_max_seconds) * len(config.tokenizer)
+        self._starting_until = time.monotonic() + config.connect_timeout_seconds + round_seconds
 
     async def _watch_health(self, channel: Channel) -> None:
         """Return when the process stops answering; NOT_SERVING alone (draining) lets live streams go on."""
@@ -277,13 +301,16 @@ class TokenizerLink:
         config = self._config
         # Time to reach another one is left in any case.
         least = min(config.tokenizer_wait_seconds, config.reconnect_max_seconds)
-        patience = max(config.tokenizer_wait_seconds - (time.monotonic() - begin), least)
-        left = patience if until is None else min(patience, until - time.monotonic())
-        try:
-            async with asyncio.timeout(left):
-                await self._ready.wait()
-        except TimeoutError:
-            raise (_away() if left == patience else _late()) from None
+        least_until = time.monotonic() + least
+        while not self.is_ready:
+            patience = max(begin + self._longest_wait_seconds, least_until) - time.monotonic()
+            left = patience if until is None else min(patience, until - time.monotonic())
+            if left <= 0:
+                raise _away() if left == patience else _late()
+            # In parts: it may turn out that one is on its way, or that it is not any more.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, config.connect_timeout_seconds)):
+                    await self._ready.wait()
         if self._stub is None:
             raise _away()
         return self._stub
