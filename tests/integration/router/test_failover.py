@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
 from factories.servers.emitting_backend import EmittingBackend
 from factories.servers.held_backend import IDS, TOKENS, WANT_IDS, held, status_of, stop_after
-from factories.servers.router import Answer, collect, generate, running_router
+from factories.servers.plain_server import starting_service
+from factories.servers.router import Answer, collect, generate, running_router, until
 from factories.wire.tcp_proxy import TcpProxy
 from penstock.common.errors import from_rpc_error
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
@@ -215,6 +217,33 @@ async def test_lost_for_good_before_the_first_token_is_unavailable() -> None:
         code, error = await failing
         assert code is grpc.StatusCode.UNAVAILABLE
         assert error.retry_after_seconds
+
+
+async def test_a_process_that_does_not_serve_yet_is_known_to_start() -> None:
+    """Lost requests wait for it as long as a start may take: tests/unit/router/test_patience.py."""
+    async with (
+        held(allowance=5) as one,
+        starting_service() as starting,
+        TcpProxy(one.address) as proxy,
+        running_router(one, backend=(proxy.address,)) as router,
+    ):
+        app: Any = router.server.service
+
+        async def restart() -> None:
+            assert not app._pool.is_any_starting(one.model)
+            await proxy.cut()
+            proxy.lead_to(starting.address)
+            await proxy.restore()
+            await until(lambda: app._pool.is_any_starting(one.model))
+            assert not app._pool.is_any_starting("another")
+            await one.allow(None)
+            await proxy.cut()
+            proxy.lead_to(one.address)
+            await proxy.restore()
+            await until(lambda: not app._pool.is_any_starting(one.model))
+
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), stop_after(5, restart))
+        assert answer.ids() == IDS
 
 
 async def test_only_so_many_moves() -> None:

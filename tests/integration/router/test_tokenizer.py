@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 from factories.servers.emitting_backend import count_up
+from factories.servers.plain_server import starting_service
 from factories.servers.router import Answer, backend, chat, collect, generate, running_router, tokenizer_address, until
 from factories.wire.tcp_proxy import TcpProxy
 from penstock.common.errors import from_rpc_error
@@ -113,6 +116,36 @@ async def test_tokenizer_that_never_returns_ends_begun_streams_aborted_and_new_o
         await proxy.restore()
         await router.until("tokenizer_up", 1)
         assert (await collect(router.stub.Chat(chat()))).finished
+
+
+async def test_a_tokenizer_that_starts_is_waited_for_by_streams_and_calls_beyond_the_limit() -> None:
+    """The limit is for one that is not there: a start takes as long as it takes."""
+    # One connection to it is given up before the limit; that it is asked again tells that the limit has passed.
+    times = {"tokenizer_wait_seconds": 3.0, "connect_timeout_seconds": 4.0}
+    async with (
+        TcpProxy(tokenizer_address()) as proxy,
+        starting_service() as starting,
+        backend(script=count_up(TOKENS), allowance=5) as one,
+        running_router(one, tokenizer=proxy.address, detokenize="tokenizer", **times) as router,
+    ):
+        calls: list[asyncio.Future[Answer]] = []
+
+        async def restart(_: Answer) -> None:
+            if one.allowance == 0:
+                await proxy.cut()
+                proxy.lead_to(starting.address)
+                await proxy.restore()
+                await one.allow(None)
+                await router.until("tokenizer_up", 0)
+                calls.append(asyncio.ensure_future(collect(router.stub.Chat(chat()))))
+                await until(lambda: starting.watches >= 2)
+                await proxy.cut()
+                proxy.lead_to(tokenizer_address())
+                await proxy.restore()
+
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), restart)
+        assert answer.ids() == IDS
+        assert (await calls[0]).finished
 
 
 async def test_stream_decoded_by_the_router_ends_without_the_tokenizer() -> None:

@@ -1,0 +1,167 @@
+"""Suspects come back one by one, the likeliest first, and what a trial proves."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.router.backends.deaths import Blame, Deaths
+from penstock.router.backends.patience import Patience
+from penstock.router.backends.trials import Trials, Turn
+from penstock.router.config import RouterConfig
+from penstock.router.requests.suspect import Suspect
+from penstock.router.requests.trial import StreamTrial
+
+
+class Stream:
+    """A stream that was lost after some tokens."""
+
+    def __init__(self, tokens: int, received_at: float = 0.0) -> None:
+        self.suspect = Suspect(received_at)
+        self.suspect.longest_attempt = self.num_tokens = tokens
+        self.attempts, self.attempt, self.finished, self.closed = 1, None, None, False
+
+    def start(self) -> None:
+        self.attempts, self.attempt = self.attempts + 1, object()  # type: ignore[assignment]
+
+    def make(self, tokens: int) -> None:
+        self.num_tokens += tokens
+
+
+class World:
+    """Backends that are all idle, a ledger, and a queue before them."""
+
+    def __init__(self, *keys: str, **settings: Any) -> None:
+        self.backends = [SimpleNamespace(key=key, in_flight=2, is_full=False) for key in keys]
+        self.woken = asyncio.Event()
+        self.pool: Any = SimpleNamespace(
+            usable=lambda *_: self.backends, changed=self._changed, wake=self.woken.set, is_any_starting=lambda _: False
+        )
+        self.deaths = Deaths(self.woken.set)
+        self.config = RouterConfig(**{"isolation_wait_seconds": 3600.0, **settings})
+        self.trials = Trials(self.pool, self.config)
+        # In the order in which they came back.
+        self.back: list[Stream] = []
+
+    async def _changed(self, _: float) -> bool:
+        self.woken.clear()
+        await self.woken.wait()
+        return True
+
+    def death(self, *streams: Stream) -> None:
+        self.deaths.judge(self.deaths.doubt([one.suspect for one in streams]), is_death=True)
+
+    def blame(self, stream: Stream) -> Blame:
+        return self.deaths.blame(stream.suspect)
+
+    async def come_back(self, stream: Stream) -> Any:
+        state: Any = stream
+        turn = Turn(
+            stream.suspect,
+            ("m", ""),
+            lambda free: free[0],
+            lambda now: StreamTrial(state, self.config.isolation_tokens, now),
+            lambda: stream.closed,
+        )
+        patience = Patience(self.pool, self.config, "m", stream.suspect)
+        backend = await self.trials.wait(turn, lambda: self.blame(stream), patience)
+        if backend is not None:
+            stream.start()
+        self.back.append(stream)
+        return backend
+
+    async def until_back(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.back) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+async def test_the_likeliest_comes_first_and_the_next_when_it_has_passed() -> None:
+    world = World("b")
+    old, young, fresh, newest = Stream(40), Stream(5), Stream(0, 1.0), Stream(0, 2.0)
+    world.death(old, young, fresh, newest)
+    waits = [asyncio.ensure_future(world.come_back(one)) for one in (old, young, fresh, newest)]
+    for count, one in enumerate((newest, fresh, young, old), 1):
+        await world.until_back(count)
+        assert world.back[-1] is one
+        assert world.trials.taken() == {"b"}
+        one.make(world.config.isolation_tokens)
+    await asyncio.gather(*waits)
+
+
+async def test_the_poison_is_convicted_at_its_second_death_and_frees_the_others() -> None:
+    world = World("b")
+    poison, one, two = Stream(0, 1.0), Stream(7), Stream(9)
+    world.death(poison, one, two)
+    waits = [asyncio.ensure_future(world.come_back(each)) for each in (one, two, poison)]
+    await world.until_back(1)
+    stranger = Stream(3)
+    world.death(poison, stranger)
+    poison.attempt = None
+    assert world.blame(poison) is Blame.OWN
+    world.deaths.convict(poison.suspect)
+    world.woken.set()
+    assert {await wait for wait in waits[:2]} == {None}
+    assert {world.blame(each) for each in (one, two, stranger)} == {Blame.NONE}
+    assert (one.suspect.excused, stranger.suspect.excused) == (1, 1)
+
+
+async def test_who_passed_is_not_in_the_way_of_the_verdict() -> None:
+    world = World("b")
+    poison, one = Stream(20), Stream(7)
+    world.death(poison, one)
+    waits = [asyncio.ensure_future(world.come_back(each)) for each in (one, poison)]
+    await world.until_back(1)
+    one.make(9)
+    await world.until_back(2)
+    world.death(poison, one)
+    assert world.blame(poison) is Blame.OWN
+    assert world.blame(one) is Blame.SUSPECTED
+    await asyncio.gather(*waits)
+
+
+async def test_who_passed_alone_or_is_where_it_was_lost_may_still_be_the_one() -> None:
+    for company, made in ((1, 9), (2, 20)):
+        world = World("b")
+        maybe, tried = Stream(21), Stream(30)
+        world.death(maybe, tried)
+        waits = [asyncio.ensure_future(world.come_back(each)) for each in (maybe, tried)]
+        world.backends[0].in_flight = company
+        await world.until_back(1)
+        maybe.make(made)
+        await world.until_back(2)
+        world.death(maybe, tried)
+        assert (world.blame(maybe), world.blame(tried)) == (Blame.SHARED, Blame.SHARED)
+        await asyncio.gather(*waits)
+
+
+async def test_one_that_passed_is_not_convicted_by_a_second_death_without_a_trial() -> None:
+    world = World("b")
+    alone = Stream(10)
+    world.death(alone)
+    world.backends[0].in_flight = 1
+    await world.come_back(alone)
+    alone.make(5)
+    assert not world.trials.taken()
+    world.death(alone)
+    assert world.blame(alone) is Blame.SHARED
+
+
+async def test_nobody_waits_for_longer_than_the_limit() -> None:
+    world = World("b", isolation_wait_seconds=0.0)
+    first, second = Stream(1), Stream(2)
+    world.death(first, second)
+    backends = await asyncio.gather(world.come_back(first), world.come_back(second))
+    assert [one is not None for one in backends] == [True, False]
+
+
+async def test_a_connection_that_ended_frees_those_who_wait() -> None:
+    world = World("b")
+    first, second = Stream(1), Stream(2)
+    doubt = world.deaths.doubt([first.suspect, second.suspect])
+    waits = [asyncio.ensure_future(world.come_back(each)) for each in (first, second)]
+    await world.until_back(1)
+    world.deaths.judge(doubt, is_death=False)
+    assert await waits[1] is None
+    assert not world.trials.taken()
