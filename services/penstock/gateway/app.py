@@ -43,7 +43,7 @@ from penstock.gateway.messages import count_tokens, messages
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.places import BodyBytes, Places
 from penstock.gateway.redis_responses import RedisResponses, is_shared
-from penstock.gateway.request_head import TrustedHosts
+from penstock.gateway.request_head import TrustedHosts, foreign_host
 from penstock.gateway.response_store import ResponseStore
 from penstock.gateway.responses import delete_response, get_response, list_input_items, responses
 from penstock.gateway.sqlite_responses import SqliteResponses
@@ -130,6 +130,7 @@ class GatewayApp(OwnServer):
         self._callers = Callers(self._client, config)
         self._metrics = GatewayMetrics(registry)
         self._places = Places(config.max_requests, config.tenant_share)
+        self._hosts = TrustedHosts(config.host, config.allowed_hosts)
         self._bodies = BodyBytes(config.max_bodies_bytes)
         self._tracing = open_tracing(config, self.name)
         self._responses = _open_store(config)
@@ -242,7 +243,7 @@ class GatewayApp(OwnServer):
         door = Door(
             config=self._config,
             callers=self._callers,
-            hosts=TrustedHosts(self._config.host, self._config.allowed_hosts),
+            hosts=self._hosts,
             places=self._places,
             bodies=self._bodies,
             body_bounds=self._config.body_bounds,
@@ -305,6 +306,9 @@ class GatewayApp(OwnServer):
         if self._tokens is not None and not self._tokens.accepts(request.headers.get("authorization")):
             error = HttpError(401, "/metrics needs a bearer token of --metrics-token-file", reason="UNAUTHENTICATED")
             return Response(OPENAI_ERRORS.body(error, {}), 401, {"www-authenticate": "Bearer"}, "application/json")
+        host = request.headers.get("host", "").encode("latin-1")
+        if self._tokens is None and not self._hosts.accepts(host):
+            return Response(OPENAI_ERRORS.body(foreign_host(), {}), 421, media_type="application/json")
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), headers={"content-type": content_type})
 

@@ -39,7 +39,7 @@ from penstock.gateway.http_server import connection_of
 from penstock.gateway.json_body import BodyBounds, parse_object
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.places import ANYBODY, Body, BodyBytes, Places
-from penstock.gateway.request_head import TrustedHosts
+from penstock.gateway.request_head import TrustedHosts, foreign_host
 from penstock.gateway.response_store import ResponseStore
 
 Scope = MutableMapping[str, Any]
@@ -101,11 +101,6 @@ Handler = Callable[[HttpCall], Awaitable[Answer]]
 
 def _id_header(request_id: str) -> list[tuple[bytes, bytes]]:
     return [(REQUEST_ID_KEY.encode(), request_id.encode("ascii", "ignore"))] if request_id else []
-
-
-def _has_body(scope: Scope) -> bool:
-    """True for a request that says it has a body."""
-    return any(name in (b"content-length", b"transfer-encoding") and value != b"0" for name, value in scope["headers"])
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
@@ -216,9 +211,7 @@ class Endpoint:
         door = self._door
         caller = await door.callers.admit(shown)
         if caller.tenant == ANYBODY and not door.hosts.accepts(headers.get(b"host")):
-            raise HttpError(
-                421, "Host is no name of this gateway (--allowed-hosts adds one)", reason="HOST_NOT_ALLOWED"
-            )
+            raise foreign_host()
         if self._has_body:
             _refuse_other_sites(headers, door.config.allowed_origin)
         # Not a place yet: it is taken once the body is whole, so that half of one holds none.
@@ -462,7 +455,7 @@ class _Exchange:
         if self._is_gone:
             return
         headers = [*error_headers(error), *(call.headers() if call is not None else _id_header(self.request_id))]
-        if not self._has_read and _has_body(self._scope):
+        if not self._has_read and self.connection.is_receiving:
             # What is left of the body is not read.
             headers.append((b"connection", b"close"))
         names = call.names if call is not None else {}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, cast
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -20,7 +21,7 @@ from penstock.common.errors import StartupError
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections import Connections
 from penstock.gateway.errors import OPENAI_ERRORS, HttpError
-from penstock.gateway.request_head import check_head
+from penstock.gateway.request_head import check_head, without_upgrade
 from penstock.http2.listener import Listener
 from penstock.http2.strangers import Strangers, network_of
 
@@ -31,7 +32,7 @@ _SLICE_BYTES = 16 << 10
 # Bytes around a body (sizes of its chunks) that each of its bytes may have: six for the shortest chunk.
 _FRAMING_PER_BYTE = 8
 # Requests behind the one at work. No client of today sends any.
-_MOST_WAITING_REQUESTS = 16
+_MOST_WAITING_REQUESTS = 64
 # Bytes of a stranger that wait for its turn, at most: what was read at once, and read ahead.
 _MOST_HELD_BYTES = 1 << 20
 # Work that an answer to a stranger is, in seconds, besides reading its request.
@@ -144,7 +145,7 @@ class ClientConnection(HttpToolsProtocol):
             if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
                 self._await_head()
             self._framing_bytes += len(part)
-            super().data_received(part)
+            self._feed(part)
             if self._framing_bytes > self.bounds.max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes:
                 most = self.bounds.max_header_bytes
                 self._turn_away(
@@ -154,6 +155,23 @@ class ClientConnection(HttpToolsProtocol):
                 )
             if self.is_closing or self._own.is_closing():
                 return
+
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                part, data = (data, b"") if self._has_head and self._is_within else without_upgrade(data)
+                try:
+                    self.parser.feed_data(part)
+                except httptools.HttpParserUpgrade as asked:
+                    # Its name came in two parts. What follows is no body to httptools.
+                    if any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
+                        self._fault = HttpError(400, "Upgrade is not supported", reason="MALFORMED_REQUEST")
+                        raise httptools.HttpParserError from None
+                    data = part[asked.args[0] :] + data
+        except httptools.HttpParserError:
+            fault = self._fault or HttpError(400, "this is no request of HTTP/1.1", reason="MALFORMED_REQUEST")
+            self._turn_away(fault)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -208,6 +226,11 @@ class ClientConnection(HttpToolsProtocol):
         """See Stranger."""
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def is_receiving(self) -> bool:
+        """True while a request is not whole."""
+        return self._is_within
+
     def admit(self) -> None:
         """Note that a request of this connection was admitted: it is no stranger from now on."""
         if self.is_stranger and not self.is_closing:
@@ -235,10 +258,6 @@ class ClientConnection(HttpToolsProtocol):
         super().on_response_complete()
         if not self.is_stranger and not self.pipeline:
             self.everyone.end_work(self)
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer a request that is none."""
-        self._turn_away(self._fault or HttpError(400, "this is no request of HTTP/1.1", reason="MALFORMED_REQUEST"))
 
     def _turn_away(self, error: HttpError) -> None:
         """Answer a request of which no handler knows, and hang up."""

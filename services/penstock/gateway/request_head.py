@@ -15,12 +15,27 @@ from penstock.gateway.errors import HttpError
 
 # Host as RFC 9112 (3.2) and RFC 3986 (3.2.2) have it, less what no name of a server has: name or address, and port.
 _FORM = re.compile(rb"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~-]*)(?::[0-9]*)?", re.ASCII)
+# The same length: nothing moves.
+_UPGRADE, _NO_UPGRADE = re.compile(rb"\nupgrade:", re.IGNORECASE), b"\nx-asked:"
 
 
 def host_name(header: bytes) -> str | None:
     """Return the name of a Host field in small letters, without its port; None where it is no such field."""
     found = _FORM.fullmatch(header)
     return None if found is None else found["name"].decode("ascii").lower().rstrip(".")
+
+
+def without_upgrade(data: bytes) -> tuple[bytes, bytes]:
+    """Return what a parser is given first of bytes that begin in a head, and the rest.
+
+    Nothing but HTTP/1.1 is spoken, and Upgrade may be ignored (RFC 9110, 7.8). httptools would take what follows such a
+    head for another protocol, the body as well; clients that could speak HTTP/2 send it with every first request.
+    """
+    if _UPGRADE.search(data) is None:
+        return data, b""
+    end = data.find(b"\r\n\r\n")
+    size = len(data) if end < 0 else end + 4
+    return _UPGRADE.sub(_NO_UPGRADE, data[:size]), data[size:]
 
 
 def check_head(version: str, headers: Iterable[tuple[bytes, bytes]]) -> HttpError | None:
@@ -44,6 +59,11 @@ def check_head(version: str, headers: Iterable[tuple[bytes, bytes]]) -> HttpErro
     elif codings and (codings > 1 or lengths or version != "1.1"):
         wrong = "Transfer-Encoding must be there once, without Content-Length, in HTTP/1.1"
     return HttpError(400, wrong, reason="MALFORMED_REQUEST") if wrong else None
+
+
+def foreign_host() -> HttpError:
+    """Error of a request without a token by a name that is not trusted."""
+    return HttpError(421, "Host is no name of this gateway (--allowed-hosts adds one)", reason="HOST_NOT_ALLOWED")
 
 
 class TrustedHosts:

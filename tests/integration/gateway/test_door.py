@@ -339,6 +339,22 @@ async def test_nonsense_behind_a_stream_is_no_part_of_its_answer(tmp_path: Path)
         assert b"HTTP/1.1 400" not in await connection.until_closed()
 
 
+@pytest.mark.parametrize("cut", [0, 60, 64, 70, 105])
+async def test_a_request_that_would_speak_another_protocol_keeps_its_body(cut: int) -> None:
+    """As the first request of a client that could speak HTTP/2 (Java's, for one)."""
+    asked = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: Upgrade, HTTP2-Settings\r\n"
+    asked += b"UPGRADE: h2c\r\nhttp2-settings: AAEAAEAA\r\ncontent-length: 15\r\n\r\n" + b'{"prompt": "x"}'
+    async with unguarded() as gateway:
+        connection = await Connection.to(gateway)
+        connection.writer.write(asked[:cut])
+        await connection.writer.drain()
+        connection.writer.write(asked[cut:] + asked)
+        for _ in range(2):
+            assert await connection.status() == 200
+            assert b'"count":' in await connection.reader.readuntil(b"}")
+        connection.close()
+
+
 async def asked_by(gateway: Gateway, host: str, *headers: str) -> int:
     lines = "\r\n".join(["POST /tokenize HTTP/1.1", f"host: {host}", *headers, "content-length: 15", "", ""])
     return await status_of(gateway, lines.encode() + b'{"prompt": "x"}')
@@ -364,7 +380,9 @@ async def test_a_page_of_a_name_that_points_here_is_not_this_gateways() -> None:
             assert await asked_by(gateway, host, *foreign) == status, host
             # A token that nobody judges is none.
             assert await asked_by(gateway, host, "authorization: Bearer made-up") == status, host
-        assert await status_of(gateway, HEALTH.replace(b"localhost", b"evil.example")) == 200
+        for path, status in (("health", 200), ("version", 200), ("metrics", 421), ("v1/models", 421)):
+            asked = b"GET /%b HTTP/1.1\r\nhost: evil.example\r\n\r\n" % path.encode()
+            assert await status_of(gateway, asked) == status, path
 
 
 async def test_a_name_without_a_token_is_not_needed_with_one(tmp_path: Path) -> None:
