@@ -67,7 +67,7 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
         256, "The same of one address (of IPv6 one /64 network).", group=LIMITS, minimum=1
     )
     anonymous_cpu_share: float = option(
-        0.05,
+        0.2,
         "Share of a processor that such connections get together once they ask for more; those wait that ask for most.",
         group=LIMITS,
         minimum=0.001,

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from penstock.common.addresses import join_address, require_free_port
@@ -46,7 +46,7 @@ class _Transport:
 
     def __init__(self, own: asyncio.Transport, connection: ClientConnection) -> None:
         self._connection = connection
-        self.write, self.abort, self.get_extra_info = own.write, own.abort, own.get_extra_info
+        self.write, self.abort, self.get_extra_info = own.write, connection.abort, own.get_extra_info
         self.pause_reading, self.resume_reading = own.pause_reading, own.resume_reading
         self._own = own
 
@@ -83,9 +83,11 @@ class ClientConnection(HttpToolsProtocol):
         # Bytes thrown away after an answer that did not wait for the whole request.
         self._lingered_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        # Request at work, or the last one; `cycle` is the one that came last.
+        self._running: RequestResponseCycle | None = None
         super().connection_made(cast("asyncio.Transport", _Transport(transport, self)))
         if not self.everyone.add(self):
-            transport.abort()
+            self.abort()
             return
         # Else the system takes megabytes for a reader that has stopped, at the full speed of the stream.
         own = transport.get_extra_info("socket")
@@ -95,6 +97,10 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closing = True
+        if (running := self._running) is not None and running is not self.cycle:
+            # uvicorn tells the request that came last; this one would write on, and hold what it has.
+            running.disconnected = True
+            running.message_event.set()
         self._head_is_whole()
         self.everyone.discard(self)
         super().connection_lost(exc)
@@ -103,7 +109,7 @@ class ClientConnection(HttpToolsProtocol):
         self.pipeline.clear()
         self._held, self.url, self.headers = b"", b"", []
         nothing: Any = None
-        self.scope, self.cycle, self.flow = nothing, nothing, nothing
+        self.scope, self.cycle, self.flow, self._running = nothing, nothing, nothing, None
         # uvicorn's, which leads back here.
         self.transport = self._own
 
@@ -113,19 +119,19 @@ class ClientConnection(HttpToolsProtocol):
         if self.is_closing:
             self._lingered_bytes += len(data)
             if self._lingered_bytes > self.bounds.max_body_bytes:
-                self._own.abort()
+                self.abort()
         elif self.is_stranger and (self._held or not self.everyone.strangers.may_go_on(self)):
             self._held += data
             self._own.pause_reading()
             if len(self._held) > _MOST_HELD_BYTES:
-                self._own.abort()
+                self.abort()
         else:
             self._take(data)
 
     def go_on(self) -> None:
         """See Stranger."""
         data, self._held = self._held, b""
-        if self._own.is_closing():
+        if self.is_closing:
             return
         self._take(data)
         if not self.flow.read_paused:
@@ -153,7 +159,7 @@ class ClientConnection(HttpToolsProtocol):
                         431, f"more than {most} bytes of headers (--max-header-bytes)", reason="HEADERS_TOO_LARGE"
                     )
                 )
-            if self.is_closing or self._own.is_closing():
+            if self.is_closing:
                 return
 
     def _feed(self, data: bytes) -> None:
@@ -198,7 +204,7 @@ class ClientConnection(HttpToolsProtocol):
         if self.is_stranger:
             self.everyone.strangers.spend(self, _ANSWER_SECONDS)
         if len(self.pipeline) >= _MOST_WAITING_REQUESTS:
-            self._own.abort()
+            self.abort()
             return
         super().on_headers_complete()
 
@@ -212,7 +218,7 @@ class ClientConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.bounds.header_seconds, self._own.abort)
+        self._head_timer = self.loop.call_later(self.bounds.header_seconds, self.abort)
 
     def _head_is_whole(self) -> None:
         if self._head_timer is not None:
@@ -220,6 +226,10 @@ class ClientConnection(HttpToolsProtocol):
             self._head_timer = None
 
     # Answering.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     @property
     def is_busy(self) -> bool:
@@ -263,7 +273,7 @@ class ClientConnection(HttpToolsProtocol):
         """Answer a request of which no handler knows, and hang up."""
         if self.is_busy:
             # An answer is under way: another one in its midst would be a part of it.
-            self._own.abort()
+            self.abort()
             return
         self._head_is_whole()
         body = OPENAI_ERRORS.body(error, {})
@@ -290,11 +300,12 @@ class ClientConnection(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Cut it off, unsent bytes and all."""
+        self.is_closing = True
         self._own.abort()
 
     def evict(self) -> None:
         """See Stranger."""
-        self._own.abort()
+        self.abort()
 
 
 def connection_of(scope: Mapping[str, Any]) -> ClientConnection:

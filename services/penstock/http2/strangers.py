@@ -11,7 +11,7 @@ from typing import Protocol
 
 # Seconds of work that one stranger is given in a turn of the event loop, however much it has sent.
 SLICE_SECONDS = 0.0005
-# Seconds of work that strangers may have saved up by being quiet.
+# Seconds of work that strangers may have saved up by being quiet, or owe.
 _SAVED_SECONDS = 0.05
 # Share of a stranger's past work that still counts against it after a second.
 _REMEMBERED = 0.5
@@ -127,15 +127,16 @@ class Strangers:
     def spend(self, stranger: Stranger, seconds: float) -> None:
         """Count work that was done for `stranger`."""
         now = self._fill()
-        self._left -= seconds
+        # A flood that ended is not to be paid for by those who come later.
+        self._left = max(-_SAVED_SECONDS, self._left - seconds)
         stranger.work = self._work_of(stranger, now) + seconds
         stranger.worked_at = now
 
     def may_go_on(self, stranger: Stranger) -> bool:
         """True when bytes of `stranger` may be looked at now; where not, its `go_on` is called once they may."""
         now = self._fill()
-        # An equal part of what all get within the time that work is remembered.
-        if self._left > 0 or self._work_of(stranger, now) <= self._share / max(1, len(self._all)):
+        # An equal part of what those who ask for more get within the time that work is remembered.
+        if self._left > 0 or self._work_of(stranger, now) <= self._share / (1 + len(self._waiting)):
             return True
         self._waiting.append(stranger)
         self._arm()

@@ -19,7 +19,7 @@ _log = get_logger("penstock.server")
 class LoopErrors:
     """Exception handler of one event loop.
 
-    asyncio's own servers (the gateway's port, the health socket) try a backlog's worth of times a second when
+    asyncio's own servers (the health socket) try a backlog's worth of times a second when
     descriptors are out, and report each.
     """
 

@@ -254,6 +254,17 @@ async def test_admitted_connections_that_rest_make_room(tmp_path: Path) -> None:
             one.close()
 
 
+async def test_a_request_whose_reader_left_ends_though_another_came_behind_it(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as gateway:
+        connection = await Connection.to(gateway)
+        connection.post(CHAT, {"messages": HELLO, "stream": True}, RIGHT)
+        assert await connection.status() == 200
+        connection.writer.write(HEALTH)
+        await connection.writer.drain()
+        connection.close()
+        await until(lambda: gateway.metric("http_requests_in_flight") == 0)
+
+
 async def test_one_tenant_cannot_take_all_places(tmp_path: Path) -> None:
     async with guarded(tmp_path, max_requests=4, tenant_share=0.5) as gateway:
         streams = []
