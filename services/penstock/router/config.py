@@ -245,7 +245,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     probes: int = option(3, "Probes, one at a time, that a backend must pass to come back.", group=FAILURE, minimum=1)
     tokenizer_wait_seconds: float = option(
-        10.0,
+        30.0,
         "How long requests wait for a lost tokenizer, the time that it was silent included; for "
         "--start-timeout-seconds where a process is there that does not serve yet.",
         group=FAILURE,

@@ -49,7 +49,7 @@ class Mortal:
 
 @dataclass
 class Seen:
-    """What became of one poison request and its neighbours."""
+    """End of one poison request and its neighbours."""
 
     deaths: int
     # Reason of the poison's end; "OK" where it had none.
@@ -68,7 +68,7 @@ class Seen:
 
 @dataclass
 class Stream:
-    """A call, and what became of it."""
+    """A call, with its answer as far as it came, and its error if it had one."""
 
     answer: Answer = field(default_factory=Answer)
     pause: float = 0.0
