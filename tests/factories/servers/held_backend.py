@@ -19,7 +19,7 @@ IDS = list(count_up(TOKENS)(None))  # type: ignore[arg-type]
 
 def held(**knobs: Any) -> EmittingBackend:
     """A backend that emits TOKENS tokens, but only as many steps as it is allowed."""
-    return backend(script=count_up(TOKENS), **{"allowance": 0, **knobs})
+    return backend(**{"script": count_up(TOKENS), "allowance": 0, **knobs})
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from factories.servers.emitting_backend import count_up
 from factories.servers.held_backend import IDS, WANT_IDS, held, stop_after
 from factories.servers.router import PATIENCE_SECONDS, Answer, Router, collect, generate, running_router, until
 from factories.wire.tcp_proxy import TcpProxy
@@ -16,6 +17,8 @@ from penstock.common.errors import PenstockError, from_rpc_error
 from penstock.v1 import config_pb2, generation_pb2
 
 KILLER = 666
+LONG = 120
+LONG_IDS = list(count_up(LONG)(None))  # type: ignore[arg-type]
 # On a slow machine suspects wait long for their trials, and it is long until a lost connection is back.
 PATIENT = {"quarantine_wait_seconds": PATIENCE_SECONDS, "isolation_wait_seconds": PATIENCE_SECONDS}
 NO_VERDICT = {"death_verdict_seconds": PATIENCE_SECONDS}
@@ -25,7 +28,8 @@ class Mortal:
     """Backend whose process dies of one request, once that has `tokens`, and is started again."""
 
     def __init__(self, tokens: int) -> None:
-        self.backend = held(allowance=None, step_seconds=0.002)
+        # Long answers: where a killer is tried, others run.
+        self.backend = held(allowance=None, step_seconds=0.002, script=count_up(LONG))
         self.backend.distort = self._watch
         self.deaths = 0
         self._tokens = tokens
@@ -88,16 +92,15 @@ async def test_twenty_of_twenty_killers_are_found_and_no_neighbour(count: int, t
             assert (killer.code, killer.reason) == (grpc.StatusCode.INTERNAL, "POISON")
             for neighbour in await asyncio.gather(*beside):
                 assert isinstance(neighbour, Answer), neighbour
-                assert neighbour.ids() == IDS
+                assert neighbour.ids() == LONG_IDS
         assert router.metric("poisoned_requests_total") == 20
         assert sum(one.deaths for one in backends) == 40
 
 
 async def test_two_backends_that_die_by_themselves_make_nobody_poison() -> None:
     """Several requests were on both, but each was tried apart between the deaths, and all end well."""
-    one, two = held(), held(extra_load=100)
-    settings = {**PATIENT, "isolation_tokens": 1}
-    async with one, two, running_router(one, two, **settings) as router:
+    one, two = held(script=count_up(LONG)), held(script=count_up(LONG), extra_load=100)
+    async with one, two, running_router(one, two, **PATIENT) as router:
         streams = [
             asyncio.ensure_future(collect(router.stub.Generate(generate(f"{index}", output=WANT_IDS))))
             for index in range(6)
@@ -108,17 +111,17 @@ async def test_two_backends_that_die_by_themselves_make_nobody_poison() -> None:
             await dying.allow(5)
             await dying.until(lambda dying=dying: dying.allowance == 0)  # type: ignore[misc]
             await dying.stop()
-            # One by one: the next when the last has a token.
+            # One by one: the next when the last has a token more than it was lost with.
             for arrived in range(1, 7):
                 await other.until(lambda other=other, arrived=arrived: other.running == arrived)  # type: ignore[misc]
-                await other.allow(1)
+                await other.allow(6)
                 await other.until(lambda other=other: other.allowance == 0)  # type: ignore[misc]
             if dying is one:
                 await one.start()
                 await router.until("backend_up", 1.0, backend=one.address)
         await one.allow(None)
         answers = await asyncio.gather(*streams)
-        assert all(answer.ids() == IDS for answer in answers)
+        assert all(answer.ids() == LONG_IDS for answer in answers)
         assert router.metric("poisoned_requests_total") == 0
 
 

@@ -82,11 +82,12 @@ async def test_the_likeliest_comes_first_and_the_next_when_it_has_passed() -> No
     old, young, fresh, newest = Stream(40), Stream(5), Stream(0, 1.0), Stream(0, 2.0)
     world.death(old, young, fresh, newest)
     waits = [asyncio.ensure_future(world.come_back(one)) for one in (old, young, fresh, newest)]
-    for count, one in enumerate((newest, fresh, young, old), 1):
+    for count, (one, needed) in enumerate(((newest, 1), (fresh, 1), (young, 6), (old, 4)), 1):
         await world.until_back(count)
         assert world.back[-1] is one
+        one.make(needed - 1)
         assert world.trials.taken() == {"b"}
-        one.make(world.config.isolation_tokens)
+        one.make(1)
     await asyncio.gather(*waits)
 
 
@@ -136,9 +137,24 @@ async def test_who_passed_alone_or_is_where_it_was_lost_may_still_be_the_one() -
         await asyncio.gather(*waits)
 
 
+async def test_one_that_is_near_to_where_it_was_lost_goes_past_it() -> None:
+    world = World("b")
+    poison, one = Stream(20), Stream(6)
+    world.death(poison, one)
+    waits = [asyncio.ensure_future(world.come_back(each)) for each in (one, poison)]
+    await world.until_back(1)
+    one.make(6)
+    assert world.trials.taken() == {"b"}
+    one.make(1)
+    await world.until_back(2)
+    world.death(poison, one)
+    assert world.blame(poison) is Blame.OWN
+    await asyncio.gather(*waits)
+
+
 async def test_one_that_passed_is_not_convicted_by_a_second_death_without_a_trial() -> None:
     world = World("b")
-    alone = Stream(10)
+    alone = Stream(30)
     world.death(alone)
     world.backends[0].in_flight = 1
     await world.come_back(alone)

@@ -49,13 +49,16 @@ class StreamTrial(Trial):
     """Trial of a stream, which passes by tokens."""
 
     def __init__(self, state: RequestState, most_tokens: int, begun_at: float) -> None:
-        """Begin it. It is passed by a token more than its longest attempt had, or by `most_tokens`."""
+        """Begin it. It is passed by a token more than its longest attempt had, or by `most_tokens` where that was much
+        longer."""
         super().__init__(state.suspect, begun_at)
         self._state = state
         self._attempt = state.attempts
         self._lost_after = state.suspect.longest_attempt
         self._begin = state.num_tokens
-        self._needed = min(self._lost_after + 1, most_tokens)
+        # One that is near to where it was lost goes past it: else its pass would prove nothing.
+        is_near = self._lost_after <= most_tokens + 2 * _ON_THEIR_WAY
+        self._needed = self._lost_after + 1 if is_near else most_tokens
 
     @property
     def has_passed(self) -> bool:
