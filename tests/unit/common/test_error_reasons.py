@@ -10,8 +10,8 @@ from penstock.common import errors
 from penstock.common.error_reasons import ERROR_REASONS, errors_markdown
 
 _BY_NAME = {row.name: row for row in ERROR_REASONS}
-# Made while it runs: "TEMPLATE_{what}_LIMIT".
-_COMPOSED = {"TEMPLATE_TIME_LIMIT", "TEMPLATE_MEMORY_LIMIT"}
+# Made while it runs: "TEMPLATE_{what}_LIMIT", and that of gRPC's own refusals.
+_COMPOSED = {"TEMPLATE_TIME_LIMIT", "TEMPLATE_MEMORY_LIMIT", "MESSAGE_TOO_LARGE"}
 
 
 @cache
