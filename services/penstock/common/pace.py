@@ -51,12 +51,14 @@ class Pace(NamedTuple):
     output_shares: Sequence[float] = ()
     # Rows of one step.
     batch_tokens: int = 512
-    # Forecasts are multiplied by this before they are held against a deadline.
+    # Forecasts are multiplied by this before they are held against a deadline: by more while newcomers wait.
     headroom: float = 1.0
     # True: a newcomer waits for others.
     is_busy: bool = False
     # Tokens of waiting requests, by tenant.
     waiting: Mapping[str, float] = MappingProxyType({})
+    # Seconds by which those that run will end later than evenly: they began together, so no place is free before.
+    uneven_seconds: float = 0.0
 
     def output(self, demand: Demand) -> float:
         """Output tokens to expect of each sequence of a request."""
@@ -74,17 +76,25 @@ class Pace(NamedTuple):
         Tenants take turns by tokens: before this request's turn each other one gets at most as much as its own does.
         """
         if not self.tokens_per_second or not (self.is_busy or coming):
-            return 0.0
+            return self.uneven_seconds
         waiting = dict(self.waiting)
         for tenant, tokens in (coming or {}).items():
             waiting[tenant] = waiting.get(tenant, 0.0) + tokens
         share = waiting.pop(demand.tenant, 0.0) + self.tokens(demand)
-        return (share + sum(min(tokens, share) for tokens in waiting.values())) / self.tokens_per_second
+        tokens = share + sum(min(tokens, share) for tokens in waiting.values())
+        return tokens / self.tokens_per_second + self.uneven_seconds
 
     def serving_seconds(self, demand: Demand) -> float:
         """Seconds from a request's first step to its end, at the present speed."""
-        step_seconds = self.full_step_seconds if demand.tenant in self.waiting else self.step_seconds
-        return self._steps(demand) * step_seconds
+        return self._steps(demand) * self.step_seconds_of(demand)
+
+    def step_seconds_of(self, demand: Demand) -> float:
+        """Seconds from one step of a request to its next."""
+        return self.full_step_seconds if demand.tenant in self.waiting else self.step_seconds
+
+    def prompt_steps(self, demand: Demand) -> int:
+        """Steps that a prompt takes by itself."""
+        return -(-demand.prompt_tokens // self.batch_tokens)
 
     def seconds_late(self, demand: Demand, left: float, coming: Mapping[str, float] | None = None) -> float:
         """Seconds by which the request would miss its deadline, `left` seconds from now; 0: it would not.
@@ -98,4 +108,4 @@ class Pace(NamedTuple):
         return max(late, 0.0)
 
     def _steps(self, demand: Demand) -> float:
-        return self.output(demand) + -(-demand.prompt_tokens // self.batch_tokens)
+        return self.output(demand) + self.prompt_steps(demand)

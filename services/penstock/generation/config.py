@@ -400,6 +400,13 @@ class GenerationServiceConfig(ServerConfig):
         group=BATCHING,
         minimum=0.01,
     )
+    wait_headroom: float = option(
+        EngineConfig.wait_headroom,
+        "Forecasts for a request that has to wait are multiplied by this, too: other programs may slow the machine "
+        "down meanwhile. It grows, up to 4, once requests have taken longer than it allows for.",
+        group=BATCHING,
+        minimum=1.0,
+    )
     tenant_share: float = option(
         EngineConfig.tenant_share,
         "Share of --max-running-sequences that one tenant may have beside others, and of --max-queued-requests.",

@@ -139,6 +139,7 @@ class Pace(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     OUTPUT_SHARES_FIELD_NUMBER: _builtins.int
     FULL_STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    UNEVEN_SECONDS_FIELD_NUMBER: _builtins.int
     tokens_per_second: _builtins.float
     """Throughput while requests waited; 0: none ever did."""
     step_seconds: _builtins.float
@@ -149,11 +150,13 @@ class Pace(_message.Message):
     batch_tokens: _builtins.int
     """Rows of one step."""
     headroom: _builtins.float
-    """Forecasts are multiplied by this before they are held against a deadline."""
+    """Forecasts are multiplied by this before they are held against a deadline: by more while newcomers wait."""
     is_busy: _builtins.bool
     """A newcomer waits for others."""
     full_step_seconds: _builtins.float
     """Time from one step in which every tenant takes part to the next."""
+    uneven_seconds: _builtins.float
+    """Seconds by which requests that run will end later than if they had begun one after the other."""
     @_builtins.property
     def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantWaiting]:
         """The tenants with the most that waits, at most 64."""
@@ -175,10 +178,11 @@ class Pace(_message.Message):
         waiting: _abc.Iterable[Global___TenantWaiting] | None = ...,
         output_shares: _abc.Iterable[_builtins.float] | None = ...,
         full_step_seconds: _builtins.float = ...,
+        uneven_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_tokens", b"batch_tokens", "full_step_seconds", b"full_step_seconds", "headroom", b"headroom", "is_busy", b"is_busy", "least_step_seconds", b"least_step_seconds", "output_shares", b"output_shares", "output_tokens", b"output_tokens", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_tokens", b"batch_tokens", "full_step_seconds", b"full_step_seconds", "headroom", b"headroom", "is_busy", b"is_busy", "least_step_seconds", b"least_step_seconds", "output_shares", b"output_shares", "output_tokens", b"output_tokens", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second", "uneven_seconds", b"uneven_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,29 +46,55 @@ class Outcome:
         return ordered[int(0.99 * (len(ordered) - 1))]
 
 
-class TimedRunner:
-    """Runner whose steps take `fixed` seconds and `per_row` more for each row."""
+@dataclass(frozen=True)
+class Slowdown:
+    """Another program on the machine: for the first `busy` seconds of each period steps take `factor` times as long."""
 
-    def __init__(self, fixed: float, per_row: float) -> None:
+    factor: float = 2.0
+    busy: float = 20.0
+    period: float = 40.0
+    # Time at which its first period begins.
+    begin: float = 0.0
+
+    def at(self, now: float) -> float:
+        """Factor at a time."""
+        return self.factor if now >= self.begin and (now - self.begin) % self.period < self.busy else 1.0
+
+
+class TimedRunner:
+    """Runner whose steps take `fixed` seconds and `per_row` more for each row, and longer in a slowdown."""
+
+    def __init__(self, fixed: float, per_row: float, slowdown: Slowdown | None = None) -> None:
         self.now = 0.0
         self._fixed = fixed
         self._per_row = per_row
+        self._slowdown = slowdown
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Nothing is kept."""
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        self.now += self._fixed + self._per_row * output.num_tokens
+        factor = 1.0 if self._slowdown is None else self._slowdown.at(self.now)
+        self.now += factor * (self._fixed + self._per_row * output.num_tokens)
         return RunnerOutput(
             {drawer.seq_id: SampledToken(1) for entry in output.scheduled for drawer in entry.sample}, {}
         )
 
 
 def simulate(
-    flows: Sequence[Flow], *, fixed: float = 0.004, per_row: float = 0.0002, seed: int = 0, **config: Any
+    flows: Sequence[Flow],
+    *,
+    fixed: float = 0.004,
+    per_row: float = 0.0002,
+    slowdown: Slowdown | None = None,
+    seed: int = 0,
+    **config: Any,
 ) -> list[Outcome]:
-    """Run the flows to their end, and everything that was accepted. Requests have prompts of their own."""
-    runner = TimedRunner(fixed, per_row)
+    """Run the flows to their end, and everything that was accepted. Requests have prompts of their own.
+
+    The queue has a bound where `config` has one.
+    """
+    runner = TimedRunner(fixed, per_row, slowdown)
     engine = Engine(
         engine_config(
             **{"num_blocks": 4096, "block_size": 16, "max_batch_tokens": 512, "max_running_sequences": 64} | config
@@ -94,6 +121,10 @@ def simulate(
                 deadline=None if flow.deadline_seconds is None else at + flow.deadline_seconds,
             )
             owners[arrived.request_id] = (number, at)
+            if engine.num_waiting >= config.get("max_queued_requests", math.inf):
+                outcomes[number].refused += 1
+                del owners[arrived.request_id]
+                continue
             try:
                 engine.check_deadline(arrived, engine.load().pace, {})
             except ResourceExhausted as error:

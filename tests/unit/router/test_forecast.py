@@ -41,6 +41,14 @@ def test_another_tenant_waits_for_its_turns_only() -> None:
     forecast(BUSY).expect("m", Demand("b", 10, 10), 1.0)
 
 
+def test_a_crowd_that_began_together_counts_and_a_service_of_the_last_release_tells_of_none() -> None:
+    report = admin_pb2.Load(pace=admin_pb2.Pace(tokens_per_second=100.0, step_seconds=0.01, headroom=1.0, is_busy=True))
+    forecast(to_pace(report)).expect("m", SMALL, 1.0)
+    report.pace.uneven_seconds = 2.0
+    with pytest.raises(ResourceExhausted):
+        forecast(to_pace(report)).expect("m", SMALL, 1.0)
+
+
 def test_expected_requests_count_until_they_have_a_backend() -> None:
     gate = forecast(BUSY)
     done = [gate.expect("m", SMALL, 5.0) for _ in range(7)]
@@ -76,7 +84,9 @@ def test_a_backend_that_reports_no_pace_refuses_nothing() -> None:
 
 
 @pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf, 1e300])
-@pytest.mark.parametrize("field", ["tokens_per_second", "step_seconds", "output_tokens", "headroom", "waiting"])
+@pytest.mark.parametrize(
+    "field", ["tokens_per_second", "step_seconds", "output_tokens", "headroom", "uneven_seconds", "waiting"]
+)
 def test_figures_that_no_engine_has_are_none(field: str, figure: float) -> None:
     pace = admin_pb2.Pace(tokens_per_second=1.0, step_seconds=1.0, is_busy=True)
     if field == "waiting":

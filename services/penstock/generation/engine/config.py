@@ -36,6 +36,8 @@ class EngineConfig:
     queue_full_retry_seconds: float = 1.0
     # Forecasts of a request's time are multiplied by this before they are held against its deadline.
     deadline_headroom: float = 1.2
+    # And by this, at least, where it has to wait: the machine may become half as fast meanwhile.
+    wait_headroom: float = 2.0
     # Share of the running sequences, and of the queue, that one tenant may have while there are others.
     tenant_share: float = 0.75
     # Beside one tenant's crowd of running sequences, steps of the others take on average at most this many times as
@@ -122,6 +124,8 @@ class EngineConfig:
             raise ValueError("keeps_states allows no window")
         if self.deadline_headroom <= 0.0:
             raise ValueError("deadline_headroom must be above 0")
+        if self.wait_headroom < 1.0:
+            raise ValueError("wait_headroom must be at least 1")
         if not 0.0 < self.tenant_share <= 1.0:
             raise ValueError("tenant_share must be in (0, 1]")
         if self.tenant_slowdown and self.tenant_slowdown <= 1.0:

@@ -19,6 +19,9 @@ class DeadlineQueue(Generic[Key]):
     def __len__(self) -> int:
         return len(self._times)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._times
+
     def set(self, key: Key, time: float) -> None:
         """Make `key` due once `time` has passed."""
         self._times[key] = time

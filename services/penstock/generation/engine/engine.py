@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger(__name__)
-# Share of a forecast time that a request takes surely: with less left it cannot end before its deadline.
-_SUREST = 0.8
 
 
 class Engine:
@@ -105,6 +103,8 @@ class Engine:
         self.turns = FairTurns(config.tenant_slowdown)
         # End of the last step, while work goes on: what happens until the next one belongs to that one's time.
         self._last_step_end: float | None = None
+        # The last step had no room for all that waited.
+        self._leaves_waiting = False
         # Groups with outputs that the caller has not taken yet, in the order of their first one.
         self._dirty: dict[SequenceGroup, None] = {}
         self._order = itertools.count()
@@ -168,7 +168,7 @@ class Engine:
             key,
             sequences,
             cost=self._cost(request, pace, demand),
-            forecast_wait=self._meter.forecast(pace.wait_seconds(demand)),
+            expected=self._meter.expect(demand, pace),
         )
         self._groups[request.request_id] = group
         self.stats.prompt_tokens += len(request.prompt_token_ids)
@@ -177,7 +177,7 @@ class Engine:
             self._trace.added(group)
         if request.deadline is not None:
             self._deadlines.set(group, request.deadline)
-            latest_start = request.deadline - _SUREST * pace.serving_seconds(demand)
+            latest_start = group.expected.latest_start(request.deadline, group.expected.step_seconds)
             # One that has no time from the start is begun all the same: its caller may want the first tokens.
             if latest_start > request.arrival_time and must_end_in_time(request):
                 self._latest_starts.set(group, latest_start)
@@ -200,6 +200,7 @@ class Engine:
         """Run at most one forward pass. Return outputs by request, of this step and of the calls before it."""
         started = self._clock()
         self._end_overdue(started)
+        self._end_hopeless(started)
         rejected, hits = self.stats.rejected_draft_tokens, self.stats.prefix_hit_tokens
         generated = self.stats.generated_tokens
         self._scheduler.waiting.now = started
@@ -234,6 +235,7 @@ class Engine:
             self._measure(
                 started, tokens - self.stats.rejected_draft_tokens + rejected, self.stats.generated_tokens > generated
             )
+        self._leaves_waiting = len(self._scheduler.waiting) > 0
         if not self._scheduler.has_work:
             self._last_step_end = None
             self._forget(self._scheduler.go_idle())
@@ -435,8 +437,7 @@ class Engine:
             error = DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": stage})
             self._cut_off(group, error)
         for group in self._latest_starts.due(now):
-            message = "the deadline would pass before the answer is complete"
-            self._cut_off(group, DeadlineExceeded(message, reason="DEADLINE_EXCEEDED", metadata={"stage": "queue"}))
+            self._cut_off(group, _too_late())
         for group in self._max_times.due(now):
             try:
                 emissions = group.strategy.end(FinishReason.MAX_TIME)
@@ -446,11 +447,24 @@ class Engine:
             self._emit(group, emissions)
             self._close(group)
 
+    def _end_hopeless(self, now: float) -> None:
+        """End those at the queue's head that cannot end in time at the present speed: it may be less than once it was.
+
+        Begun all the same, they would take the places of others that can.
+        """
+        waiting, step_seconds = self._scheduler.waiting, self._meter.surest_step_seconds
+        while (group := waiting.first()) is not None and group in self._latest_starts:
+            deadline = group.request.deadline
+            if deadline is None or now <= group.expected.latest_start(deadline, step_seconds):
+                break
+            self._cut_off(group, _too_late())
+
     def _note_admitted(self, now: float) -> None:
         """Start the max_time of newly admitted requests: it counts from a request's first step."""
         for group in self._scheduler.admitted:
             self._latest_starts.discard(group)
-            self._meter.started(now - group.request.arrival_time, group.forecast_wait)
+            group.begun_at = now
+            self._meter.started(group.expected, group.request.arrival_time, now)
             max_time, scheduled_at = group.request.params.max_time, group.report.scheduled_at
             if max_time is not None and scheduled_at is not None:
                 self._max_times.set(group, scheduled_at + max_time)
@@ -624,13 +638,17 @@ class Engine:
         self._scheduler.waiting.close(group, spent)
         if self._trace is not None:
             self._trace.charged(group, spent)
+        self._meter.ended(group.expected, request.arrival_time, group.begun_at, self._clock(), generated)
         if request.purpose is Purpose.GENERATE and group.report.scheduled_at is not None:
             self._meter.answered(generated, output_limit(self.config, request), is_whole=is_whole)
 
     def _pace(self, running_sequences: int) -> Pace:
         waiting = self._scheduler.waiting
-        is_busy = len(waiting) > 0 or running_sequences >= self.config.max_running_sequences
-        return self._meter.pace(waiting.waiting_tokens, is_busy=is_busy, is_idle=not self._scheduler.has_work)
+        # Those that came since the last step wait for the next one, and that is all where there are places.
+        num_coming = 0 if self._leaves_waiting else len(waiting)
+        is_busy = self._leaves_waiting or running_sequences + num_coming >= self.config.max_running_sequences
+        is_idle = not self._scheduler.has_work
+        return self._meter.pace(waiting.waiting_tokens, self._clock(), is_busy=is_busy, is_idle=is_idle)
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs = [group.report.take() for group in self._dirty]
@@ -680,6 +698,11 @@ def _drawers(group: SequenceGroup, sampled: Mapping[Sequence, SampledToken]) -> 
 
 def _finishes(group: SequenceGroup, reason: FinishReason) -> list[SequenceFinish]:
     return [end.finish for end in group.strategy.end(reason) if end.finish is not None]
+
+
+def _too_late() -> DeadlineExceeded:
+    message = "the deadline would pass before the answer is complete"
+    return DeadlineExceeded(message, reason="DEADLINE_EXCEEDED", metadata={"stage": "queue"})
 
 
 def _broken(group: SequenceGroup, *, is_in_step: bool) -> PenstockError:

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.generation.engine.expected_time import ExpectedTime
+
 if TYPE_CHECKING:
     from penstock.generation.core.request import Request
     from penstock.generation.core.sequence import Sequence
@@ -44,8 +46,10 @@ class SequenceGroup:
     sequences: list[Sequence]
     # Tokens that were expected of it when it came, its prompt's included: what its tenant is charged.
     cost: int = 0
-    # Seconds that it was forecast to wait, uncorrected (PaceMeter.forecast).
-    forecast_wait: float = 0.0
+    # Time that it was expected to take when it came.
+    expected: ExpectedTime = field(default_factory=ExpectedTime)
+    # When its first step began; None: it had none.
+    begun_at: float | None = None
     state: GroupState = GroupState.WAITING
     # Of a swapped group: sequence -> its blocks in the host pool; empty: it is not swapped. Changed only by HostPool.
     host_tables: dict[Sequence, list[int]] = field(default_factory=dict)

@@ -6,35 +6,77 @@ import math
 from typing import TYPE_CHECKING
 
 from penstock.common.pace import FIRST_GUESS_TOKENS, NUM_BUDGETS, Pace, bucket_of
+from penstock.generation.engine.expected_time import ExpectedTime
+from penstock.generation.engine.forecast_errors import ForecastErrors
+from penstock.generation.engine.running_ages import RunningAges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from penstock.common.pace import Demand
     from penstock.generation.engine.config import EngineConfig
 
-# Seconds over which throughput is averaged, and in which the least step time is forgotten.
-_THROUGHPUT_SECONDS, _LEAST_SECONDS = 10.0, 600.0
-# Weight of one more step, answer and wait in their averages.
-_STEP_WEIGHT, _ANSWER_WEIGHT, _WAIT_WEIGHT = 1 / 16, 1 / 32, 1 / 64
+# Seconds over which throughput is averaged, of late and for good, and in which the least step time is forgotten.
+_LATELY_SECONDS, _THROUGHPUT_SECONDS, _LEAST_SECONDS = 2.0, 10.0, 600.0
+# Weight of one more step, of late and for good, of one more answer and wait in their averages.
+_LATELY_WEIGHT, _STEP_WEIGHT, _ANSWER_WEIGHT, _WAIT_WEIGHT = 1 / 4, 1 / 16, 1 / 32, 1 / 64
 # Bounds of the correction of forecast waits.
-_LEAST_ERROR, _MOST_ERROR = 0.5, 4.0
+_LEAST_ERROR, _MOST_ERROR = 1.0, 4.0
+
+
+class _Throughput:
+    """Tokens and seconds of steps, fading."""
+
+    __slots__ = ("_fade_seconds", "_seconds", "_tokens")
+
+    def __init__(self, fade_seconds: float) -> None:
+        self._fade_seconds = fade_seconds
+        self._tokens = self._seconds = 0.0
+
+    def stepped(self, seconds: float, tokens: int) -> None:
+        """Take a step."""
+        keep = math.exp(-seconds / self._fade_seconds)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput; 0: there was no step."""
+        return self._tokens / self._seconds if self._seconds else 0.0
 
 
 class PaceMeter:
-    """Averages of the engine's pace. A few numbers are changed in a step, none for a token. Engine thread only."""
+    """Averages of the engine's pace. A few numbers are changed in a step, none for a token. Engine thread only.
+
+    A machine that others use too becomes slower from one step to the next. So each average has a short one beside it,
+    and the slower of both counts: it is believed at once that a machine is slow, and after some time that it is not.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._batch_tokens = config.max_batch_tokens
         self._headroom = config.deadline_headroom
-        # Tokens and seconds of steps during which something waited, fading.
-        self._tokens = self._seconds = 0.0
-        self._step_seconds = self._full_seconds = self._since_full = 0.0
+        # Of steps during which something waited.
+        self._throughput, self._throughput_lately = _Throughput(_THROUGHPUT_SECONDS), _Throughput(_LATELY_SECONDS)
+        self._step_seconds = self._step_seconds_lately = self._full_seconds = self._since_full = 0.0
+        self._last_seconds = math.inf
         # Time of a step that draws when there is little to do; 0: not known.
         self.least_step_seconds = 0.0
         self._output_tokens = float(FIRST_GUESS_TOKENS)
         self._output_shares = [0.0] * NUM_BUDGETS
         # Waits as they were, over waits as they were forecast.
         self._wait_error = 1.0
+        self._errors = ForecastErrors(config.wait_headroom)
+        self._ages = RunningAges()
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of a step that draws, lately."""
+        return max(self._step_seconds, self._step_seconds_lately)
+
+    @property
+    def surest_step_seconds(self) -> float:
+        """Time of a step that draws, at least: as it is lately and was before."""
+        return min(self._step_seconds, self._step_seconds_lately)
 
     def stepped(self, seconds: float, tokens: int, *, something_waited: bool, drew: bool, is_light: bool) -> None:
         """Take a step's time, until the next one could begin, and its tokens of prompts and outputs.
@@ -42,11 +84,14 @@ class PaceMeter:
         `is_light`: a tenant rested in it.
         """
         if something_waited:
-            keep = math.exp(-seconds / _THROUGHPUT_SECONDS)
-            self._tokens = self._tokens * keep + tokens
-            self._seconds = self._seconds * keep + seconds
+            self._throughput.stepped(seconds, tokens)
+            self._throughput_lately.stepped(seconds, tokens)
         if drew:
             self._step_seconds += (_STEP_WEIGHT if self._step_seconds else 1.0) * (seconds - self._step_seconds)
+            # A single slow one, such as one with a long prompt, says nothing of those that follow.
+            lately, self._last_seconds = min(seconds, self._last_seconds), seconds
+            weight = _LATELY_WEIGHT if self._step_seconds_lately else 1.0
+            self._step_seconds_lately += weight * (lately - self._step_seconds_lately)
             self._note_least(seconds)
         self._since_full += seconds
         if drew and not is_light:
@@ -68,34 +113,52 @@ class PaceMeter:
             known += (_ANSWER_WEIGHT if known else 1.0) * (share - known)
             self._output_shares[bucket_of(budget)] = max(known, 1e-9)
 
-    def forecast(self, wait_seconds: float) -> float:
-        """Return a forecast wait without the correction by which `pace` made it: what `started` compares."""
-        return wait_seconds / self._wait_error
+    def expect(self, demand: Demand, pace: Pace) -> ExpectedTime:
+        """Return the time that a request which comes now will take, by the present figures."""
+        wait = pace.wait_seconds(demand)
+        prompt_steps = pace.prompt_steps(demand)
+        step_seconds = pace.step_seconds_of(demand)
+        return ExpectedTime(wait, wait / self._wait_error, step_seconds, prompt_steps, pace.output(demand))
 
-    def started(self, waited: float, forecast: float) -> None:
-        """Take a request's wait, and the `forecast` of it when it came. Seconds."""
+    def started(self, expected: ExpectedTime, arrival: float, now: float) -> None:
+        """Take a request's first step, which is now."""
+        self._ages.began(expected, now)
+        forecast = expected.raw_wait_seconds
         if forecast > 4 * self._step_seconds:
-            error = self._wait_error + _WAIT_WEIGHT * (waited / forecast - self._wait_error)
+            error = self._wait_error + _WAIT_WEIGHT * ((now - arrival) / forecast - self._wait_error)
             self._wait_error = min(max(error, _LEAST_ERROR), _MOST_ERROR)
 
-    def pace(self, waiting: Mapping[str, float], *, is_busy: bool, is_idle: bool) -> Pace:
-        """Return the present figures. `waiting`: tokens that wait, by tenant. `is_idle`: nothing runs or waits.
+    def ended(
+        self, expected: ExpectedTime, arrival: float, started: float | None, now: float, generated: float
+    ) -> None:
+        """Take a request's end: its first step, if it had one, and the tokens that it generated for each sequence."""
+        if started is not None:
+            self._ages.ended(expected, started)
+        if expected.wait_seconds:
+            # By its true length: that answers are longer than others is another matter.
+            forecast = expected.wait_seconds if started is None else expected.seconds(generated)
+            self._errors.note(now - arrival, forecast * self._headroom, now)
+
+    def pace(self, waiting: Mapping[str, float], now: float, *, is_busy: bool, is_idle: bool) -> Pace:
+        """Return the figures at a time. `waiting`: tokens that wait, by tenant. `is_idle`: nothing runs or waits.
 
         Steps of an idle engine will be the least ones. Taken for the last ones, which may have been the slowest, they
         would keep everything out, and never be measured again.
         """
+        throughput = min(self._throughput.tokens_per_second, self._throughput_lately.tokens_per_second)
         # By position: it is made in every step.
         return Pace(
-            self._tokens / self._seconds / self._wait_error if self._seconds else 0.0,
-            self.least_step_seconds if is_idle else self._step_seconds,
+            throughput / self._wait_error,
+            self.least_step_seconds if is_idle else self.step_seconds,
             self.least_step_seconds,
             self._full_seconds,
             self._output_tokens,
             self._output_shares,
             self._batch_tokens,
-            self._headroom,
+            self._headroom * self._errors.headroom if is_busy else self._headroom,
             is_busy,
             waiting,
+            self._ages.uneven_seconds(now, self.step_seconds) if is_busy else 0.0,
         )
 
     def _note_least(self, seconds: float) -> None:

@@ -630,6 +630,7 @@ def _engine_config(
         ngram_memory_tenants=config.ngram_memory_tenants,
         ngram_memory_seconds=config.ngram_memory_seconds,
         deadline_headroom=config.deadline_headroom,
+        wait_headroom=config.wait_headroom,
         tenant_share=config.tenant_share,
         tenant_slowdown=config.tenant_slowdown,
         tenant_memory_seconds=config.tenant_memory_seconds,

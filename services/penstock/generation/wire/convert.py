@@ -312,6 +312,7 @@ def _pace(pace: Pace) -> admin_pb2.Pace:
         output_shares=pace.output_shares,
         batch_tokens=pace.batch_tokens,
         headroom=pace.headroom,
+        uneven_seconds=pace.uneven_seconds,
         is_busy=pace.is_busy,
         waiting=[admin_pb2.TenantWaiting(fair_share_key=key, tokens=tokens) for key, tokens in most],
     )

@@ -595,6 +595,7 @@ def to_pace(report: admin_pb2.Load) -> Pace:
         pace.full_step_seconds,
         pace.output_tokens,
         pace.headroom,
+        pace.uneven_seconds,
         *pace.output_shares,
         *(entry.tokens for entry in pace.waiting),
     )
@@ -612,6 +613,7 @@ def to_pace(report: admin_pb2.Load) -> Pace:
         headroom=pace.headroom,
         is_busy=pace.is_busy,
         waiting={entry.fair_share_key: entry.tokens for entry in pace.waiting},
+        uneven_seconds=pace.uneven_seconds,
     )
 
 

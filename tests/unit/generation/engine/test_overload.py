@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
-from factories.engine.open_loop import Flow, simulate
+from factories.engine.open_loop import Flow, Slowdown, simulate
 from penstock.common.errors import DeadlineExceeded
 from penstock.common.pace import Demand, Pace
 from penstock.generation.core.request import Purpose
@@ -32,6 +32,28 @@ def test_three_times_the_capacity_keeps_the_goodput_and_refuses_the_rest(deadlin
     assert len(outcome.late) <= 0.02 * len(outcome.good)
     assert outcome.refused > len(outcome.good)
     assert min(outcome.pushbacks) >= 1.0
+
+
+# About ten answers a second, and a deadline of twice the median of a hundred callers.
+SHARED: dict[str, Any] = {"fixed": 0.03, "per_row": 0.001}
+OVERLOAD = Flow(29.0, prompt_tokens=60, deadline_seconds=19.0, end=90.0)
+
+
+@pytest.mark.parametrize("begin", [0.0, 10.0, 30.0])
+def test_a_machine_that_becomes_half_as_fast_now_and_then_loses_nothing_that_was_accepted(begin: float) -> None:
+    """Another program takes half of the processor for 20 s of every 40: what waits must be in time even so."""
+    slowdown = Slowdown(begin=begin)
+    (outcome,) = simulate([OVERLOAD], slowdown=slowdown, **SHARED)
+    (bounded,) = simulate([OVERLOAD], slowdown=slowdown, max_running_sequences=32, max_queued_requests=32, **SHARED)
+    assert len(outcome.late) <= 0.01 * (len(outcome.good) + len(outcome.late))
+    assert len(outcome.good) >= 0.9 * len(bounded.good)
+
+
+def test_headroom_for_slow_times_costs_no_goodput_where_there_are_none() -> None:
+    (outcome,) = simulate([OVERLOAD], **SHARED)
+    (bounded,) = simulate([OVERLOAD], max_running_sequences=32, max_queued_requests=32, **SHARED)
+    assert not outcome.late
+    assert len(outcome.good) >= len(bounded.good)
 
 
 def test_a_load_that_fits_is_not_refused() -> None:
@@ -150,6 +172,55 @@ def test_a_request_that_cannot_end_in_time_any_more_is_not_begun() -> None:
     assert ended[0].finished is not None
     assert isinstance(ended[0].finished.error, DeadlineExceeded)
     assert all(entry.sequence.token_ids[0] == 1 for step in runner.steps for entry in step.scheduled)
+
+
+def test_at_a_lower_speed_than_forecast_it_is_not_begun_either() -> None:
+    """It would have had the time at the speed of its arrival; now it would take another's place and end late."""
+    now, took = [0.0], []
+    engine, runner = make_engine(engine_config(max_running_sequences=1), clock=lambda: now[0])
+
+    def step(seconds: float) -> None:
+        took.append(seconds)
+        now[0] += seconds
+        ended.extend(output.request.request_id for output in engine.step() if output.finished is not None)
+
+    ended: list[str] = []
+    engine.add(request([1] * 4, max_new_tokens=60, request_id="first"))
+    for _ in range(20):
+        step(0.1)
+    # Twenty steps of 0.1 s, and 30 s for them: begun while 16 s were left at least.
+    engine.add(request([2] * 4, max_new_tokens=20, arrival_time=now[0], deadline=now[0] + 56.0, request_id="late"))
+    while "first" not in ended:
+        step(1.0)
+    step(1.0)
+    assert now[0] < 2.0 + 56.0 - 0.8 * 21 * 0.1
+    assert ended == ["first", "late"]
+    assert all(entry.sequence.token_ids[0] == 1 for step in runner.steps for entry in step.scheduled)
+
+
+def test_a_crowd_that_began_together_keeps_the_next_one_waiting() -> None:
+    """Throughput says that a place is free all the time; in truth none is before all of them end."""
+    now = [0.0]
+    engine, _ = make_engine(engine_config(max_running_sequences=4), clock=lambda: now[0])
+
+    def step() -> None:
+        now[0] += 0.1
+        engine.step()
+
+    for number in range(6):
+        engine.add(request([number + 1] * 4, max_new_tokens=40, arrival_time=now[0]))
+    while engine.has_work:
+        step()
+    for number in range(4):
+        engine.add(request([number + 1] * 4, max_new_tokens=40, arrival_time=now[0]))
+    step()
+    pace, demand = engine.load().pace, Demand("", 4, 40)
+    # They end 40 steps after they began; half of that would be so if they had begun one after the other.
+    assert pace.uneven_seconds == pytest.approx(2.0, abs=0.3)
+    assert pace.wait_seconds(demand) >= pace.uneven_seconds
+    for _ in range(30):
+        step()
+    assert engine.load().pace.uneven_seconds == 0.0
 
 
 def crowded(now: list[float], *, arrived: float) -> Engine:
