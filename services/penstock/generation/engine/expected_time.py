@@ -1,11 +1,16 @@
-"""Time that a request was expected to take when it came: kept with it, to be held against what it takes."""
+"""Time that a request is expected to take: kept with it, held against what it takes, and summed over those that run."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # Share of its forecast that a request takes surely: with less left it cannot end before its deadline.
 _SUREST = 0.8
+# The headroom is never more than this.
+MOST_HEADROOM = 4.0
+# Share of the way to a larger error that one request takes; seconds in which what was learnt fades to a third.
+_WEIGHT, _FADE_SECONDS = 0.25, 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +36,67 @@ class ExpectedTime:
     def latest_start(self, deadline: float, step_seconds: float) -> float:
         """Time after which it surely cannot end before `deadline`, where a step takes so long."""
         return deadline - _SUREST * self.serving_seconds(step_seconds)
+
+
+class ForecastErrors:
+    """Headroom of forecasts for requests that wait. Engine thread only.
+
+    Such a request is accepted long before its end, and other programs may take half of the processor meanwhile. So it
+    has a headroom from the start, and a larger one once requests have taken longer than that allows for.
+    """
+
+    def __init__(self, least: float) -> None:
+        """`least`: the headroom while nothing is known, and after long."""
+        self._least = least
+        self._learnt = 0.0
+        self._noted_at = -math.inf
+
+    @property
+    def headroom(self) -> float:
+        """Factor by which a forecast is multiplied before it is held against a deadline."""
+        return self._least + self._learnt
+
+    def note(self, took: float, forecast: float, now: float) -> None:
+        """Take the seconds of a request that waited, and its forecast of them. `now`: a time of the engine's clock."""
+        if forecast <= 0.0:
+            return
+        passed, self._noted_at = max(now - self._noted_at, 0.0), now
+        self._learnt *= math.exp(-passed / _FADE_SECONDS)
+        more = min(took / forecast, MOST_HEADROOM) - self.headroom
+        if more > 0.0:
+            self._learnt += _WEIGHT * more
+
+
+class RunningAges:
+    """Begins and expected steps of running requests. O(1) for each that begins or ends. Engine thread only."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._begins = self._steps = 0.0
+
+    def began(self, expected: ExpectedTime, at: float) -> None:
+        """Take one that has its first step at a time."""
+        self._num += 1
+        self._begins += at
+        self._steps += expected.prompt_steps + expected.output_steps
+
+    def ended(self, expected: ExpectedTime, at: float) -> None:
+        """Take the end of one that began at a time."""
+        self._num -= 1
+        if self._num:
+            self._begins -= at
+            self._steps -= expected.prompt_steps + expected.output_steps
+        else:
+            # Of sums of fractions something may be left over.
+            self._begins = self._steps = 0.0
+
+    def uneven_seconds(self, now: float, step_seconds: float) -> float:
+        """Seconds by which their mean end is later than that of requests which began one after the other.
+
+        Those have half of their time behind them, and a place becomes free all the time. A crowd that came at once has
+        all of it before it: nobody's place becomes free until then.
+        """
+        if not self._num:
+            return 0.0
+        half = self._steps / self._num * step_seconds / 2
+        return max(half - (now - self._begins / self._num), 0.0)

@@ -6,9 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from penstock.common.pace import FIRST_GUESS_TOKENS, NUM_BUDGETS, Pace, bucket_of
-from penstock.generation.engine.expected_time import ExpectedTime
-from penstock.generation.engine.forecast_errors import ForecastErrors
-from penstock.generation.engine.running_ages import RunningAges
+from penstock.generation.engine.expected_time import ExpectedTime, ForecastErrors, RunningAges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
