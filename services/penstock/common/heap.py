@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
+import gc
 
 
 class _Mallinfo(ctypes.Structure):
@@ -31,3 +33,29 @@ def trim_heap() -> None:
     """Give freed memory back to the operating system; glibc keeps it where a block above it is in use."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+class HeapTrimmer:
+    """Gives a process's memory back some time after a flood of things that have come and gone.
+
+    Belongs to one event loop. What a flood took lies free in the heap, between blocks that are in use, and circles of
+    objects (asyncio's own, for one) wait for a garbage collection that a quiet process hardly has.
+    """
+
+    def __init__(self, count: int, seconds: float) -> None:
+        """Make it. `count` things that have gone are a flood; the heap is trimmed `seconds` after them."""
+        self._count, self._seconds = count, seconds
+        self._gone = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self) -> None:
+        """Note that one has gone."""
+        self._gone += 1
+        if self._gone >= self._count and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._trim)
+
+    def _trim(self) -> None:
+        self._timer, self._gone = None, 0
+        gc.collect()
+        # Beside the loop: it gives up Python's lock.
+        asyncio.get_running_loop().run_in_executor(None, trim_heap)

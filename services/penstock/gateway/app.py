@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -29,7 +30,8 @@ from penstock.gateway.chat import chat_completions
 from penstock.gateway.chat_page import page_routes
 from penstock.gateway.completions import completions
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.endpoint import Door, Endpoint, Handler, call_metadata
+from penstock.gateway.connections import Turns
+from penstock.gateway.endpoint import Door, Endpoint, Handler, call_metadata, shown_authorization
 from penstock.gateway.errors import (
     ANTHROPIC_ERRORS,
     OPENAI_ERRORS,
@@ -88,6 +90,10 @@ _GET: dict[str, Handler] = {
     "/v1/responses/{name}/input_items": list_input_items,
     "/options": list_options,
 }
+# Work that a probe is, in seconds, and how much of it may be saved up.
+_PROBE_SECONDS, _SAVED_SECONDS = 0.001, 0.05
+# Paths of probes.
+_PROBES = frozenset(("/health", "/healthz", "/readyz"))
 # What they tell is the program's own, and the chat page asks before its reader has shown a token.
 _PUBLIC = frozenset(("/options",))
 _DELETE: dict[str, Handler] = {"/v1/responses/{name}": delete_response}
@@ -129,12 +135,17 @@ class GatewayApp(OwnServer):
             ) from error
         self._callers = Callers(self._client, config)
         self._metrics = GatewayMetrics(registry)
-        self._places = Places(config.max_requests, config.tenant_share)
+        self._places = Places(
+            config.max_requests, config.tenant_share, shares_anybody=config.channel_token_file is not None
+        )
         self._hosts = TrustedHosts(config.host, config.allowed_hosts)
         self._bodies = BodyBytes(config.max_bodies_bytes)
         self._tracing = open_tracing(config, self.name)
         self._responses = _open_store(config)
-        self._server = HttpServer(self._application(), config)
+        self._probe_turns = Turns(config.anonymous_cpu_share, _PROBE_SECONDS, _SAVED_SECONDS)
+        # As many as may come: they are admitted in a moment.
+        self._known_turns = Turns(1.0, 0.0, 0.0)
+        self._server = HttpServer(self._application(), config, self._goes_first)
         self._metrics.running.set_function(lambda: self._places.running)
         self._metrics.connections.set_function(lambda: self._server.connections)
         self._metrics.strangers.set_function(lambda: self._server.strangers)
@@ -212,6 +223,7 @@ class GatewayApp(OwnServer):
         if self._health is not None:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
+        self._callers.close()
         self._channel.close()
         if self._responses is not None:
             await self._responses.close()
@@ -226,6 +238,12 @@ class GatewayApp(OwnServer):
         scheme = "https" if self._config.is_tls else "http"
         address = f"{scheme}://{self._address}"
         return [f"chat page at {address}/, OpenAI's API at {address}/v1, router {self._config.router}"]
+
+    def _goes_first(self, scope: Mapping[str, Any]) -> Turns | None:
+        """Return the turns of a request that waits for no flood of callers without a token; None for any other."""
+        if scope["path"] in _PROBES:
+            return self._probe_turns
+        return self._known_turns if self._callers.is_known(shown_authorization(dict(scope["headers"]))) else None
 
     async def _follow_health(self) -> None:
         """Know at all times whether the router serves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -12,13 +13,15 @@ import grpc
 from penstock_client import AsyncClient
 
 from penstock.common.credentials import bearer_token
-from penstock.common.errors import DeadlineExceeded, PenstockError, Unauthenticated, from_rpc_error
+from penstock.common.errors import DeadlineExceeded, PenstockError, Unauthenticated, Unavailable, from_rpc_error
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.places import ANYBODY
 
 T = TypeVar("T")
-# Questions to the router at a time; others wait for their turn.
-_QUESTIONS = 16
+# Questions to the router at a time; others wait for their turn, up to the second number of all.
+_QUESTIONS, _MOST_QUESTIONS = 16, 256
+# Longest token that is asked about, and refused ones that are remembered.
+_MOST_TOKEN_BYTES, _MOST_REFUSED = 4096, 512
 # Seconds for which a refused token is refused without asking.
 _REFUSED_SECONDS = 1.0
 # Statuses of a call that its credentials let in, whatever became of it.
@@ -28,12 +31,16 @@ _LET_IN = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.INTERNAL,
     )
 )
 # Statuses that say nothing about credentials: a token that was good a moment ago is so still.
 _UNKNOWN = frozenset(
-    (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
+    (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.INTERNAL,
+    )
 )
 
 
@@ -79,6 +86,17 @@ class Callers:
         """The client that shows no caller's token."""
         return self._client
 
+    def is_known(self, authorization: bytes | None) -> bool:
+        """True where `admit` would answer at once, and well."""
+        now = time.monotonic()
+        try:
+            token = self._token(authorization)
+        except Unauthenticated:
+            return False
+        return self._recent(token, now) is not None or (
+            not self._has_own_token and self._recent(ANYBODY, now) is not None
+        )
+
     async def admit(self, authorization: bytes | None) -> Caller:
         """Return the caller with this header. Raises Unauthenticated, or the error of a router that cannot be asked."""
         token = self._token(authorization)
@@ -88,10 +106,23 @@ class Callers:
         if not self._has_own_token and (caller := self._recent(ANYBODY, now)) is not None:
             # The router asks nobody for a token.
             return caller
-        if (refused := self._refused.get(token)) is not None and refused[1] > now:
+        return await self._answer(token)
+
+    def close(self) -> None:
+        """Give up the questions that are open."""
+        for question in list(self._questions.values()):
+            question.cancel()
+
+    async def _answer(self, token: str) -> Caller:
+        """Return the answer to the question about a token, which is asked once for all who wait for it."""
+        if (refused := self._refused.get(token)) is not None and refused[1] > time.monotonic():
             raise Unauthenticated(refused[0], reason="UNAUTHENTICATED")
         question = self._questions.get(token)
         if question is None:
+            if len(self._questions) >= _MOST_QUESTIONS:
+                raise Unavailable(
+                    "the router has too many tokens to judge", reason="OVERLOADED", retry_after_seconds=1.0
+                )
             question = self._questions[token] = asyncio.create_task(self._ask(token))
             question.add_done_callback(lambda done: self._answered(token, done))
         # Of several that wait for it one may leave.
@@ -115,6 +146,9 @@ class Callers:
         token = bearer_token(authorization)
         if not token or not self._passes_tokens:
             return ANYBODY
+        if len(token) > _MOST_TOKEN_BYTES:
+            # All callers' tokens go over one connection, which the router ends for headers that are too large.
+            raise Unauthenticated(f"the bearer token has more than {_MOST_TOKEN_BYTES} bytes", reason="UNAUTHENTICATED")
         try:
             text = token.decode("ascii")
         except UnicodeDecodeError:
@@ -126,16 +160,14 @@ class Callers:
     async def _ask(self, token: str) -> Caller:
         """Ask the router. Without a token first: where it asks for none, no token is told from another."""
         if token != ANYBODY and token not in self._known and not self._has_own_token:
-            try:
-                return await self._judge(ANYBODY)
-            except Unauthenticated:
-                pass
+            with contextlib.suppress(Unauthenticated):
+                return await self._answer(ANYBODY)
         return await self._judge(token)
 
     async def _judge(self, token: str) -> Caller:
         caller = Caller(self._client if token == ANYBODY else self._client.with_token(token), token)
         try:
-            async with self._turns, asyncio.timeout(self._question_seconds):
+            async with asyncio.timeout(self._question_seconds), self._turns:
                 await caller.client.list_models()
         except (PenstockError, grpc.RpcError, TimeoutError) as failure:
             error = _error_of(failure)
@@ -143,7 +175,7 @@ class Callers:
                 return stale[0]
             if error.code not in _LET_IN:
                 if isinstance(error, Unauthenticated):
-                    _keep(self._refused, token, (error.message, time.monotonic() + _REFUSED_SECONDS), self._most)
+                    _keep(self._refused, token, (error.message, time.monotonic() + _REFUSED_SECONDS), _MOST_REFUSED)
                     self._known.pop(token, None)
                 raise error from None
         self._refused.pop(token, None)

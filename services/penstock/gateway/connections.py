@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import time
+
+from penstock.common.heap import HeapTrimmer
 from penstock.http2.strangers import Stranger, Strangers
+
+# Connections that have gone are a flood, and the seconds until the heap is trimmed behind it.
+_FLOOD, _TRIM_SECONDS = 256, 3.0
+
+
+class Turns:
+    """Turns of work that all strangers ask for together: those beyond their share wait, the first to come first."""
+
+    def __init__(self, share: float, seconds: float, saved_seconds: float) -> None:
+        """Make it. A turn is work of `seconds`; together they get `share` of a processor, and what was saved up."""
+        self._every, self._saved = seconds / share, saved_seconds / share
+        self._next_at = 0.0
+
+    def is_free(self) -> bool:
+        """True when a turn would come at once."""
+        return self._next_at <= time.monotonic()
+
+    def delay(self) -> float:
+        """Take a turn; return the seconds until it comes, 0 for at once."""
+        now = time.monotonic()
+        self._next_at = max(self._next_at, now - self._saved) + self._every
+        return max(0.0, self._next_at - now)
 
 
 class Connections:
     """All connections of a gateway. Belongs to one event loop.
 
-    A new connection always finds a place while one of the others has no request at work: the one that has rested the
-    longest goes. So neither silent connections nor half-sent requests shut anybody out.
+    A new connection always finds a place while one of the others has no request at work: the oldest stranger goes, else
+    the one that has rested the longest, else the one that has been sending the longest. So neither silent connections
+    nor half-sent requests shut anybody out.
     """
 
-    def __init__(self, most: int, strangers: Strangers) -> None:
-        """Make it for at most `most` connections, of which `strangers` have no admitted request yet."""
-        self.strangers = strangers
+    def __init__(self, most: int, strangers: Strangers, answers: Turns) -> None:
+        """Make it for at most `most` connections, of which `strangers` have no admitted request yet.
+
+        `answers`: turns of answering those.
+        """
+        self.strangers, self.answers = strangers, answers
         self._most = most
         self._all: set[Stranger] = set()
-        # Admitted ones without a request at work, from the one that has rested the longest.
+        # Admitted ones without a request, from the one that has rested the longest; those that are sending one.
         self._resting: dict[Stranger, None] = {}
+        self._sending: dict[Stranger, None] = {}
         self._evicted = 0
+        # No more are taken.
+        self.is_closed = False
+        self._heap = HeapTrimmer(_FLOOD, _TRIM_SECONDS)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -31,7 +64,7 @@ class Connections:
 
     def add(self, connection: Stranger) -> bool:
         """Add a new connection, as a stranger; another may have to go. False: all have requests at work."""
-        if len(self._all) >= self._most and not self._make_room():
+        if self.is_closed or (len(self._all) >= self._most and not self._make_room()):
             return False
         self._all.add(connection)
         self.strangers.add(connection)
@@ -39,33 +72,38 @@ class Connections:
 
     def discard(self, connection: Stranger) -> None:
         """Forget one that is lost."""
-        self._all.discard(connection)
+        if connection in self._all:
+            self._all.remove(connection)
+            self._heap.note()
         self._resting.pop(connection, None)
+        self._sending.pop(connection, None)
         self.strangers.discard(connection)
 
     def admit(self, connection: Stranger) -> None:
-        """Note that a request of a stranger was admitted; it rests until the request is at work."""
+        """Note that a request was admitted: its connection is no stranger, and sends until the request is at work."""
         self.strangers.discard(connection)
-        self._resting[connection] = None
+        self._resting.pop(connection, None)
+        if connection in self._all:
+            self._sending[connection] = None
 
     def begin_work(self, connection: Stranger) -> None:
         """Note that a request of an admitted connection is at work: it does not give way any more."""
-        self._resting.pop(connection, None)
+        self._sending.pop(connection, None)
 
     def end_work(self, connection: Stranger) -> None:
         """Note that an admitted connection rests again."""
+        self._sending.pop(connection, None)
         if connection in self._all:
             self._resting[connection] = None
 
     def _make_room(self) -> bool:
-        oldest = next(iter(self._resting), None)
+        oldest = self.strangers.evict_oldest()
         if oldest is None:
-            oldest = self.strangers.evict_oldest()
-        else:
+            oldest = next(iter(self._resting), None) or next(iter(self._sending), None)
+            if oldest is None:
+                return False
             self._evicted += 1
             oldest.evict()
-        if oldest is None:
-            return False
         # At once: it may take a turn to go, and the next one must not find it here again.
         self.discard(oldest)
         return True

@@ -35,7 +35,7 @@ from penstock.gateway.callers import Caller, Callers
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.errors import OPENAI_ERRORS, ErrorShape, HttpError, error_headers, internal, status_of
 from penstock.gateway.followed import Followed
-from penstock.gateway.http_server import connection_of
+from penstock.gateway.http_server import ClientConnection, connection_of
 from penstock.gateway.json_body import BodyBounds, parse_object
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.places import ANYBODY, Body, BodyBytes, Places
@@ -103,7 +103,7 @@ def _id_header(request_id: str) -> list[tuple[bytes, bytes]]:
     return [(REQUEST_ID_KEY.encode(), request_id.encode("ascii", "ignore"))] if request_id else []
 
 
-def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
+def shown_authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
     """Return the caller's bearer token with its scheme; Anthropic's clients send theirs as x-api-key."""
     shown = headers.get(b"authorization")
     if shown is None and b"x-api-key" in headers:
@@ -183,11 +183,15 @@ class Endpoint:
         door = self._door
         try:
             door.places.check_draining()
-            shown = _authorization(headers)
-            caller = Caller(door.callers.anybody, ANYBODY) if self._is_public else await self._admit(headers, shown)
-            with exchange.counted_body() as counted:
-                # A GET's body, which hardly one has, is taken off the connection and not looked at.
-                sent = await exchange.read_body(headers, counted if self._has_body else None)
+            shown = shown_authorization(headers)
+            caller = (
+                Caller(door.callers.anybody, ANYBODY)
+                if self._is_public
+                else await self._admit(exchange.connection, headers, shown)
+            )
+            # A GET's body, which hardly one has, is taken off the connection and not looked at.
+            with door.places.admitted(), exchange.counted_body() if self._has_body else nullcontext() as counted:
+                sent = await exchange.read_body(headers, counted)
                 call = HttpCall(
                     await self._parsed(sent) if self._has_body else {},
                     caller.client,
@@ -206,7 +210,7 @@ class Endpoint:
         except PenstockError as error:
             await exchange.refuse(error, call)
 
-    async def _admit(self, headers: Mapping[bytes, bytes], shown: bytes | None) -> Caller:
+    async def _admit(self, connection: ClientConnection, headers: Mapping[bytes, bytes], shown: bytes | None) -> Caller:
         """Decide by a request's head alone whether the rest of it is read. Raises PenstockError."""
         door = self._door
         caller = await door.callers.admit(shown)
@@ -216,6 +220,7 @@ class Endpoint:
             _refuse_other_sites(headers, door.config.allowed_origin)
         # Not a place yet: it is taken once the body is whole, so that half of one holds none.
         door.places.check(caller.tenant)
+        connection.admit()
         return caller
 
     async def _parsed(self, body: bytes) -> dict[str, Any]:
@@ -314,7 +319,6 @@ class _Exchange:
 
     async def read_body(self, headers: Mapping[bytes, bytes], counted: Body | None) -> bytes:
         """Return the body of an admitted request; with `counted` None it is thrown away. Raises HttpError."""
-        self.connection.admit()
         most, body = self._config.max_body_bytes, bytearray()
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > most):

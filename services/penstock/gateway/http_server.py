@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import httptools
@@ -19,11 +19,11 @@ from penstock.common.addresses import join_address, require_free_port
 from penstock.common.credentials import tls_context
 from penstock.common.errors import StartupError
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.connections import Connections
+from penstock.gateway.connections import Connections, Turns
 from penstock.gateway.errors import OPENAI_ERRORS, HttpError
 from penstock.gateway.request_head import check_head, without_upgrade
 from penstock.http2.listener import Listener
-from penstock.http2.strangers import Strangers, network_of
+from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
 
 # Key of a request's scope by which `connection_of` finds its connection.
 _CONNECTION = "penstock.connection"
@@ -33,10 +33,12 @@ _SLICE_BYTES = 16 << 10
 _FRAMING_PER_BYTE = 8
 # Requests behind the one at work. No client of today sends any.
 _MOST_WAITING_REQUESTS = 64
-# Bytes of a stranger that wait for its turn, at most: what was read at once, and read ahead.
-_MOST_HELD_BYTES = 1 << 20
-# Work that an answer to a stranger is, in seconds, besides reading its request.
-_ANSWER_SECONDS = 0.0003
+# Bytes that are read at once, and those that wait for their turn at most: asyncio reads 256 KiB.
+_READ_BYTES, _MOST_HELD_BYTES = 64 << 10, 256 << 10
+# Work that an answer to a stranger is, in seconds, besides reading its request, and how much may be saved up.
+_ANSWER_SECONDS, _SAVED_SECONDS = 0.0015, 0.05
+# Of --stalled-reader-seconds: the time until a connection that takes nothing is cut off, whatever its request is.
+_STALL_FACTOR = 1.5
 # Seconds for which what a refused request still sends is thrown away: cut off at once it would lose the answer.
 _LINGER_SECONDS = 2.0
 
@@ -65,6 +67,8 @@ class ClientConnection(HttpToolsProtocol):
     bounds: GatewayConfig
     # All of the server.
     everyone: Connections
+    # Turns of their own for some requests of strangers: for probes, and for those with a token that is known.
+    goes_first: Callable[[Mapping[str, Any]], Turns | None]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._own = transport
@@ -73,7 +77,7 @@ class ClientConnection(HttpToolsProtocol):
         self.is_stranger = True
         self.work = self.worked_at = 0.0
         self.network = network_of(transport)
-        # Bytes that wait for the stranger's turn.
+        # Bytes that wait for their turn.
         self._held = b""
         # Of the message that is being read: its bytes but for the body's, those of the body, and how far it is.
         self._framing_bytes = self._body_bytes = 0
@@ -85,6 +89,9 @@ class ClientConnection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         # Request at work, or the last one; `cycle` is the one that came last.
         self._running: RequestResponseCycle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        # That of a stranger which waits for its turn.
+        self._delayed: tuple[RequestResponseCycle, Any] | None = None
         super().connection_made(cast("asyncio.Transport", _Transport(transport, self)))
         if not self.everyone.add(self):
             self.abort()
@@ -93,6 +100,8 @@ class ClientConnection(HttpToolsProtocol):
         own = transport.get_extra_info("socket")
         if own is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.bounds.max_unsent_bytes)
+        if hasattr(transport, "max_size"):
+            transport.max_size = _READ_BYTES
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -101,15 +110,22 @@ class ClientConnection(HttpToolsProtocol):
             # uvicorn tells the request that came last; this one would write on, and hold what it has.
             running.disconnected = True
             running.message_event.set()
+        for cycle in (running, self.cycle):
+            if cycle is not None:
+                cycle.body = bytearray()
         self._head_is_whole()
+        self.resume_writing()
         self.everyone.discard(self)
+        # Its traceback has this connection.
+        self._fault = None
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         # At once, and not when the garbage collector comes by: all that it holds. uvicorn looks at none of it again.
         self.pipeline.clear()
         self._held, self.url, self.headers = b"", b"", []
         nothing: Any = None
-        self.scope, self.cycle, self.flow, self._running = nothing, nothing, nothing, None
+        self.scope, self.cycle, self.flow = nothing, nothing, nothing
+        self._running = self._delayed = None
         # uvicorn's, which leads back here.
         self.transport = self._own
 
@@ -120,7 +136,7 @@ class ClientConnection(HttpToolsProtocol):
             self._lingered_bytes += len(data)
             if self._lingered_bytes > self.bounds.max_body_bytes:
                 self.abort()
-        elif self.is_stranger and (self._held or not self.everyone.strangers.may_go_on(self)):
+        elif self._held or (self.is_stranger and not self.everyone.strangers.may_go_on(self)):
             self._held += data
             self._own.pause_reading()
             if len(self._held) > _MOST_HELD_BYTES:
@@ -130,25 +146,33 @@ class ClientConnection(HttpToolsProtocol):
 
     def go_on(self) -> None:
         """See Stranger."""
-        data, self._held = self._held, b""
         if self.is_closing:
             return
+        data, self._held = self._held, b""
         self._take(data)
-        if not self.flow.read_paused:
+        if not self._held and not self.is_closing and not self.flow.read_paused:
             self._own.resume_reading()
 
     def _take(self, data: bytes) -> None:
-        if not self.is_stranger:
-            self._parse(data)
-            return
-        begin = time.thread_time()
-        self._parse(data)
-        self.everyone.strangers.spend(self, time.thread_time() - begin)
+        """Look at what has come, for a slice of time: the loop's other connections have their turns between slices."""
+        begin = time.thread_time() if self.is_stranger else 0.0
+        rest = self._parse(data, time.perf_counter() + SLICE_SECONDS)
+        if begin:
+            self.everyone.strangers.spend(self, time.thread_time() - begin)
+        if rest and not self.is_closing:
+            self._held = rest
+            self._own.pause_reading()
+            if not self.is_stranger or self.everyone.strangers.may_go_on(self):
+                self.loop.call_soon(self.go_on)
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes, until: float) -> bytes:
+        """Parse bytes until a time of time.perf_counter(); return those that are left."""
         for at in range(0, len(data), _SLICE_BYTES):
+            if at and time.perf_counter() > until:
+                return data[at:]
             part = data[at : at + _SLICE_BYTES]
-            if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+            is_idle = self.cycle is None or self.cycle.response_complete
+            if self._head_timer is None and is_idle and not self._is_within:
                 self._await_head()
             self._framing_bytes += len(part)
             self._feed(part)
@@ -160,7 +184,8 @@ class ClientConnection(HttpToolsProtocol):
                     )
                 )
             if self.is_closing:
-                return
+                break
+        return b""
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -201,8 +226,6 @@ class ClientConnection(HttpToolsProtocol):
         self._fault = check_head(self.parser.get_http_version(), self.headers)
         if self._fault is not None:
             raise self._fault
-        if self.is_stranger:
-            self.everyone.strangers.spend(self, _ANSWER_SECONDS)
         if len(self.pipeline) >= _MOST_WAITING_REQUESTS:
             self.abort()
             return
@@ -229,12 +252,28 @@ class ClientConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if self.is_stranger and (delay := self._wait_of(cycle)):
+            self._delayed = (cycle, app)
+            self.loop.call_later(delay, self._start_delayed)
+            return
         super()._start_asgi_task(cycle, app)
+
+    def _wait_of(self, cycle: RequestResponseCycle) -> float:
+        """Seconds that a stranger's request waits for its turn."""
+        turns = self.goes_first(cycle.scope)
+        return turns.delay() if turns is not None and turns.is_free() else self.everyone.answers.delay()
+
+    def _start_delayed(self) -> None:
+        delayed, self._delayed = self._delayed, None
+        if delayed is not None:
+            super()._start_asgi_task(*delayed)
 
     @property
     def is_busy(self) -> bool:
         """See Stranger."""
-        return self.cycle is not None and not self.cycle.response_complete
+        is_idle = self.cycle is None or self.cycle.response_complete
+        # Not one whose reader has stopped, or whose request waits for its turn.
+        return not is_idle and not self.flow.write_paused and self._delayed is None
 
     @property
     def is_receiving(self) -> bool:
@@ -243,9 +282,8 @@ class ClientConnection(HttpToolsProtocol):
 
     def admit(self) -> None:
         """Note that a request of this connection was admitted: it is no stranger from now on."""
-        if self.is_stranger and not self.is_closing:
-            self.is_stranger = False
-            self.everyone.admit(self)
+        self.is_stranger = False
+        self.everyone.admit(self)
 
     def begin_work(self) -> None:
         """Note that a request is at work: its connection does not make room for others."""
@@ -264,6 +302,18 @@ class ClientConnection(HttpToolsProtocol):
         self._own.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return True
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # Longer than the watch over a stream takes, which tells the engine: this one is for what has none.
+        seconds = _STALL_FACTOR * self.bounds.stalled_reader_seconds
+        self._stall_timer = self.loop.call_later(seconds, self.abort)
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        super().resume_writing()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.is_stranger and not self.pipeline:
@@ -271,7 +321,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def _turn_away(self, error: HttpError) -> None:
         """Answer a request of which no handler knows, and hang up."""
-        if self.is_busy:
+        if self.cycle is not None and not self.cycle.response_complete:
             # An answer is under way: another one in its midst would be a part of it.
             self.abort()
             return
@@ -321,7 +371,10 @@ def _is_fault(record: logging.LogRecord) -> bool:
 class HttpServer:
     """Server of one ASGI application. Belongs to one event loop."""
 
-    def __init__(self, app: Any, config: GatewayConfig) -> None:
+    def __init__(
+        self, app: Any, config: GatewayConfig, goes_first: Callable[[Mapping[str, Any]], Turns | None]
+    ) -> None:
+        """Make it. `goes_first`: see ClientConnection; it gets a request's scope."""
         log = logging.getLogger("uvicorn.error")
         # Its warnings are a line for each connection that a scanner spoils; its errors are faults of ours.
         log.setLevel(logging.ERROR)
@@ -346,8 +399,10 @@ class HttpServer:
             config.anonymous_cpu_share,
             most_of_network=config.anonymous_connections_each,
         )
-        self._everyone = Connections(config.max_connections, strangers)
-        self._protocol = type("_Protocol", (ClientConnection,), {"bounds": config, "everyone": self._everyone})
+        answers = Turns(config.anonymous_cpu_share, _ANSWER_SECONDS, _SAVED_SECONDS)
+        self._everyone = Connections(config.max_connections, strangers, answers)
+        parts = {"bounds": config, "everyone": self._everyone, "goes_first": staticmethod(goes_first)}
+        self._protocol = type("_Protocol", (ClientConnection,), parts)
         self._listeners: list[Listener] = []
 
     @property
@@ -368,12 +423,7 @@ class HttpServer:
     async def listen(self) -> str:
         """Open the port; return its address, host:port. Raises StartupError naming --port, --host or a TLS flag."""
         config = self._bounds
-        try:
-            context = tls_context(config, alpn=()) if config.is_tls else None
-        except OSError as error:
-            raise StartupError(
-                "--tls-cert and --tls-key are not a certificate chain and its key (PEM)", flag="--tls-cert"
-            ) from error
+        context = tls_context(config, alpn=()) if config.is_tls else None
         require_free_port(config.host, config.port, "--port")
         try:
             self._listeners, port = await Listener.bind(
@@ -405,6 +455,8 @@ class HttpServer:
             async with asyncio.timeout(seconds):
                 if tasks := set(self._state.tasks):
                     await asyncio.wait(tasks)
+        # Handshakes may end after this.
+        self._everyone.is_closed = True
         for connection in list(self._state.connections):
             if (transport := getattr(connection, "transport", None)) is not None:
                 transport.abort()

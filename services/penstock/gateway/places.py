@@ -17,10 +17,16 @@ ANYBODY = ""
 class Places:
     """Bound on requests at work, and the drain. Belongs to one event loop."""
 
-    def __init__(self, most: int, tenant_share: float) -> None:
-        """Make it. `tenant_share`: share of the places that one tenant may have, where tokens tell tenants apart."""
+    def __init__(self, most: int, tenant_share: float, *, shares_anybody: bool = False) -> None:
+        """Make it. `tenant_share`: share of the places that one tenant may have, where tokens tell tenants apart.
+
+        `shares_anybody`: callers without a token are one of several tenants.
+        """
         self.running = 0
         self.is_draining = False
+        # Admitted requests, their bodies whole or not.
+        self._inside = 0
+        self._shares_anybody = shares_anybody
         self._most = most
         self._most_of_tenant = max(1, int(tenant_share * most))
         self._of_tenant: Counter[str] = Counter()
@@ -33,12 +39,23 @@ class Places:
             raise Unavailable("the gateway is shutting down", reason="DRAINING", retry_after_seconds=1.0)
 
     def check(self, tenant: str) -> None:
-        """Raises HttpError 429 where `tenant` would get no place, Unavailable in a drain."""
-        self.check_draining()
+        """Raises HttpError 429 where `tenant` would get no place."""
         if self.running >= self._most:
             raise _full("as many requests are at work as --max-requests allows")
-        if tenant != ANYBODY and self._of_tenant[tenant] >= self._most_of_tenant:
+        if (tenant != ANYBODY or self._shares_anybody) and self._of_tenant[tenant] >= self._most_of_tenant:
             raise _full("as many requests of this token are at work as --tenant-share of --max-requests allows")
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Have a drain wait for the block: an admitted request, from its head on."""
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
 
     @contextmanager
     def entered(self, tenant: str) -> Iterator[None]:
@@ -46,7 +63,6 @@ class Places:
         self.check(tenant)
         self.running += 1
         self._of_tenant[tenant] += 1
-        self._empty.clear()
         try:
             yield
         finally:
@@ -54,11 +70,9 @@ class Places:
             self._of_tenant[tenant] -= 1
             if not self._of_tenant[tenant]:
                 del self._of_tenant[tenant]
-            if not self.running:
-                self._empty.set()
 
     async def drain(self) -> None:
-        """Refuse new requests; return once those at work have ended."""
+        """Refuse new requests; return once those that were admitted have ended."""
         self.is_draining = True
         await self._empty.wait()
 
@@ -89,7 +103,7 @@ class BodyBytes:
     def take(self, body: Body, count: int) -> None:
         """Count bytes of a body. Raises HttpError 429 where all the others are whole, and too many."""
         while self._held + count > self._most:
-            oldest = next((one for one in self._coming if one is not body), None)
+            oldest = next((one for one in self._coming if one is not body and one.size), None)
             if oldest is None:
                 raise _full("as many bytes of bodies are here as --max-bodies-bytes allows")
             give_up = self._coming[oldest]

@@ -8,6 +8,7 @@ import errno
 import socket
 import ssl
 import time
+from asyncio import sslproto
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ _BACKLOG = 1024
 _PER_TURN = 64
 # First and longest wait for descriptors or memory; waits double up to this.
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
+# Bytes that a connection over TLS reads at once: two records.
+_TLS_READ_BYTES = 32 << 10
 # Shortest time between two log lines about it.
 _LOG_SECONDS = 10.0
 _LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
@@ -70,6 +73,9 @@ class Listener:
 
         `shares_port`: other processes may bind it too.
         """
+        if tls is not None:
+            # Of each connection from its first byte on; asyncio takes 256 KiB, sixteen times what a record can have.
+            sslproto.SSLProtocol.max_size = _TLS_READ_BYTES
         loop, host = asyncio.get_running_loop(), host.strip("[]")
         where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         if host == "::" and socket.has_dualstack_ipv6():

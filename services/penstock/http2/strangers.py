@@ -13,6 +13,8 @@ from typing import Protocol
 SLICE_SECONDS = 0.0005
 # Seconds of work that strangers may have saved up by being quiet, or owe.
 _SAVED_SECONDS = 0.05
+# Work of a stranger that is next to nothing, in seconds.
+_LITTLE_SECONDS = 0.0002
 # Share of a stranger's past work that still counts against it after a second.
 _REMEMBERED = 0.5
 # Bytes of an IPv6 address that a site is given; it chooses the others.
@@ -135,8 +137,9 @@ class Strangers:
     def may_go_on(self, stranger: Stranger) -> bool:
         """True when bytes of `stranger` may be looked at now; where not, its `go_on` is called once they may."""
         now = self._fill()
-        # An equal part of what those who ask for more get within the time that work is remembered.
-        if self._left > 0 or self._work_of(stranger, now) <= self._share / (1 + len(self._waiting)):
+        # An equal part of what all get within the time that work is remembered.
+        part = max(_LITTLE_SECONDS, self._share / max(1, len(self._all)))
+        if self._left > 0 or self._work_of(stranger, now) <= part:
             return True
         self._waiting.append(stranger)
         self._arm()

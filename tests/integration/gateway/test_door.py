@@ -405,3 +405,84 @@ async def test_a_name_without_a_token_is_not_needed_with_one(tmp_path: Path) -> 
 async def test_any_name_may_be_allowed() -> None:
     async with unguarded(allowed_hosts=("*",)) as gateway:
         assert await asked_by(gateway, "evil.example") == 200
+
+
+async def test_a_token_that_no_header_holds_ends_nobodys_stream(tmp_path: Path) -> None:
+    """All calls go over one connection to the router, which ends it for headers that are too large."""
+    async with guarded(tmp_path) as gateway:
+        stream = await Connection.to(gateway)
+        stream.post(CHAT, {"messages": HELLO, "stream": True}, RIGHT)
+        assert await stream.status() == 200
+        for size in (5_000, 20_000, 65_000):
+            asked = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-api-key: %b\r\n\r\n" % (b"a" * size)
+            assert await status_of(gateway, asked) == 401
+        await stream.reader.readuntil(b"data:")
+        assert await status_of(gateway, HEALTH) == 200
+        await stream.reader.readuntil(b"data:")
+        stream.close()
+
+
+async def test_what_is_public_admits_nobody(tmp_path: Path) -> None:
+    async with guarded(tmp_path, anonymous_connections=8, anonymous_connections_each=4) as gateway:
+        many = await connections(gateway, 20, b"GET /options HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await until(lambda: gateway.metric("http_connections_evicted") >= 16)
+        await until(lambda: gateway.metric("http_connections") <= 4)
+        for one in many:
+            one.close()
+
+
+async def test_bodies_that_are_many_end_no_request_that_has_none(tmp_path: Path, monkeypatch: Any) -> None:
+    async with unguarded(max_body_bytes=2048, max_bodies_bytes=2048) as gateway:
+        client, asked, go_on = gateway.app._client, asyncio.Event(), asyncio.Event()
+        list_models = type(client).list_models
+
+        async def slow(self: Any) -> Any:
+            asked.set()
+            await go_on.wait()
+            return await list_models(self)
+
+        await gateway.app._callers.admit(None)
+        monkeypatch.setattr(type(client), "list_models", slow)
+        getting = asyncio.create_task(status_of(gateway, GET + b"host: localhost\r\n\r\n"))
+        await asked.wait()
+        for _ in range(2):
+            connection = await Connection.to(gateway)
+            connection.post("/tokenize", {"prompt": "x" * 1500})
+            assert await connection.status() == 200
+            connection.close()
+        go_on.set()
+        assert await getting == 200
+
+
+async def test_strangers_give_way_before_uploads(tmp_path: Path) -> None:
+    async with guarded(tmp_path, max_connections=6, anonymous_connections=6) as gateway:
+        upload = await Connection.to(gateway)
+        upload.writer.write(HALF.replace(b"1000", b"14") % (RIGHT.encode() + b"\r\n"))
+        await until(lambda: gateway.metric("http_body_bytes") == 1)
+        silent = await connections(gateway, 12)
+        await until(lambda: gateway.metric("http_connections_evicted") >= 7)
+        upload.writer.write(b'"messages":1}')
+        assert await upload.status() == 400
+        for one in [*silent, upload]:
+            one.close()
+
+
+async def test_a_drain_waits_for_bodies_of_admitted_requests(tmp_path: Path) -> None:
+    async with guarded(tmp_path, drain_grace_seconds=60.0) as gateway:
+        upload = await Connection.to(gateway)
+        upload.writer.write(HALF.replace(b"1000", b"14") % (RIGHT.encode() + b"\r\n"))
+        await until(lambda: gateway.metric("http_body_bytes") == 1)
+        stopping = asyncio.create_task(gateway.app.stop())
+        await until(lambda: gateway.app.is_draining)
+        upload.writer.write(b'"messages":1}')
+        assert await upload.status() == 400
+        await stopping
+
+
+async def test_a_reader_that_stops_is_cut_off_on_every_route() -> None:
+    async with unguarded(stalled_reader_seconds=0.2) as gateway:
+        (connection,) = await connections(gateway, 1, b"GET /options HTTP/1.1\r\nhost: localhost\r\n\r\n" * 60)
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: gateway.metric("http_connections") == 1)
+        await until(lambda: gateway.metric("http_connections") == 0)
+        connection.close()

@@ -118,16 +118,6 @@ async def test_those_that_wait_go_on_one_after_the_other(clock: list[float]) -> 
         assert strangers.are_many
 
 
-async def test_idle_ones_take_nothing_from_those_that_ask_for_little(clock: list[float]) -> None:
-    strangers = Strangers(1000, 0.1)
-    some(strangers, 900)
-    loud, quiet = some(strangers, 2)
-    strangers.spend(loud, 1.0)
-    assert not strangers.may_go_on(loud)
-    strangers.spend(quiet, 0.01)
-    assert strangers.may_go_on(quiet)
-
-
 async def test_a_flood_is_not_paid_for_by_those_who_come_later(clock: list[float]) -> None:
     strangers = Strangers(10, 0.1)
     (loud,) = some(strangers, 1)
