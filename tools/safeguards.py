@@ -97,9 +97,9 @@ SAFEGUARDS = (
     ),
     Safeguard(
         "a request is poison only after deaths",
-        _PENSTOCK + "router/backends/deaths.py",
-        "if death.is_death is not False and not death.is_explained",
-        "if not death.is_explained",
+        _PENSTOCK + "router/requests/suspect.py",
+        "return self.is_death is not False and not self.is_explained",
+        "return not self.is_explained",
         "tests/unit/router/test_deaths.py::test_nothing_is_held_against_it_before_it_is_known",
     ),
     Safeguard(
@@ -157,7 +157,7 @@ SAFEGUARDS = (
     Safeguard(
         "connections without a token make room for one another",
         _PENSTOCK + "http2/strangers.py",
-        "            del self._all[oldest]\n            oldest.evict()\n",
+        "        self.discard(oldest)\n        self.evicted += 1\n        oldest.evict()\n",
         "",
         "tests/unit/http2/test_strangers.py::test_of_too_many_the_oldest_without_calls_goes_and_then_the_oldest",
     ),

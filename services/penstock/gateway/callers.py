@@ -13,7 +13,7 @@ import grpc
 from penstock_client import AsyncClient
 
 from penstock.common.credentials import bearer_token
-from penstock.common.errors import DeadlineExceeded, PenstockError, Unauthenticated, Unavailable, from_rpc_error
+from penstock.common.errors import DeadlineExceeded, PenstockError, ResourceExhausted, Unauthenticated, from_rpc_error
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.places import ANYBODY
 
@@ -87,15 +87,12 @@ class Callers:
         return self._client
 
     def is_known(self, authorization: bytes | None) -> bool:
-        """True where `admit` would answer at once, and well."""
-        now = time.monotonic()
+        """True for a token that the router took when it was last asked, or where it asked for none."""
         try:
             token = self._token(authorization)
         except Unauthenticated:
             return False
-        return self._recent(token, now) is not None or (
-            not self._has_own_token and self._recent(ANYBODY, now) is not None
-        )
+        return token in self._known or (not self._has_own_token and ANYBODY in self._known)
 
     async def admit(self, authorization: bytes | None) -> Caller:
         """Return the caller with this header. Raises Unauthenticated, or the error of a router that cannot be asked."""
@@ -120,7 +117,7 @@ class Callers:
         question = self._questions.get(token)
         if question is None:
             if len(self._questions) >= _MOST_QUESTIONS:
-                raise Unavailable(
+                raise ResourceExhausted(
                     "the router has too many tokens to judge", reason="OVERLOADED", retry_after_seconds=1.0
                 )
             question = self._questions[token] = asyncio.create_task(self._ask(token))

@@ -29,6 +29,10 @@ class Turns:
         self._next_at = max(self._next_at, now - self._saved) + self._every
         return max(0.0, self._next_at - now)
 
+    def give_back(self) -> None:
+        """Leave a turn to those behind: whoever had it is gone."""
+        self._next_at -= self._every
+
 
 class Connections:
     """All connections of a gateway. Belongs to one event loop.

@@ -27,8 +27,9 @@ from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
 
 # Key of a request's scope by which `connection_of` finds its connection.
 _CONNECTION = "penstock.connection"
-# Bytes that the parser is given at a time: what it makes of them is bounded before it gets more.
-_SLICE_BYTES = 16 << 10
+# Bytes that the parser is given at a time, and those of strangers, which may be a request for every 20 bytes: what it
+# makes of them, and the time that it took, is looked at before it gets more.
+_SLICE_BYTES, _STRANGERS_SLICE_BYTES = 16 << 10, 1 << 10
 # Bytes around a body (sizes of its chunks) that each of its bytes may have: six for the shortest chunk.
 _FRAMING_PER_BYTE = 8
 # Requests behind the one at work. No client of today sends any.
@@ -125,6 +126,8 @@ class ClientConnection(HttpToolsProtocol):
         self._held, self.url, self.headers = b"", b"", []
         nothing: Any = None
         self.scope, self.cycle, self.flow = nothing, nothing, nothing
+        if self._delayed is not None:
+            self.everyone.answers.give_back()
         self._running = self._delayed = None
         # uvicorn's, which leads back here.
         self.transport = self._own
@@ -167,10 +170,11 @@ class ClientConnection(HttpToolsProtocol):
 
     def _parse(self, data: bytes, until: float) -> bytes:
         """Parse bytes until a time of time.perf_counter(); return those that are left."""
-        for at in range(0, len(data), _SLICE_BYTES):
+        size = _STRANGERS_SLICE_BYTES if self.is_stranger else _SLICE_BYTES
+        for at in range(0, len(data), size):
             if at and time.perf_counter() > until:
                 return data[at:]
-            part = data[at : at + _SLICE_BYTES]
+            part = data[at : at + size]
             is_idle = self.cycle is None or self.cycle.response_complete
             if self._head_timer is None and is_idle and not self._is_within:
                 self._await_head()
@@ -282,6 +286,9 @@ class ClientConnection(HttpToolsProtocol):
 
     def admit(self) -> None:
         """Note that a request of this connection was admitted: it is no stranger from now on."""
+        if self.is_stranger and self._held:
+            # Its rest waits among strangers no longer.
+            self.loop.call_soon(self.go_on)
         self.is_stranger = False
         self.everyone.admit(self)
 
