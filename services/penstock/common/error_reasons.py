@@ -130,6 +130,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("BODY_TOO_LARGE", "HTTP-413", "the body of a request is too large", "shorten it, or raise `--max-body-bytes`"),
     _row("HOST_NOT_ALLOWED", "HTTP-421", "a caller without a token calls the HTTP gateway by a name that is not its own", "call it by an address, or let the name in: `--allowed-hosts`"),
     _row("HEADERS_TOO_LARGE", "HTTP-431", "the headers of a request are too many or too large", "shorten them, or raise `--max-header-bytes` or `--max-headers`"),
+    _row("TARGET_TOO_LONG", "HTTP-414", "path and query of a request are too long", "shorten them, or raise `--max-target-bytes`"),
     _row("MALFORMED_REQUEST", "HTTP-400", "what came is no request of HTTP/1.1: its form, Host or Transfer-Encoding", "send HTTP as RFC 9112 has it"),
     _row("MAX_REQUESTS", "HTTP-429", "the HTTP gateway has as many requests as it may", "try again later, raise `--max-requests`, or start another gateway"),
     _row("RESPONSE_NOT_FOUND", "NOT_FOUND", "the HTTP gateway keeps no such response of this caller", "it was never kept, was deleted, or is older than `--response-seconds`"),

@@ -95,6 +95,7 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
     )
     body_seconds: float = option(60.0, "Time until the body of a request is whole.", group=LIMITS, minimum=0.1)
     max_header_bytes: int = option(64 << 10, "Request line and headers of a request.", group=LIMITS, minimum=1024)
+    max_target_bytes: int = option(8 << 10, "Path and query of a request.", group=LIMITS, minimum=1024)
     max_headers: int = option(128, "Headers of a request.", group=LIMITS, minimum=8)
     header_seconds: float = option(
         10.0, "Time for a connection's TLS handshake, and for the headers of a request.", group=LIMITS, minimum=0.1

@@ -27,9 +27,9 @@ from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
 
 # Key of a request's scope by which `connection_of` finds its connection.
 _CONNECTION = "penstock.connection"
-# Bytes that the parser is given at a time, and those of strangers, which may be a request for every 20 bytes: what it
-# makes of them, and the time that it took, is looked at before it gets more.
-_SLICE_BYTES, _STRANGERS_SLICE_BYTES = 16 << 10, 1 << 10
+# Bytes that the parser is given at a time, of a body and of the rest, which may be a request for every 20 bytes: what
+# it makes of them, and the time that it took, is looked at before it gets more.
+_BODY_SLICE_BYTES, _SLICE_BYTES = 16 << 10, 512
 # Bytes around a body (sizes of its chunks) that each of its bytes may have: six for the shortest chunk.
 _FRAMING_PER_BYTE = 8
 # Requests behind the one at work. No client of today sends any.
@@ -170,11 +170,13 @@ class ClientConnection(HttpToolsProtocol):
 
     def _parse(self, data: bytes, until: float) -> bytes:
         """Parse bytes until a time of time.perf_counter(); return those that are left."""
-        size = _STRANGERS_SLICE_BYTES if self.is_stranger else _SLICE_BYTES
-        for at in range(0, len(data), size):
+        at = 0
+        while at < len(data):
             if at and time.perf_counter() > until:
                 return data[at:]
-            part = data[at : at + size]
+            is_body = self._has_head and self._is_within
+            part = data[at : at + (_BODY_SLICE_BYTES if is_body else _SLICE_BYTES)]
+            at += len(part)
             is_idle = self.cycle is None or self.cycle.response_complete
             if self._head_timer is None and is_idle and not self._is_within:
                 self._await_head()
@@ -205,14 +207,30 @@ class ClientConnection(HttpToolsProtocol):
                         raise httptools.HttpParserError from None
                     data = part[asked.args[0] :] + data
         except httptools.HttpParserError:
+            if self.is_closing:
+                # `on_message_begin` ended it.
+                return
             fault = self._fault or HttpError(400, "this is no request of HTTP/1.1", reason="MALFORMED_REQUEST")
             self._turn_away(fault)
 
     def on_message_begin(self) -> None:
+        if self.is_closing:
+            # What is left of a part is parsed else, request after request, for nobody.
+            raise ConnectionAbortedError
         super().on_message_begin()
         self._framing_bytes = self._body_bytes = 0
         self._has_head, self._is_within = False, True
         self.scope["extensions"] = {_CONNECTION: {"is": self}}
+
+    def on_url(self, url: bytes) -> None:
+        most = self.bounds.max_target_bytes
+        if len(self.url) + len(url) > most:
+            # uvicorn takes a microsecond and more for each of its bytes that is spelled as %41.
+            self._fault = HttpError(
+                414, f"more than {most} bytes of path and query (--max-target-bytes)", reason="TARGET_TOO_LONG"
+            )
+            raise self._fault
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._has_head:

@@ -122,6 +122,34 @@ async def test_headers_are_counted_too() -> None:
         assert await status_of(gateway, HEALTH[:-2] + b"a: b\r\n" * 128 + b"\r\n") == 431
 
 
+async def test_a_target_that_is_too_long_is_414() -> None:
+    async with unguarded() as gateway:
+        get = b"GET /v1/models/%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert await status_of(gateway, get % (b"%41" * 2000)) == 404
+        assert await status_of(gateway, get % (b"%41" * 3000)) == 414
+        assert await status_of(gateway, get % (b"?" + b"a" * (8 << 10))) == 414
+
+
+async def test_requests_behind_too_many_others_are_not_looked_at(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as gateway:
+        heads: list[bytes] = []
+        protocol = gateway.app._server._protocol
+        begin = protocol.on_message_begin
+
+        def counted(connection: Any) -> None:
+            heads.append(b"")
+            begin(connection)
+
+        protocol.on_message_begin = counted
+        connection = await Connection.to(gateway)
+        connection.post(CHAT, {"messages": HELLO, "stream": True}, RIGHT)
+        assert await connection.status() == 200
+        connection.writer.write(HEALTH * 5000)
+        await connection.until_closed()
+        # It hangs up behind the 64th, and the parser stops within the bytes that it has.
+        assert len(heads) < 80
+
+
 async def test_all_that_a_connection_held_is_free_when_it_closes(tmp_path: Path) -> None:
     async with guarded(tmp_path) as gateway:
         gc.collect()
