@@ -192,6 +192,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             [
                 (f"sum({GATEWAY}http_requests_in_flight)", "requests"),
                 (f"sum({GATEWAY}http_connections)", "connections"),
+                (f"sum({GATEWAY}http_anonymous_connections)", "connections without a token"),
                 (f"sum({GATEWAY}kept_responses)", "kept responses"),
             ],
         ),
@@ -200,6 +201,8 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             "ops",
             [rate(GATEWAY + "readers_left_total", "left"), rate(GATEWAY + "readers_stalled_total", "cut off")],
         ),
+        ("Connections that made room", "ops", [rate(GATEWAY + "http_connections_evicted_total", "evicted")]),
+        ("Bodies on their way or at work", "bytes", [(f"sum({GATEWAY}http_body_bytes)", "bytes")]),
     ],
 }
 

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from penstock import __version__
 from penstock.common.addresses import BoundAddresses
+from penstock.common.config import is_loopback
 from penstock.common.credentials import TokenFile, channel_tls_context, check_channel_files
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
@@ -129,7 +130,10 @@ class GatewayApp(OwnServer):
         try:
             self._client = AsyncClient(config.router, _client_config(config), channel=self._channel.for_stubs)
         except ValueError as error:
-            # A token for a router that is neither on this machine nor behind TLS.
+            if config.is_channel_tls or is_loopback(config.router.rpartition(":")[0]):
+                raise StartupError(
+                    "--channel-token-file must hold a token, without spaces in it", flag="--channel-token-file"
+                ) from error
             raise StartupError(
                 "--channel-token-file needs --channel-tls for a router that is not loopback", flag="--channel-tls"
             ) from error
@@ -139,17 +143,22 @@ class GatewayApp(OwnServer):
             config.max_requests, config.tenant_share, shares_anybody=config.channel_token_file is not None
         )
         self._hosts = TrustedHosts(config.host, config.allowed_hosts)
-        self._bodies = BodyBytes(config.max_bodies_bytes)
+        self._bodies = BodyBytes(config.max_bodies_bytes, config.tenant_share)
         self._tracing = open_tracing(config, self.name)
         self._responses = _open_store(config)
         self._probe_turns = Turns(config.anonymous_cpu_share, _PROBE_SECONDS, _SAVED_SECONDS)
         # As many as may come: they are admitted in a moment.
         self._known_turns = Turns(1.0, 0.0, 0.0)
-        self._server = HttpServer(self._application(), config, self._goes_first)
+        self._server = HttpServer(
+            self._application(),
+            config,
+            self._goes_first,
+            on_turned_away=lambda status: self._metrics.requests("other", str(status)).inc(),
+            on_evicted=self._metrics.evicted.inc,
+        )
         self._metrics.running.set_function(lambda: self._places.running)
         self._metrics.connections.set_function(lambda: self._server.connections)
         self._metrics.strangers.set_function(lambda: self._server.strangers)
-        self._metrics.evicted.set_function(lambda: self._server.evicted)
         self._metrics.body_bytes.set_function(lambda: self._bodies.held)
         if (store := self._responses) is not None:
             self._metrics.responses.set_function(lambda: store.num_responses)

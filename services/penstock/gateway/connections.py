@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from penstock.common.heap import HeapTrimmer
 from penstock.http2.strangers import Stranger, Strangers
@@ -42,10 +43,10 @@ class Connections:
     nor half-sent requests shut anybody out.
     """
 
-    def __init__(self, most: int, strangers: Strangers, answers: Turns) -> None:
+    def __init__(self, most: int, strangers: Strangers, answers: Turns, on_evicted: Callable[[], None]) -> None:
         """Make it for at most `most` connections, of which `strangers` have no admitted request yet.
 
-        `answers`: turns of answering those.
+        `answers`: turns of answering those. `on_evicted` is called when another than a stranger has made room.
         """
         self.strangers, self.answers = strangers, answers
         self._most = most
@@ -53,18 +54,13 @@ class Connections:
         # Admitted ones without a request, from the one that has rested the longest; those that are sending one.
         self._resting: dict[Stranger, None] = {}
         self._sending: dict[Stranger, None] = {}
-        self._evicted = 0
+        self._on_evicted = on_evicted
         # No more are taken.
         self.is_closed = False
         self._heap = HeapTrimmer(_FLOOD, _TRIM_SECONDS)
 
     def __len__(self) -> int:
         return len(self._all)
-
-    @property
-    def evicted(self) -> int:
-        """Number of those that have made room for others, strangers included."""
-        return self._evicted + self.strangers.evicted
 
     def add(self, connection: Stranger) -> bool:
         """Add a new connection, as a stranger; another may have to go. False: all have requests at work."""
@@ -106,7 +102,7 @@ class Connections:
             oldest = next(iter(self._resting), None) or next(iter(self._sending), None)
             if oldest is None:
                 return False
-            self._evicted += 1
+            self._on_evicted()
             oldest.evict()
         # At once: it may take a turn to go, and the next one must not find it here again.
         self.discard(oldest)

@@ -190,7 +190,10 @@ class Endpoint:
                 else await self._admit(exchange.connection, headers, shown)
             )
             # A GET's body, which hardly one has, is taken off the connection and not looked at.
-            with door.places.admitted(), exchange.counted_body() if self._has_body else nullcontext() as counted:
+            with (
+                door.places.admitted(),
+                exchange.counted_body(caller.tenant) if self._has_body else nullcontext() as counted,
+            ):
                 sent = await exchange.read_body(headers, counted)
                 call = HttpCall(
                     await self._parsed(sent) if self._has_body else {},
@@ -303,9 +306,9 @@ class _Exchange:
         self._sending_since: float | None = None
 
     @contextmanager
-    def counted_body(self) -> Iterator[Body]:
-        """Count the bytes of a body within the block."""
-        body = self._bodies.open(self._give_up)
+    def counted_body(self, tenant: str) -> Iterator[Body]:
+        """Count the bytes of a tenant's body within the block."""
+        body = self._bodies.open(self._give_up, tenant)
         try:
             yield body
         finally:

@@ -70,6 +70,8 @@ class ClientConnection(HttpToolsProtocol):
     everyone: Connections
     # Turns of their own for some requests of strangers: for probes, and for those with a token that is known.
     goes_first: Callable[[Mapping[str, Any]], Turns | None]
+    # Called with the status of a request that no handler sees.
+    on_turned_away: Callable[[int], None]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._own = transport
@@ -354,6 +356,7 @@ class ClientConnection(HttpToolsProtocol):
         body = OPENAI_ERRORS.body(error, {})
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self._own.write(STATUS_LINE[error.status] + head + body)
+        self.on_turned_away(error.status)
         self._is_within = True
         self.close()
 
@@ -397,9 +400,19 @@ class HttpServer:
     """Server of one ASGI application. Belongs to one event loop."""
 
     def __init__(
-        self, app: Any, config: GatewayConfig, goes_first: Callable[[Mapping[str, Any]], Turns | None]
+        self,
+        app: Any,
+        config: GatewayConfig,
+        goes_first: Callable[[Mapping[str, Any]], Turns | None],
+        *,
+        on_turned_away: Callable[[int], None],
+        on_evicted: Callable[[], None],
     ) -> None:
-        """Make it. `goes_first`: see ClientConnection; it gets a request's scope."""
+        """Make it. `goes_first`: see ClientConnection; it gets a request's scope.
+
+        `on_turned_away` is called with the status of a request that the application does not see, `on_evicted` when a
+        connection has made room for others.
+        """
         log = logging.getLogger("uvicorn.error")
         # Its warnings are a line for each connection that a scanner spoils; its errors are faults of ours.
         log.setLevel(logging.ERROR)
@@ -423,10 +436,16 @@ class HttpServer:
             config.anonymous_connections,
             config.anonymous_cpu_share,
             most_of_network=config.anonymous_connections_each,
+            on_evicted=on_evicted,
         )
         answers = Turns(config.anonymous_cpu_share, _ANSWER_SECONDS, _SAVED_SECONDS)
-        self._everyone = Connections(config.max_connections, strangers, answers)
-        parts = {"bounds": config, "everyone": self._everyone, "goes_first": staticmethod(goes_first)}
+        self._everyone = Connections(config.max_connections, strangers, answers, on_evicted)
+        parts = {
+            "bounds": config,
+            "everyone": self._everyone,
+            "goes_first": staticmethod(goes_first),
+            "on_turned_away": staticmethod(on_turned_away),
+        }
         self._protocol = type("_Protocol", (ClientConnection,), parts)
         self._listeners: list[Listener] = []
 
@@ -439,11 +458,6 @@ class HttpServer:
     def strangers(self) -> int:
         """Number of those without an admitted request."""
         return len(self._everyone.strangers)
-
-    @property
-    def evicted(self) -> int:
-        """Number of connections that have made room for others."""
-        return self._everyone.evicted
 
     async def listen(self) -> str:
         """Open the port; return its address, host:port. Raises StartupError naming --port, --host or a TLS flag."""
@@ -458,6 +472,7 @@ class HttpServer:
                 context,
                 config.header_seconds,
                 config.anonymous_connections,
+                most_handshakes_each=config.anonymous_connections_each,
             )
         except OSError as error:
             raise StartupError(f"cannot listen on {join_address(config.host, config.port)}", flag="--port") from error

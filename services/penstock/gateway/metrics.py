@@ -32,9 +32,9 @@ class GatewayMetrics:
             "Open connections without an admitted request yet.",
             registry=registry,
         )
-        self.evicted = Gauge(
-            PREFIX + "http_connections_evicted",
-            "Connections that made room for others since the start: of callers without a token, or at rest.",
+        self.evicted = Counter(
+            PREFIX + "http_connections_evicted_total",
+            "Connections that made room for others: of callers without a token, or at rest.",
             registry=registry,
         )
         self.body_bytes = Gauge(

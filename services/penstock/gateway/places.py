@@ -78,14 +78,16 @@ class Places:
 
 
 class BodyBytes:
-    """Bound on the bytes of all bodies together, from their first byte to the request's end.
+    """Bound on the bytes of all bodies together, from their first byte to the request's end, and on one tenant's.
 
     Where they are too many a body that is not whole gives way, the oldest first: it had the most time.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, tenant_share: float = 1.0) -> None:
+        """Make it. `tenant_share`: share of the bytes that one tenant may have, but for `ANYBODY`."""
+        self._most, self._most_of_tenant = most, max(1, int(tenant_share * most))
         self._held = 0
+        self._of_tenant: Counter[str] = Counter()
         # Of bodies that are not whole: how to give one up; from the oldest.
         self._coming: dict[Body, Callable[[], None]] = {}
 
@@ -94,23 +96,36 @@ class BodyBytes:
         """Bytes that are held now."""
         return self._held
 
-    def open(self, give_up: Callable[[], None]) -> Body:
+    def open(self, give_up: Callable[[], None], tenant: str = ANYBODY) -> Body:
         """Begin a body; `give_up` is called when it has to make room."""
-        body = Body(self)
+        body = Body(self, tenant)
         self._coming[body] = give_up
         return body
 
     def take(self, body: Body, count: int) -> None:
         """Count bytes of a body. Raises HttpError 429 where all the others are whole, and too many."""
+        tenant = body.tenant
+        while tenant != ANYBODY and self._of_tenant[tenant] + count > self._most_of_tenant:
+            # It makes room itself: others have done nothing.
+            if not self._make_room(body, tenant):
+                raise _full("as many bytes of this token's bodies are here as --tenant-share of --max-bodies-bytes is")
         while self._held + count > self._most:
-            oldest = next((one for one in self._coming if one is not body and one.size), None)
-            if oldest is None:
+            if not self._make_room(body, None):
                 raise _full("as many bytes of bodies are here as --max-bodies-bytes allows")
-            give_up = self._coming[oldest]
-            oldest.close()
-            give_up()
         self._held += count
+        self._of_tenant[tenant] += count
         body.size += count
+
+    def _make_room(self, body: Body, tenant: str | None) -> bool:
+        """Give up the oldest body, of a tenant or of all, that is not whole and is not `body`; False: there is none."""
+        others = (one for one in self._coming if one is not body and one.size and tenant in (None, one.tenant))
+        oldest = next(others, None)
+        if oldest is None:
+            return False
+        give_up = self._coming[oldest]
+        oldest.close()
+        give_up()
+        return True
 
     def whole(self, body: Body) -> None:
         """Note that a body has come."""
@@ -120,16 +135,19 @@ class BodyBytes:
         """Forget a body and its bytes."""
         self._coming.pop(body, None)
         self._held -= body.size
+        self._of_tenant[body.tenant] -= body.size
+        if not self._of_tenant[body.tenant]:
+            del self._of_tenant[body.tenant]
         body.size = 0
 
 
 class Body:
     """Bytes of one request's body that count against the bound."""
 
-    __slots__ = ("_all", "size")
+    __slots__ = ("_all", "size", "tenant")
 
-    def __init__(self, all_bodies: BodyBytes) -> None:
-        self.size = 0
+    def __init__(self, all_bodies: BodyBytes, tenant: str) -> None:
+        self.size, self.tenant = 0, tenant
         self._all = all_bodies
 
     def take(self, count: int) -> None:

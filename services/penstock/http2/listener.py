@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.common.logging import get_logger
+from penstock.http2.strangers import network_of_peer
 
 # Connections that may wait to be accepted; beyond asyncio's 100 they would come a second later.
 _BACKLOG = 1024
@@ -41,10 +42,12 @@ class Listener:
         tls: ssl.SSLContext | None,
         handshake_seconds: float,
         most_handshakes: int,
+        most_handshakes_each: int | None = None,
     ) -> None:
         """Make it of a bound socket, which is its own from now on.
 
-        `handshake_seconds`: the time that TLS may take. Of more than `most_handshakes` at once the oldest is given up.
+        `handshake_seconds`: the time that TLS may take. Of more than `most_handshakes` at once the oldest is given up,
+        of more than `most_handshakes_each` of one network (`network_of`; None: no such bound) the oldest of that one.
         """
         self._socket = sock
         self._make_protocol = make_protocol
@@ -52,8 +55,10 @@ class Listener:
         self._handshake_seconds = handshake_seconds if tls is not None else None
         self._loop = asyncio.get_running_loop()
         self._most_handshakes = most_handshakes
-        # From the oldest.
-        self._opening: dict[asyncio.Task[None], None] = {}
+        self._most_handshakes_each = most_handshakes if most_handshakes_each is None else most_handshakes_each
+        # Networks of those that open, and those of each; from the oldest.
+        self._opening: dict[asyncio.Task[None], str] = {}
+        self._opening_of: dict[str, dict[asyncio.Task[None], None]] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._wait = _FIRST_WAIT
         self._told_at = -_LOG_SECONDS
@@ -67,6 +72,7 @@ class Listener:
         handshake_seconds: float,
         most_handshakes: int,
         *,
+        most_handshakes_each: int | None = None,
         shares_port: bool = False,
     ) -> tuple[list[Listener], int]:
         """Bind all addresses of a host; return a listener each, and the port. Raises OSError.
@@ -84,7 +90,8 @@ class Listener:
             where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind)}
         # asyncio finds the addresses and binds the sockets; it never listens on them itself.
         server = await loop.create_server(make_protocol, start_serving=False, **where)
-        made = [Listener(one.dup(), make_protocol, tls, handshake_seconds, most_handshakes) for one in server.sockets]
+        bounds = (handshake_seconds, most_handshakes, most_handshakes_each)
+        made = [Listener(one.dup(), make_protocol, tls, *bounds) for one in server.sockets]
         bound = int(server.sockets[0].getsockname()[1])
         server.close()
         return made, bound
@@ -104,9 +111,9 @@ class Listener:
 
     def _accept(self) -> None:
         # No more than handshakes: those that make room are of earlier turns, whose tasks have begun.
-        for _ in range(min(_PER_TURN, self._most_handshakes)):
+        for _ in range(min(_PER_TURN, self._most_handshakes, self._most_handshakes_each)):
             try:
-                connection, _address = self._socket.accept()
+                connection, peer = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -117,12 +124,25 @@ class Listener:
             self._wait = _FIRST_WAIT
             connection.setblocking(False)
             task = self._loop.create_task(self._open(connection))
-            self._opening[task] = None
-            task.add_done_callback(self._opened)
-            if self._tls is not None and len(self._opening) > self._most_handshakes:
-                oldest = next(iter(self._opening))
-                self._opened(oldest)
-                oldest.cancel()
+            if self._tls is not None:
+                self._begin_handshake(task, network_of_peer(peer))
+            else:
+                self._opening[task] = ""
+                task.add_done_callback(self._opened)
+
+    def _begin_handshake(self, task: asyncio.Task[None], network: str) -> None:
+        mates = self._opening_of.setdefault(network, {})
+        self._opening[task] = network
+        mates[task] = None
+        task.add_done_callback(self._opened)
+        if len(mates) > self._most_handshakes_each:
+            self._give_up(next(iter(mates)))
+        elif len(self._opening) > self._most_handshakes:
+            self._give_up(next(iter(self._opening)))
+
+    def _give_up(self, oldest: asyncio.Task[None]) -> None:
+        self._opened(oldest)
+        oldest.cancel()
 
     async def _open(self, connection: socket.socket) -> None:
         # Whoever hangs up during the TLS handshake is nobody's error.
@@ -132,7 +152,12 @@ class Listener:
             )
 
     def _opened(self, task: asyncio.Task[None]) -> None:
-        self._opening.pop(task, None)
+        network = self._opening.pop(task, None)
+        if network is None or (mates := self._opening_of.get(network)) is None:
+            return
+        del mates[task]
+        if not mates:
+            del self._opening_of[network]
 
     def _pause(self, error: OSError) -> None:
         """Leave connections in the backlog for a while: accepting fails until something is closed."""

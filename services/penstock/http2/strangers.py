@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 # Seconds of work that one stranger is given in a turn of the event loop, however much it has sent.
@@ -46,7 +46,11 @@ def network_of(transport: asyncio.BaseTransport) -> str:
 
     Empty where there is none.
     """
-    peer = transport.get_extra_info("peername")
+    return network_of_peer(transport.get_extra_info("peername"))
+
+
+def network_of_peer(peer: object) -> str:
+    """Return the same of a socket's other end."""
     host = str(peer[0]) if isinstance(peer, tuple) and peer else ""
     if ":" not in host:
         return host
@@ -63,10 +67,18 @@ class Strangers:
     one after the other, so a probe among floods is answered at once.
     """
 
-    def __init__(self, most: int, share: float, *, most_of_network: int | None = None) -> None:
+    def __init__(
+        self,
+        most: int,
+        share: float,
+        *,
+        most_of_network: int | None = None,
+        on_evicted: Callable[[], None] = lambda: None,
+    ) -> None:
         """Make it for at most `most` connections, which together get `share` of a processor.
 
-        `most_of_network`: the most of one network (`network_of`); None: no such bound.
+        `most_of_network`: the most of one network (`network_of`); None: no such bound. `on_evicted` is called when one
+        has made room for another.
         """
         self._most = most
         self._share = share
@@ -74,8 +86,7 @@ class Strangers:
         # From the oldest.
         self._all: dict[Stranger, None] = {}
         self._of_network: dict[str, dict[Stranger, None]] = {}
-        # Number of those that made room for others.
-        self.evicted = 0
+        self._on_evicted = on_evicted
         # Seconds of work left; refilled by `share` a second.
         self._left = _SAVED_SECONDS
         self._filled_at = time.monotonic()
@@ -112,7 +123,7 @@ class Strangers:
         oldest = next((one for one in among if not one.is_busy), next(iter(among)))
         # At once: it may take a while to go, and the next one must not find it here again.
         self.discard(oldest)
-        self.evicted += 1
+        self._on_evicted()
         oldest.evict()
         return oldest
 

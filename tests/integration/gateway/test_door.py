@@ -253,7 +253,7 @@ async def test_silent_connections_shut_nobody_out(tmp_path: Path) -> None:
     async with guarded(tmp_path, **settings) as gateway:
         silent = await connections(gateway, 100)
         assert await status_of(gateway, HEALTH) == 200
-        assert gateway.metric("http_connections_evicted") >= 92
+        assert gateway.metric("http_connections_evicted_total") >= 92
         connection = await Connection.to(gateway)
         connection.post("/tokenize", {"prompt": "x"}, RIGHT)
         assert await connection.status() == 200
@@ -453,7 +453,7 @@ async def test_a_token_that_no_header_holds_ends_nobodys_stream(tmp_path: Path) 
 async def test_what_is_public_admits_nobody(tmp_path: Path) -> None:
     async with guarded(tmp_path, anonymous_connections=8, anonymous_connections_each=4) as gateway:
         many = await connections(gateway, 20, b"GET /options HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        await until(lambda: gateway.metric("http_connections_evicted") >= 16)
+        await until(lambda: gateway.metric("http_connections_evicted_total") >= 16)
         await until(lambda: gateway.metric("http_connections") <= 4)
         for one in many:
             one.close()
@@ -488,7 +488,7 @@ async def test_strangers_give_way_before_uploads(tmp_path: Path) -> None:
         upload.writer.write(HALF.replace(b"1000", b"14") % (RIGHT.encode() + b"\r\n"))
         await until(lambda: gateway.metric("http_body_bytes") == 1)
         silent = await connections(gateway, 12)
-        await until(lambda: gateway.metric("http_connections_evicted") >= 7)
+        await until(lambda: gateway.metric("http_connections_evicted_total") >= 7)
         upload.writer.write(b'"messages":1}')
         assert await upload.status() == 400
         for one in [*silent, upload]:

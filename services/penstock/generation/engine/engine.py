@@ -200,7 +200,8 @@ class Engine:
         """Run at most one forward pass. Return outputs by request, of this step and of the calls before it."""
         started = self._clock()
         self._end_overdue(started)
-        self._end_hopeless(started)
+        if self._latest_starts:
+            self._end_hopeless(started)
         rejected, hits = self.stats.rejected_draft_tokens, self.stats.prefix_hit_tokens
         generated = self.stats.generated_tokens
         self._scheduler.waiting.now = started

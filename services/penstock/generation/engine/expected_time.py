@@ -50,11 +50,8 @@ class ForecastErrors:
         self._least = least
         self._learnt = 0.0
         self._noted_at = -math.inf
-
-    @property
-    def headroom(self) -> float:
-        """Factor by which a forecast is multiplied before it is held against a deadline."""
-        return self._least + self._learnt
+        # Factor by which a forecast is multiplied before it is held against a deadline.
+        self.headroom = least
 
     def note(self, took: float, forecast: float, now: float) -> None:
         """Take the seconds of a request that waited, and its forecast of them. `now`: a time of the engine's clock."""
@@ -62,9 +59,10 @@ class ForecastErrors:
             return
         passed, self._noted_at = max(now - self._noted_at, 0.0), now
         self._learnt *= math.exp(-passed / _FADE_SECONDS)
-        more = min(took / forecast, MOST_HEADROOM) - self.headroom
+        more = min(took / forecast, MOST_HEADROOM) - (self._least + self._learnt)
         if more > 0.0:
             self._learnt += _WEIGHT * more
+        self.headroom = self._least + self._learnt
 
 
 class RunningAges:

@@ -22,27 +22,6 @@ _LATELY_WEIGHT, _STEP_WEIGHT, _ANSWER_WEIGHT, _WAIT_WEIGHT = 1 / 4, 1 / 16, 1 / 
 _LEAST_ERROR, _MOST_ERROR = 1.0, 4.0
 
 
-class _Throughput:
-    """Tokens and seconds of steps, fading."""
-
-    __slots__ = ("_fade_seconds", "_seconds", "_tokens")
-
-    def __init__(self, fade_seconds: float) -> None:
-        self._fade_seconds = fade_seconds
-        self._tokens = self._seconds = 0.0
-
-    def stepped(self, seconds: float, tokens: int) -> None:
-        """Take a step."""
-        keep = math.exp(-seconds / self._fade_seconds)
-        self._tokens = self._tokens * keep + tokens
-        self._seconds = self._seconds * keep + seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Throughput; 0: there was no step."""
-        return self._tokens / self._seconds if self._seconds else 0.0
-
-
 class PaceMeter:
     """Averages of the engine's pace. A few numbers are changed in a step, none for a token. Engine thread only.
 
@@ -53,10 +32,12 @@ class PaceMeter:
     def __init__(self, config: EngineConfig) -> None:
         self._batch_tokens = config.max_batch_tokens
         self._headroom = config.deadline_headroom
-        # Of steps during which something waited.
-        self._throughput, self._throughput_lately = _Throughput(_THROUGHPUT_SECONDS), _Throughput(_LATELY_SECONDS)
+        # Tokens and seconds of steps during which something waited, fading.
+        self._tokens = self._seconds = self._tokens_lately = self._seconds_lately = 0.0
         self._step_seconds = self._step_seconds_lately = self._full_seconds = self._since_full = 0.0
         self._last_seconds = math.inf
+        # Time of a step that draws, lately; and at least: as it is lately and was before.
+        self.step_seconds = self.surest_step_seconds = 0.0
         # Time of a step that draws when there is little to do; 0: not known.
         self.least_step_seconds = 0.0
         self._output_tokens = float(FIRST_GUESS_TOKENS)
@@ -66,30 +47,26 @@ class PaceMeter:
         self._errors = ForecastErrors(config.wait_headroom)
         self._ages = RunningAges()
 
-    @property
-    def step_seconds(self) -> float:
-        """Time of a step that draws, lately."""
-        return max(self._step_seconds, self._step_seconds_lately)
-
-    @property
-    def surest_step_seconds(self) -> float:
-        """Time of a step that draws, at least: as it is lately and was before."""
-        return min(self._step_seconds, self._step_seconds_lately)
-
     def stepped(self, seconds: float, tokens: int, *, something_waited: bool, drew: bool, is_light: bool) -> None:
         """Take a step's time, until the next one could begin, and its tokens of prompts and outputs.
 
         `is_light`: a tenant rested in it.
         """
         if something_waited:
-            self._throughput.stepped(seconds, tokens)
-            self._throughput_lately.stepped(seconds, tokens)
+            keep = math.exp(-seconds / _THROUGHPUT_SECONDS)
+            self._tokens = self._tokens * keep + tokens
+            self._seconds = self._seconds * keep + seconds
+            keep = math.exp(-seconds / _LATELY_SECONDS)
+            self._tokens_lately = self._tokens_lately * keep + tokens
+            self._seconds_lately = self._seconds_lately * keep + seconds
         if drew:
-            self._step_seconds += (_STEP_WEIGHT if self._step_seconds else 1.0) * (seconds - self._step_seconds)
+            long, lately = self._step_seconds, self._step_seconds_lately
             # A single slow one, such as one with a long prompt, says nothing of those that follow.
-            lately, self._last_seconds = min(seconds, self._last_seconds), seconds
-            weight = _LATELY_WEIGHT if self._step_seconds_lately else 1.0
-            self._step_seconds_lately += weight * (lately - self._step_seconds_lately)
+            of_late = seconds if seconds < self._last_seconds else self._last_seconds
+            long = long + _STEP_WEIGHT * (seconds - long) if long else seconds
+            lately = lately + _LATELY_WEIGHT * (of_late - lately) if lately else of_late
+            self._step_seconds, self._step_seconds_lately, self._last_seconds = long, lately, seconds
+            self.step_seconds, self.surest_step_seconds = (long, lately) if long > lately else (lately, long)
             self._note_least(seconds)
         self._since_full += seconds
         if drew and not is_light:
@@ -143,7 +120,9 @@ class PaceMeter:
         Steps of an idle engine will be the least ones. Taken for the last ones, which may have been the slowest, they
         would keep everything out, and never be measured again.
         """
-        throughput = min(self._throughput.tokens_per_second, self._throughput_lately.tokens_per_second)
+        throughput = 0.0
+        if self._seconds:
+            throughput = min(self._tokens / self._seconds, self._tokens_lately / self._seconds_lately)
         # By position: it is made in every step.
         return Pace(
             throughput / self._wait_error,

@@ -1,0 +1,34 @@
+"""The listener's bounds on handshakes."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+
+from factories.servers.router import until
+from penstock.http2.listener import Listener
+
+HERE, THERE = "127.0.0.1", "127.0.0.2"
+
+
+async def test_handshakes_of_one_network_push_out_their_own() -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    (listener,), port = await Listener.bind(HERE, 0, asyncio.Protocol, tls, 60.0, 6, most_handshakes_each=3)
+    listener.start()
+    opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    try:
+        for source in (HERE, HERE, THERE, THERE, THERE, THERE, THERE):
+            opened.append(await asyncio.open_connection(HERE, port, local_addr=(source, 0)))
+            await until(lambda: len(listener._opening) == min(len(opened), 5))
+        await until(lambda: all(opened[number][0].at_eof() for number in (2, 3)))
+        assert not any(opened[number][0].at_eof() for number in (0, 1, 4, 5, 6))
+        # In all it is the oldest that goes, whoever has it.
+        more = ("127.0.0.3", "127.0.0.4")
+        opened += [await asyncio.open_connection(HERE, port, local_addr=(source, 0)) for source in more]
+        await until(lambda: opened[0][0].at_eof())
+        assert not opened[1][0].at_eof()
+    finally:
+        listener.close()
+        for _, writer in opened:
+            writer.transport.abort()
+        await until(lambda: not listener._opening and not listener._opening_of)
