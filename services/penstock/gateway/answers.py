@@ -166,12 +166,14 @@ class TextLogprobs:
 
 
 def tool_call_pieces(delta: Delta) -> list[dict[str, Any]]:
-    """Pieces of tool calls as OpenAI streams them: id, type and name come once, with the first piece."""
-    pieces: list[dict[str, Any]] = []
+    """Pieces of tool calls as OpenAI streams them: id, type and name come once, with the first piece.
+
+    One entry for each call: its own client takes a second entry of an index for another call.
+    """
+    pieces: dict[int, dict[str, Any]] = {}
     for piece in delta.tool_calls:
-        function: dict[str, Any] = {"arguments": piece.arguments}
-        made: dict[str, Any] = {"index": piece.index, "function": function}
+        made = pieces.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
         if piece.name:
-            made |= {"id": piece.id, "type": "function", "function": {"name": piece.name, **function}}
-        pieces.append(made)
-    return pieces
+            made |= {"id": piece.id, "type": "function", "function": {"name": piece.name, **made["function"]}}
+        made["function"]["arguments"] += piece.arguments
+    return list(pieces.values())

@@ -130,14 +130,23 @@ def _log_folder() -> str:
     return folder
 
 
+def default_environment(more: dict[str, str]) -> dict[str, str]:
+    """Return the environment of the tests without what they set to be quick: a user's, with `more`."""
+    changed = {name for name in os.environ if name.startswith(("PENSTOCK_", "OMP_"))}
+    return {name: value for name, value in os.environ.items() if name not in changed} | more
+
+
 def start(
     role: str | None,
     *flags: str,
     environment: dict[str, str] | None = None,
     program: tuple[str, ...] = _PROGRAM,
     forked: bool = True,
+    defaults: bool = False,
 ) -> Process:
     """Start `penstock serve [ROLE]` on free ports; does not wait for it to be ready. No role: the whole tree.
+
+    With `defaults` no variable of the tests changes a default of its, and it is a program of its own.
 
     `program`: the program that Python runs in place of `penstock`. With PENSTOCK_FORKED_SERVICES=1, as tests have it,
     `penstock` itself is forked where it can be, unless `forked` is False.
@@ -152,6 +161,8 @@ def start(
         # It dies with the thread that started it: the main one lives as long as the tests or the benchmark.
         arguments += ["--parent-pid", str(os.getpid())]
     variables = {**os.environ, **_FIXED, **(environment or {})}
+    if defaults:
+        forked, variables = False, default_environment(environment or {})
     popen: subprocess.Popen[bytes] | ForkedProcess | None = None
     if forked and program == _PROGRAM and os.environ.get("PENSTOCK_FORKED_SERVICES") == "1":
         popen = _forks.fork(arguments, variables, log)

@@ -147,7 +147,9 @@ class LeaderModel:
         batch = cast("LeaderBatch | None", adapters)
         spans = None if batch is None else batch.spans
         with self._telling_of_loss():
-            self.ranks.send(StepOrder.of(kv.num_layers, input_ids_T, metadata, embeds_TI, spans).encoded())
+            # As many layers as this rank computes, however many the pool has: the ranks add up the parts of each.
+            order = StepOrder.of(len(self._own.layers), input_ids_T, metadata, embeds_TI, spans)
+            self.ranks.send(order.encoded())
             return self._own.forward(
                 input_ids_T,
                 positions_T,

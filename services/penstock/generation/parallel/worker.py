@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import selectors
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -127,8 +131,22 @@ class Worker:
         model.forward(ids_T, positions_T, metadata, kv, embeds_TI=embeds, adapters=adapters)
 
 
+def _end_with(parent: int) -> None:
+    """End this process when `parent` has ended: it may be loading, or in a collective, and hear nothing of that.
+
+    The kernel's own signal would come at the end of the thread that started this process.
+    """
+    with selectors.DefaultSelector() as selector:
+        with contextlib.suppress(ProcessLookupError):
+            selector.register(os.pidfd_open(parent), selectors.EVENT_READ)
+            if os.getppid() == parent:
+                selector.select()
+    os._exit(0)
+
+
 def main() -> int:
     """Run until rank 0 ends; return the exit code."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     # Rank 0 drains at these, and ends this process then.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -115,7 +115,7 @@ class PromptTimer:
         self._device = device
         # Number of layers, without the last, per such layer that is timed.
         self._share = (all_layers - 1) / max(1, layers - 1)
-        self._none = ModelRunner(model.shallow(0), small, kernels=device.sampling_kernels())
+        self._none = ModelRunner(model.shallow(0), small.shallow(0), kernels=device.sampling_kernels())
         self._last = ModelRunner(model.shallow(1), small.shallow(1), kernels=device.sampling_kernels())
         self._some = ModelRunner(model.shallow(layers), small, kernels=device.sampling_kernels())
         self.longest_prompt = self._some.longest_prompt

@@ -1,0 +1,114 @@
+"""Every way to start, with each default as users have it: nothing is switched off, and no variable of the tests counts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import factories.servers.stack as stack
+import psutil
+import pytest
+from factories.models.checkpoints import tiny_checkpoint
+from penstock import Generator
+from penstock_client import Client
+
+PROMPT = [5, 6, 7, 8]
+# A start that hangs is one that takes longer; a stop is one that was not obeyed.
+START_SECONDS, STOP_SECONDS = 120.0, 30.0
+
+
+@contextlib.contextmanager
+def started(role: str | None, *flags: str) -> Iterator[stack.Process]:
+    process = stack.start(role, *flags, defaults=True)
+    try:
+        yield process
+    finally:
+        if process.popen.poll() is None:
+            for member in psutil.Process(process.popen.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--tensor-parallel", "2"), ("--generation-replicas", "2")],
+    ids=" ".join,
+)
+def test_a_tree_starts_with_its_defaults_answers_and_stops(flags: tuple[str, ...]) -> None:
+    """`penstock serve`, without a MODEL: the demo model. Only its ports are others, which may be taken."""
+    with started(None, "--http-port", "0", *flags) as process:
+        stack.wait_serving(process.address, process, START_SECONDS)
+        with Client(process.address) as client:
+            assert client.generate("One, two", max_new_tokens=4).result().text
+        assert process.terminate(STOP_SECONDS) == 0, process.output()
+
+
+@pytest.mark.parametrize("flags", [(), ("--tensor-parallel", "2"), ("--empty",)], ids=" ".join)
+def test_services_start_one_by_one_with_their_defaults(flags: tuple[str, ...]) -> None:
+    with contextlib.ExitStack() as opened:
+        tokenizer = opened.enter_context(started("tokenizer"))
+        generation = opened.enter_context(started("generation", *flags))
+        where = ("--tokenizer", tokenizer.address, "--backend", generation.address)
+        router = opened.enter_context(started("router", *where))
+        gateway = opened.enter_context(started("gateway", "--router", router.address))
+        # Without a model nothing serves but the control services.
+        serves = [tokenizer] if "--empty" in flags else [tokenizer, generation, router]
+        for process in serves:
+            stack.wait_serving(process.address, process, START_SECONDS)
+        if "--empty" not in flags:
+            with Client(router.address) as client:
+                assert client.generate("One, two", max_new_tokens=4).result().text
+        for process in (gateway, router, generation, tokenizer):
+            assert process.terminate(STOP_SECONDS) == 0, process.output()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tensor_parallel": 2},
+        {"assistant_model": "model"},
+        {"host_kv_memory": "4MiB"},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"kv_cache_dtype": "int8"},
+        {"model_route": "fallback"},
+    ],
+    ids=str,
+)
+def test_a_generator_starts_with_its_defaults(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Nothing is given but what the case is about: the step sizes are measured, and memory is taken as for users."""
+    for name in set(os.environ) - set(stack.default_environment({})):
+        monkeypatch.delenv(name)
+    given = {name: str(checkpoint) if value == "model" else value for name, value in options.items()}
+    # The folder has no tokenizer.
+    with Generator(checkpoint, load_tokenizer=False, **given) as generator:
+        assert len(generator.generate(PROMPT, max_new_tokens=4, ignore_eos=True).choices[0].token_ids) == 4
+
+
+def test_sigterm_ends_a_start_that_waits_for_a_rank(tmp_path: Path) -> None:
+    """Rank 0 waits in a sum for a rank that is stopped: neither of them is left, and nobody waits out the group's
+    patience."""
+    folder = tiny_checkpoint(tmp_path / "model", max_position_embeddings=8192)
+    flags = (str(folder), "--no-load-tokenizer", "--tensor-parallel", "2", "--threads", "2", "--tune-seconds", "60")
+    with started("generation", *flags) as process:
+        # It has seconds of steps before it.
+        while "measuring step sizes" not in process.output():
+            assert process.popen.poll() is None, process.output()
+        (rank,) = psutil.Process(process.popen.pid).children()
+        rank.send_signal(signal.SIGSTOP)
+        assert process.terminate(STOP_SECONDS) == 0, process.output()
+        assert "batch size" not in process.output()
+        assert not rank.is_running()
