@@ -336,11 +336,16 @@ def _start(
         return False, "there are no weights as safetensors", ["save it again with save_pretrained(), by transformers"]
     # Imports torch.
     from penstock.generation.models.registry import read_model_config
+    from penstock.generation.startup.vocabulary import read_token_bytes
 
     try:
         config = read_model_config(folder)
     except StartupError as error:
         return False, error.message, _advice(values)
+    try:
+        read_token_bytes(folder, config)
+    except StartupError as error:
+        return False, error.message, ["the tokenizer's files of the very model, beside its weights"]
     memory = facts["memory"]
     for kind, needed in memory["weights_bytes"].items():
         if needed < memory["available_bytes"]:

@@ -54,11 +54,14 @@ class TokenBytes:
         byte_tokens: Iterable[int] = (),
         leading: Leading = Leading.KEEP,
         first: Mapping[int, bytes] | None = None,
+        beyond: Iterable[int] = (),
     ) -> None:
         """Make it. `tokens`: bytes by id, gaps allowed. `special` are skipped on request; `byte_tokens` are `<0xNN>`.
 
-        `first` has the tokens whose bytes at the start of a text do not follow from `leading`.
+        `first` has the tokens whose bytes at the start of a text do not follow from `leading`; `beyond` are ids that
+        were left out, since a model has no rows for them.
         """
+        self.beyond = tuple(sorted(beyond))
         self.leading = leading
         self.byte_tokens = frozenset(byte_tokens)
         self._first = dict(first or {})
@@ -68,15 +71,18 @@ class TokenBytes:
         self._offsets = array("I", accumulate(map(len, parts), initial=0))
 
     @classmethod
-    def from_folder(cls, folder: Path) -> TokenBytes:
-        """Read `folder`/tokenizer.json (and tokenizer_config.json's added tokens). Raises UnsupportedTokenizer."""
+    def from_folder(cls, folder: Path, vocab_size: int | None = None) -> TokenBytes:
+        """Read `folder`/tokenizer.json (and tokenizer_config.json's added tokens). Raises UnsupportedTokenizer.
+
+        Added tokens that a model of `vocab_size` has no rows for are left out, as of images in a model of text.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise UnsupportedTokenizer(f"no tokenizer.json in {folder}")
         document = json.loads(path.read_text(encoding="utf-8"))
         config_path = folder / "tokenizer_config.json"
         config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
-        return _build(document, config)
+        return _build(document, config, vocab_size)
 
     def __len__(self) -> int:
         """Return one more than the largest id."""
@@ -202,7 +208,7 @@ class _Decoder:
     leading: Leading = Leading.KEEP
 
 
-def _build(document: dict[str, Any], config: dict[str, Any]) -> TokenBytes:
+def _build(document: dict[str, Any], config: dict[str, Any], vocab_size: int | None) -> TokenBytes:
     decoder = _read_decoder(document.get("decoder"))
     texts = _vocabulary(document["model"])
     special: set[int] = set()
@@ -211,6 +217,9 @@ def _build(document: dict[str, Any], config: dict[str, Any]) -> TokenBytes:
         texts[entry["id"]] = entry["content"]
         if entry.get("special"):
             special.add(entry["id"])
+    beyond = {entry["id"] for entry in added if vocab_size is not None and entry["id"] >= vocab_size}
+    # They may be entries of the vocabulary, too.
+    texts = {token_id: text for token_id, text in texts.items() if token_id not in beyond} if beyond else texts
     if texts and max(texts) > _MAX_TOKEN_ID:
         raise UnsupportedTokenizer("tokenizer.json has a token id above 2^24")
     to_bytes = _byte_level_bytes if decoder.byte_level else _replacing(decoder.replacements)
@@ -226,7 +235,12 @@ def _build(document: dict[str, Any], config: dict[str, Any]) -> TokenBytes:
         dropping = _replacing([(old, "") for old, _ in decoder.replacements])
         first = {token_id: dropping(text) for token_id, text in texts.items() if " " in text}
     return TokenBytes(
-        tokens | byte_tokens, special=special, byte_tokens=byte_tokens, leading=decoder.leading, first=first
+        tokens | byte_tokens,
+        special=special,
+        byte_tokens=byte_tokens,
+        leading=decoder.leading,
+        first=first,
+        beyond=beyond,
     )
 
 

@@ -11,16 +11,18 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from factories.servers.generation import Client, generation_service, request, text_checkpoint
+from penstock.cli.inspect_model import inspect_model
 from penstock.common.config import from_env_and_flags
-from penstock.common.errors import StartupError, Unavailable
+from penstock.common.errors import InvalidArgument, StartupError, Unavailable
 from penstock.generation.app import GenerationApp
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import DeviceMemory
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.startup.batch_tuning import BatchTuning
 from penstock.serving.server import RunningServer
-from penstock.v1 import common_pb2, generation_pb2, model_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, model_pb2
 from prometheus_client import CollectorRegistry
 
 
@@ -151,10 +153,42 @@ async def test_kv_memory_beyond_all_numbers(folder: Path) -> None:
 
 async def test_a_tokenizer_with_more_ids_than_the_model(folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 5000, "content": "<|more|>"})
+    tokenizer["model"]["vocab"]["more"] = 5000
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     error = await refusal(folder)
     assert "do not belong together" in error.message
+    assert "do not belong together" in inspect_model(str(folder), measures=False)["why"]
+
+
+@pytest.mark.parametrize("number", [4096, 4097, 5000])
+@pytest.mark.parametrize("special", [True, False])
+async def test_added_ids_beyond_the_rows_are_never_made_and_refused_in_prompts(
+    folder: Path, number: int, special: bool
+) -> None:
+    """As of a model of text whose tokenizer has the image token of its larger siblings."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    # An entry of the vocabulary as well.
+    tokenizer["model"]["vocab"]["<image>"] = number
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][0], "id": number, "content": "<image>", "special": special}
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with structlog.testing.capture_logs() as logs:
+        async with generation_service(folder, model_access="off") as client:
+            plain = await client.generate(request([5, 6, 7], config={"max_new_tokens": 4}))
+            assert len(plain.ids()) == 4
+            refused = (await client.generate(request([5, number]))).error
+            assert isinstance(refused, InvalidArgument)
+            assert (refused.reason, refused.field) == ("TOKEN_OUT_OF_VOCABULARY", "prompt")
+            # A grammar over all tokens, which the end of output is one more than.
+            constrained = await client.generate(
+                request([5, 6], config={"max_new_tokens": 8}, constraint=config_pb2.Constraint(regex="[<a-z>]{4}"))
+            )
+            assert constrained.error is None
+            assert max(constrained.ids()) < 4096
+    told = [line for line in logs if "has no rows for" in line["event"]]
+    assert [(line["rows"], line["ids"], line["first"]) for line in told] == [(4096, 1, number)]
+    assert inspect_model(str(folder), measures=False)["starts"]
 
 
 async def test_stop_strings_of_the_model_without_a_tokenizer(folder: Path) -> None:

@@ -23,7 +23,7 @@ class GrammarTokenizer:
         Raises UnsupportedTokenizer, or what reading a broken file raises.
         """
         self.vocab_size = vocab_size
-        vocabulary = _Vocabulary(folder, vocab_size, table or TokenBytes.from_folder(folder))
+        vocabulary = _Vocabulary(folder, vocab_size, table or TokenBytes.from_folder(folder, vocab_size))
         wrapper = TokenizerWrapper(vocabulary)
         self.native = vocabulary.native = LLTokenizer(wrapper)
         # LLTokenizer has its own copy now, and keeps the wrapper for its `__call__`.
@@ -43,7 +43,9 @@ class _Vocabulary:
 
     def __init__(self, folder: Path, vocab_size: int, table: TokenBytes) -> None:
         self.eos_token_id = vocab_size
-        names = _control_tokens(folder / "tokenizer.json")
+        # Those that the model has no rows for are never made, and one of them may have the number of the end of output.
+        control = _control_tokens(folder / "tokenizer.json")
+        names = {token_id: text for token_id, text in control.items() if token_id < vocab_size}
         # Control tokens keep their names, by which a grammar refers to them. Other text never matches them.
         self.tokens = [
             names[token_id].encode() if token_id in names else table.bytes_of(token_id, skip_special=False)

@@ -54,9 +54,10 @@ from penstock.generation.startup.batch_tuning import (
 from penstock.generation.startup.draft_model import DraftModel, load_draft_weights, make_draft_model
 from penstock.generation.startup.memory_check import check_kv_memory, check_weights, stored_weight_bytes
 from penstock.generation.startup.plugin_registry import NO_PLUGINS, PluginRegistry, load_plugins
+from penstock.generation.startup.vocabulary import read_token_bytes
 from penstock.generation.weights.files import is_packed, least_weight_bytes
 from penstock.generation.weights.sharding import FLAG, Shard
-from penstock.text.token_bytes import TokenBytes, TokenPrefixes, UnsupportedTokenizer
+from penstock.text.token_bytes import TokenBytes, TokenPrefixes
 
 _log = get_logger("penstock.generation")
 # Fields of ModelConfig that loading sets, and those that it sets in the fallback.
@@ -195,7 +196,7 @@ def _load(
         arena = None
     context = _context(config.max_context, model_config)
     tokenizer_folder = _tokenizer_folder(config, folder, show)
-    token_bytes = None if tokenizer_folder is None else _token_bytes(tokenizer_folder, model_config)
+    token_bytes = None if tokenizer_folder is None else read_token_bytes(tokenizer_folder, model_config)
     defaults = _defaults(folder, model_config, has_token_bytes=token_bytes is not None)
     # Frees tokenizer.json as objects, many times as large as the table.
     trim_heap()
@@ -456,24 +457,6 @@ def _context(wanted: int | None, model: ModelConfig) -> int:
     if wanted is not None and wanted > longest:
         raise StartupError(f"--max-context {wanted} is more than the model's {longest}", flag="--max-context")
     return wanted or longest
-
-
-def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
-    """Return the table with which stop strings are matched; None when the folder's tokenizer does not allow one."""
-    try:
-        table = TokenBytes.from_folder(folder)
-    except UnsupportedTokenizer as error:
-        _log.warning("stop strings are refused", cause=str(error))
-        return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise StartupError("tokenizer.json of the model is broken", flag="MODEL") from error
-    if len(table) > model.vocab_size:
-        raise StartupError(
-            f"tokenizer.json has {len(table)} ids and the model a vocabulary of {model.vocab_size}: "
-            "they do not belong together",
-            flag="MODEL",
-        )
-    return table
 
 
 def _kv_pool(
