@@ -79,17 +79,23 @@ def copy_tokenizer(base: Tokenizer, *, model: Any = None, rename: Callable[[str]
         value = getattr(base, part)
         if value is not None:
             setattr(copy, part, value)
-    for index, token in sorted(base.get_added_tokens_decoder().items()):
-        content = rename(token.content) if is_control(token) else token.content
-        renamed = AddedToken(
-            content,
-            single_word=token.single_word,
-            lstrip=token.lstrip,
-            rstrip=token.rstrip,
-            normalized=token.normalized,
-            special=token.special,
-        )
-        (copy.add_special_tokens if token.special else copy.add_tokens)([renamed])
+    added = sorted(base.get_added_tokens_decoder().items())
+    contents = [rename(token.content) if is_control(token) else token.content for _, token in added]
+    # In one call: each builds the matcher of all added tokens anew, of which Gemma 3 has 6,384.
+    copy.add_tokens(
+        [
+            AddedToken(
+                content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=token.special,
+            )
+            for content, (_, token) in zip(contents, added, strict=True)
+        ]
+    )
+    for content, (index, _) in zip(contents, added, strict=True):
         if copy.token_to_id(content) != index:
             raise ValueError(f"added token {index} cannot be given its id again")
     copy.encode_special_tokens = base.encode_special_tokens
