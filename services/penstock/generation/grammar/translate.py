@@ -14,14 +14,15 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.generation.grammar.finite import has_finite_document
+from penstock.generation.grammar.schemas.document import read_json, read_json_at, write_json
+from penstock.generation.grammar.schemas.refusal import Refusal
+from penstock.generation.grammar.schemas.settings import NAME, take_settings
+from penstock.generation.grammar.schemas.simplify import simplify
 from penstock.generation.grammar.spec import ConstraintKind
 
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# JSON allows any amount of white space, and some models go on with it for ever. This is what documents are written
-# with: up to two blanks in a line, or a line break, perhaps with an empty line, and deep indentation. A schema may
-# override it by its own "x-guidance".
-WHITESPACE = r"[\x20\x09]{1,2}|(\x0D?\x0A){1,2}[\x20\x09]{0,32}"
-_GUIDANCE = "x-guidance"
+# A schema in Lark text.
+_EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _CONTROL = re.compile("[\x7f-\x9f]")
 
 
@@ -47,32 +48,28 @@ def to_lark(kind: ConstraintKind, text: str, choices: tuple[str, ...]) -> str:
 
 
 def _json_schema(text: str) -> str:
-    """Check that `text` is one JSON object, so that no part of it can be Lark, and wrap it."""
+    """Check that `text` is one JSON object, so that no part of it can be Lark, and write it as llguidance takes it."""
     try:
-        schema: Any = json.loads(text, parse_constant=_refuse_constant)
+        schema: Any = read_json(text)
     except (ValueError, RecursionError):
         raise Untranslatable("must be a JSON document") from None
     if not isinstance(schema, dict):
         raise Untranslatable("must be a JSON object")
-    if not _ends(schema):
-        raise Untranslatable("has no document that ends: it requires itself")
-    if _GUIDANCE not in schema:
-        # Inserted as text: numbers stay as they are written, and the order of properties matters.
-        settings = json.dumps({"whitespace_pattern": WHITESPACE})
-        rest = text.lstrip()[1:]
-        text = f'{{"{_GUIDANCE}": {settings}{", " if schema else ""}{rest}'
-    return f"start: %json {text}"
+    return f"start: %json {_simple(schema)}"
 
 
-def _ends(schema: dict[str, Any]) -> bool:
+def _simple(schema: dict[str, Any]) -> str:
+    """Return the JSON text of a schema made simple. Raises Untranslatable."""
     try:
-        return has_finite_document(schema)
-    except RecursionError:  # llguidance refuses a schema that is nested so deeply
-        return True
-
-
-def _refuse_constant(_: str) -> None:
-    raise ValueError("not JSON")
+        settings = take_settings(schema)
+        made, _ = simplify(schema, is_strict=settings.is_strict)
+        if not has_finite_document(made):
+            raise Untranslatable("has no document that ends: it requires itself")
+        return write_json({NAME: settings.for_llguidance, **made})
+    except Refusal as error:
+        raise Untranslatable(str(error)) from None
+    except RecursionError:
+        raise Untranslatable("is nested too deeply") from None
 
 
 def _literal(text: str) -> str:
@@ -82,6 +79,21 @@ def _literal(text: str) -> str:
 
 def _grammar(text: str) -> str:
     try:
-        return any_to_lark(text)
+        lark = any_to_lark(text)
     except Exception:  # the converter's own kind of error, which quotes the text, and any other that odd text causes
         raise Untranslatable("is neither Lark (no `start:` rule) nor GBNF") from None
+    return _with_simple_schemas(lark)
+
+
+def _with_simple_schemas(lark: str) -> str:
+    """Return Lark text with its schemas made simple. Raises Untranslatable."""
+    made, end = [], 0
+    while (found := _EMBEDDED.search(lark, end)) is not None:
+        made.append(lark[end : found.end()])
+        try:
+            schema, end = read_json_at(lark, found.end())
+        except (ValueError, RecursionError):  # llguidance says where
+            end = found.end()
+            continue
+        made.append(_simple(schema))
+    return "".join(made) + lark[end:]

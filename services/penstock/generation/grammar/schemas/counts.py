@@ -1,0 +1,87 @@
+"""`minProperties` and `maxProperties`, told by the keys that a schema names.
+
+llguidance counts members, and a key that the schema does not name may come twice: then it is one property. So what
+must be there is told by `required`, and one key of free choice is the most that is counted on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from penstock.generation.grammar.schemas.refusal import Refusal
+
+# Most combinations of keys that are listed.
+_MAX_LISTED = 128
+
+
+def tell_counts(schema: dict[str, Any], path: str) -> None:
+    """Replace the two words in place where llguidance would not take them, or not count right. Raises Refusal."""
+    least, most = _count(schema, "minProperties"), _count(schema, "maxProperties")
+    if least is None and most is None:
+        return
+    required = [name for name in schema.get("required", ()) if isinstance(name, str)]
+    known = schema.get("properties") or {}
+    optional = [name for name, one in known.items() if name not in required and one is not False]
+    is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
+    fixed = len(set(required))
+    schema.pop("minProperties", None)
+    schema.pop("maxProperties", None)
+    if most is not None and (most < fixed or (least or 0) > most):
+        raise Refusal(path, "maxProperties", "allows no object")
+    alternatives = []
+    if least is not None and least > fixed:
+        alternatives.append(_at_least(least, fixed, optional, is_open, path))
+    if most is not None and (is_open or most < fixed + len(optional)):
+        alternatives.append(_at_most(most, fixed, optional, is_open, path))
+    for found in alternatives:
+        if len(found) == 1 and not set(found[0]) & set(schema) - {"maxProperties", "minProperties"}:
+            schema.update(found[0])
+        else:
+            schema.setdefault("allOf", [])
+            schema["allOf"] = [*schema["allOf"], {"anyOf": found}]
+
+
+def _at_least(least: int, fixed: int, optional: list[str], is_open: bool, path: str) -> list[dict[str, Any]]:
+    missing = least - fixed
+    found: list[dict[str, Any]] = []
+    if missing <= len(optional):
+        if math.comb(len(optional), missing) > _MAX_LISTED:
+            raise Refusal(path, "minProperties", "is not supported with so many keys that may be left out")
+        found += [{"required": list(names)} for names in itertools.combinations(optional, missing)]
+    if is_open and missing - 1 <= len(optional) and math.comb(len(optional), missing - 1) <= _MAX_LISTED:
+        for names in itertools.combinations(optional, missing - 1):
+            others = {name: False for name in optional if name not in names}
+            one = {"minProperties": least, **({"properties": others} if others else {})}
+            found.append({**one, **({"required": list(names)} if names else {})})
+    if found:
+        return found
+    if is_open:
+        reason = f"is not supported above {fixed + len(optional) + 1} here: a key that the schema does not name may come twice"
+        raise Refusal(path, "minProperties", reason)
+    raise Refusal(path, "minProperties", "allows no object: it has fewer keys")
+
+
+def _at_most(most: int, fixed: int, optional: list[str], is_open: bool, path: str) -> list[dict[str, Any]]:
+    room = most - fixed
+    found: list[dict[str, Any]] = []
+    if is_open and room >= len(optional):
+        # With all of its keys, so that the others can be counted.
+        found.append({"maxProperties": most, **({"required": optional} if optional else {})})
+        if not optional:
+            return found
+    room = min(room, len(optional))
+    if math.comb(len(optional), room) > _MAX_LISTED:
+        raise Refusal(path, "maxProperties", "is not supported with so many keys that may be left out")
+    for names in itertools.combinations(optional, room):
+        others = {name: False for name in optional if name not in names}
+        closed = {"additionalProperties": False, "properties": {name: True for name in names} | others} if is_open else {}
+        found.append(closed or {"properties": others})
+    return found
+
+
+def _count(schema: dict[str, Any], name: str) -> int | None:
+    value = schema.get(name)
+    is_count = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+    return int(value) if is_count and value >= 0 else None

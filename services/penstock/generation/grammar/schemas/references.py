@@ -1,0 +1,72 @@
+"""References of a schema: their targets, and a definition of its own for each one and each use."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+from penstock.generation.grammar.schemas.words import parts
+
+_MISSING = object()
+
+
+class References:
+    """Targets of `$ref`s within a document."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._names: dict[tuple[str, bool], str] = {}
+        self.waiting: list[tuple[str, bool]] = []
+        # With names and bases of its own a document means other things by a reference; those are left as they are.
+        self.are_plain = not _has_names(root)
+
+    def target(self, reference: Any) -> Any:
+        """Return the target of a JSON pointer. Raises LookupError for one without, and for another reference."""
+        base = self._root.get("$id")
+        if isinstance(reference, str) and isinstance(base, str) and base and reference.startswith(base):
+            reference = "#" + reference[len(base) :].removeprefix("#")
+        if not isinstance(reference, str) or reference[:2] not in ("#", "#/"):
+            raise LookupError("not a place in this schema")
+        found: Any = self._root
+        for step in unquote(reference).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = found.get(name, _MISSING)
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                found = _MISSING
+            if found is _MISSING:
+                raise LookupError("refers to nothing")
+        return found
+
+    def resolve(self, schema: Any) -> Any:
+        """Return the target of a schema that is a plain reference, through any number of them; any other as it is."""
+        seen = set()
+        while isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"] not in seen:
+            seen.add(schema["$ref"])
+            try:
+                target = self.target(schema["$ref"])
+            except LookupError:
+                return schema
+            schema = target
+        return schema
+
+    def name_of(self, reference: str, is_part: bool) -> str:
+        """Return the name of the definition of a target, of which one is made when it is asked for the first time."""
+        key = (reference, is_part)
+        if key not in self._names:
+            self._names[key] = f"{len(self._names)}"
+            self.waiting.append(key)
+        return self._names[key]
+
+
+def _has_names(schema: Any, is_root: bool = True) -> bool:
+    """True where a schema in it has a name or a base: `$anchor`, `$dynamicAnchor`, or an `$id` that is not the root's."""
+    if not isinstance(schema, dict):
+        return False
+    if "$anchor" in schema or "$dynamicRef" in schema or "$recursiveRef" in schema:
+        return True
+    if not is_root and isinstance(schema.get("$id"), str):
+        return True
+    return any(_has_names(part, is_root=False) for _, part in parts(schema))

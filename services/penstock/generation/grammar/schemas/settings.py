@@ -1,0 +1,46 @@
+"""Settings of a schema's text: its own `x-guidance`, of which some words are ours and the others llguidance's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.generation.grammar.schemas.refusal import Refusal
+
+NAME = "x-guidance"
+# JSON allows any amount of white space, and real models spend it: blank lines before a comma, for ever in the worst
+# case. Here it is none before a comma and a colon, and behind one a blank, or a line break with indentation.
+_WRITTEN = {"item_separator": r",(\x20|\x0A\x20{0,32})?", "key_separator": r":\x20?", "whitespace_flexible": False}
+_COMPACT = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}
+_SPACING = frozenset({*_WRITTEN, "whitespace_pattern"})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one schema."""
+
+    # llguidance's.
+    guidance: dict[str, Any]
+    # No white space at all.
+    is_compact: bool = False
+    # Objects have no keys but those that are named, unless the schema says so itself.
+    is_strict: bool = False
+
+    @property
+    def for_llguidance(self) -> dict[str, Any]:
+        """Settings with those of white space filled in: a schema that sets one of them sets all."""
+        if self.is_compact:
+            return {**self.guidance, **_COMPACT}
+        return self.guidance if self.guidance.keys() & _SPACING else {**_WRITTEN, **self.guidance}
+
+
+def take_settings(schema: dict[str, Any]) -> Settings:
+    """Take the settings out of a schema. Raises Refusal."""
+    given = schema.pop(NAME, {})
+    if not isinstance(given, dict):
+        raise Refusal("#", NAME, "must be an object")
+    guidance = dict(given)
+    flags = {name: guidance.pop(name, False) for name in ("compact", "strict")}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise Refusal("#", NAME, "must have true or false for compact and strict")
+    return Settings(guidance, flags["compact"], flags["strict"])

@@ -1,0 +1,395 @@
+"""A schema as callers write it, made into one that llguidance takes and that a model comes to the end of.
+
+What says nothing where it stands is left out. What llguidance has no word for, but other words can tell, is told by those. What
+is left over and matters is refused, by its place and its keyword. Objects whose schema says nothing of other keys have
+those that it names: any document of the result satisfies the schema, though not every one that does is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from penstock.generation.grammar.schemas.counts import tell_counts
+from penstock.generation.grammar.schemas.disjoint import are_disjoint
+from penstock.generation.grammar.schemas.finite_arrays import subsets
+from penstock.generation.grammar.schemas.formats import NATIVE, pattern_of
+from penstock.generation.grammar.schemas.multiples import exact_multiples
+from penstock.generation.grammar.schemas.references import References
+from penstock.generation.grammar.schemas.refusal import Refusal, step
+from penstock.generation.grammar.schemas.words import (
+    ALL_TYPES,
+    ASSERTIONS,
+    NUMBER_WORDS,
+    OBJECT_WORDS,
+    TYPES_OF,
+    says_nothing,
+    types_of,
+)
+
+# Words that put several schemas of an object together.
+_COMPOSING = ("$ref", "allOf", "anyOf", "oneOf")
+_UNSUPPORTED = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")
+# Annotations that llguidance does not know as such, and words whose place says all.
+_SILENT = ("$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$schema")
+
+
+class Placed(dict[str, Any]):
+    """A schema that came to stand elsewhere, and the place that its caller knows."""
+
+    def __init__(self, schema: dict[str, Any], path: str) -> None:
+        super().__init__(schema)
+        self.path = path
+
+
+def simplify(root: dict[str, Any], *, is_strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the simple schema, and by the name of each of its `$defs` the place that it comes from.
+
+    `is_strict`: also objects without any named key are closed. Raises Refusal, and RecursionError for a schema that is
+    nested too deeply.
+    """
+    return _Simplifier(root, is_strict).run()
+
+
+class _Simplifier:
+    def __init__(self, root: dict[str, Any], is_strict: bool) -> None:
+        self._root = root
+        self._is_strict = is_strict
+        self._references = References(root)
+
+    def run(self) -> tuple[dict[str, Any], dict[str, str]]:
+        references = self._references
+        made = self._node(self._root, "#", is_part=False)
+        if not isinstance(made, dict):
+            return {"enum": []} if made is False else {}, {}
+        if "$schema" in self._root:
+            made["$schema"] = self._root["$schema"]
+        if not references.are_plain:
+            return made, {}
+        definitions, places = {}, {}
+        while references.waiting:
+            place, is_part = references.waiting.pop()
+            name = references.name_of(place, is_part)
+            definitions[name] = self._node(references.target(place), place, is_part)
+            places[name] = place
+        return made | ({"$defs": definitions} if definitions else {}), places
+
+    def _node(self, schema: Any, path: str, is_part: bool) -> Any:
+        """Return a schema made simple. `is_part`: another one is put together with it, and closes the object."""
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise Refusal(path, "", "must be an object, or true or false")
+        path = schema.path if isinstance(schema, Placed) else path
+        made = {word: value for word, value in schema.items() if word in ASSERTIONS or word.startswith("$")}
+        for word in _SILENT:
+            made.pop(word, None)
+        types = types_of(made)
+        for word in [word for word in made if TYPES_OF.get(word, next(iter(types), "")) not in types]:
+            del made[word]
+        self._drop_silent(made, types)
+        self._tell_unevaluated(made, path)
+        self._tell_format(made)
+        self._tell_dependencies(made, path)
+        self._tell_names(made, path)
+        self._refuse(made, path)
+        if (split := self._split_numbers(made, types, path)) is not None:
+            return self._node(split, path, is_part)
+        if made.get("uniqueItems"):
+            return self._unique(made, path, types)
+        names = self._closed_names(made) if not is_part and self._references.are_plain else None
+        is_composed = names is not None and self._is_composed(made)
+        if names is not None and not is_composed:
+            made["additionalProperties"] = False
+            if names.get("properties"):
+                made["properties"] = {**names["properties"], **made.get("properties", {})}
+        tell_counts(made, path)
+        self._parts(made, path, is_part=is_part or self._is_composed(made))
+        if is_composed and names is not None:
+            made["allOf"] = [*made.get("allOf", ()), names]
+        return made
+
+    # -- parts
+
+    def _parts(self, made: dict[str, Any], path: str, is_part: bool) -> None:
+        for word in ("additionalProperties", "additionalItems", "items"):
+            if word in made and not isinstance(made[word], list):
+                made[word] = self._node(made[word], step(path, word), is_part=False)
+        for word in ("prefixItems", "items"):
+            if isinstance(made.get(word), list):
+                made[word] = [self._node(one, step(path, word, at), False) for at, one in enumerate(made[word])]
+        if not self._references.are_plain:
+            self._definitions(made, path)
+        for word in ("properties", "patternProperties"):
+            if isinstance(made.get(word), dict):
+                made[word] = {name: self._node(one, step(path, word, name), False) for name, one in made[word].items()}
+        if self._references.are_plain:
+            made.pop("$defs", None)
+            made.pop("definitions", None)
+            if "$ref" in made:
+                made["$ref"] = self._reference(made["$ref"], path, is_part)
+        for word in ("allOf", "anyOf", "oneOf"):
+            if isinstance(made.get(word), list):
+                self._choose(made, word, path, is_part)
+
+    def _definitions(self, made: dict[str, Any], path: str) -> None:
+        """Make definitions simple where they stand. One that cannot be matters only if something refers to it."""
+        for word in ("$defs", "definitions"):
+            for name, one in (made[word].items() if isinstance(made.get(word), dict) else ()):
+                with contextlib.suppress(Refusal):
+                    made[word] = {**made[word], name: self._node(one, step(path, word, name), False)}
+
+    def _choose(self, made: dict[str, Any], word: str, path: str, is_part: bool) -> None:
+        options = made[word]
+        resolve = self._references.resolve
+        if word == "oneOf":
+            if all(
+                are_disjoint(one, other, resolve) for at, one in enumerate(options) for other in options[at + 1 :]
+            ):
+                if "anyOf" not in made:
+                    del made["oneOf"]
+                    word = "anyOf"
+            else:
+                # Closed, they would seem to have nothing in common.
+                is_part = True
+        made[word] = [self._node(one, step(path, word, at), is_part) for at, one in enumerate(options)]
+
+    def _reference(self, reference: Any, path: str, is_part: bool) -> str:
+        try:
+            self._references.target(reference)
+        except LookupError as error:
+            raise Refusal(path, "$ref", str(error) if "nothing" in str(error) else "is not supported: it leads out of this schema") from None
+        return f"#/$defs/{self._references.name_of(reference, is_part)}"
+
+    # -- what says nothing
+
+    def _drop_silent(self, made: dict[str, Any], types: frozenset[str]) -> None:
+        empty: dict[str, Callable[[Any], bool]] = {
+            "propertyNames": lambda value: says_nothing(value) or value == {"type": "string"},
+            "uniqueItems": lambda value: value is False or _at_most_one(made),
+            "minContains": lambda value: "contains" not in made or value == 0 and "maxContains" not in made,
+            "maxContains": lambda value: "contains" not in made,
+            "unevaluatedProperties": says_nothing,
+            "unevaluatedItems": says_nothing,
+            "additionalItems": lambda value: not isinstance(made.get("items"), list),
+            "dependentRequired": lambda value: value == {},
+            "dependentSchemas": lambda value: value == {},
+            "dependencies": lambda value: value == {},
+            "not": lambda value: value is False or _is_type_only(value) and not types_of(value) & types,
+            "if": lambda value: says_nothing(made.get("then", True)) and says_nothing(made.get("else", True)),
+            "then": lambda value: "if" not in made,
+            "else": lambda value: "if" not in made,
+            "$recursiveRef": lambda value: False,
+        }
+        if made.get("minContains") == 0 and "maxContains" not in made:
+            made.pop("contains", None)
+        for word, is_empty in empty.items():
+            if word in made and is_empty(made[word]):
+                del made[word]
+        if isinstance(made.get("if"), bool):
+            rest = made.pop("then" if made.pop("if") else "else", True)
+            made.pop("then", None)
+            made.pop("else", None)
+            made["allOf"] = [*made.get("allOf", ()), rest]
+        if "not" in made and _is_type_only(made["not"]) and "integer" not in str(made["not"]["type"]):
+            left = types - types_of(made.pop("not"))
+            is_whole = "integer" in (made.get("type"), *(made["type"] if isinstance(made.get("type"), list) else ()))
+            made["type"] = sorted("integer" if is_whole and each == "number" else each for each in left)
+        if "contains" in made and says_nothing(made["contains"]):
+            del made["contains"]
+            made["minItems"] = max(made.get("minItems", 0), made.pop("minContains", 1))
+            if "maxContains" in made:
+                made["maxItems"] = min(made.get("maxItems", made["maxContains"]), made.pop("maxContains"))
+        if "contains" in made and made["contains"] == made.get("items") and "maxContains" not in made:
+            del made["contains"]
+            made["minItems"] = max(made.get("minItems", 0), made.pop("minContains", 1))
+
+    def _refuse(self, made: dict[str, Any], path: str) -> None:
+        """Raise Refusal for a word that matters and that nothing tells."""
+        for word in _UNSUPPORTED:
+            if word in made:
+                raise Refusal(path, word, "is not supported, and cannot be left out: it may forbid what the rest allows")
+
+    # -- what other words tell
+
+    def _tell_unevaluated(self, made: dict[str, Any], path: str) -> None:
+        """Tell what no other schema of the value has looked at, where there is no other. Raises Refusal."""
+        for word in ("unevaluatedProperties", "unevaluatedItems"):
+            if word in made:
+                other = "additionalProperties" if word == "unevaluatedProperties" else "items"
+                if self._is_composed(made) or made.keys() & {"dependentSchemas", "dependencies", "contains", "if"}:
+                    raise Refusal(path, word, "is not supported beside other schemas of the same value")
+                made.setdefault(other, made[word])
+                del made[word]
+
+    def _tell_format(self, made: dict[str, Any]) -> None:
+        name = made.get("format")
+        if "format" not in made or name in NATIVE:
+            return
+        del made["format"]
+        pattern = pattern_of(name)
+        if pattern is None:
+            return
+        if "pattern" in made:
+            made["allOf"] = [*made.get("allOf", ()), {"pattern": pattern}]
+        else:
+            made["pattern"] = pattern
+
+    def _tell_dependencies(self, made: dict[str, Any], path: str) -> None:
+        """Tell what a key asks for: it is absent, or what it asks for holds."""
+        for word in ("dependentRequired", "dependentSchemas", "dependencies"):
+            asked = made.pop(word, None)
+            if asked is None:
+                continue
+            if not isinstance(asked, dict):
+                raise Refusal(path, word, "must be an object")
+            for name, then in asked.items():
+                then = {"required": then} if isinstance(then, list) else then
+                if not says_nothing(then) and then != {"required": []}:
+                    placed = Placed(then, step(path, word, name)) if isinstance(then, dict) else then
+                    one = {"anyOf": [{"properties": {name: False}}, {"allOf": [placed, {"required": [name]}]}]}
+                    made["allOf"] = [*made.get("allOf", ()), one]
+
+    def _tell_names(self, made: dict[str, Any], path: str) -> None:
+        """Tell `propertyNames` by the keys that it lists, or by a pattern of the others."""
+        if "propertyNames" not in made:
+            return
+        rule = self._references.resolve(made["propertyNames"])
+        values = made.get("additionalProperties", True)
+        known = made.get("properties") or {}
+        if made.get("patternProperties") or not isinstance(rule, dict) or not isinstance(known, dict):
+            raise Refusal(path, "propertyNames", "is not supported here")
+        listed = [rule["const"]] if "const" in rule else rule.get("enum")
+        if isinstance(listed, list):
+            names = [name for name in listed if isinstance(name, str)]
+            fits: Callable[[str], bool] = names.__contains__
+        else:
+            names, pattern = [], _name_pattern(rule)
+            if pattern is None:
+                raise Refusal(path, "propertyNames", "is supported for one of enum, const, pattern, format and lengths")
+            fits = _searcher(pattern, path)
+            if values is not False and not (known and "additionalProperties" not in made):
+                made["patternProperties"] = {pattern: values}
+        del made["propertyNames"]
+        made["properties"] = {name: one if fits(name) else False for name, one in known.items()}
+        if values is not False:
+            made["properties"] |= {name: values for name in names if name not in known}
+        if not all(fits(name) for name in made.get("required", ()) if isinstance(name, str)):
+            raise Refusal(path, "propertyNames", "allows no object: a required key is not among the names")
+        made["additionalProperties"] = False
+
+    def _split_numbers(self, made: dict[str, Any], types: frozenset[str], path: str) -> dict[str, Any] | None:
+        """Return the schema as one of its numbers and one of the rest, where `multipleOf` needs other words."""
+        exact = exact_multiples(made, path) if "number" in types else None
+        if exact is None:
+            return None
+        rest = {word: value for word, value in made.items() if word not in NUMBER_WORDS}
+        named = made.get("type")
+        is_whole = named == "integer" or isinstance(named, list) and "integer" in named and "number" not in named
+        number: dict[str, Any] = {"type": "integer" if is_whole else "number", **exact}
+        if len(types) == 1:
+            alternative = number
+        else:
+            alternative = {"anyOf": [number, {"type": sorted(types - {"number"})}]}
+        rest.pop("type", None)
+        if not rest:
+            return alternative
+        rest["allOf"] = [*rest.get("allOf", ()), alternative]
+        return rest
+
+    def _unique(self, made: dict[str, Any], path: str, types: frozenset[str]) -> Any:
+        """Tell `uniqueItems` of a few values by the arrays there are. Raises Refusal."""
+        item = self._references.resolve(made.get("items", True))
+        values = None
+        if isinstance(item, dict):
+            values = [item["const"]] if "const" in item else item.get("enum")
+            if item.get("type") in ("boolean", ["boolean"]) and values is None:
+                values = [False, True]
+        least, most = made.get("minItems", 0), made.get("maxItems")
+        if types == {"array"} and isinstance(values, list) and "prefixItems" not in made and isinstance(least, int):
+            found = subsets(values, least, most if isinstance(most, int) else None)
+            if found is not None:
+                return {"anyOf": found}
+        reason = "is not supported but for items of an enum, and cannot be left out: an item may come twice"
+        raise Refusal(path, "uniqueItems", reason)
+
+    # -- other keys
+
+    def _is_composed(self, made: dict[str, Any]) -> bool:
+        """True where several schemas are about one object: none of them may be closed without the others' keys."""
+        if made.get("allOf"):
+            return True
+        composing = [word for word in _COMPOSING if word in made]
+        return len(composing) > 1 or bool(composing and made.keys() & OBJECT_WORDS)
+
+    def _closed_names(self, made: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a schema of the keys that are named, and no others; None where the schema speaks of others, or of none."""
+        found: dict[str, Any] = {"properties": {}, "patternProperties": {}}
+        if "object" not in types_of(made) or not self._collect(made, found, set()):
+            return None
+        if not self._is_composed(made) and any(word in made for word in _COMPOSING):
+            return None
+        if not found["properties"] and not found["patternProperties"] and not (self._is_strict and self._is_object(made)):
+            return None
+        return {word: names for word, names in found.items() if names} | {"additionalProperties": False}
+
+    def _is_object(self, made: dict[str, Any]) -> bool:
+        return types_of(made) == {"object"} and not any(word in made for word in _COMPOSING)
+
+    def _collect(self, schema: Any, found: dict[str, Any], seen: set[str]) -> bool:
+        """Add the keys that a schema and its parts name; False where one of them speaks of other keys."""
+        if not isinstance(schema, dict):
+            return True
+        if schema.keys() & {"additionalProperties", "unevaluatedProperties"}:
+            return False
+        for word in ("properties", "patternProperties"):
+            if isinstance(schema.get(word), dict):
+                found[word] |= dict.fromkeys(schema[word], True)
+        if isinstance(schema.get("required"), list):
+            found["properties"] |= {name: True for name in schema["required"] if isinstance(name, str)}
+        listed = [part for word in ("allOf", "anyOf", "oneOf") for part in schema.get(word, ()) or ()]
+        if isinstance(schema.get("$ref"), str) and schema["$ref"] not in seen:
+            seen.add(schema["$ref"])
+            try:
+                listed.append(self._references.target(schema["$ref"]))
+            except LookupError:
+                return False
+        return all([self._collect(part, found, seen) for part in listed])
+
+
+def _at_most_one(schema: dict[str, Any]) -> bool:
+    return schema.get("maxItems") in (0, 1)
+
+
+def _is_type_only(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.keys() & ASSERTIONS == {"type"} and types_of(schema) != ALL_TYPES
+
+
+def _name_pattern(rule: dict[str, Any]) -> str | None:
+    """Return the pattern of keys that a schema of strings means; None: it has more words than a pattern tells."""
+    words = rule.keys() & (ASSERTIONS - {"type"})
+    if "string" not in types_of(rule):
+        return None
+    if words == {"pattern"} and isinstance(rule["pattern"], str):
+        return rule["pattern"]
+    if words == {"format"}:
+        return pattern_of(rule["format"]) or (_ANY if rule["format"] not in NATIVE else _NATIVE_NAMES.get(rule["format"]))
+    if words and words <= {"minLength", "maxLength"}:
+        most = rule.get("maxLength", "")
+        return f"^(?s:.){{{rule.get('minLength', 0)},{most}}}$"
+    return None
+
+
+_ANY = "^(?s:.)*$"
+_HEX = "[0-9a-fA-F]"
+_NATIVE_NAMES = {"uuid": rf"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$"}
+
+
+def _searcher(pattern: str, path: str) -> Callable[[str], bool]:
+    try:
+        found = re.compile(pattern)
+    except re.error:
+        raise Refusal(path, "propertyNames", "has a pattern that is no regular expression") from None
+    return lambda name: found.search(name) is not None

@@ -1,0 +1,72 @@
+"""Keywords of JSON Schema: the types that each is about, and the places where schemas stand in schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+OBJECT_WORDS = frozenset(
+    (
+        "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+        "maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
+    )
+)  # fmt: skip
+ARRAY_WORDS = frozenset(
+    (
+        "items", "prefixItems", "additionalItems", "contains", "minContains", "maxContains", "uniqueItems",
+        "unevaluatedItems", "minItems", "maxItems",
+    )
+)  # fmt: skip
+STRING_WORDS = frozenset({"minLength", "maxLength", "pattern", "format"})
+NUMBER_WORDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+# Words that put schemas together, or choose among them.
+JOINING_WORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$dynamicRef", "$recursiveRef"})
+TYPES_OF = {
+    word: kind
+    for kind, words in (
+        ("object", OBJECT_WORDS), ("array", ARRAY_WORDS), ("string", STRING_WORDS), ("number", NUMBER_WORDS),
+    )
+    for word in words
+}  # fmt: skip
+ASSERTIONS = frozenset(TYPES_OF) | JOINING_WORDS | {"type", "enum", "const"}
+# Words whose value is a schema, a list of schemas, or schemas by name.
+ONE = (
+    "additionalProperties", "additionalItems", "items", "contains", "propertyNames", "not", "if", "then", "else",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
+
+
+def parts(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Make the steps to each schema that stands in this one, and it."""
+    for word in ONE:
+        if isinstance(schema.get(word), dict | bool):
+            yield (word,), schema[word]
+    for word in MANY:
+        value = schema.get(word)
+        for number, one in enumerate(value if isinstance(value, list) else ()):
+            yield (word, str(number)), one
+    for word in NAMED:
+        value = schema.get(word)
+        for name, one in value.items() if isinstance(value, dict) else ():
+            if isinstance(one, dict | bool):
+                yield (word, name), one
+
+
+def types_of(schema: dict[str, Any]) -> frozenset[str]:
+    """Return the types that `type` allows, integers as numbers; all where it is absent or no type."""
+    named = schema.get("type")
+    listed = [named] if isinstance(named, str) else named
+    if not isinstance(listed, list) or not listed:
+        return ALL_TYPES
+    found = frozenset("number" if each == "integer" else each for each in listed if isinstance(each, str))
+    return found if found <= ALL_TYPES else ALL_TYPES
+
+
+def says_nothing(schema: Any) -> bool:
+    """True for a schema that every value satisfies, as far as its own words show."""
+    if isinstance(schema, bool):
+        return schema
+    return isinstance(schema, dict) and not (schema.keys() & ASSERTIONS)
