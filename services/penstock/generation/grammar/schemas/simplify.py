@@ -126,6 +126,7 @@ class _Simplifier:
             if isinstance(made.get(word), dict):
                 made[word] = {name: self._node(one, step(path, word, name), False) for name, one in made[word].items()}
         if self._references.are_plain:
+            made.pop("$id", None)
             made.pop("$defs", None)
             made.pop("definitions", None)
             if "$ref" in made:
@@ -219,7 +220,7 @@ class _Simplifier:
         for word in ("unevaluatedProperties", "unevaluatedItems"):
             if word in made:
                 other = "additionalProperties" if word == "unevaluatedProperties" else "items"
-                if self._is_composed(made) or made.keys() & {"dependentSchemas", "dependencies", "contains", "if"}:
+                if made.keys() & {*_COMPOSING, "dependentSchemas", "dependencies", "contains", "if"}:
                     raise Refusal(path, word, "is not supported beside other schemas of the same value")
                 made.setdefault(other, made[word])
                 del made[word]
