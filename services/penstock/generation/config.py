@@ -21,7 +21,7 @@ from penstock.generation.core.model_config import ROUTES, ModelRoute
 from penstock.generation.devices import KERNELS
 from penstock.generation.engine.config import PREEMPTIONS, SWAP, EngineConfig
 from penstock.generation.engine.failpoints import Failpoint
-from penstock.generation.grammar.limits import GrammarLimits
+from penstock.generation.grammar.limits import GrammarLimits, JsonBounds
 from penstock.generation.host.memory import parse_memory
 from penstock.generation.layers.linear import FP8, QUANTIZATIONS
 from penstock.generation.options.limits import RequestLimits
@@ -547,6 +547,35 @@ class GenerationServiceConfig(ServerConfig):
     constraint_cache: int = option(
         GrammarLimits.cache_entries, "Compiled constraints that are kept.", group=CONSTRAINTS, minimum=1
     )
+    max_json_digits: int = option(
+        JsonBounds.digits,
+        "Digits of numbers that a JSON schema leaves open, of which 9 may be behind the point; 0: any number of them.",
+        group=CONSTRAINTS,
+        minimum=0,
+        maximum=15,
+    )
+    max_json_keys: int = option(
+        JsonBounds.keys,
+        "Keys of an object besides those that its JSON schema names; 0: any number of them.",
+        group=CONSTRAINTS,
+        minimum=0,
+    )
+    max_json_depth: int = option(
+        JsonBounds.depth,
+        "Values within values where a JSON schema allows anything; 0: any number of them.",
+        group=CONSTRAINTS,
+        minimum=0,
+        maximum=32,
+    )
+    max_json_items: int = option(
+        JsonBounds.items, "Items of arrays whose JSON schema has no maxItems; 0: no bound.", group=CONSTRAINTS, minimum=0
+    )
+    max_json_characters: int = option(
+        JsonBounds.characters,
+        "Characters of texts whose JSON schema has no maxLength; 0: no bound.",
+        group=CONSTRAINTS,
+        minimum=0,
+    )
     mask_threads: int = option(
         GrammarLimits.mask_threads, "Threads that compute token masks beside the model.", group=CONSTRAINTS, minimum=1
     )
@@ -793,6 +822,13 @@ class GenerationServiceConfig(ServerConfig):
             max_queued=self.max_queued_constraints,
             cache_entries=self.constraint_cache,
             mask_threads=self.mask_threads,
+            json=JsonBounds(
+                self.max_json_digits,
+                self.max_json_keys,
+                self.max_json_depth,
+                self.max_json_items,
+                self.max_json_characters,
+            ),
         )
 
     def request_limits(self) -> RequestLimits:

@@ -6,6 +6,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class JsonBounds:
+    """Bounds of what a schema leaves open; 0: no bound. A schema's own word goes first."""
+
+    # Digits before the point, and up to nine behind it. More are more than a double has.
+    digits: int = 15
+    # Keys of an object besides those that its schema names.
+    keys: int = 64
+    # Values within values where anything may stand.
+    depth: int = 8
+    # Items of an array, and characters of a text.
+    items: int = 0
+    characters: int = 0
+
+
+@dataclass(frozen=True)
 class GrammarLimits:
     """Limits on constraints, from the service's configuration."""
 
@@ -28,3 +43,5 @@ class GrammarLimits:
     start_seconds: float = 60.0
     # Most time of one mask: a slower one would hold up the step of all requests.
     mask_seconds: float = 0.25
+    # What JSON schemas leave open.
+    json: JsonBounds = JsonBounds()

@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.generation.grammar.finite import has_finite_document
+from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.schemas.document import read_json, read_json_at, write_json
 from penstock.generation.grammar.schemas.refusal import Refusal
 from penstock.generation.grammar.schemas.settings import NAME, take_settings
@@ -21,6 +22,7 @@ from penstock.generation.grammar.schemas.simplify import simplify
 from penstock.generation.grammar.spec import ConstraintKind
 
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_BOUNDS = JsonBounds()
 # A schema in Lark text.
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _CONTROL = re.compile("[\x7f-\x9f]")
@@ -30,13 +32,13 @@ class Untranslatable(Exception):
     """Text that is not of its kind. The message is for the caller and holds no part of the text."""
 
 
-def to_lark(kind: ConstraintKind, text: str, choices: tuple[str, ...]) -> str:
+def to_lark(kind: ConstraintKind, text: str, choices: tuple[str, ...], bounds: JsonBounds = _BOUNDS) -> str:
     """Return the Lark text of a constraint. Raises Untranslatable."""
     match kind:
         case ConstraintKind.JSON_SCHEMA:
-            return _json_schema(text) + OPTIONS
+            return _json_schema(text, bounds) + OPTIONS
         case ConstraintKind.JSON_OBJECT:
-            return _json_schema('{"type": "object"}') + OPTIONS
+            return _json_schema('{"type": "object"}', bounds) + OPTIONS
         case ConstraintKind.REGEX:
             lark: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
             return lark + OPTIONS
@@ -44,10 +46,10 @@ def to_lark(kind: ConstraintKind, text: str, choices: tuple[str, ...]) -> str:
             # One terminal: its automaton tells a choice from another one that it is a prefix of.
             return "start: CHOICE\nCHOICE: " + " | ".join(_literal(choice) for choice in choices) + OPTIONS
         case ConstraintKind.GRAMMAR:
-            return _grammar(text) + OPTIONS
+            return _grammar(text, bounds) + OPTIONS
 
 
-def _json_schema(text: str) -> str:
+def _json_schema(text: str, bounds: JsonBounds) -> str:
     """Check that `text` is one JSON object, so that no part of it can be Lark, and write it as llguidance takes it."""
     try:
         schema: Any = read_json(text)
@@ -55,14 +57,14 @@ def _json_schema(text: str) -> str:
         raise Untranslatable("must be a JSON document") from None
     if not isinstance(schema, dict):
         raise Untranslatable("must be a JSON object")
-    return f"start: %json {_simple(schema)}"
+    return f"start: %json {_simple(schema, bounds)}"
 
 
-def _simple(schema: dict[str, Any]) -> str:
+def _simple(schema: dict[str, Any], bounds: JsonBounds) -> str:
     """Return the JSON text of a schema made simple. Raises Untranslatable."""
     try:
-        settings = take_settings(schema)
-        made, _ = simplify(schema, is_strict=settings.is_strict)
+        settings = take_settings(schema, bounds)
+        made, _ = simplify(schema, is_strict=settings.is_strict, bounds=settings.bounds)
         if not has_finite_document(made):
             raise Untranslatable("has no document that ends: it requires itself")
         return write_json({NAME: settings.for_llguidance, **made})
@@ -77,15 +79,15 @@ def _literal(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
-def _grammar(text: str) -> str:
+def _grammar(text: str, bounds: JsonBounds) -> str:
     try:
         lark = any_to_lark(text)
     except Exception:  # the converter's own kind of error, which quotes the text, and any other that odd text causes
         raise Untranslatable("is neither Lark (no `start:` rule) nor GBNF") from None
-    return _with_simple_schemas(lark)
+    return _with_simple_schemas(lark, bounds)
 
 
-def _with_simple_schemas(lark: str) -> str:
+def _with_simple_schemas(lark: str, bounds: JsonBounds) -> str:
     """Return Lark text with its schemas made simple. Raises Untranslatable."""
     made, end = [], 0
     while (found := _EMBEDDED.search(lark, end)) is not None:
@@ -95,5 +97,5 @@ def _with_simple_schemas(lark: str) -> str:
         except (ValueError, RecursionError):  # llguidance says where
             end = found.end()
             continue
-        made.append(_simple(schema))
+        made.append(_simple(schema, bounds))
     return "".join(made) + lark[end:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from penstock.common.child_io import Child, ChildEnded
@@ -31,6 +32,7 @@ class TrialPool:
             "memory_bytes": limits.compile_memory_bytes,
             "cpu_seconds": limits.compile_seconds,
             "mask_seconds": limits.mask_seconds,
+            "json": asdict(limits.json),
         }
         self._limits = limits
         self._places = asyncio.Semaphore(limits.compile_processes)

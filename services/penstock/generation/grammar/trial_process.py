@@ -19,6 +19,7 @@ from llguidance import LLMatcher
 
 from penstock.common import child_io
 from penstock.common.child_limits import limit_cpu, limit_memory
+from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.matching import new_matcher, shorten
 from penstock.generation.grammar.spec import ConstraintKind
 from penstock.generation.grammar.tokenizer import GrammarTokenizer
@@ -26,12 +27,15 @@ from penstock.generation.grammar.translate import Untranslatable, to_lark
 
 # Number of tokens of the walk that computes the first masks.
 _WALK = 4
+_BOUNDS = JsonBounds()
 
 
-def answer_to(tokenizer: GrammarTokenizer, request: dict[str, Any], mask_seconds: float) -> dict[str, str]:
+def answer_to(
+    tokenizer: GrammarTokenizer, request: dict[str, Any], mask_seconds: float, bounds: JsonBounds = _BOUNDS
+) -> dict[str, str]:
     """Return {lark} of a constraint that compiles, else {refused} or {too_complex} with a message."""
     try:
-        lark = to_lark(ConstraintKind(request["kind"]), request["text"], tuple(request["choices"]))
+        lark = to_lark(ConstraintKind(request["kind"]), request["text"], tuple(request["choices"]), bounds)
     except Untranslatable as error:
         return {"refused": str(error)}
     matcher = new_matcher(tokenizer, lark)
@@ -80,6 +84,7 @@ def main() -> None:
     answers = child_io.claim_stdout()
     settings = child_io.read(sys.stdin.buffer)
     tokenizer = GrammarTokenizer(Path(settings["folder"]), settings["vocab_size"])
+    bounds = JsonBounds(**settings["json"])
     limit_memory(settings["memory_bytes"])
     # A process that the kernel or Rust ends leaves no core file of gigabytes.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -92,7 +97,7 @@ def main() -> None:
             return
         # The parent's limit comes first: its answer gives the reason.
         limit_cpu(settings["cpu_seconds"] + 1)
-        answers.write(child_io.pack(answer_to(tokenizer, request, settings["mask_seconds"])))
+        answers.write(child_io.pack(answer_to(tokenizer, request, settings["mask_seconds"], bounds)))
         answers.flush()
 
 

@@ -34,7 +34,7 @@ def tell_counts(schema: dict[str, Any], path: str) -> None:
     if least is not None and least > fixed:
         alternatives.append(_at_least(least, fixed, optional, is_open, path))
     if most is not None and (is_open or most < fixed + len(optional)):
-        alternatives.append(_at_most(most, fixed, optional, is_open, path))
+        alternatives.append(_at_most(most, required, optional, is_open, path))
     for found in alternatives:
         if len(found) == 1 and not set(found[0]) & set(schema) - {"maxProperties", "minProperties"}:
             schema.update(found[0])
@@ -63,8 +63,8 @@ def _at_least(least: int, fixed: int, optional: list[str], is_open: bool, path: 
     raise Refusal(path, "minProperties", "allows no object: it has fewer keys")
 
 
-def _at_most(most: int, fixed: int, optional: list[str], is_open: bool, path: str) -> list[dict[str, Any]]:
-    room = most - fixed
+def _at_most(most: int, required: list[str], optional: list[str], is_open: bool, path: str) -> list[dict[str, Any]]:
+    room = most - len({*required})
     found: list[dict[str, Any]] = []
     if is_open and room >= len(optional):
         # With all of its keys, so that the others can be counted.
@@ -76,7 +76,7 @@ def _at_most(most: int, fixed: int, optional: list[str], is_open: bool, path: st
         raise Refusal(path, "maxProperties", "is not supported with so many keys that may be left out")
     for names in itertools.combinations(optional, room):
         others = {name: False for name in optional if name not in names}
-        closed = {"additionalProperties": False, "properties": {name: True for name in names} | others} if is_open else {}
+        closed = {"additionalProperties": False, "properties": dict.fromkeys([*required, *names], True) | others} if is_open else {}
         found.append(closed or {"properties": others})
     return found
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.schemas.refusal import Refusal
 
 NAME = "x-guidance"
@@ -25,6 +26,7 @@ class Settings:
     is_compact: bool = False
     # Objects have no keys but those that are named, unless the schema says so itself.
     is_strict: bool = False
+    bounds: JsonBounds = JsonBounds()
 
     @property
     def for_llguidance(self) -> dict[str, Any]:
@@ -34,8 +36,8 @@ class Settings:
         return self.guidance if self.guidance.keys() & _SPACING else {**_WRITTEN, **self.guidance}
 
 
-def take_settings(schema: dict[str, Any]) -> Settings:
-    """Take the settings out of a schema. Raises Refusal."""
+def take_settings(schema: dict[str, Any], bounds: JsonBounds) -> Settings:
+    """Take the settings out of a schema, which go before the server's `bounds`. Raises Refusal."""
     given = schema.pop(NAME, {})
     if not isinstance(given, dict):
         raise Refusal("#", NAME, "must be an object")
@@ -43,4 +45,7 @@ def take_settings(schema: dict[str, Any]) -> Settings:
     flags = {name: guidance.pop(name, False) for name in ("compact", "strict")}
     if not all(isinstance(flag, bool) for flag in flags.values()):
         raise Refusal("#", NAME, "must have true or false for compact and strict")
-    return Settings(guidance, flags["compact"], flags["strict"])
+    own = {each.name: guidance.pop(f"max_{each.name}") for each in fields(bounds) if f"max_{each.name}" in guidance}
+    if not all(isinstance(bound, int) and not isinstance(bound, bool) and bound >= 0 for bound in own.values()):
+        raise Refusal("#", NAME, f"must have whole numbers of 0 or more for {', '.join(f'max_{name}' for name in own)}")
+    return Settings(guidance, flags["compact"], flags["strict"], replace(bounds, **own))

@@ -12,11 +12,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.schemas.counts import tell_counts
 from penstock.generation.grammar.schemas.disjoint import are_disjoint
 from penstock.generation.grammar.schemas.finite_arrays import subsets
 from penstock.generation.grammar.schemas.formats import NATIVE, pattern_of
 from penstock.generation.grammar.schemas.multiples import exact_multiples
+from penstock.generation.grammar.schemas.open_ends import anything, bound_items, bound_keys, bound_number, bound_text
 from penstock.generation.grammar.schemas.references import References
 from penstock.generation.grammar.schemas.refusal import Refusal, step
 from penstock.generation.grammar.schemas.words import (
@@ -44,18 +46,20 @@ class Placed(dict[str, Any]):
         self.path = path
 
 
-def simplify(root: dict[str, Any], *, is_strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
+def simplify(root: dict[str, Any], *, is_strict: bool, bounds: JsonBounds) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the simple schema, and by the name of each of its `$defs` the place that it comes from.
 
     `is_strict`: also objects without any named key are closed. Raises Refusal, and RecursionError for a schema that is
     nested too deeply.
     """
-    return _Simplifier(root, is_strict).run()
+    return _Simplifier(root, is_strict, bounds).run()
 
 
 class _Simplifier:
-    def __init__(self, root: dict[str, Any], is_strict: bool) -> None:
+    def __init__(self, root: dict[str, Any], is_strict: bool, bounds: JsonBounds) -> None:
         self._root = root
+        self._bounds = bounds
+        self._has_any = False
         self._is_strict = is_strict
         self._references = References(root)
 
@@ -74,6 +78,9 @@ class _Simplifier:
             name = references.name_of(place, is_part)
             definitions[name] = self._node(references.target(place), place, is_part)
             places[name] = place
+        if self._has_any:
+            depth = self._bounds.depth
+            definitions |= {f"any{at}": anything(at, self._bounds) for at in range(depth + 1)}
         return made | ({"$defs": definitions} if definitions else {}), places
 
     def _node(self, schema: Any, path: str, is_part: bool) -> Any:
@@ -99,17 +106,44 @@ class _Simplifier:
             return self._node(split, path, is_part)
         if made.get("uniqueItems"):
             return self._unique(made, path, types)
+        if not is_part and says_nothing(made):
+            return self._any(made)
         names = self._closed_names(made) if not is_part and self._references.are_plain else None
         is_composed = names is not None and self._is_composed(made)
         if names is not None and not is_composed:
             made["additionalProperties"] = False
             if names.get("properties"):
                 made["properties"] = {**names["properties"], **made.get("properties", {})}
+        is_joined = is_part or self._is_composed(made)
+        if not is_joined:
+            self._bound(made)
+        self._parts(made, path, is_part=is_joined)
         tell_counts(made, path)
-        self._parts(made, path, is_part=is_part or self._is_composed(made))
         if is_composed and names is not None:
             made["allOf"] = [*made.get("allOf", ()), names]
         return made
+
+    # -- open ends
+
+    def _any(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Return the schema of anything, of bounded depth."""
+        if not self._bounds.depth or not self._references.are_plain:
+            return made
+        self._has_any = True
+        return {"$ref": f"#/$defs/any{self._bounds.depth}"}
+
+    def _bound(self, made: dict[str, Any]) -> None:
+        """Bound what a schema of its own leaves open."""
+        if made.keys() & {"const", "enum"}:
+            return
+        for bound in (bound_number, bound_text, bound_items, bound_keys):
+            bound(made, self._bounds)
+        if not self._references.are_plain or any(word in made for word in _COMPOSING) or not self._bounds.depth:
+            return
+        types = types_of(made) if "type" in made else frozenset()
+        for kind, word in (("object", "additionalProperties"), ("array", "items")):
+            if kind in types and made.get(word, True) is True:
+                made[word] = {}
 
     # -- parts
 
@@ -320,9 +354,10 @@ class _Simplifier:
 
     def _is_composed(self, made: dict[str, Any]) -> bool:
         """True where several schemas are about one object: none of them may be closed without the others' keys."""
-        if made.get("allOf"):
+        joined = made.get("allOf") or ()
+        if len(joined) > 1 or joined and not _is_reference(joined[0]):
             return True
-        composing = [word for word in _COMPOSING if word in made]
+        composing = [word for word in _COMPOSING if made.get(word)]
         return len(composing) > 1 or bool(composing and made.keys() & OBJECT_WORDS)
 
     def _closed_names(self, made: dict[str, Any]) -> dict[str, Any] | None:
@@ -362,6 +397,10 @@ class _Simplifier:
 
 def _at_most_one(schema: dict[str, Any]) -> bool:
     return schema.get("maxItems") in (0, 1)
+
+
+def _is_reference(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.keys() & ASSERTIONS == {"$ref"}
 
 
 def _is_type_only(schema: Any) -> bool:

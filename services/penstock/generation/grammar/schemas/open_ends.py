@@ -1,0 +1,83 @@
+"""Ends for what a schema leaves open: a model that repeats itself does so until the request's last token.
+
+Each is narrower than the schema, never wider: what is written with them satisfies it.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+from penstock.generation.grammar.limits import JsonBounds
+from penstock.generation.grammar.schemas.document import WrittenFloat
+from penstock.generation.grammar.schemas.words import types_of
+
+# Most digits behind the point that llguidance counts, with a margin for its doubles.
+_MOST_BEHIND = 9
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+
+
+def bound_number(schema: dict[str, Any], bounds: JsonBounds) -> None:
+    """Bound the digits of a number in place. Only where its type is named: without one it may be anything."""
+    named = schema.get("type")
+    listed = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    if not bounds.digits or not {"integer", "number"} & {*listed}:
+        return
+    most = 10**bounds.digits - 1
+    behind = min(bounds.digits, _MOST_BEHIND)
+    limits = [schema[word] for word in (*_LOWER, *_UPPER) if _is_number(schema.get(word))]
+    if any(abs(limit) >= most or 0 < abs(limit) < 10 ** (3 - behind) for limit in limits):
+        return
+    if not any(_is_number(schema.get(word)) for word in _LOWER):
+        schema["minimum"] = -most
+    if not any(_is_number(schema.get(word)) for word in _UPPER):
+        schema["maximum"] = most
+    if "number" in listed:
+        schema.setdefault("multipleOf", WrittenFloat(f"{Decimal(1).scaleb(-behind):f}"))
+
+
+def bound_text(schema: dict[str, Any], bounds: JsonBounds) -> None:
+    """Bound the characters of a text in place."""
+    if bounds.characters and "string" in types_of(schema) and "type" in schema:
+        least = schema.get("minLength", 0)
+        if "maxLength" not in schema and isinstance(least, int | float) and least <= bounds.characters:
+            schema["maxLength"] = bounds.characters
+
+
+def bound_items(schema: dict[str, Any], bounds: JsonBounds) -> None:
+    """Bound the items of an array in place, behind those that `prefixItems` names."""
+    if bounds.items and "array" in types_of(schema) and "type" in schema:
+        least, named = schema.get("minItems", 0), len(schema.get("prefixItems") or ())
+        if "maxItems" not in schema and isinstance(least, int | float) and least <= bounds.items:
+            schema["maxItems"] = named if schema.get("items") is False else named + bounds.items
+
+
+def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
+    """Bound the keys of an object in place, besides those that it names. Where some are free, the named ones come first."""
+    is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
+    if not bounds.keys or not is_open or "type" not in schema or "object" not in types_of(schema):
+        return
+    named = len({*(schema.get("properties") or ()), *(schema.get("required") or ())})
+    least = schema.get("minProperties", 0)
+    if "maxProperties" not in schema and isinstance(least, int | float) and least <= named + bounds.keys:
+        schema["maxProperties"] = named + bounds.keys
+
+
+def anything(depth: int, bounds: JsonBounds) -> dict[str, Any]:
+    """Return the schema of any value with at most `depth` values within values, whose parts are `any0`, `any1` and so on."""
+    number: dict[str, Any] = {"type": "number"}
+    text: dict[str, Any] = {"type": "string"}
+    bound_number(number, bounds)
+    bound_text(text, bounds)
+    options: list[dict[str, Any]] = [{"type": "null"}, {"type": "boolean"}, number, text]
+    if depth:
+        part = {"$ref": f"#/$defs/any{depth - 1}"}
+        array, members = {"type": "array", "items": part}, {"type": "object", "additionalProperties": part}
+        bound_items(array, bounds)
+        bound_keys(members, bounds)
+        options += [array, members]
+    return {"anyOf": options}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
