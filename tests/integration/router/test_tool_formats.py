@@ -142,3 +142,55 @@ async def test_gateway_gives_the_calls_of_the_format_whole_and_as_events() -> No
         assert pieces[0].name == "get_weather"
         assert len(pieces) > 2, "arguments come in pieces"
         assert "".join(piece.arguments or "" for piece in pieces) == '{"city": "Oslo"}'
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 4, 64])
+async def test_openai_stream_accumulates_the_calls(tokens_per_step: int) -> None:
+    script = Writer()
+    properties = {"city": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["city"], "additionalProperties": False}
+    # The oldest client of the range accumulates strict tools alone.
+    tool = {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": schema}}
+    asked: dict[str, Any] = {"model": "", "messages": [{"role": "user", "content": "?"}], "tools": [tool]}
+    async with (
+        backend(script=script, tokens_per_step=tokens_per_step) as served,
+        running_router(served, tool_format="mistral") as router,
+        running_gateway(router.server.address) as gateway,
+        openai.AsyncOpenAI(base_url=gateway.url, api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        await script.write(router, f"{CALL}{CALL.replace('Oslo', 'Bergen')}")
+        async with client.chat.completions.stream(**asked) as stream:
+            deltas = [event.chunk async for event in stream if event.type == "chunk"]
+            whole = await stream.get_final_completion()
+        for chunk in deltas:
+            indexes = [call.index for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+            assert len(indexes) == len(set(indexes)), "one entry for each call"
+        calls = [(call.function.name, call.function.arguments) for call in whole.choices[0].message.tool_calls or ()]
+        assert calls == [("get_weather", '{"city": "Oslo"}'), ("get_weather", '{"city": "Bergen"}')]
+
+
+async def test_call_that_the_limit_cuts_leaves_no_text() -> None:
+    script = Writer()
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    async with backend(script=script) as served, running_router(served) as router:
+        await script.write(router, f"{call}\n{call}")
+        whole = len(script.ids)
+        found = []
+        for limit in range(1, whole):
+            asked = request(config=config_pb2.GenerationConfig(max_new_tokens=limit))
+            text, calls, reason = await answered(router, asked)
+            assert reason == "FINISH_REASON_LENGTH"
+            found.append((text.strip(), len(calls)))
+        assert {text for text, _ in found} == {""}
+        assert {number for _, number in found} == {0, 1, 2}
+
+
+async def test_call_in_a_thought_that_nothing_ends_is_a_call() -> None:
+    script = Writer()
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    async with backend(script=script) as served, running_router(served) as router:
+        await script.write(router, f"<think>\nI look.\n{call}<|im_end|>")
+        text, calls, reason = await answered(router, request())
+        assert (text, calls, reason) == ("", [("get_weather", '{"city": "Oslo"}')], "FINISH_REASON_TOOL_CALLS")
+        await script.write(router, f"<think>\nI look.\n{call}\n</think>Yes.<|im_end|>")
+        assert (await answered(router, request()))[:2] == ("Yes.", [])
