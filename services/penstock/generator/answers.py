@@ -26,6 +26,7 @@ from penstock.generation.wire.score_embed import from_embeddings, from_scores
 from penstock.generator.requests import LocalRequest
 from penstock.generator.text import LocalTokenizer
 from penstock.router.chat.chat_output import ChatParser, ChatPiece
+from penstock.router.chat.reasoning_tokens import ReasoningTokens
 from penstock.text.text_decoder import TextDecoder
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
@@ -36,6 +37,8 @@ _ENDED_BY_MODEL = (
     FinishReason.STOP_STRING,
     FinishReason.CONSTRAINT_DONE,
 )
+# Ends that cut no call in half.
+_NOT_CUT = (FinishReason.STOP_EOS, FinishReason.STOP_TOKEN, FinishReason.CONSTRAINT_DONE)
 
 
 class AnswerReader:
@@ -51,7 +54,7 @@ class AnswerReader:
         self._choices: dict[int, Choice] = {}
         self._decoders: dict[int, TextDecoder] = {}
         self._parsers: dict[int, ChatParser] = {}
-        self._reasoning_tokens = 0
+        self._reasoning: dict[int, ReasoningTokens] = {}
         self._next_seq = 0
 
     @property
@@ -117,15 +120,11 @@ class AnswerReader:
                 self._parsers[emission.index] = parser
         if parser is None:
             return ChatPiece(text)
-        before = parser.in_reasoning
-        piece = parser.feed(text)
-        if before and parser.in_reasoning:
-            self._reasoning_tokens += len(emission.token_ids)
-        elif piece.reasoning and text:
-            # Reasoning begins or ends within this piece: count its share of the text.
-            self._reasoning_tokens += round(len(emission.token_ids) * min(1.0, len(piece.reasoning) / len(text)))
+        counter = self._reasoning.setdefault(emission.index, ReasoningTokens())
+        piece = counter.feed(parser, text, len(emission.token_ids))
         if emission.finish is not None:
-            rest = parser.finish()
+            rest = parser.finish(is_cut=emission.finish.reason not in _NOT_CUT)
+            counter.decide(rest)
             piece.text += rest.text
             piece.reasoning += rest.reasoning
             piece.tool_calls += rest.tool_calls
@@ -173,7 +172,7 @@ class AnswerReader:
         ends = tuple(self._end(finish) for finish in finished.sequences)
         last_seq = self._next_seq - 1 if self._next_seq else None
         self._finished = from_finished(replace(finished, sequences=ends, last_seq=last_seq))
-        self._finished.usage.reasoning_tokens = self._reasoning_tokens
+        self._finished.usage.reasoning_tokens = sum(one.total for one in self._reasoning.values())
         for finish in ends:
             choice = self._choices.setdefault(finish.index, Choice(finish.index))
             choice.finish_reason = finish.reason.name

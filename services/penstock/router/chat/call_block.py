@@ -74,7 +74,7 @@ class CallBlock:
         self._decided = len(text)
         # Beginning of what no complete call holds yet.
         self._mark = 0
-        self._is_last = False
+        self._is_last = self._is_cut = False
         self._is_open = False
         self._all_complete = True
         self._calls = 0
@@ -88,10 +88,13 @@ class CallBlock:
         self._run()
         return self._result
 
-    def finish(self) -> CallResult:
-        """Return the rest: no more text comes. A block without its end counts when its last call is whole."""
+    def finish(self, *, is_cut: bool = False) -> CallResult:
+        """Return the rest: no more text comes. A block without its end counts when its last call is whole.
+
+        `is_cut`: the model would have gone on. Half a call is then no text, and left out.
+        """
         self._result = CallResult()
-        self._is_last = True
+        self._is_last, self._is_cut = True, is_cut
         self._run()
         return self._result
 
@@ -114,15 +117,23 @@ class CallBlock:
         result.closed = True
         left = self._text[self._mark :]
         cut = len(self._text) if self._is_last else max(self._decided, self._position)
+        is_half = is_cut and self._is_cut and (self._calls > 0 or bool(self.opened.strip()) or self._may_be_known())
         if not self._calls:
-            result.raw, result.rest = self.opened + self._text[:cut], self._text[cut:]
+            if not is_half:
+                result.raw, result.rest = self.opened + self._text[:cut], self._text[cut:]
         elif self._is_open:
             # A call whose name is told cannot be taken back: it stays as it is, marked by not being complete.
             result.rest = "" if is_cut else self._text[self._position :]
-        elif is_cut and (not left.strip() or _may_close(left)):
+        elif is_half or (is_cut and (not left.strip() or _may_close(left))):
             result.complete = self._all_complete
         else:
             result.raw, result.rest = self._text[self._mark : cut], self._text[cut:]
+
+    def _may_be_known(self) -> bool:
+        """True when the text, which no marker opened, may go on to a call of a tool that was offered."""
+        text = re.sub(r"\s", "", self._text)
+        heads = [head for name in self.schemas for head in (f'{{"name":"{name}"', f"[{name}(", f'[{{"name":"{name}"')]
+        return any(head.startswith(text) or text.startswith(head) for head in heads)
 
     def _drop_read(self) -> None:
         """Forget text that is in calls already."""
@@ -217,6 +228,8 @@ class CallBlock:
             if rest and not any(option.startswith(rest) for option in options):
                 return ""
             if self._is_last:
+                if self._is_cut:
+                    raise _Cut
                 return ""
             yield from self.more()
 

@@ -38,6 +38,7 @@ class _State(enum.Enum):
     CALL = 7
     HEADER = 8
     BODY = 9
+    DRAFT = 10
 
 
 def new_call_id() -> str:
@@ -60,6 +61,8 @@ class ChatParser:
 
     A thought counts only at the very beginning of an answer, tool calls only when `parse_tools` (the request offered
     tools). Newlines around a thought belong to the tags, as in Qwen3's own template.
+
+    A call ends a thought that nothing else ends. In a thought that is closed, or goes on after it, it is a draft.
     """
 
     def __init__(
@@ -76,13 +79,16 @@ class ChatParser:
         """Make it. `schemas`: JSON Schemas of the offered tools' parameters, by name; formats without types read by
         them. `max_calls`: further calls are dropped; 0: none is."""
         self._parse_tools = parse_tools
-        self._format = chat.tools
+        self._chat, self._format = chat, chat.tools
         self._opens = (*chat.tools.opens, *chat.tools.inline)
         self._thought = chat.reasoning or THINK
         self._schemas = schemas or {}
         self._max_calls = max_calls
         self._state = _State.REASONING if in_reasoning else _State.START if chat.reasoning else _State.BEGIN
-        self._reasoning_started = False
+        self._reasoning_started = self._has_text = False
+        # Characters of `_held`, within a thought, in which no call begins any more.
+        self._passed = 0
+        self._draft: _DraftedCalls | None = None
         self._held = ""
         self._call: ToolCallReader | CallBlock | None = None
         self._calls = 0
@@ -94,6 +100,11 @@ class ChatParser:
     def in_reasoning(self) -> bool:
         """True while the text so far ends inside a thought."""
         return self._state is _State.REASONING
+
+    @property
+    def is_undecided(self) -> bool:
+        """True while a thought may have ended in a call: what follows tells."""
+        return self._state is _State.DRAFT
 
     @property
     def is_plain(self) -> bool:
@@ -116,24 +127,50 @@ class ChatParser:
             pass
         return piece
 
-    def finish(self) -> ChatPiece:
-        """Return what was held back: no more text comes."""
+    def finish(self, *, is_cut: bool = False) -> ChatPiece:
+        """Return what was held back: no more text comes.
+
+        `is_cut`: the model did not end the answer itself. Half a call is then left out; else it is text.
+        """
         piece = ChatPiece()
         held, self._held = self._held, ""
         if self._state is _State.REASONING:
+            half = _overlap(held, self._thought.closes) if is_cut else 0
+            # Words may be the beginning of a marker, too, and are more likely text.
+            held = held[: len(held) - half] if not held[len(held) - half :].isalpha() else held
             piece.reasoning = held if self._reasoning_started else held.lstrip("\n")
+        elif self._state is _State.DRAFT and self._draft is not None:
+            self._finish_draft(self._draft, held, piece, is_cut=is_cut)
         elif self._state is _State.CALL and self._call is not None:
-            result = self._call.finish()
+            result = self._call.finish(is_cut=is_cut)
             self._take_call(result, piece)
             if result.rest.strip():
                 piece.text, self._ends_in_calls = piece.text + result.rest, False
         elif self._state is _State.AFTER_CALL:
             # The held text is white space, or white space and the beginning of another tag.
-            if held.strip():
+            if held.strip() and not is_cut:
                 piece.text, self._ends_in_calls = held, False
+        elif is_cut and self._is_half_a_tag(held):
+            pass
         elif self._state is not _State.AFTER_REASONING:
             piece.text = held
         return piece
+
+    def _is_half_a_tag(self, held: str) -> bool:
+        """True when the end of an answer that was cut is the beginning of a marker, and no text."""
+        if self._state is _State.START:
+            is_call = self._parse_tools and any(one.startswith(held.strip()) for one in self._opens)
+            return bool(held.strip()) and (self._chat.thinks or is_call)
+        # A word that a marker begins with is that where nothing came before it.
+        return self._state is _State.CONTENT and not (held.isalpha() and self._has_text)
+
+    def _finish_draft(self, draft: _DraftedCalls, held: str, piece: ChatPiece, *, is_cut: bool) -> None:
+        """Take the calls that ended a thought, or as reasoning what is none."""
+        if draft.finish(held, is_cut=is_cut):
+            piece.tool_calls += draft.calls
+            self._ends_in_calls = draft.is_complete
+        else:
+            piece.reasoning += held if self._reasoning_started else held.lstrip("\n")
 
     def _step(self, piece: ChatPiece) -> bool:
         """Consume some of the held text; False when more text is needed."""
@@ -169,16 +206,46 @@ class ChatParser:
             if not self._held:
                 return False
         end = self._held.find(self._thought.closes)
-        keep = end if end >= 0 else len(self._held) - _overlap(self._held, self._thought.closes)
+        opens = self._opens if self._parse_tools else ()
+        begin, opened = _find_first(self._held, opens, self._passed) if end < 0 else (-1, "")
+        keep = max(begin, end)
+        if keep < 0:
+            keep = len(self._held) - _overlap(self._held[self._passed :], self._thought.closes, *opens)
+            keep = min(keep, len(self._held) - _overlap(self._held, self._thought.closes))
         thought = self._held[:keep].rstrip("\n")
         if thought:
             piece.reasoning += thought
             self._reasoning_started = True
-        if end < 0:
-            self._held = self._held[len(thought) :]
+        if end >= 0:
+            self._held, self._passed = self._held[end + len(self._thought.closes) :], 0
+            self._state = _State.AFTER_REASONING
+            return True
+        self._held, self._passed = self._held[len(thought) :], max(0, self._passed - len(thought))
+        if begin < 0:
             return False
-        self._held = self._held[end + len(self._thought.closes) :]
-        self._state = _State.AFTER_REASONING
+        calls = ChatParser(
+            parse_tools=True,
+            chat=ChatFormat(self._format, None),
+            schemas=self._schemas,
+            max_calls=self._max_calls,
+            max_head_chars=self._max_head_chars,
+            make_id=self._make_id,
+        )
+        self._draft = _DraftedCalls(calls, begin - len(thought), len(opened))
+        self._state = _State.DRAFT
+        return True
+
+    def _drafted(self, piece: ChatPiece) -> bool:
+        """Behind the beginning of a call within a thought."""
+        draft = self._draft
+        if draft is None:
+            return False
+        closes = self._thought.closes
+        is_closed = self._held.find(closes, max(0, draft.read - len(closes))) >= 0
+        if not is_closed and draft.feed(self._held, len(self._held) - _overlap(self._held, closes)):
+            return False
+        # No call, or one that the model thought about: it goes on behind the marker.
+        self._passed, self._draft, self._state = draft.behind_marker, None, _State.REASONING
         return True
 
     def _after_reasoning(self, piece: ChatPiece) -> bool:
@@ -195,6 +262,7 @@ class ChatParser:
         begin, opened = _find_first(self._held, self._opens)
         keep = begin if begin >= 0 else len(self._held) - _overlap(self._held, *self._opens)
         piece.text += self._held[:keep]
+        self._has_text = self._has_text or keep > 0
         self._held = self._held[keep:]
         if begin < 0:
             return False
@@ -263,7 +331,39 @@ class ChatParser:
         _State.CONTENT: _content,
         _State.AFTER_CALL: _after_call,
         _State.CALL: _in_call,
+        _State.DRAFT: _drafted,
     }
+
+
+class _DraftedCalls:
+    """Calls that stand in a thought: real ones where the answer ends with them."""
+
+    def __init__(self, parser: ChatParser, begin: int, marker: int) -> None:
+        """`begin`: place of the first, with a marker of so many characters, in the text that is fed."""
+        self._parser = parser
+        self.calls: list[ToolCallPiece] = []
+        self.behind_marker = begin + marker
+        # Characters that were read.
+        self.read = begin
+
+    @property
+    def is_complete(self) -> bool:
+        """True when the answer ends in whole calls. Meaningful after `finish`."""
+        return self._parser.ends_in_tool_calls
+
+    def feed(self, text: str, end: int) -> bool:
+        """Take the text up to `end`. Returns False when it is not, or goes on after, calls."""
+        piece = self._parser.feed(text[self.read : end])
+        self.read = max(self.read, end)
+        return self._take(piece)
+
+    def finish(self, text: str, *, is_cut: bool) -> bool:
+        """Take all the text. Returns True when it ends in calls, which are in `calls`."""
+        return self.feed(text, len(text)) and self._take(self._parser.finish(is_cut=is_cut)) and bool(self.calls)
+
+    def _take(self, piece: ChatPiece) -> bool:
+        self.calls += piece.tool_calls
+        return not piece.text.strip()
 
 
 class HarmonyParser(ChatParser):
@@ -282,14 +382,14 @@ class HarmonyParser(ChatParser):
     def is_plain(self) -> bool:
         return False
 
-    def finish(self) -> ChatPiece:
+    def finish(self, *, is_cut: bool = False) -> ChatPiece:
         if self._state not in (_State.HEADER, _State.BODY):
-            return super().finish()
+            return super().finish(is_cut=is_cut)
         piece, held = ChatPiece(), self._held
         self._held = ""
         if self._state is _State.BODY:
             self._put(piece, held)
-        elif held.strip() and ("to=" in held or not _may_be_header(held)):
+        elif held.strip() and (("to=" in held and not is_cut) or not _may_be_header(held)):
             piece.text, self._ends_in_calls = held, False
         return piece
 
@@ -356,9 +456,9 @@ def _may_be_header(text: str) -> bool:
     return any(text.startswith(one) or one.startswith(text) for one in (_START, "<|channel|>", "to=", _MESSAGE))
 
 
-def _find_first(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Place of the first of `tags` in `text`, and that one; -1 when there is none."""
-    found = [(place, tag) for tag in tags if (place := text.find(tag)) >= 0]
+def _find_first(text: str, tags: tuple[str, ...], begin: int = 0) -> tuple[int, str]:
+    """Place of the first of `tags` in `text`, from `begin` on, and that one; -1 when there is none."""
+    found = [(place, tag) for tag in tags if (place := text.find(tag, begin)) >= 0]
     return min(found) if found else (-1, "")
 
 

@@ -48,6 +48,8 @@ class ChatFormat:
 
     tools: ToolFormat
     reasoning: ReasoningFormat | None
+    # The template or an option names the thought. Else models that think are taken at their word.
+    thinks: bool = False
 
     def kept_for(self, *, with_tools: bool) -> tuple[str, ...]:
         """Markers that must reach the parser though a vocabulary calls them special."""
@@ -227,14 +229,13 @@ def choose_format(
     # Markers in it may be regular expressions.
     told = response_template.replace("\\", "")
     row = row or _fitting(told) or _fitting(template) or HERMES
-    thought: ReasoningFormat | None
     if reasoning == NONE:
-        thought = None
-    elif reasoning != AUTO:
-        thought = _named(REASONING, reasoning, "--reasoning-format")
+        return ChatFormat(row, None, thinks=row.is_harmony)
+    if reasoning != AUTO:
+        thought: ReasoningFormat | None = _named(REASONING, reasoning, "--reasoning-format")
     else:
-        thought = _thought(told) or _thought(template) or THINK
-    return ChatFormat(row, thought)
+        thought = _thought(told) or _thought(template)
+    return ChatFormat(row, thought or THINK, thinks=row.is_harmony or thought is not None)
 
 
 def _thought(template: str) -> ReasoningFormat | None:

@@ -73,18 +73,28 @@ class ToolCallReader:
         result.calls = int(result.closed and not result.raw)
         return result
 
-    def finish(self) -> CallResult:
-        """Return the rest: no more text comes. A call without its closing tag still counts when its JSON is whole."""
+    def finish(self, *, is_cut: bool = False) -> CallResult:
+        """Return the rest: no more text comes. A call without its closing tag still counts when its JSON is whole.
+
+        `is_cut`: the model would have gone on. Half a call is then no text, and left out.
+        """
         result = CallResult(closed=True)
         if self._phase is _Phase.HEAD:
-            self._read_whole(self._buffer, result, OPEN_TAG + self._buffer)
-        else:
-            result.complete = self._phase is _Phase.TAIL and self._well_formed
-        result.calls = int(not result.raw)
+            self._read_whole(self._buffer, result, "" if is_cut else OPEN_TAG + self._buffer)
+            result.calls = int(result.complete)
+            return result
+        result.complete = self._phase is _Phase.TAIL and self._well_formed
+        result.calls = 1
         return result
 
     def _read_head(self, result: CallResult) -> None:
         match = _HEAD.match(self._buffer)
+        begin = len(self._buffer) - len(self._buffer.lstrip())
+        if self._buffer[begin : begin + 1] not in ("", "{"):
+            # No call begins so: what follows is read as if nothing had begun.
+            result.closed = True
+            result.raw, result.rest = OPEN_TAG + self._buffer[:begin], self._buffer[begin:]
+            return
         close = self._buffer.find(CLOSE_TAG)
         if match is not None and not 0 <= close < match.end():
             name = loads(match.group(1))

@@ -14,7 +14,7 @@ from penstock.common.errors import Internal, PenstockError, ResourceExhausted
 from penstock.common.logging import get_logger
 from penstock.common.pace import Demand
 from penstock.common.tracing import Span
-from penstock.router.chat.chat_output import ChatParser, ChatPiece
+from penstock.router.chat.chat_output import ChatParser
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.delta_buffer import DeltaBuffer, PendingDelta
 from penstock.router.requests.returned_sequence import Piece, ReturnedSequence
@@ -22,6 +22,12 @@ from penstock.router.requests.suspect import Suspect
 from penstock.v1 import common_pb2, generation_pb2, tokenizer_pb2
 
 _log = get_logger("penstock.router")
+# Ends by which the model itself, or what it may write, ended an answer. Any other cut it.
+_ENDED_BY_MODEL = (
+    common_pb2.FINISH_REASON_STOP_EOS,
+    common_pb2.FINISH_REASON_STOP_TOKEN,
+    common_pb2.FINISH_REASON_CONSTRAINT_DONE,
+)
 
 
 class AttemptHandle(Protocol):
@@ -119,7 +125,6 @@ class RequestState:
         self.undecoded = 0
         self.last_batch: object | None = None
         self.detokenize_seconds = 0.0
-        self.reasoning_tokens = 0
         self.closed = False
         self._drop = drop
         self._metrics = metrics
@@ -142,6 +147,11 @@ class RequestState:
     def num_tokens(self) -> int:
         """Number of tokens that backends have emitted, over all sequences."""
         return sum(len(sequence.token_ids) for sequence in self.sequences.values())
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Number of tokens of thoughts, over all sequences."""
+        return sum(sequence.reasoning.total for sequence in self.sequences.values())
 
     @property
     def all_sequences_ended(self) -> bool:
@@ -268,11 +278,10 @@ class RequestState:
         self._put(PendingDelta(piece.sequence.index, text), piece)
 
     def _on_chat_text(self, sequence: ReturnedSequence, parser: ChatParser, piece: Piece, text: str) -> None:
-        before = parser.in_reasoning
-        part = parser.feed(text)
-        self._count_reasoning(before, parser, part, len(piece.token_ids), text)
+        part = sequence.reasoning.feed(parser, text, len(piece.token_ids))
         if piece.result is not None:
-            rest = parser.finish()
+            rest = parser.finish(is_cut=piece.result.finish_reason not in _ENDED_BY_MODEL)
+            sequence.reasoning.decide(rest)
             part.text += rest.text
             part.reasoning += rest.reasoning
             part.tool_calls += rest.tool_calls
@@ -281,13 +290,6 @@ class RequestState:
             self._put(delta, piece)
         if parser.is_plain:
             sequence.parser = None  # nothing is left to take apart
-
-    def _count_reasoning(self, before: bool, parser: ChatParser, part: ChatPiece, tokens: int, text: str) -> None:
-        if before and parser.in_reasoning:
-            self.reasoning_tokens += tokens
-        elif part.reasoning and text:
-            # Reasoning begins or ends within this piece: count its share of the text.
-            self.reasoning_tokens += round(tokens * min(1.0, len(part.reasoning) / len(text)))
 
     def _put(self, delta: PendingDelta, piece: Piece) -> None:
         if self.spec.wants_token_ids:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from penstock.common.errors import PenstockError
 from penstock.router.chat.chat_output import ChatParser
+from penstock.router.chat.reasoning_tokens import ReasoningTokens
 from penstock.router.requests.delta_buffer import DeltaBuffer
 from penstock.text.text_decoder import TextDecoder
 from penstock.v1 import common_pb2, tokenizer_pb2
@@ -43,6 +44,7 @@ class ReturnedSequence:
         "last_piece",
         "last_text_at",
         "parser",
+        "reasoning",
         "receiver",
         "result",
         "stream_id",
@@ -66,6 +68,7 @@ class ReturnedSequence:
         # The last of its ids that went to the detokenizer; later ones join them while they wait to be sent.
         self.last_piece: Piece | None = None
         self.parser = parser
+        self.reasoning = ReasoningTokens()
         self.last_text_at: float | None = None
 
 

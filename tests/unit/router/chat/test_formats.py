@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError
 from penstock.router.chat.chat_output import make_parser
-from penstock.router.chat.formats import REASONING, TOOLS, ToolFormat, choose_format
+from penstock.router.chat.formats import REASONING, TOOLS, ReasoningFormat, ToolFormat, choose_format
 from penstock.router.config import RouterConfig
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -285,14 +286,16 @@ EXAMPLES = [
 THOUGHTS = {"mistral": "mistral", "seed_oss": "seed"}
 
 
-def parse(name: str, pieces: list[str], **settings: Any) -> tuple[str, str, list[list[str]], bool]:
+def parse(
+    name: str, pieces: list[str], *, thought: str = "", is_cut: bool = False, **settings: Any
+) -> tuple[str, str, list[list[str]], bool]:
     """Return (text, reasoning, [name, arguments, id given] of the calls, ends in calls) of `pieces`."""
-    chat = choose_format("", name, THOUGHTS.get(name, "auto"))
+    chat = choose_format("", name, thought or THOUGHTS.get(name, "auto"))
     settings.setdefault("schemas", SCHEMAS)
     parser = make_parser(chat, parse_tools=True, make_id=lambda: "made", **settings)
     text = reasoning = ""
     calls: list[list[str]] = []
-    for piece in [*(parser.feed(part) for part in pieces), parser.finish()]:
+    for piece in [*(parser.feed(part) for part in pieces), parser.finish(is_cut=is_cut)]:
         text, reasoning = text + piece.text, reasoning + piece.reasoning
         for call in piece.tool_calls:
             if call.index == len(calls):
@@ -302,7 +305,7 @@ def parse(name: str, pieces: list[str], **settings: Any) -> tuple[str, str, list
 
 
 def named(example: Example) -> str:
-    return f"{example.format}-{EXAMPLES.index(example)}"
+    return f"{example.format}-{EXAMPLES.index(example) if example in EXAMPLES else 'bare'}"
 
 
 def test_at_least_twelve_formats_have_examples() -> None:
@@ -548,3 +551,87 @@ def test_options_of_the_router_name_every_row() -> None:
     hints = get_type_hints(RouterConfig)
     assert get_args(hints["tool_format"]) == ("auto", *(row.name for row in TOOLS))
     assert get_args(hints["reasoning_format"]) == ("auto", "none", *(row.name for row in REASONING))
+
+
+# Calls that a marker begins, which tells them in any place.
+MARKED = [
+    Example(example.format, example.text.rpartition("</seed:think>")[2], example.calls, example.content)
+    for example in EXAMPLES
+    if example.calls
+    and (example.format == "seed_oss" or not example.reasoning)
+    and example.format != "harmony"
+    and not (example.format.startswith("llama") and example.text[:1] in "[{")
+]
+
+
+def test_every_format_but_messages_of_channels_has_marked_examples() -> None:
+    assert {example.format for example in MARKED} == {row.name for row in TOOLS} - {"harmony"}
+
+
+@pytest.mark.parametrize("thought", REASONING, ids=lambda row: row.name)
+@pytest.mark.parametrize("example", MARKED, ids=named)
+def test_a_call_ends_a_thought_that_nothing_closes(example: Example, thought: ReasoningFormat) -> None:
+    text = f"I need it.\n{example.text}"
+    whole = parse(example.format, [text], thought=thought.name, in_reasoning=True)
+    content, reasoning, calls, ends = whole
+    assert [(name, json.loads(arguments)) for name, arguments, _ in calls] == example.calls
+    assert (content, ends) == ("", True)
+    assert reasoning.rstrip() == f"I need it.\n{example.content}".rstrip()
+    assert parse(example.format, list(text), thought=thought.name, in_reasoning=True) == whole
+    opened = parse(example.format, [thought.opens + text], thought=thought.name)
+    assert opened == whole
+
+
+@pytest.mark.parametrize("thought", REASONING, ids=lambda row: row.name)
+@pytest.mark.parametrize("example", MARKED, ids=named)
+def test_a_call_in_a_thought_that_is_closed_is_a_draft(example: Example, thought: ReasoningFormat) -> None:
+    text = f"Perhaps {example.text}{thought.closes}Yes."
+    whole = parse(example.format, [text], thought=thought.name, in_reasoning=True)
+    assert whole == ("Yes.", f"Perhaps {example.text}".rstrip("\n"), [], False)
+    assert parse(example.format, list(text), thought=thought.name, in_reasoning=True) == whole
+
+
+@pytest.mark.parametrize("example", MARKED, ids=named)
+def test_a_call_that_a_thought_goes_on_after_is_a_draft(example: Example) -> None:
+    text = f"Perhaps {example.text}\nNo, better {example.text}"
+    whole = parse(example.format, [text], in_reasoning=True)
+    content, reasoning, calls, ends = whole
+    assert [(name, json.loads(arguments)) for name, arguments, _ in calls] == example.calls
+    assert (content, ends) == ("", True)
+    assert reasoning.rstrip() == f"Perhaps {example.text}\nNo, better {example.content}".rstrip()
+    assert parse(example.format, list(text), in_reasoning=True) == whole
+    assert parse(example.format, [f"{text} Or not."], in_reasoning=True) == ("", f"{text} Or not.", [], False)
+
+
+def cuts(example: Example) -> list[int]:
+    """Places at which the text may be cut: all, but within the markers of gpt-oss, which are tokens of every model."""
+    inside = {
+        place
+        for found in (re.finditer(r"<\|\w+\|>", example.text) if example.format == "harmony" else ())
+        for place in range(found.start() + 1, found.end())
+    }
+    return [place for place in range(len(example.text) + 1) if place not in inside]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=named)
+def test_no_half_of_a_call_is_text_wherever_an_answer_is_cut(example: Example) -> None:
+    thought = THOUGHTS.get(example.format, "think")
+    for place in cuts(example):
+        text, reasoning, calls, _ = parse(example.format, [example.text[:place]], thought=thought, is_cut=True)
+        assert example.content.startswith(text), place
+        assert example.reasoning.startswith(reasoning.strip()), place
+        assert [name for name, _, _ in calls] == [name for name, _ in example.calls][: len(calls)], place
+
+
+@pytest.mark.parametrize("example", MARKED, ids=named)
+def test_no_half_of_a_call_in_a_thought_is_text_wherever_it_is_cut(example: Example) -> None:
+    for place in range(len(example.text) + 1):
+        text, _, calls, _ = parse(example.format, [f"Hm. {example.text[:place]}"], is_cut=True, in_reasoning=True)
+        assert text == "", place
+        assert [name for name, _, _ in calls] == [name for name, _ in example.calls][: len(calls)], place
+
+
+@pytest.mark.parametrize("name", [row.name for row in TOOLS])
+def test_what_is_no_call_stays_text_also_where_it_is_cut(name: str) -> None:
+    for text in ("a <b> and", "Of a proof", '{"answer": [1, 2', "x = [1, 2"):
+        assert parse(name, [text], is_cut=True)[0] == text
