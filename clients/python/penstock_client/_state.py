@@ -19,9 +19,9 @@ Event = text_pb2.GenerateTextResponse | text_pb2.ChatResponse
 
 def logprob_entry(entry: common_pb2.PositionLogprobs) -> LogprobEntry:
     """Return one position as a plain value."""
-    top = tuple(LogprobEntry(one.token_id, one.text, one.logprob, one.rank) for one in entry.top)
+    top = tuple(LogprobEntry(one.token_id, one.text, one.logprob, one.rank, (), one.raw) for one in entry.top)
     chosen = entry.chosen
-    return LogprobEntry(chosen.token_id, chosen.text, chosen.logprob, chosen.rank, top)
+    return LogprobEntry(chosen.token_id, chosen.text, chosen.logprob, chosen.rank, top, chosen.raw)
 
 
 class StreamState:

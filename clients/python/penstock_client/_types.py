@@ -94,6 +94,13 @@ class LogprobEntry:
     logprob: float
     rank: int
     top: tuple[LogprobEntry, ...] = ()
+    # The token's bytes where they are parts of characters, which `text` shows as U+FFFD; else empty.
+    raw: bytes = b""
+
+    @property
+    def token_bytes(self) -> bytes:
+        """The token's bytes; those of all tokens, joined, are the answer's text as UTF-8."""
+        return self.raw or self.text.encode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)

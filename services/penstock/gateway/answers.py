@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -142,7 +143,31 @@ def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
 
 
 def _chat_token(entry: LogprobEntry) -> dict[str, Any]:
-    return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.text.encode("utf-8", "replace"))}
+    text = _escaped(entry.raw) if entry.raw else entry.text
+    return {"token": text, "logprob": entry.logprob, "bytes": list(entry.token_bytes)}
+
+
+def _escaped(raw: bytes) -> str:
+    r"""Bytes as OpenAI writes those of a part of a character: `\xe4\xb8`."""
+    return "".join(chr(byte) if 32 <= byte < 127 and byte != 92 else f"\\x{byte:02x}" for byte in raw)
+
+
+def _name(entry: LogprobEntry) -> str:
+    """A token's name among those of a completion, as OpenAI's: its text, or its bytes where they are no text."""
+    return f"bytes:{_escaped(entry.raw)}" if entry.raw else entry.text
+
+
+def _names(entry: LogprobEntry) -> dict[int, str]:
+    """Names of a position's tokens by id, each its own: of tokens that read alike, the most likely has the text and the
+    others their ids, as vLLM names them."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for one in (*entry.top, entry):
+        if one.token_id not in names:
+            name = _name(one)
+            names[one.token_id] = name if name not in taken else f"token_id:{one.token_id}"
+            taken.add(name)
+    return names
 
 
 class TextLogprobs:
@@ -151,17 +176,21 @@ class TextLogprobs:
     def __init__(self, offset: int = 0) -> None:
         """Begin at character `offset` of the text."""
         self._offset = offset
+        # Counts the characters of tokens that are parts of them.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def lists(self, entries: Iterable[LogprobEntry]) -> dict[str, Any]:
         """The lists of the next tokens. A prompt's first token has no log-probability: null."""
         tokens, logprobs, tops, offsets = [], [], [], []
         for entry in entries:
-            tokens.append(entry.text)
+            names = _names(entry)
+            tokens.append(names[entry.token_id])
             # A rank begins at 1: without one nothing was chosen.
             logprobs.append(entry.logprob if entry.rank else None)
-            tops.append({other.text: other.logprob for other in reversed(entry.top)} if entry.rank else None)
+            top = {names[other.token_id]: other.logprob for other in reversed(entry.top)}
+            tops.append(top if entry.rank else None)
             offsets.append(self._offset)
-            self._offset += len(entry.text)
+            self._offset += len(self._decoder.decode(entry.token_bytes))
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
 
 

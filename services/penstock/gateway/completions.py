@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock_client import AsyncStream, Choice, Completion, Delta, LogprobEntry, Usage
-from penstock_client._state import StreamState
+from penstock_client._state import StreamState, logprob_entry
 
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.answers import (
@@ -185,23 +185,14 @@ async def _first_texts(plan: _Plan) -> dict[int, str]:
 
 def _prompt_entries(plan: _Plan, prompt: int, started: Any) -> list[LogprobEntry]:
     """Log-probabilities of the prompt at a place; the first token has none."""
-    entries = [
-        LogprobEntry(
-            one.chosen.token_id,
-            one.chosen.text,
-            one.chosen.logprob,
-            one.chosen.rank,
-            tuple(LogprobEntry(top.token_id, top.text, top.logprob, top.rank) for top in one.top),
-        )
-        for one in started.prompt_logprobs
-    ]
+    entries = [logprob_entry(one) for one in started.prompt_logprobs]
     if entries:
         text = plan.first_texts.get(prompt, "")
         if isinstance(whole := plan.prompts[prompt], str):
             # All that the others leave of it: nothing, where the first is a control token that was added.
-            rest = "".join(entry.text for entry in entries[1:])
+            rest = b"".join(entry.token_bytes for entry in entries[1:]).decode("utf-8", "replace")
             text = whole[: len(whole) - len(rest)] if whole.endswith(rest) else ""
-        entries[0] = replace(entries[0], text=text)
+        entries[0] = replace(entries[0], text=text, raw=b"")
     return entries
 
 

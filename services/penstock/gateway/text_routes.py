@@ -8,8 +8,9 @@ import json
 import struct
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
+
+from penstock_client import LogprobEntry
 
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.gateway.answers import dumps, usage_of
@@ -130,7 +131,7 @@ async def score(call: HttpCall) -> Answer:
                     "object": "score",
                     "score": one.logprob,
                     "is_greedy": one.is_greedy,
-                    "tokens": [asdict(token) for token in one.tokens],
+                    "tokens": [_score_token(token) for token in one.tokens],
                 }
                 for number, one in enumerate(scores.scores)
             ],
@@ -138,6 +139,17 @@ async def score(call: HttpCall) -> Answer:
             "usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens")},
         }
     )
+
+
+def _score_token(entry: LogprobEntry) -> dict[str, Any]:
+    return {
+        "token_id": entry.token_id,
+        "text": entry.text,
+        "bytes": list(entry.token_bytes),
+        "logprob": entry.logprob,
+        "rank": entry.rank,
+        "top": [_score_token(other) for other in entry.top],
+    }
 
 
 def _plain(value: Any) -> Any:

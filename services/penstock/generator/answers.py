@@ -156,8 +156,8 @@ class AnswerReader:
         return self._logprob(position.chosen or Logprob(0, 0.0, 0), top)
 
     def _logprob(self, one: Logprob, top: tuple[LogprobEntry, ...] = ()) -> LogprobEntry:
-        text = "" if self._tokenizer is None else self._tokenizer.token_text(one.token_id)
-        return LogprobEntry(one.token_id, text, one.logprob, one.rank, top)
+        text, raw = ("", b"") if self._tokenizer is None else self._tokenizer.token_text(one.token_id)
+        return LogprobEntry(one.token_id, text, one.logprob, one.rank, top, raw)
 
     def _name_tokens(self, positions: Iterable[common_pb2.PositionLogprobs]) -> None:
         """Fill in the texts of a prompt's log-probabilities."""
@@ -166,7 +166,7 @@ class AnswerReader:
         for position in positions:
             entries = [*position.top, *([position.chosen] if position.HasField("chosen") else [])]
             for entry in entries:
-                entry.text = self._tokenizer.token_text(entry.token_id)
+                entry.text, entry.raw = self._tokenizer.token_text(entry.token_id)
 
     def _on_finished(self, finished: FinishedOutput) -> None:
         ends = tuple(self._end(finish) for finish in finished.sequences)
@@ -193,7 +193,7 @@ def scores_of_items(results: Sequence[ItemResult], tokenizer: LocalTokenizer | N
         for result in response.results:
             for position in result.logprobs:
                 for entry in (position.chosen, *position.top):
-                    entry.text = tokenizer.token_text(entry.token_id)
+                    entry.text, entry.raw = tokenizer.token_text(entry.token_id)
     return scores_of(text_pb2.ScoreTextResponse(results=response.results, usage=response.usage))
 
 

@@ -11,6 +11,7 @@ from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.router.chat.formats import ChatFormat, choose_format
 from penstock.text.detokenizer import Detokenizer
 from penstock.text.text_decoder import TextDecoder
+from penstock.text.token_text import TokenText
 from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.chat_template import ChatTemplates, Conversation, Rendered
 from penstock.tokenizer.detokenizer import DetokenizerFactory
@@ -52,7 +53,7 @@ class LocalTokenizer:
             clean_up=clean_up if bundle.clean_up_tokenization_spaces else None,
         )
         self._lock = threading.Lock()
-        self._token_texts: dict[int, str] = {}
+        self._token_texts: dict[int, TokenText] = {}
         self._front: list[int] | None = None
 
     def with_template(self, template: str) -> LocalTokenizer:
@@ -180,11 +181,11 @@ class LocalTokenizer:
         table = self._decoders.table
         return context[-_MAX_CONTEXT_IDS:] if table is None else table.context(context, skip_special)
 
-    def token_text(self, token_id: int) -> str:
+    def token_text(self, token_id: int) -> TokenText:
         """Return the text of one token alone, special ones spelled out: for log-probabilities."""
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            text = self._token_texts[token_id] = TokenText.of(self._decoders.piece(token_id))
         return text
 
     def divide(self, prompt: str, continuation: str, *, beginning: Sequence[int]) -> tuple[list[int], list[int]]:

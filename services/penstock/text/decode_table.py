@@ -33,6 +33,11 @@ class Table:
         """Bytes of each id."""
         return (self.raw[index] if text is None else text.encode() for index, text in enumerate(self.text))
 
+    def piece(self, index: int) -> bytes:
+        """Bytes of one id. Raises IndexError for an id outside of the table."""
+        text = self.text[index]
+        return self.raw[index] if text is None else text.encode()
+
     def without(self, ids: Sequence[int]) -> Table:
         """Return a table in which `ids` contribute nothing, as with skip_special_tokens."""
         text = list(self.text)

@@ -44,12 +44,8 @@ class Plan:
     def _piece_bytes(self, token: str) -> str | bytes:
         for old, new in self.replacements:
             token = token.replace(old, new)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes([int(token[3:5], 16)])
-            except ValueError:
-                return token
-        return token
+        byte = _lone_byte(token)
+        return token if byte is None else byte
 
 
 def plan_of(decoder: dict[str, Any] | None) -> Plan | None:
@@ -70,6 +66,40 @@ def plan_of(decoder: dict[str, Any] | None) -> Plan | None:
     if kinds == ["ByteFallback", "Fuse", "Strip"] and steps[2]["stop"] == 0:
         return Plan("byte_fallback", tuple(replacements), steps[2]["content"], steps[2]["start"])
     return None
+
+
+def piece_of(tokenizer: Tokenizer, decoder: dict[str, Any] | None, index: int) -> bytes:
+    """Bytes that an id contributes inside a text, by a decoder that is no table: what it would do to this token alone.
+
+    Empty for an id without a token.
+    """
+    token = tokenizer.id_to_token(index)
+    if token is None:
+        return b""
+    if index in tokenizer.get_added_tokens_decoder():
+        return str(token).encode("utf-8", "replace")
+    for step in _steps(decoder):
+        if step["type"] == "ByteLevel":
+            return byte_level_bytes(token)
+        if step["type"] == "ByteFallback" and (byte := _lone_byte(token)) is not None:
+            return byte
+        if step["type"] == "Metaspace":
+            return str(token).replace(step["replacement"], " ").encode()
+        if step["type"] == "Replace" and (pattern := step["pattern"].get("String")) is not None:
+            token = token.replace(pattern, step["content"])
+    if any(step["type"] == "WordPiece" for step in _steps(decoder)):
+        return str(tokenizer.decode([index], skip_special_tokens=False)).encode()
+    return str(token).encode()
+
+
+def _lone_byte(token: str) -> bytes | None:
+    """Return the byte that a piece such as <0xE4> stands for."""
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return bytes([int(token[3:5], 16)])
+    except ValueError:
+        return None
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

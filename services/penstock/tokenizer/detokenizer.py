@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from tokenizers import Tokenizer
 
 from penstock.text.detokenizer import REPLACEMENT, DecodeTable, Detokenizer
-from penstock.tokenizer.decoder_plan import plan_of
+from penstock.tokenizer.decoder_plan import piece_of, plan_of
 
 # Ids of a context that a window begins with: enough for the characters before it, which later text depends on.
 _MAX_CONTEXT_IDS = 64
@@ -150,7 +150,8 @@ class DetokenizerFactory:
         self._id_limit = id_limit
         self._clean_up = clean_up
         self._special_ids = special_ids
-        plan = plan_of(json.loads(tokenizer.to_str())["decoder"])
+        self._decoder = json.loads(tokenizer.to_str())["decoder"]
+        plan = plan_of(self._decoder)
         self._table = None if plan is None else plan.table(tokenizer, id_limit, special_ids)
 
     @property
@@ -162,6 +163,14 @@ class DetokenizerFactory:
     def table(self) -> DecodeTable | None:
         """Table of the whole decoder; None when it is no table."""
         return self._table if self._clean_up is None else None
+
+    def piece(self, index: int) -> bytes:
+        """Bytes that an id contributes inside a text, special ones spelled out. Raises IndexError for an unknown id."""
+        if self._table is not None:
+            return self._table.table.piece(index)
+        if index >= self._id_limit:
+            raise IndexError(index)
+        return piece_of(self._tokenizer, self._decoder, index)
 
     def make(self, skip_special_tokens: bool, kept: Sequence[str] = ()) -> Detokenizer:
         """Make a detokenizer for one sequence. `kept`: special tokens that are not skipped."""

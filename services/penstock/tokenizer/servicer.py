@@ -73,21 +73,25 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         _check_count("sequences", tokens, service.config.max_decode_ids)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
 
-        def work(tokenizer: TextTokenizer) -> list[str]:
+        if request.with_pieces and any(len(ids) != 1 for ids in sequences):
+            raise InvalidArgument("with_pieces", "each sequence must be one id")
+
+        def work(tokenizer: TextTokenizer) -> pb.DecodeResponse:
             begin = time.perf_counter()
             texts = tokenizer.decode(sequences, skip)
+            pieces = [service.detokenizers.piece(ids[0]) for ids in sequences] if request.with_pieces else ()
             if request.without_open_end:
                 texts = [
                     service.detokenizers.make(skip).begin(ids) if text.endswith(REPLACEMENT) else text
                     for ids, text in zip(sequences, texts, strict=True)
                 ]
             self._metrics.detokenize_seconds.observe(time.perf_counter() - begin)
-            return texts
+            return pb.DecodeResponse(texts=texts, pieces=pieces)
 
         with self.activity.call():
-            texts = await service.workers.run(request.ByteSize(), work)
-        self._count("decode", tokens, sum(map(len, texts)))
-        return _checked(pb.DecodeResponse(texts=texts))
+            response = await service.workers.run(request.ByteSize(), work)
+        self._count("decode", tokens, sum(map(len, response.texts)))
+        return _checked(response)
 
     async def ApplyChatTemplate(
         self, request: pb.ApplyChatTemplateRequest, context: Context

@@ -226,12 +226,15 @@ class TokenLogprob(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    RAW_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     logprob: _builtins.float
     rank: _builtins.int
     """1 for the most likely token."""
     text: _builtins.str
     """The token as text (router only; incomplete characters are shown as U+FFFD)."""
+    raw: _builtins.bytes
+    """The token's bytes where `text` is not all of it: parts of characters (router only)."""
     def __init__(
         self,
         *,
@@ -239,10 +242,11 @@ class TokenLogprob(_message.Message):
         logprob: _builtins.float = ...,
         rank: _builtins.int = ...,
         text: _builtins.str = ...,
+        raw: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "raw", b"raw", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -237,11 +237,14 @@ class DecodeRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     WITHOUT_OPEN_END_FIELD_NUMBER: _builtins.int
+    WITH_PIECES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     skip_special_tokens: _builtins.bool
     """Default true."""
     without_open_end: _builtins.bool
     """Leave out a character that a sequence begins at its end and does not complete; else it is U+FFFD."""
+    with_pieces: _builtins.bool
+    """Answer with pieces, too. Each sequence is one id."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]: ...
     def __init__(
@@ -251,10 +254,11 @@ class DecodeRequest(_message.Message):
         sequences: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         without_open_end: _builtins.bool = ...,
+        with_pieces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "model", b"model", "sequences", b"sequences", "skip_special_tokens", b"skip_special_tokens", "without_open_end", b"without_open_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "model", b"model", "sequences", b"sequences", "skip_special_tokens", b"skip_special_tokens", "with_pieces", b"with_pieces", "without_open_end", b"without_open_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
@@ -267,16 +271,22 @@ class DecodeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXTS_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def pieces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """With with_pieces: the bytes that each id contributes inside a text, special ones spelled out."""
+
     def __init__(
         self,
         *,
         texts: _abc.Iterable[_builtins.str] | None = ...,
+        pieces: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pieces", b"pieces", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

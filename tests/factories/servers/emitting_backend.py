@@ -75,6 +75,8 @@ class EmittingBackend:
     finish_reason: int = common_pb2.FINISH_REASON_STOP_EOS
     stop_string: str | None = None
     tokens_per_step: int = 1
+    # Ids that stand beside every chosen one, as many as a request asks for.
+    alternatives: Sequence[int] = ()
     # Ends an answer at max_new_tokens.
     obeys_budget: bool = True
     # Steps that may still be taken; None: any number.
@@ -346,7 +348,11 @@ class Session:
             delta.token_ids.extend(running.ids[position:end])
             if request.output.HasField("top_logprobs"):
                 for token_id in running.ids[position:end]:
-                    delta.logprobs.add().chosen.CopyFrom(common_pb2.TokenLogprob(token_id=token_id, rank=1))
+                    position = delta.logprobs.add()
+                    position.chosen.CopyFrom(common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5, rank=1))
+                    others = [one for one in self._backend.alternatives if one != token_id]
+                    for rank, other in enumerate([token_id, *others][: request.output.top_logprobs], 1):
+                        position.top.add(token_id=other, logprob=-0.5 * rank, rank=rank)
             running.next_seq += 1
             running.positions[index] = end
             if end == len(running.ids):

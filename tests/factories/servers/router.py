@@ -75,9 +75,11 @@ class Router:
     tokenizer: Any
     registry: CollectorRegistry
 
-    async def decode(self, ids: Sequence[int]) -> str:
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode at once, which streamed text must equal."""
-        request = tokenizer_pb2.DecodeRequest(sequences=[common_pb2.TokenIds(ids=ids)])
+        request = tokenizer_pb2.DecodeRequest(
+            sequences=[common_pb2.TokenIds(ids=ids)], skip_special_tokens=skip_special_tokens
+        )
         return str((await self.tokenizer.Decode(request)).texts[0])
 
     async def encode(self, text: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from penstock.gateway.answers import dumps, merged, quoted
+from penstock.gateway.answers import TextLogprobs, dumps, merged, quoted
 from penstock_client import Delta, LogprobEntry
 
 
@@ -36,3 +36,16 @@ def test_a_delta_of_more_than_text_stays_as_it_is() -> None:
     ids, scored = Delta(1, 0, "b", token_ids=(7,)), Delta(2, 0, "c", logprobs=(LogprobEntry(7, "c", -0.5, 1),))
     deltas = [Delta(0, 0, "a"), ids, scored, Delta(3, 0, "d")]
     assert merged(deltas) == deltas
+
+
+def test_tokens_that_read_alike_keep_their_names_apart() -> None:
+    """`<0x41>` and `A` of a model with byte tokens; the chosen one has the name that its alternative has."""
+    others = (
+        LogprobEntry(1, "A", -0.1, 1),
+        LogprobEntry(2, "A", -1.0, 2),
+        LogprobEntry(3, "\ufffd", -2.0, 3, (), b"\xe4"),
+    )
+    lists = TextLogprobs().lists([LogprobEntry(2, "A", -1.0, 2, others), LogprobEntry(4, "B", -9.0, 7, others)])
+    assert lists["tokens"] == ["token_id:2", "B"]
+    assert lists["top_logprobs"] == [{r"bytes:\xe4": -2.0, "token_id:2": -1.0, "A": -0.1}] * 2
+    assert lists["text_offset"] == [0, 1]

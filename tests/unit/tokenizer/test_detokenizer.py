@@ -47,6 +47,28 @@ def split_at(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
     return [ids[start:end] for start, end in itertools.pairwise(bounds)]
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "pieces"),
+    [
+        (
+            VOCABULARIES["byte_fallback"],
+            {"▁w": b" w", "<0xE4>": b"\xe4", "<0x41>": b"A", "你": "你".encode(), "<s>": b"<s>"},
+        ),
+        (vocabulary_of(unigram_tokenizer()), {"▁": b" ", "hello": b"hello", "</s>": b"</s>"}),
+        (vocabulary_of(word_piece_tokenizer()), {"hello": b"hello", "[SEP]": b"[SEP]"}),
+        (VOCABULARIES["byte_level"], {"Ġthe": b" the", "ð": b"\xf0", "<|im_end|>": b"<|im_end|>"}),
+    ],
+    ids=["byte_fallback", "metaspace", "word_piece", "byte_level"],
+)
+def test_a_token_alone_is_its_own_bytes_within_a_text(vocabulary: Vocabulary, pieces: dict[str, bytes]) -> None:
+    factory = detokenizers_of(vocabulary)
+    ids = {token: vocabulary.tokenizer.token_to_id(token) for token in pieces}
+    assert None not in ids.values()
+    assert {token: factory.piece(index) for token, index in ids.items()} == pieces
+    with pytest.raises(IndexError):
+        factory.piece(1 << 20)
+
+
 @pytest.mark.parametrize("kind", VOCABULARIES)
 def test_tables_serve_the_common_decoders(kind: str) -> None:
     assert FACTORIES[kind].kind == kind

@@ -1,4 +1,4 @@
-"""Text of single tokens, for logprobs: the tokenizer is asked once, then it is remembered (bounded, oldest out)."""
+"""Text and bytes of single tokens, for logprobs: the tokenizer is asked once, then they are remembered (bounded)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from penstock.common.errors import Internal
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
+from penstock.text.token_text import TokenText
 from penstock.v1 import common_pb2, tokenizer_pb2
 
 # Ids per Decode call: keeps requests and answers small.
@@ -19,22 +20,25 @@ class TokenTexts:
     def __init__(self, link: TokenizerLink, capacity: int) -> None:
         self._link = link
         self._capacity = capacity
-        self._texts: OrderedDict[int, str] = OrderedDict()
+        self._texts: OrderedDict[int, TokenText] = OrderedDict()
 
     def fill_known(self, positions: Sequence[common_pb2.PositionLogprobs]) -> bool:
-        """Set `text` of every entry of `positions` without asking; False when one is not remembered.
+        """Set `text` and `raw` of every entry of `positions` without asking; False when one is not remembered.
 
         The per-token path: nearly all are remembered.
         """
         try:
             for entry in _entries(positions):
-                entry.text = self._texts[entry.token_id]
+                entry.text, raw = self._texts[entry.token_id]
+                if raw:
+                    entry.raw = raw
         except KeyError:
             return False
         return True
 
     async def fill(self, positions: Sequence[common_pb2.PositionLogprobs], timeout: float | None) -> None:
-        """Set `text` of every entry of `positions`. Raises PenstockError when the tokenizer cannot be asked."""
+        """Set `text` and `raw` of every entry of `positions`. Raises PenstockError when the tokenizer cannot be
+        asked."""
         entries = list(_entries(positions))
         wanted = {entry.token_id for entry in entries}
         found = {token_id: self._texts[token_id] for token_id in wanted if token_id in self._texts}
@@ -42,16 +46,20 @@ class TokenTexts:
         for begin in range(0, len(missing), _BATCH):
             found |= await self._ask(missing[begin : begin + _BATCH], timeout)
         for entry in entries:
-            entry.text = found[entry.token_id]
+            entry.text, entry.raw = found[entry.token_id]
 
-    async def _ask(self, ids: Sequence[int], timeout: float | None) -> dict[int, str]:
+    async def _ask(self, ids: Sequence[int], timeout: float | None) -> dict[int, TokenText]:
         request = tokenizer_pb2.DecodeRequest(
-            sequences=[common_pb2.TokenIds(ids=[token_id]) for token_id in ids], skip_special_tokens=False
+            sequences=[common_pb2.TokenIds(ids=[token_id]) for token_id in ids],
+            skip_special_tokens=False,
+            with_pieces=True,
         )
         answer = await self._link.decode(request, timeout)
-        if len(answer.texts) != len(ids):
+        # A tokenizer of an earlier release knows texts only.
+        texts = [TokenText.of(piece) for piece in answer.pieces] or [TokenText(text, b"") for text in answer.texts]
+        if len(texts) != len(ids):
             raise Internal("the tokenizer did not answer every sequence", reason="TOKENIZER_PROTOCOL")
-        new = dict(zip(ids, answer.texts, strict=True))
+        new = dict(zip(ids, texts, strict=True))
         self._texts.update(new)
         while len(self._texts) > self._capacity:
             self._texts.popitem(last=False)

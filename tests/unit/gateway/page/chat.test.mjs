@@ -211,6 +211,10 @@ test("a character of several tokens belongs to the last of them", () => {
   assert.deepEqual(tokenTexts(tokens("Hi", " \uFFFD", "\uFFFD", " you", "<end>"), "Hi 👋 you"), ["Hi", "", " 👋", " you", "<end>"]);
   assert.deepEqual(tokenTexts(tokens("a", "\uFFFD", "\uFFFD"), "aé"), ["a", "", "é"]);
   assert.deepEqual(tokenTexts(tokens("a", "\uFFFD"), "a"), ["a", ""]);
+  const answer = emptyAnswer();
+  const parts = [["Hi", [72, 105]], [" \\xf0\\x9f", [32, 240, 159]], ["\\x91\\x8b", [145, 139]], ["\\x91", [92, 120, 57, 49]]];
+  takeChoice(answer, { delta: { content: "Hi 👋\\x91" }, logprobs: { content: parts.map(([token, bytes]) => ({ token, bytes, logprob: -1 })) } });
+  assert.deepEqual(tokenTexts(answer.tokens, answer.content), ["Hi", "", " 👋", "\\x91"]);
 });
 
 test("figures", () => {

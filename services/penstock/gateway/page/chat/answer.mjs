@@ -30,9 +30,19 @@ function takeCall(calls, piece) {
   call.arguments += piece.function?.arguments ?? "";
 }
 
-function tokenOf({ token, logprob, top_logprobs: top }) {
+function tokenOf({ token, logprob, bytes, top_logprobs: top }) {
   const alternatives = (top ?? []).map((one) => ({ token: one.token, logprob: rounded(one.logprob) }));
-  return { token, logprob: rounded(logprob), top: alternatives };
+  return { token, logprob: rounded(logprob), top: alternatives, ...(isPart(bytes) && { part: true }) };
+}
+
+/** True for bytes that are no whole characters. */
+function isPart(bytes) {
+  try {
+    if (bytes) new TextDecoder("utf-8", { fatal: true }).decode(new Uint8Array(bytes));
+  } catch {
+    return true;
+  }
+  return false;
 }
 
 function rounded(logprob) {
@@ -49,15 +59,15 @@ export function takeFacts(record, chunk) {
 }
 
 /**
- * The text that each token adds. A part of a character comes as U+FFFD: the character itself, which `text` has, belongs to the
+ * The text that each token adds. A part of a character has no text of its own (U+FFFD in older conversations): the character itself, which `text` has, belongs to the
  * last of its tokens, and the others are empty.
  */
 export function tokenTexts(tokens, text) {
   const texts = tokens.map(({ token }) => token);
   let place = 0;
   let parts = 0;
-  tokens.forEach(({ token }, at) => {
-    if (token.includes(PART)) {
+  tokens.forEach(({ token, part }, at) => {
+    if (part || token.includes(PART)) {
       parts += 1;
       texts[at] = "";
       return;
