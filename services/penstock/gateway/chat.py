@@ -21,9 +21,10 @@ from penstock.gateway.answers import (
     tool_call_pieces,
     usage_of,
 )
+from penstock.gateway.chat_history import messages_of
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.followed import Followed
-from penstock.gateway.request_fields import Fields, checked, messages_of, options_of, tools_of
+from penstock.gateway.request_fields import Fields, checked, options_of, tools_of
 
 
 async def chat_completions(call: HttpCall) -> Answer:

@@ -6,7 +6,7 @@ The form is that of the API's version 2023-06-01 (https://docs.anthropic.com/en/
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from penstock_client import AsyncStream, Choice, Completion, Delta, Usage
@@ -14,6 +14,7 @@ from penstock_client import AsyncStream, Choice, Completion, Delta, Usage
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.answers import dumps, extras, merged, named_event
 from penstock.gateway.endpoint import Answer, HttpCall
+from penstock.gateway.history import read_block, read_content
 from penstock.gateway.request_fields import Fields, checked, checked_call, options_of, typed
 
 _STOPS = {"LENGTH": "max_tokens", "MAX_TIME": "max_tokens", "ABORTED": "max_tokens", "TOOL_CALLS": "tool_use"}
@@ -156,7 +157,7 @@ def _conversation(fields: Fields, call: HttpCall) -> list[dict[str, Any]]:
     """Take system and messages. Raises InvalidArgument naming message and block."""
     found: list[dict[str, Any]] = []
     if (system := fields.raw("system")) is not None:
-        found.append({"role": "system", "content": _text(system, "system")})
+        found.append({"role": "system", "content": read_content(system, "system", "system", call, word="blocks").text})
     given = fields.raw("messages")
     if not isinstance(given, list) or not given:
         raise InvalidArgument("messages", "must be a list with at least one message")
@@ -168,79 +169,40 @@ def _conversation(fields: Fields, call: HttpCall) -> list[dict[str, Any]]:
         call.ignored += [f"messages[].{key}" for key in message if key not in ("role", "content")]
         content = message.get("content")
         if role == "assistant":
-            found.append(_assistant(content, f"{where}.content"))
+            found.append(_assistant(content, f"{where}.content", call))
         else:
-            found += _user(role, content, f"{where}.content")
+            found += _user(role, content, f"{where}.content", call)
     return found
 
 
-def _blocks(content: Any, where: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield place, type and block of each block; a plain text is one."""
-    if isinstance(content, str):
-        yield where, "text", {"text": content}
-        return
-    if not isinstance(content, list):
-        raise InvalidArgument(where, "must be a text or a list of blocks")
-    for number, block in enumerate(content):
-        at = f"{where}[{number}]"
-        kind = typed(typed(block, dict, at).get("type"), str, f"{at}.type")
-        yield at, kind, block
-
-
-def _text(content: Any, where: str) -> str:
-    """Return the text of blocks of text. Raises InvalidArgument for others."""
-    return "".join(_text_of(at, kind, block) for at, kind, block in _blocks(content, where))
-
-
-def _text_of(at: str, kind: str, block: dict[str, Any]) -> str:
-    if kind != "text":
-        raise InvalidArgument(at, f"{kind[:64]} blocks are not supported here: Penstock's models read text")
-    return typed(block.get("text"), str, f"{at}.text")
-
-
-def _user(role: str, content: Any, where: str) -> list[dict[str, Any]]:
+def _user(role: str, content: Any, where: str, call: HttpCall) -> list[dict[str, Any]]:
     """Return a user's message, and before it one of the tools' for every result in it."""
     results: list[dict[str, Any]] = []
-    text: list[str] = []
-    for at, kind, block in _blocks(content, where):
-        if kind != "tool_result":
-            text.append(_text_of(at, kind, block))
+    if not isinstance(content, list):
+        return [{"role": role, "content": read_content(content, where, role, call, word="blocks").text}]
+    text, is_empty = "", True
+    for number, block in enumerate(content):
+        at = f"{where}[{number}]"
+        if not isinstance(block, dict) or block.get("type") != "tool_result":
+            text, is_empty = text + read_block(block, at, role, call, word="blocks").text, False
             continue
-        result = block.get("content")
         results.append(
             {
                 "role": "tool",
                 "tool_call_id": typed(block.get("tool_use_id"), str, f"{at}.tool_use_id"),
-                "content": "" if result is None else _text(result, f"{at}.content"),
+                "content": read_content(block.get("content"), f"{at}.content", "tool", call, word="blocks").text,
             }
         )
-    return [*results, {"role": role, "content": "".join(text)}] if text or not results else results
+    return [*results, {"role": role, "content": text}] if not is_empty or not results else results
 
 
-def _assistant(content: Any, where: str) -> dict[str, Any]:
-    text: list[str] = []
-    reasoning: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for at, kind, block in _blocks(content, where):
-        if kind == "thinking":
-            reasoning.append(typed(block.get("thinking"), str, f"{at}.thinking"))
-        elif kind == "tool_use":
-            given = typed(block.get("input") or {}, dict, f"{at}.input")
-            calls.append(
-                {
-                    "id": typed(block.get("id"), str, f"{at}.id"),
-                    "name": typed(block.get("name"), str, f"{at}.name"),
-                    "arguments": json.dumps(given, ensure_ascii=False),
-                }
-            )
-        # Encrypted by another server, for itself.
-        elif kind != "redacted_thinking":
-            text.append(_text_of(at, kind, block))
-    made: dict[str, Any] = {"role": "assistant", "content": "".join(text)}
-    if reasoning:
-        made["reasoning_content"] = "".join(reasoning)
-    if calls:
-        made["tool_calls"] = calls
+def _assistant(content: Any, where: str, call: HttpCall) -> dict[str, Any]:
+    said = read_content(content, where, "assistant", call, word="blocks")
+    made: dict[str, Any] = {"role": "assistant", "content": said.text}
+    if said.reasoning:
+        made["reasoning_content"] = said.reasoning
+    if said.calls:
+        made["tool_calls"] = said.calls
     return made
 
 

@@ -6,7 +6,6 @@ for some of them come on top. A field that nothing has read when the request is 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -269,53 +268,6 @@ def ids_of(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not all(_is_id(each) and 0 <= each < 1 << 32 for each in value):
         raise InvalidArgument(name, "must be a text or a list of token ids")
     return value
-
-
-def messages_of(value: Any, call: HttpCall) -> list[dict[str, Any]]:
-    """Return a conversation as the client takes it. Raises InvalidArgument naming message and field."""
-    if not isinstance(value, list) or not value:
-        raise InvalidArgument("messages", "must be a list with at least one message")
-    return [_message(message, f"messages[{number}]", call) for number, message in enumerate(value)]
-
-
-def _message(message: Any, where: str, call: HttpCall) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise InvalidArgument(where, "must be an object")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidArgument(f"{where}.role", "must be a text such as user")
-    # OpenAI's newer name; templates know the older one.
-    made: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    for key, value in message.items():
-        if value is None or key == "role":
-            continue
-        if key == "content":
-            made["content"] = value
-        elif key in ("name", "tool_call_id"):
-            made[key] = typed(value, str, f"{where}.{key}")
-        elif key in ("reasoning_content", "reasoning"):
-            made["reasoning_content"] = typed(value, str, f"{where}.{key}")
-        elif key == "tool_calls":
-            made[key] = _tool_calls(value, f"{where}.{key}")
-        else:
-            call.ignored.append(f"messages[].{key}")
-    return made
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    made = []
-    for number, each in enumerate(typed(calls, list, where)):
-        at = f"{where}[{number}]"
-        function = typed(typed(each, dict, at).get("function"), dict, f"{at}.function")
-        arguments = function.get("arguments", "{}")
-        made.append(
-            {
-                "id": typed(each.get("id", ""), str, f"{at}.id"),
-                "name": typed(function.get("name"), str, f"{at}.function.name"),
-                "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
-            }
-        )
-    return made
 
 
 def tools_of(value: Any) -> Sequence[Mapping[str, Any]]:

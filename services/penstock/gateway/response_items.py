@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 from penstock.common.errors import InvalidArgument
+from penstock.gateway.endpoint import HttpCall
+from penstock.gateway.history import arguments_of, read_content
 from penstock.gateway.request_fields import typed
 
 # Name of an event, and its fields.
@@ -16,7 +17,6 @@ Event = tuple[str, dict[str, Any]]
 # Types of items -> what their ids begin with.
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
 def new_id(prefix: str) -> str:
@@ -42,7 +42,7 @@ def read_items(given: Any) -> list[dict[str, Any]]:
     return found
 
 
-def conversation_of(items: Sequence[dict[str, Any]], first: int) -> list[dict[str, Any]]:
+def conversation_of(items: Sequence[dict[str, Any]], first: int, call: HttpCall) -> list[dict[str, Any]]:
     """Return the messages, as the client takes them, that items are.
 
     `first` is the place of the first item of `input`: those before it come from earlier responses. Raises
@@ -54,14 +54,14 @@ def conversation_of(items: Sequence[dict[str, Any]], first: int) -> list[dict[st
         where = f"input[{number - first}]"
         kind = item["type"]
         if kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            reasoning.append(_text(parts, f"{where}.content"))
+            said = read_content(item.get("content") or item.get("summary"), f"{where}.content", "assistant", call)
+            reasoning.append(said.reasoning or said.text)
         elif kind == "function_call":
             _own(found, reasoning).setdefault("tool_calls", []).append(
                 {
                     "id": typed(item.get("call_id"), str, f"{where}.call_id"),
                     "name": typed(item.get("name"), str, f"{where}.name"),
-                    "arguments": _arguments(item.get("arguments", "{}"), f"{where}.arguments"),
+                    "arguments": arguments_of(item.get("arguments")),
                 }
             )
         elif kind == "function_call_output":
@@ -69,32 +69,21 @@ def conversation_of(items: Sequence[dict[str, Any]], first: int) -> list[dict[st
                 {
                     "role": "tool",
                     "tool_call_id": typed(item.get("call_id"), str, f"{where}.call_id"),
-                    "content": _text(item.get("output"), f"{where}.output"),
+                    "content": read_content(item.get("output"), f"{where}.output", "tool", call).text,
                 }
             )
         else:
             role = item.get("role")
             if role not in _ROLES:
                 raise InvalidArgument(f"{where}.role", "must be user, assistant, system or developer")
-            text = _text(item.get("content"), f"{where}.content")
+            said = read_content(item.get("content"), f"{where}.content", role, call)
             if role == "assistant":
-                found.append({"role": role, "content": text, **_taken(reasoning)})
+                reasoning.append(said.reasoning)
+                found.append({"role": role, "content": said.text, **_taken(reasoning)})
             else:
                 # OpenAI's newer name; templates know the older one.
-                found.append({"role": "system" if role == "developer" else role, "content": text})
+                found.append({"role": "system" if role == "developer" else role, "content": said.text})
     return found
-
-
-def _arguments(given: Any, where: str) -> str:
-    """Return the arguments of a call. Raises InvalidArgument: the tokenizer's would name a message."""
-    text = typed(given, str, where)
-    try:
-        is_object = isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        raise InvalidArgument(where, "must be the text of a JSON object")
-    return text
 
 
 def _own(found: list[dict[str, Any]], reasoning: list[str]) -> dict[str, Any]:
@@ -109,22 +98,6 @@ def _taken(reasoning: list[str]) -> dict[str, str]:
     text = "".join(reasoning)
     reasoning.clear()
     return {"reasoning_content": text} if text else {}
-
-
-def _text(content: Any, where: str) -> str:
-    """Return the text of a content: a text, or parts of text. Raises InvalidArgument for others."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidArgument(where, "must be a text or a list of parts")
-    found = []
-    for number, part in enumerate(content):
-        at = f"{where}[{number}]"
-        kind = typed(typed(part, dict, at).get("type"), str, f"{at}.type")
-        if kind not in _TEXT_PARTS:
-            raise InvalidArgument(at, f"{kind[:64]} parts are not supported: Penstock's models read text")
-        found.append(typed(part.get("refusal" if kind == "refusal" else "text"), str, f"{at}.text"))
-    return "".join(found)
 
 
 class OutputItems:

@@ -162,7 +162,7 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
         fields.raw(name)
     fields.done()
     earlier = await _earlier(call, previous) if previous is not None else []
-    messages = conversation_of([*earlier, *given], len(earlier))
+    messages = conversation_of([*earlier, *given], len(earlier), call)
     call.names["messages"] = "input"
     if instructions is not None:
         messages.insert(0, {"role": "system", "content": instructions})

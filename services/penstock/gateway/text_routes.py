@@ -14,8 +14,9 @@ from penstock_client import LogprobEntry
 
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.gateway.answers import dumps, usage_of
+from penstock.gateway.chat_history import messages_of
 from penstock.gateway.endpoint import Answer, HttpCall
-from penstock.gateway.request_fields import Fields, checked, checked_call, ids_of, messages_of, tools_of, typed
+from penstock.gateway.request_fields import Fields, checked, checked_call, ids_of, tools_of, typed
 from penstock.generation.options.limits import DEFAULT_LIMITS
 from penstock.generation.options.table import SECTIONS
 

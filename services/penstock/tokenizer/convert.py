@@ -114,16 +114,25 @@ def _content(message: pb.Message, path: str) -> str:
 def _tool_call(call: pb.ToolCall, path: str) -> dict[str, Any]:
     if not call.name:
         raise InvalidArgument(f"{path}.name", "is needed")
-    try:
-        arguments = json.loads(call.arguments or "{}")
-        if "\\u" in call.arguments:  # an escape can spell half a surrogate pair, which is JSON but not text
-            json.dumps(arguments, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidArgument(f"{path}.arguments", "must be a JSON object")
+    arguments = _arguments(call.arguments)
     value: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
     return {"id": call.id, **value} if call.id else value
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return a call's arguments as the object that templates show.
+
+    A model's call may have been cut, or be no JSON, and comes back with the history: its text is then all it has.
+    """
+    try:
+        arguments = json.loads(text.strip() or "{}")
+        if "\\u" in text:  # an escape can spell half a surrogate pair, which is JSON but not text
+            json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return {"arguments": text}
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
 
 
 def _tool(tool: pb.Tool) -> dict[str, Any]:

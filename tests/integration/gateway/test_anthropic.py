@@ -175,17 +175,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         "messages[0].content[0]: image blocks are not supported",
     ),
-    "a result of an image": (
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}],
-                }
-            ]
-        },
-        "messages[0].content[0].content[0]: image",
-    ),
     "a result of nothing": (
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
         "messages[0].content[0].tool_use_id: ",

@@ -57,7 +57,7 @@ def test_blocks_become_messages() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "one"},
         {"role": "tool", "tool_call_id": "2", "content": ""},
     ]
-    assert ignored == ["messages[].name"]
+    assert ignored == ["messages[].name", "messages[].content[].redacted_thinking"]
 
 
 def events(blocks: _Blocks, *deltas: Delta) -> list[dict[str, Any]]:

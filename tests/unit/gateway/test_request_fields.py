@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import pytest
 from penstock.common.errors import InvalidArgument
+from penstock.gateway.chat_history import messages_of
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import HttpCall
-from penstock.gateway.request_fields import Fields, checked, messages_of, options_of, token_lists, tools_of
+from penstock.gateway.request_fields import Fields, checked, options_of, token_lists, tools_of
 from penstock.generation.options.table import SECTIONS
 from penstock_client import check_options
 

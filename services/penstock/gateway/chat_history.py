@@ -1,0 +1,70 @@
+"""Messages of a chat as OpenAI's and other servers' clients send them, older forms of theirs included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.common.errors import InvalidArgument
+from penstock.gateway.endpoint import HttpCall
+from penstock.gateway.history import Said, call_of, read_content
+from penstock.gateway.request_fields import typed
+
+# Names of a message's reasoning, as servers and clients have them. The first that is set counts.
+_REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
+
+
+def messages_of(value: Any, call: HttpCall) -> list[dict[str, Any]]:
+    """Return a conversation as the client takes it. Raises InvalidArgument naming message and field."""
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument("messages", "must be a list with at least one message")
+    return [_message(message, f"messages[{number}]", call) for number, message in enumerate(value)]
+
+
+def _message(message: Any, where: str, call: HttpCall) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidArgument(where, "must be an object")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidArgument(f"{where}.role", "must be a text such as user")
+    # OpenAI's newer name, and its oldest; templates know those of between.
+    role = {"developer": "system", "function": "tool"}.get(role, role)
+    content = message.get("content")
+    said = read_content(content, f"{where}.content", role, call) if content is not None else Said()
+    if (refusal := message.get("refusal")) is not None:
+        said.text += typed(refusal, str, f"{where}.refusal")
+    made: dict[str, Any] = {"role": role}
+    if said.text or content is not None:
+        made["content"] = said.text
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            made[name] = typed(message[name], str, f"{where}.{name}")
+    if reasoning := _reasoning(message, where, call) or said.reasoning:
+        made["reasoning_content"] = reasoning
+    if calls := _calls(message, where) or said.calls:
+        made["tool_calls"] = calls
+    taken = {"role", "content", "refusal", "name", "tool_call_id", "tool_calls", "function_call", *_REASONING}
+    call.ignored += [f"messages[].{key}" for key in message if key not in taken and message[key] is not None]
+    return made
+
+
+def _reasoning(message: dict[str, Any], where: str, call: HttpCall) -> str:
+    for name in _REASONING:
+        if given := message.get(name):
+            if not isinstance(given, str | list):
+                raise InvalidArgument(f"{where}.{name}", "must be a text")
+            said: Said = read_content(given, f"{where}.{name}", "assistant", call)
+            if text := said.reasoning or said.text:
+                return text
+    return ""
+
+
+def _calls(message: dict[str, Any], where: str) -> list[dict[str, str]]:
+    made = []
+    for number, each in enumerate(typed(message.get("tool_calls") or [], list, f"{where}.tool_calls")):
+        at = f"{where}.tool_calls[{number}]"
+        within = typed(each, dict, at)
+        function = typed(within.get("function"), dict, f"{at}.function")
+        made.append({**call_of(function, f"{at}.function"), "id": typed(within.get("id") or "", str, f"{at}.id")})
+    if not made and (old := message.get("function_call")) is not None:
+        made.append(call_of(typed(old, dict, f"{where}.function_call"), f"{where}.function_call"))
+    return made
