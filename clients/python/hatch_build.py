@@ -14,7 +14,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 # Modules of the services that the client stands on: path below `services` and in the wheel.
-SHARED = ("penstock/v1", "penstock/common/errors.py", "penstock/common/request_context.py", "penstock/common/units.py")
+SHARED = (
+    "penstock/v1",
+    "penstock/common/environment.py",
+    "penstock/common/errors.py",
+    "penstock/common/proxies.py",
+    "penstock/common/request_context.py",
+    "penstock/common/units.py",
+)
 # Path in the repository -> in the wheel.
 PROTOS = {
     "protos/penstock/v1": "penstock_client/protos/penstock/v1",

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import grpc
+from penstock.common.proxies import through_proxy
 from penstock.v1 import admin_pb2_grpc, model_pb2_grpc, text_pb2_grpc
 
 from penstock_client._exceptions import PenstockError
@@ -96,8 +97,10 @@ class AsyncChannel:
     def __init__(self, address: str, config: ClientConfig, channel: Any = None) -> None:
         """Open it, or use a `channel` that another closes. Raises ValueError and OSError for the files of
         `config.tls`."""
-        options = config.channel_options()
+        options = config.channel_options(address)
         self._is_own = channel is None
+        # Words for errors where connections go through a proxy.
+        self.through = through_proxy(address) if self._is_own else ""
         if channel is not None:
             self._channel = channel
         elif config.tls:
@@ -182,8 +185,10 @@ class Channel:
     def __init__(self, address: str, config: ClientConfig, channel: Any = None) -> None:
         """Open it, or use a `channel` that another closes. Raises ValueError and OSError for the files of
         `config.tls`."""
-        options = config.channel_options()
+        options = config.channel_options(address)
         self._is_own = channel is None
+        # Words for errors where connections go through a proxy.
+        self.through = through_proxy(address) if self._is_own else ""
         if channel is not None:
             self._channel = channel
         elif config.tls:

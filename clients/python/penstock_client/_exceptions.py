@@ -52,17 +52,21 @@ __all__ = [
 
 # What gRPC says where a server takes a connection and ends it before it has said a word.
 _NO_CONNECTION, _HUNG_UP = "failed to connect to all addresses", "Socket closed"
+# What it says of a way on which no server has answered, a proxy's refusal among them.
+_UNREACHED = (_NO_CONNECTION, "DNS resolution failed", "HTTP proxy", _HUNG_UP)
 _TLS_HINT = "a server with TLS does so to clients without, or without their certificate: see ClientConfig.tls"
 
 
-def stream_error(error: grpc.RpcError, last_seq: int | None) -> PenstockError:
+def stream_error(error: grpc.RpcError, last_seq: int | None, through: str = "") -> PenstockError:
     """Return the error of a broken stream: Unavailable when it was lost before anything arrived, Aborted after a
-    delta."""
+    delta. `through`: words of the proxy on the way, for an error without an answer."""
     mapped = from_rpc_error(error)
     if isinstance(mapped, Unavailable):
         if last_seq is not None:
             metadata = {**mapped.metadata, "last_seq": str(last_seq)}
             return Aborted(mapped.message, reason=mapped.reason, metadata=metadata)
+        if through and any(sign in mapped.message for sign in _UNREACHED):
+            return Unavailable(f"{mapped.message}; {through}", reason="NOT_CONNECTED")
         if mapped.message.startswith(_NO_CONNECTION) and mapped.message.endswith(_HUNG_UP):
             return Unavailable(f"{mapped.message}; {_TLS_HINT}", reason="NOT_CONNECTED")
     return mapped

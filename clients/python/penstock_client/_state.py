@@ -27,8 +27,9 @@ def logprob_entry(entry: common_pb2.PositionLogprobs) -> LogprobEntry:
 class StreamState:
     """Folds events into choices and checks the protocol: gapless seq, Finished exactly once and last."""
 
-    def __init__(self, retry: RetryConfig, timeout: float | None = None) -> None:
-        """Begin empty; `timeout` in seconds is for all tries together."""
+    def __init__(self, retry: RetryConfig, timeout: float | None = None, through: str = "") -> None:
+        """Begin empty; `timeout` in seconds is for all tries together. `through`: words of the proxy on the way."""
+        self._through = through
         self.started: generation_pb2.Started | None = None
         self.finished: generation_pb2.Finished | None = None
         self.last_seq: int | None = None
@@ -124,7 +125,7 @@ class StreamState:
 
     def retry_delay(self, error: grpc.RpcError) -> float:
         """Return the seconds to wait before another try; raise the mapped error when there is to be none."""
-        mapped: PenstockError = stream_error(error, self.last_seq)
+        mapped: PenstockError = stream_error(error, self.last_seq, self._through)
         if not isinstance(mapped, Unavailable) or self.started or self._attempts >= self._retry.max_attempts:
             raise mapped from error
         if mapped.retry_after_seconds is not None:

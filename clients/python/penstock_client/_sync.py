@@ -212,7 +212,8 @@ class Client:
         try:
             self._channel.wait_ready(timeout or self.config.timeouts.connect)
         except TimeoutError:
-            raise Unavailable("no connection to the router", reason="NOT_CONNECTED") from None
+            told = "; ".join(filter(None, ("no connection to the router", self._channel.through)))
+            raise Unavailable(told, reason="NOT_CONNECTED") from None
 
     def generate(
         self, prompt: str | Sequence[int] = "", *, timeout: float | None = None, **options: Unpack[GenerationOptions]
@@ -272,7 +273,8 @@ class Client:
         return self._stream(self._stub.Chat, request, timeout)
 
     def _stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Stream:
-        state = StreamState(self.config.retry, timeout if timeout is not None else self.config.timeouts.generate)
+        timeout = timeout if timeout is not None else self.config.timeouts.generate
+        state = StreamState(self.config.retry, timeout, self._channel.through)
         return Stream(lambda: method(request, timeout=state.remaining(), metadata=self._metadata_for("")), state)
 
     def score(
@@ -479,7 +481,7 @@ class Client:
             while not state.is_over:
                 state.take(exchange.read(), END)
         except grpc.RpcError as error:
-            raise stream_error(error, None) from error
+            raise stream_error(error, None, self._channel.through) from error
         finally:
             exchange.cancel()
         return state.info()
@@ -517,4 +519,4 @@ class Client:
             metadata = self._metadata_for(backend)
             return method(request, timeout=timeout or self.config.timeouts.unary, metadata=metadata)
         except grpc.RpcError as error:
-            raise stream_error(error, None) from error
+            raise stream_error(error, None, self._channel.through) from error

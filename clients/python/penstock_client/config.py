@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+from penstock.common.proxies import proxy_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,15 @@ class ClientConfig:
     # Called for each call: more metadata for it, such as the W3C trace context of the caller's span (traceparent).
     call_metadata: Callable[[], Iterable[tuple[str, str]]] = tuple
 
-    def channel_options(self) -> list[tuple[str, str | int]]:
-        """gRPC channel arguments of this configuration."""
+    def channel_options(self, address: str = "") -> list[tuple[str, str | int]]:
+        """gRPC channel arguments of this configuration; `address` is where they lead, by which a proxy is chosen."""
         options: list[tuple[str, str | int]] = [
             ("grpc.keepalive_time_ms", int(self.keepalive.interval * 1000)),
             ("grpc.keepalive_timeout_ms", int(self.keepalive.timeout * 1000)),
             ("grpc.max_receive_message_length", self.max_receive_bytes),
             # Retries are ours: gRPC's own would not know whether an event had arrived.
             ("grpc.enable_retries", 0),
+            *proxy_options(address),
         ]
         if self.tls and self.tls.server_name:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))

@@ -96,7 +96,7 @@ async def _ask(config: DebugConfig) -> State:
     from penstock.v1 import admin_pb2, admin_pb2_grpc
 
     def opened(client: ClientConfig) -> tuple[grpc.aio.Channel, Any]:
-        options, metadata = client.channel_options(), client.metadata(config.address)
+        options, metadata = client.channel_options(config.address), client.metadata(config.address)
         if client.tls:
             return grpc.aio.secure_channel(config.address, client.tls.credentials(), options), metadata
         return grpc.aio.insecure_channel(config.address, options), metadata

@@ -12,6 +12,7 @@ from penstock.cli.console import say
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import check_channel_files
 from penstock.common.errors import StartupError
+from penstock.common.proxies import through_proxy
 from penstock.serving.channels import open_channel
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -57,4 +58,6 @@ async def _check(address: str, timeout: float, config: ChannelConfig) -> str:
         client_key=config.channel_tls_key,
         name=None,
     )
-    return "no answer" if cause.flag == "--address" else cause.message.removeprefix(f"{address} ")
+    if cause.flag == "--address":
+        return "no answer" + (f": {through}" if (through := through_proxy(address)) else "")
+    return cause.message.removeprefix(f"{address} ")

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import TokenFile, channel_credentials
+from penstock.common.proxies import proxy_options
 from penstock.common.request_context import REQUEST_ID_KEY, current_request_id
 from penstock.common.tracing import outgoing
 from penstock.http2.client_connection import rpc_error
@@ -34,7 +35,7 @@ def open_channel(address: str, config: ChannelConfig = _LOCAL) -> GrpcChannel:
 
     Raises StartupError when a TLS or token file cannot be read.
     """
-    options = channel_options(config)
+    options = [*channel_options(config), *proxy_options(address)]
     if config.channel_tls_server_name is not None:
         options.append(("grpc.ssl_target_name_override", config.channel_tls_server_name))
     credentials = channel_credentials(config)

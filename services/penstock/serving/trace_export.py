@@ -35,6 +35,7 @@ from penstock import __version__
 from penstock.common.config import FILE_ENDPOINT, ProcessConfig
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
+from penstock.common.proxies import is_this_machine
 from penstock.common.tracing import Attributes, Span, SpanKind, TraceContext
 
 _TRACES_PATH = "/v1/traces"
@@ -250,8 +251,13 @@ def start_tracing(config: ProcessConfig, service: str) -> Tracing:
         path = endpoint.removeprefix(FILE_ENDPOINT)
         return Tracing(config, service, FileExporter(path, config.tracing_file_bytes))
     # Here, since it brings an HTTP client that a file needs none of.
+    import requests
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     parts = urlsplit(endpoint)
     url = urlunsplit(parts._replace(path=_TRACES_PATH)) if parts.path in ("", "/") else endpoint
-    return Tracing(config, service, OTLPSpanExporter(endpoint=url, timeout=config.tracing_timeout_seconds))
+    session = requests.Session()
+    # A collector on this machine is not behind the proxy that the environment names.
+    session.trust_env = not is_this_machine(parts.hostname or "")
+    exporter = OTLPSpanExporter(endpoint=url, timeout=config.tracing_timeout_seconds, session=session)
+    return Tracing(config, service, exporter)

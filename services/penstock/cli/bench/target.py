@@ -122,7 +122,7 @@ class Target:
         self._config, address = config, config.address
         self._metadata = client.metadata(address)
         self.forget_prefixes()
-        options = client.channel_options()
+        options = client.channel_options(address)
         if client.tls:
             self._channel = grpc.aio.secure_channel(address, client.tls.credentials(), options)
         else:

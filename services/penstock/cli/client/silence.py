@@ -10,6 +10,7 @@ import ssl
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import channel_tls_context
 from penstock.common.errors import StartupError
+from penstock.common.proxies import through_proxy
 
 SECONDS = 3.0
 # A service's flags of its connections, and those of a command.
@@ -41,6 +42,8 @@ def silence_of(
     Blocks for some seconds at most. `name` is the one expected in the certificate when it is not the address's. `hint`
     says what may be wrong where nobody answers.
     """
+    if through := through_proxy(address):
+        return Silence(f"no answer from {address}: {through}", flag="--address")
     host, _, port = address.removeprefix("dns:///").rpartition(":")
     host = host.strip("[]")
     files = ChannelConfig(
