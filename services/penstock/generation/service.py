@@ -187,6 +187,7 @@ class GenerationCore:
             warnings=resolved.warnings,
             token_healing=self._token_healing(options) if resolved.params.token_healing else None,
             begins_text=options.begins_text,
+            thought=options.thought,
             adapter=adapter,
         )
         return DeltaMaker(request, loaded.served.name, resolved.stream_interval)

@@ -27,6 +27,7 @@ from penstock.generator.requests import LocalRequest
 from penstock.generator.text import LocalTokenizer
 from penstock.router.chat.chat_output import ChatParser, ChatPiece
 from penstock.router.chat.reasoning_tokens import ReasoningTokens
+from penstock.router.chat.thoughts import to_thought
 from penstock.text.text_decoder import TextDecoder
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
@@ -143,6 +144,7 @@ class AnswerReader:
                     skip_special=request.skip_special,
                     include_stop=request.include_stop,
                     kept=request.kept_tokens,
+                    thought=None if request.thought is None else to_thought(request.thought),
                 )
             text = decoder.push(emission.token_ids)
         except IndexError:

@@ -17,7 +17,9 @@ from penstock.generation.options.hf_json import IRRELEVANT_FIELDS
 from penstock.generator.text import LocalTokenizer
 from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import ChatParser, make_parser, prompt_opens_reasoning
+from penstock.router.chat.forced_calls import answer_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat
+from penstock.router.chat.thoughts import thought_before
 from penstock.router.frontend.convert import begin_prompt, schemas_of, skips_special_tokens, to_template
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.tokenizer.convert import conversation
@@ -53,6 +55,7 @@ class LocalRequest:
     parses_tools: bool = False
     opens_reasoning: bool = False
     chat: ChatFormat = DEFAULT
+    thought: common_pb2.Thought | None = None
     schemas: Schemas = field(default_factory=dict)
     is_chat: bool = False
     stop_strings: list[str] = field(default_factory=list)
@@ -150,6 +153,12 @@ class RequestMaker:
         local.is_chat, local.parses_tools = True, bool(request.tools)
         local.chat, local.schemas = self._needed("a conversation").chat_format, schemas_of(request)
         local.opens_reasoning = prompt_opens_reasoning(text, local.chat.reasoning)
+        local.thought = thought_before(local.chat, text, goes_on=request.continue_final_message)
+        if local.thought is not None:
+            if request.HasField("constraint"):
+                markers = self._needed("a conversation").marker_ids(local.chat.kept_for(with_tools=True))
+                local.thought.grammar = answer_grammar(local.chat, markers, in_reasoning=local.opens_reasoning)
+            local.message.thought.CopyFrom(local.thought)
         return local
 
     def _local(

@@ -11,6 +11,7 @@ from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.router.chat.formats import ChatFormat, choose_format
 from penstock.text.detokenizer import Detokenizer
 from penstock.text.text_decoder import TextDecoder
+from penstock.text.thoughts import Thought
 from penstock.text.token_text import TokenText
 from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.chat_template import ChatTemplates, Conversation, Rendered
@@ -68,6 +69,10 @@ class LocalTokenizer:
             return named
         added = self._vocabulary.tokenizer.get_added_tokens_decoder()
         return next((index for index, one in added.items() if one.content == token), None)
+
+    def marker_ids(self, markers: Iterable[str]) -> dict[str, int]:
+        """Return the ids of those markers that are added tokens."""
+        return {marker: found for marker in markers if (found := self.special_id(marker)) is not None}
 
     @property
     def vocab_size(self) -> int:
@@ -166,12 +171,13 @@ class LocalTokenizer:
         skip_special: bool,
         include_stop: bool,
         kept: Sequence[str] = (),
+        thought: Thought | None = None,
     ) -> TextDecoder:
         """Return the decoder of one sequence's output. `context`: the prompt whose text it goes on with; None: it
-        begins anew. `kept`: special tokens that are not skipped. Raises IndexError for a prompt's id outside the
-        vocabulary."""
+        begins anew. `kept`: special tokens that are not skipped. `thought`: what comes before its stop strings count.
+        Raises IndexError for a prompt's id outside the vocabulary."""
         made: Detokenizer = self._decoders.make(skip_special, kept)
-        decoder = TextDecoder(made, stop_strings, include_stop)
+        decoder = TextDecoder(made, stop_strings, include_stop, thought)
         if context is not None:
             end = self._end_of(context, skip_special)
             decoder.replay(end, (), is_cut=len(end) < len(context))

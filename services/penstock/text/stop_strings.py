@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.text.thoughts import Thought, ThoughtGate
+
 
 class ReadyText(NamedTuple):
     """Text to send, and the stop string that ended it, if one did."""
@@ -23,10 +25,11 @@ class StopStrings:
     are complete at the same character the longest.
     """
 
-    __slots__ = ("_begins", "_held", "_include", "_reach", "_stops", "matched")
+    __slots__ = ("_begins", "_gate", "_held", "_include", "_reach", "_stops", "matched")
 
-    def __init__(self, stops: Sequence[str], include: bool) -> None:
-        """Make it. With `include` a matched stop string is part of the text."""
+    def __init__(self, stops: Sequence[str], include: bool, thought: Thought | None = None) -> None:
+        """Make it. With `include` a matched stop string is part of the text. Text of a `thought` before it passes."""
+        self._gate: ThoughtGate[str] | None = None if thought is None else thought.gate()
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._include = include
         self._begins = {stop[0] for stop in self._stops}
@@ -41,6 +44,12 @@ class StopStrings:
             return _NOTHING
         if not text:
             return _NOTHING
+        if self._gate is not None:
+            before, answer = self._gate.feed(text)
+            if answer is None:
+                return ReadyText(before)
+            self._gate = None
+            return self._behind(before, answer)
         pending = self._held + text
         end, stop = self._first(pending)
         if stop is not None:
@@ -58,6 +67,9 @@ class StopStrings:
         """Return the rest. `matched`: a stop string that the engine found at the end; it is cut even if not ours."""
         before = self.matched
         ready = self.push(text)
+        if self._gate is not None:
+            rest, self._gate = self._gate.finish(), None
+            ready = self._behind(ready.text, rest)
         rest, self._held = ready.text + self._held, ""
         if self.matched is not None or matched is None or before is not None:
             return ReadyText(rest, ready.matched)
@@ -66,6 +78,10 @@ class StopStrings:
         if place < 0:
             return ReadyText(rest, matched)
         return ReadyText(rest[: place + len(matched) if self._include else place], matched)
+
+    def _behind(self, before: str, answer: str) -> ReadyText:
+        ready = self.push(answer)
+        return ReadyText(before + ready.text, ready.matched)
 
     def _first(self, text: str) -> tuple[int, str | None]:
         """Return (end, stop string) of the match that is complete first; None without one."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.text.detokenizer import Detokenizer
 from penstock.text.stop_strings import ReadyText, StopStrings
+from penstock.text.thoughts import Thought
 
 
 class TextDecoder:
@@ -13,13 +14,19 @@ class TextDecoder:
 
     __slots__ = ("_detokenizer", "_include_stop", "push", "stops")
 
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str], include_stop: bool) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_strings: Sequence[str],
+        include_stop: bool,
+        thought: Thought | None = None,
+    ) -> None:
         self._detokenizer = detokenizer
         self._include_stop = include_stop
         # Takes ids and returns text; raises IndexError for ids outside the vocabulary.
         self.push = detokenizer.push
         # None for most sequences: their text passes as it is.
-        self.stops = StopStrings(stop_strings, include_stop) if stop_strings else None
+        self.stops = StopStrings(stop_strings, include_stop, thought) if stop_strings else None
 
     def replay(
         self, prefix: Sequence[int], resumed: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from penstock.text.stop_strings import ReadyText
 from penstock.text.text_decoder import TextDecoder
+from penstock.text.thoughts import Thought
 from penstock.tokenizer.detokenizer import DetokenizerFactory
+from penstock.v1 import common_pb2
 from penstock.v1 import tokenizer_pb2 as pb
 
 
@@ -19,6 +21,10 @@ class DecodeLimits:
     max_sequences: int = 4096
     max_stop_strings: int = 16
     max_stop_string_chars: int = 256
+
+
+def _thought(message: common_pb2.Thought) -> Thought:
+    return Thought(message.opens, tuple(message.closes), message.is_open)
 
 
 class SequenceError(Exception):
@@ -114,6 +120,7 @@ class DecodeSession:
             self._factory.make(skip, options.kept_special_tokens),
             options.stop_strings,
             options.include_stop_string_in_output,
+            _thought(options.thought) if options.HasField("thought") else None,
         )
         sequence.replay(
             options.prefix_token_ids,
@@ -128,6 +135,12 @@ class DecodeSession:
         longest = self._limits.max_stop_string_chars
         if len(options.stop_strings) > self._limits.max_stop_strings:
             raise SequenceError(f"INVALID_STOP_STRINGS: at most {self._limits.max_stop_strings}")
+        thought = options.thought
+        if options.HasField("thought") and not (
+            0 < len(thought.closes) <= self._limits.max_stop_strings
+            and all(0 < len(one) <= longest for one in (thought.opens, *thought.closes))
+        ):
+            raise SequenceError(f"INVALID_THOUGHT: its markers have 1 to {longest} characters")
         if any(not 0 < len(stop) <= longest for stop in options.stop_strings):
             raise SequenceError(f"INVALID_STOP_STRINGS: each has 1 to {longest} characters")
 

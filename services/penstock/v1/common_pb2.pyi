@@ -215,6 +215,42 @@ class TokenIds(_message.Message):
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
+class Thought(_message.Message):
+    """A thought that comes, or may come, before an answer. Stop strings and a constraint are about the answer behind it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENS_FIELD_NUMBER: _builtins.int
+    CLOSES_FIELD_NUMBER: _builtins.int
+    IS_OPEN_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    opens: _builtins.str
+    """The text that begins it. An output that begins otherwise has none."""
+    is_open: _builtins.bool
+    """The prompt ends inside it: the output needs no beginning of one."""
+    grammar: _builtins.str
+    """Lark text of an output of which @answer is the constraint's part. Empty: the constraint is for the whole output."""
+    @_builtins.property
+    def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """It ends behind the first of these."""
+
+    def __init__(
+        self,
+        *,
+        opens: _builtins.str = ...,
+        closes: _abc.Iterable[_builtins.str] | None = ...,
+        is_open: _builtins.bool = ...,
+        grammar: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "grammar", b"grammar", "is_open", b"is_open", "opens", b"opens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Thought: _TypeAlias = Thought  # noqa: Y015
+
+@_typing.final
 class TokenLogprob(_message.Message):
     """Log-probability of one token at one position. Natural logarithm; of output tokens after the logits processors, of
     prompt tokens by the model alone.

@@ -650,6 +650,7 @@ class DecodeStreamOpen(_message.Message):
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PREFIX_IS_CUT_FIELD_NUMBER: _builtins.int
     RETURN_OPEN_END_FIELD_NUMBER: _builtins.int
+    THOUGHT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     skip_special_tokens: _builtins.bool
     """Default true."""
@@ -676,6 +677,10 @@ class DecodeStreamOpen(_message.Message):
     def resumed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids already turned into text by an earlier attempt; state is rebuilt from them and no text is returned for them."""
 
+    @_builtins.property
+    def thought(self) -> _common_pb2.Thought:
+        """Text of it passes the stop strings. Unset: there is none."""
+
     def __init__(
         self,
         *,
@@ -688,10 +693,11 @@ class DecodeStreamOpen(_message.Message):
         resumed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         prefix_is_cut: _builtins.bool = ...,
         return_open_end: _builtins.bool = ...,
+        thought: _common_pb2.Thought | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens", "thought", b"thought"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "include_stop_string_in_output", b"include_stop_string_in_output", "kept_special_tokens", b"kept_special_tokens", "model", b"model", "prefix_is_cut", b"prefix_is_cut", "prefix_token_ids", b"prefix_token_ids", "resumed_token_ids", b"resumed_token_ids", "return_open_end", b"return_open_end", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "include_stop_string_in_output", b"include_stop_string_in_output", "kept_special_tokens", b"kept_special_tokens", "model", b"model", "prefix_is_cut", b"prefix_is_cut", "prefix_token_ids", b"prefix_token_ids", "resumed_token_ids", b"resumed_token_ids", "return_open_end", b"return_open_end", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings", "thought", b"thought"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
@@ -863,6 +869,7 @@ class GetTokenizerResponse(_message.Message):
     MODEL_MAX_LENGTH_FIELD_NUMBER: _builtins.int
     TOOL_TEMPLATE_FIELD_NUMBER: _builtins.int
     RESPONSE_TEMPLATE_FIELD_NUMBER: _builtins.int
+    HIDES_TOOLS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     vocab_size: _builtins.int
     """Entries, added tokens included."""
@@ -880,6 +887,8 @@ class GetTokenizerResponse(_message.Message):
     """The chat template of requests with tools, where it is not the default one."""
     response_template: _builtins.str
     """transformers' response_template as JSON text; empty when the model has none."""
+    hides_tools: _builtins.bool
+    """The template, rendered with tools and without, is the same: models are not told of tools."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -905,10 +914,11 @@ class GetTokenizerResponse(_message.Message):
         model_max_length: _builtins.int | None = ...,
         tool_template: _builtins.str = ...,
         response_template: _builtins.str = ...,
+        hides_tools: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_model_max_length", b"_model_max_length", "_pad_token_id", b"_pad_token_id", "_unk_token_id", b"_unk_token_id", "bos_token_id", b"bos_token_id", "model_max_length", b"model_max_length", "pad_token_id", b"pad_token_id", "unk_token_id", b"unk_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_model_max_length", b"_model_max_length", "_pad_token_id", b"_pad_token_id", "_unk_token_id", b"_unk_token_id", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "model", b"model", "model_max_length", b"model_max_length", "pad_token_id", b"pad_token_id", "response_template", b"response_template", "special_token_ids", b"special_token_ids", "template_names", b"template_names", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tool_template", b"tool_template", "unk_token_id", b"unk_token_id", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_model_max_length", b"_model_max_length", "_pad_token_id", b"_pad_token_id", "_unk_token_id", b"_unk_token_id", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hides_tools", b"hides_tools", "model", b"model", "model_max_length", b"model_max_length", "pad_token_id", b"pad_token_id", "response_template", b"response_template", "special_token_ids", b"special_token_ids", "template_names", b"template_names", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tool_template", b"tool_template", "unk_token_id", b"unk_token_id", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

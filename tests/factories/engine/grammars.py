@@ -15,6 +15,7 @@ from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.state import CompiledGrammar, MaskWorkers, MatcherState
 from penstock.generation.grammar.tokenizer import GrammarTokenizer, words_of
 from penstock.generation.grammar.translate import to_lark
+from penstock.generation.grammar.trial_process import answer_to
 from tokenizers import Tokenizer
 
 VOCAB_SIZE = 4096
@@ -66,6 +67,18 @@ def compiled(spec: ConstraintSpec, tokenizer: GrammarTokenizer | None = None) ->
     tokenizer = tokenizer or grammar_tokenizer()
     assert spec.kind is not None
     matcher = new_matcher(tokenizer, to_lark(spec.kind, spec.text, spec.choices))
+    assert not matcher.is_error(), matcher.get_error()
+    return CompiledGrammar(matcher, tokenizer, spec.field)
+
+
+def compiled_around(spec: ConstraintSpec, around: str, tokenizer: GrammarTokenizer | None = None) -> CompiledGrammar:
+    """Compile a constraint of the part @answer of an output, as the trial process and the service do it."""
+    tokenizer = tokenizer or grammar_tokenizer()
+    assert spec.kind is not None
+    choices = list(spec.choices)
+    request = {"kind": spec.kind.value, "text": spec.text, "choices": choices, "around": around}
+    answer = answer_to(tokenizer, request, 10.0)
+    matcher = new_matcher(tokenizer, answer["lark"], answer["around"])
     assert not matcher.is_error(), matcher.get_error()
     return CompiledGrammar(matcher, tokenizer, spec.field)
 

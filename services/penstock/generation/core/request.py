@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.prompt_embeds import PromptEmbeds
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.tensors import StepTensors
+    from penstock.text.thoughts import Thought
 
 
 class FinishReason(enum.Enum):
@@ -94,6 +95,8 @@ class Request:
     first_needed_row: int | None = None
     # The output's text begins anew, and does not go on from the prompt's: stop strings are matched in that.
     begins_text: bool = False
+    # What comes before the answer, in which stop strings do not count.
+    thought: Thought | None = None
     # Embeddings in place of the first prompt tokens' ids; None: there are ids only.
     embeds: PromptEmbeds | None = None
     # Adapter of all its sequences, unconditional branches included; None: the model as it is.

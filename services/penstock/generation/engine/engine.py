@@ -155,7 +155,9 @@ class Engine:
         if request.params.mode.recalls_outputs:
             request.past_outputs = self._memory.of((request.fair_share_key, request.block_salt))
         context = () if request.begins_text else request.known_prompt_ids
-        criteria = stop_criteria(request.params, output_limit(self.config, request), self._stop_text, context)
+        criteria = stop_criteria(
+            request.params, output_limit(self.config, request), self._stop_text, context, request.thought
+        )
         strategy = self._modes.make_strategy(request, criteria, lambda: next(self._seq_ids))
         sequences, preset_events = strategy.start()
         key = (request.arrival_time - request.priority * self.config.priority_seconds, next(self._order))

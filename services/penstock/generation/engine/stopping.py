@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.generation.core.plugins import plugin_failed
 from penstock.generation.core.request import FinishReason
+from penstock.text.thoughts import Thought, ThoughtGate
 from penstock.text.token_bytes import TextCursor, TokenBytes
 
 if TYPE_CHECKING:
@@ -84,10 +85,36 @@ class StopState:
 
     cursor: TextCursor | None
     state: int = 0
+    # Before the answer: nothing stops it.
+    before: ThoughtState | None = None
 
     def copy(self) -> StopState:
         """Return an independent state for a sequence that goes on from the same text."""
-        return StopState(self.cursor.copy() if self.cursor is not None else None, self.state)
+        cursor = self.cursor.copy() if self.cursor is not None else None
+        return StopState(cursor, self.state, self.before.copy() if self.before is not None else None)
+
+
+@dataclass(slots=True)
+class ThoughtState:
+    """State of a sequence whose answer may not have begun."""
+
+    gate: ThoughtGate[bytes]
+    # Over all tokens: markers may be tokens that are no text.
+    cursor: TextCursor
+    # Text that counts if no thought comes.
+    held: bytes = b""
+
+    def copy(self) -> ThoughtState:
+        """Return an independent state for a sequence that goes on from the same text."""
+        return ThoughtState(self.gate.copy(), self.cursor.copy(), self.held)
+
+    def feed(self, token_id: int, text: bytes) -> bytes | None:
+        """Take a token and the text that it adds. Return the text that begins the answer; None: it has not begun."""
+        _, answer = self.gate.feed(self.cursor.feed(token_id))
+        if answer is None:
+            self.held = b"" if self.gate.has_thought else self.held + text
+            return None
+        return text[max(0, len(text) - len(answer)) :] if self.gate.has_thought else self.held + text
 
 
 _LENGTH = Stop(FinishReason.LENGTH)
@@ -110,8 +137,12 @@ class StopCriteria:
         max_output_tokens: int,
         table: TokenBytes | None,
         context: SequenceOf[int] = (),
+        thought: Thought | None = None,
     ) -> None:
-        """Make it. The text goes on from that of `context`. Raises ValueError for stop strings without a `table`."""
+        """Make it. The text goes on from that of `context`; stop strings are not looked for in a `thought` before it.
+
+        Raises ValueError for stop strings without a `table`.
+        """
         if params.stop_strings and table is None:
             raise ValueError("stop strings need a table of the tokens' bytes")
         self._eos = frozenset() if params.ignore_eos else frozenset(params.eos_token_ids)
@@ -127,6 +158,8 @@ class StopCriteria:
             # A character that the prompt begins and the output completes is the output's.
             state, _ = self._automaton.scan(0, cursor.begin(context))
             self._start = StopState(cursor, state)
+            if thought is not None:
+                self._start.before = ThoughtState(thought.byte_gate(), TextCursor(table, skip_special=False))
 
     def new_state(self) -> StopState:
         """Return the state of a sequence with no output yet."""
@@ -186,7 +219,13 @@ class StopCriteria:
         return None
 
     def _by_text(self, automaton: StopStrings, cursor: TextCursor, token_id: int, state: StopState) -> Stop | None:
-        state.state, matched = automaton.scan(state.state, cursor.feed(token_id))
+        text = cursor.feed(token_id)
+        if state.before is not None:
+            answer = state.before.feed(token_id, text)
+            if answer is None:
+                return None
+            text, state.before = answer, None
+        state.state, matched = automaton.scan(state.state, text)
         return None if matched < 0 else Stop(FinishReason.STOP_STRING, string=self._strings[matched])
 
 
@@ -199,8 +238,9 @@ class PluginStopCriteria(StopCriteria):
         max_output_tokens: int,
         table: TokenBytes | None,
         context: SequenceOf[int] = (),
+        thought: Thought | None = None,
     ) -> None:
-        super().__init__(params, max_output_tokens, table, context)
+        super().__init__(params, max_output_tokens, table, context, thought)
         self._plugins = () if params.plugins is None else params.plugins.criteria
 
     def check(self, sequence: Sequence, state: StopState) -> Stop | None:
@@ -226,8 +266,12 @@ class PluginStopCriteria(StopCriteria):
 
 
 def stop_criteria(
-    params: SamplingParams, max_output_tokens: int, table: TokenBytes | None, context: SequenceOf[int] = ()
+    params: SamplingParams,
+    max_output_tokens: int,
+    table: TokenBytes | None,
+    context: SequenceOf[int] = (),
+    thought: Thought | None = None,
 ) -> StopCriteria:
     """Return a request's criteria, as StopCriteria takes them; the owner's own are asked only where it names some."""
     has_plugins = params.plugins is not None and bool(params.plugins.criteria)
-    return (PluginStopCriteria if has_plugins else StopCriteria)(params, max_output_tokens, table, context)
+    return (PluginStopCriteria if has_plugins else StopCriteria)(params, max_output_tokens, table, context, thought)

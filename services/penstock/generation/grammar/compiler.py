@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class GrammarCompiler:
 
     async def _compile(self, spec: ConstraintSpec, key: bytes) -> CompiledGrammar:
         kind = spec.kind or ConstraintKind.GRAMMAR
-        request = {"kind": kind.value, "text": spec.text, "choices": spec.choices}
+        request = {"kind": kind.value, "text": spec.text, "choices": spec.choices, "around": spec.around}
         # Loaded beside the start of the first trial process, which reads its own tokenizer.
         tokenizer = self._load_tokenizer()
         try:
@@ -99,9 +100,7 @@ class GrammarCompiler:
             refusal = _Refusal(f"is too complex: {answer['too_complex']}", TOO_COMPLEX)
             return _raise_refusal(spec, self._keep(key, refusal))
         loop = asyncio.get_running_loop()
-        grammar = await loop.run_in_executor(
-            self._threads, _build, await asyncio.shield(tokenizer), answer["lark"], spec.field
-        )
+        grammar = await loop.run_in_executor(self._threads, _build, await asyncio.shield(tokenizer), answer, spec.field)
         return _raise_refusal(spec, self._keep(key, grammar))
 
     def _load_tokenizer(self) -> asyncio.Future[GrammarTokenizer]:
@@ -125,9 +124,9 @@ class GrammarCompiler:
             task.exception()
 
 
-def _build(tokenizer: GrammarTokenizer, lark: str, field: str) -> CompiledGrammar:
+def _build(tokenizer: GrammarTokenizer, answer: Mapping[str, str], field: str) -> CompiledGrammar:
     """Compile, on a thread. The trial process has done the same before."""
-    matcher = new_matcher(tokenizer, lark)
+    matcher = new_matcher(tokenizer, answer["lark"], answer["around"])
     # Computes the lexer's first states, with which every output begins.
     matcher.compute_bitmask()
     if matcher.is_error():

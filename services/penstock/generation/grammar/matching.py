@@ -37,9 +37,15 @@ _POSITION = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _MARKER = "<non-verbose/>"
 
 
-def new_matcher(tokenizer: GrammarTokenizer, lark: str) -> LLMatcher:
-    """Return a matcher at the start of an output. Releases the GIL. Never raises: see `is_error`."""
-    return LLMatcher(tokenizer.native, json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0, limits=LIMITS)
+def new_matcher(tokenizer: GrammarTokenizer, lark: str, around: str = "") -> LLMatcher:
+    """Return a matcher at the start of an output. Releases the GIL. Never raises: see `is_error`.
+
+    With `around` that is the Lark text of the output, and `lark` that of its part @answer.
+    """
+    grammars = [{"lark_grammar": around}] if around else []
+    # A grammar of its own: its rules may have any names.
+    grammars.append({"name": "answer", "lark_grammar": lark} if around else {"lark_grammar": lark})
+    return LLMatcher(tokenizer.native, json.dumps({"grammars": grammars}), log_level=0, limits=LIMITS)
 
 
 def shorten(message: str, source: str = "") -> str:

@@ -31,6 +31,8 @@ class ConstraintSpec:
     choices: tuple[str, ...] = ()
     # JSON_OBJECT: the value of the field.
     enabled: bool = True
+    # Lark text of an output of which @answer is what is constrained; empty: all of it is.
+    around: str = ""
 
     @property
     def field(self) -> str:
@@ -40,13 +42,15 @@ class ConstraintSpec:
     @property
     def num_bytes(self) -> int:
         """Number of UTF-8 bytes of its source."""
-        return len(self.text.encode()) + sum(len(choice.encode()) for choice in self.choices)
+        return (
+            len(self.around.encode()) + len(self.text.encode()) + sum(len(choice.encode()) for choice in self.choices)
+        )
 
     @property
     def key(self) -> bytes:
         """SHA-256 of its content, equal for equal constraints."""
         digest = hashlib.sha256(self.field.encode())
-        for part in (self.text, *self.choices):
+        for part in (self.around, self.text, *self.choices):
             data = part.encode()
             digest.update(len(data).to_bytes(8, "big"))
             digest.update(data)

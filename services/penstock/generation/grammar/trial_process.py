@@ -23,7 +23,7 @@ from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.matching import new_matcher, shorten
 from penstock.generation.grammar.spec import ConstraintKind
 from penstock.generation.grammar.tokenizer import GrammarTokenizer
-from penstock.generation.grammar.translate import Untranslatable, to_lark
+from penstock.generation.grammar.translate import OPTIONS, Untranslatable, to_lark
 
 # Number of tokens of the walk that computes the first masks.
 _WALK = 4
@@ -33,7 +33,7 @@ _BOUNDS = JsonBounds()
 def answer_to(
     tokenizer: GrammarTokenizer, request: dict[str, Any], mask_seconds: float, bounds: JsonBounds = _BOUNDS
 ) -> dict[str, str]:
-    """Return {lark} of a constraint that compiles, else {refused} or {too_complex} with a message."""
+    """Return {lark, around} of a constraint that compiles, else {refused} or {too_complex} with a message."""
     try:
         lark = to_lark(ConstraintKind(request["kind"]), request["text"], tuple(request["choices"]), bounds)
     except Untranslatable as error:
@@ -43,7 +43,14 @@ def answer_to(
     source = " ".join((request["text"], lark, *request["choices"], _unescaped(request["text"])))
     if matcher.is_error():
         return _refusal(matcher, source)
-    return _walk(matcher, tokenizer, mask_seconds, source) or {"lark": lark}
+    wrong = _walk(matcher, tokenizer, mask_seconds, source)
+    around = request.get("around", "")
+    if around and wrong is None:
+        around += OPTIONS
+        outer = new_matcher(tokenizer, lark, around)
+        source += f" {around}"
+        wrong = _refusal(outer, source) if outer.is_error() else _walk(outer, tokenizer, mask_seconds, source)
+    return wrong or {"lark": lark, "around": around}
 
 
 def _walk(matcher: LLMatcher, tokenizer: GrammarTokenizer, mask_seconds: float, source: str) -> dict[str, str] | None:

@@ -9,6 +9,7 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.tensors import TensorData
 from penstock.generation.grammar.spec import ConstraintSpec
 from penstock.generation.options.table import OutputOptions, RequestOptions, StopOptions
+from penstock.text.thoughts import Thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class GenerateOptions:
     # Seconds that are left of the caller's deadline.
     timeout_seconds: float | None = None
     begins_text: bool = False
+    # What comes before the answer, unchecked.
+    thought: Thought | None = None
     # Embeddings of prompt tokens, unchecked: of all of them, or of those before `prompt_token_ids`.
     inputs_embeds: TensorData | None = None
     inputs_embeds_before_ids: bool = False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Literal
 
 from google.protobuf import json_format
 
-from penstock.common.errors import PenstockError, to_status
+from penstock.common.errors import InvalidArgument, PenstockError, to_status
 from penstock.common.pace import Pace
 from penstock.common.unknown_fields import refuse_unknown_fields
 from penstock.generation.adapters.figures import AdapterInfo
@@ -35,6 +35,7 @@ from penstock.generation.options.kinds import check_count
 from penstock.generation.options.limits import DEFAULT_LIMITS, RequestLimits
 from penstock.generation.options.request_options import GenerateOptions
 from penstock.generation.wire.options import to_options, to_output, to_stop
+from penstock.text.thoughts import Thought
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def to_generate_options(
         options=to_options(message.config, limits),
         stop=to_stop(message.stop, limits),
         output=to_output(message.output, limits),
-        constraint=to_constraint(message.constraint) if message.HasField("constraint") else None,
+        constraint=_constraint(message),
         eos_token_ids=tuple(message.eos_token_ids),
         seed=message.seed if message.HasField("seed") else None,
         cache_salt=message.cache_salt,
@@ -99,6 +100,7 @@ def to_generate_options(
         model=message.model,
         timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
         begins_text=message.begins_text,
+        thought=_to_thought(message.thought, limits) if message.HasField("thought") else None,
         inputs_embeds=_to_tensor(message.inputs_embeds) if message.HasField("inputs_embeds") else None,
         inputs_embeds_before_ids=message.inputs_embeds_before_ids,
     )
@@ -131,6 +133,21 @@ def _watermark(config: config_pb2.WatermarkingConfig, limits: RequestLimits) -> 
 def from_evidence(evidence: WatermarkEvidence) -> generation_pb2.WatermarkEvidence:
     """Return the result of a detection as a message; the fields have the same names."""
     return generation_pb2.WatermarkEvidence(**asdict(evidence))
+
+
+def _constraint(message: generation_pb2.GenerateRequest) -> ConstraintSpec | None:
+    if not message.HasField("constraint"):
+        return None
+    return replace(to_constraint(message.constraint), around=message.thought.grammar)
+
+
+def _to_thought(message: common_pb2.Thought, limits: RequestLimits) -> Thought:
+    """Return what comes before an answer. Raises InvalidArgument for markers that none is looked for by."""
+    check_count("thought.closes", message.closes, limits.max_stop_strings)
+    markers, longest = (message.opens, *message.closes), limits.max_stop_string_chars
+    if not message.closes or any(not 0 < len(one) <= longest for one in markers):
+        raise InvalidArgument("thought", f"must have markers of 1 to {longest} characters, one or more that close it")
+    return Thought(message.opens, tuple(message.closes), message.is_open)
 
 
 def to_constraint(constraint: config_pb2.Constraint) -> ConstraintSpec:

@@ -84,6 +84,7 @@ _FORMS: Mapping[str, _Form] = {
     ),
     "harmony": _Form("<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", "<|call|>", is_single=True),
 }
+_HARMONY_ANSWER = "<|channel|>final<|message|>"
 _HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
@@ -96,6 +97,11 @@ def forced_grammar(
     `is_single`: one call only. `in_reasoning`: the prompt ends inside a thought.
     """
     return _Grammar(chat, token_ids).build(schemas, is_single=is_single, in_reasoning=in_reasoning)
+
+
+def answer_grammar(chat: ChatFormat, token_ids: Mapping[str, int], *, in_reasoning: bool) -> str:
+    """Return the Lark text of an answer, @answer, after a thought if the model has one; see `forced_grammar`."""
+    return _Grammar(chat, token_ids).build_answer(in_reasoning=in_reasoning)
 
 
 class _Grammar:
@@ -116,6 +122,10 @@ class _Grammar:
         many = "" if is_single or form.is_single else f"({self._text(form.separator)} call)*"
         start = f"{self._thought(in_reasoning)} {self._text(form.begin)} call {many} {self._text(form.end)}"
         return "\n".join([f"start: {start}", f"call: {calls}", *self._rules]) + "\n"
+
+    def build_answer(self, *, in_reasoning: bool) -> str:
+        begin = f"{self._text(_HARMONY_ANSWER)} " if self._chat.tools.is_harmony else ""
+        return "\n".join([f"start: {self._thought(in_reasoning)} {begin}@answer", *self._rules]) + "\n"
 
     def _thought(self, in_reasoning: bool) -> str:
         thought = self._chat.reasoning

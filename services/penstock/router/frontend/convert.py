@@ -177,6 +177,7 @@ def to_template(
         tokenizer_fingerprint=fingerprint,
         model=model,
         begins_text=isinstance(request, text_pb2.ChatRequest),
+        thought=prompt.thought,
     )
     template.config.CopyFrom(request.config)
     if isinstance(request, text_pb2.GenerateTextRequest):
@@ -292,6 +293,9 @@ def to_decode_options(
         options.skip_special_tokens = request.output.skip_special_tokens
     if isinstance(request, text_pb2.ChatRequest):
         options.kept_special_tokens.extend(prompt.chat.kept_for(with_tools=parses_tools(request)))
+        if prompt.thought is not None and request.stop.stop_strings:
+            options.thought.CopyFrom(prompt.thought)
+            options.thought.ClearField("grammar")
     if isinstance(request, text_pb2.GenerateTextRequest):
         context = context_of(prompt.token_ids, skips_special_tokens(request))
         options.prefix_token_ids.extend(context)

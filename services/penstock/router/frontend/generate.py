@@ -144,6 +144,8 @@ class _Call:
                     is_single=bool(request.tool_choice.function) or convert.allows_one_call(request),
                     timeout=self._left(),
                 )
+            elif request.HasField("constraint"):
+                await pipeline.free_thought(prompt, self._left())
         else:
             prompt = await pipeline.text(request, self._left())
         convert.begin_prompt(prompt, request, self._info())

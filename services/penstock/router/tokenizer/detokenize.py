@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted, Unavailable
 from penstock.router.aio import Wakeup
+from penstock.router.chat.thoughts import to_thought
 from penstock.router.requests.returned_sequence import Piece, ReturnedSequence
 from penstock.serving.transport import StreamCall
 from penstock.text.detokenizer import DecodeTable
@@ -286,7 +287,10 @@ def _opened(options: tokenizer_pb2.DecodeStreamOpen, table: DecodeTable) -> Text
     """Make the decoder of a new sequence. Raises IndexError when an id of the prompt is not in the table."""
     skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
     decoder = TextDecoder(
-        table.make(skip, options.kept_special_tokens), options.stop_strings, options.include_stop_string_in_output
+        table.make(skip, options.kept_special_tokens),
+        options.stop_strings,
+        options.include_stop_string_in_output,
+        to_thought(options.thought) if options.HasField("thought") else None,
     )
     decoder.replay(options.prefix_token_ids, (), is_cut=options.prefix_is_cut, with_open_end=options.return_open_end)
     return decoder

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from penstock.common.errors import Internal, InvalidArgument
 from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import prompt_opens_reasoning
-from penstock.router.chat.forced_calls import forced_grammar
+from penstock.router.chat.forced_calls import answer_grammar, forced_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat, choose_format
+from penstock.router.chat.thoughts import thought_before
 from penstock.router.config import RouterConfig
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
@@ -25,6 +26,8 @@ class Prompt:
     opens_reasoning: bool = False
     # Format of a chat's answer.
     chat: ChatFormat = DEFAULT
+    # What comes before its answer; None: nothing does.
+    thought: common_pb2.Thought | None = None
     # Grammar of the calls that it must answer with.
     constraint: config_pb2.Constraint | None = None
     template_seconds: float | None = None
@@ -74,6 +77,7 @@ class Pipeline:
             list(answer.token_ids),
             opens_reasoning=prompt_opens_reasoning(answer.text, chat.reasoning),
             chat=chat,
+            thought=thought_before(chat, answer.text, goes_on=request.continue_final_message),
             template_seconds=answer.template_seconds,
             tokenize_seconds=answer.tokenize_seconds,
         )
@@ -97,8 +101,25 @@ class Pipeline:
 
     async def force_calls(self, prompt: Prompt, schemas: Schemas, *, is_single: bool, timeout: float | None) -> None:
         """Set the prompt's `constraint`: calls of these tools. Raises as TokenizerLink.encode."""
+        grammar = forced_grammar(
+            prompt.chat,
+            schemas,
+            await self._ids_of_markers(prompt.chat, timeout),
+            is_single=is_single,
+            in_reasoning=prompt.opens_reasoning,
+        )
+        prompt.constraint = config_pb2.Constraint(grammar=grammar)
+
+    async def free_thought(self, prompt: Prompt, timeout: float | None) -> None:
+        """Leave the prompt's thought out of the request's constraint. Raises as TokenizerLink.encode."""
+        if prompt.thought is not None:
+            markers = await self._ids_of_markers(prompt.chat, timeout)
+            prompt.thought.grammar = answer_grammar(prompt.chat, markers, in_reasoning=prompt.opens_reasoning)
+
+    async def _ids_of_markers(self, chat: ChatFormat, timeout: float | None) -> dict[str, int]:
+        """Ids of the markers that are one token each."""
         if self._marker_ids is None:
-            markers = prompt.chat.kept_for(with_tools=True)
+            markers = chat.kept_for(with_tools=True)
             request = tokenizer_pb2.EncodeRequest(texts=markers, add_special_tokens=False, parse_special_tokens=True)
             answer = await self._link.encode(request, timeout)
             self._marker_ids = {
@@ -106,10 +127,7 @@ class Pipeline:
                 for marker, found in zip(markers, answer.encodings, strict=True)
                 if len(found.ids) == 1
             }
-        grammar = forced_grammar(
-            prompt.chat, schemas, self._marker_ids, is_single=is_single, in_reasoning=prompt.opens_reasoning
-        )
-        prompt.constraint = config_pb2.Constraint(grammar=grammar)
+        return self._marker_ids
 
     async def negative_prompt(self, config: config_pb2.GenerationConfig, timeout: float | None) -> None:
         """Replace `negative_prompt_text` of `config` by ids: generation takes no text."""

@@ -12,6 +12,7 @@ from penstock.generation.core.request import FinishReason, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.stopping import Stop, StopCriteria, StopStrings
+from penstock.text.thoughts import Thought
 from penstock.text.token_bytes import Leading, TextCursor, TokenBytes
 
 # Tokens that cut characters and stop strings anywhere.
@@ -216,3 +217,33 @@ def test_a_request_says_whether_its_text_begins_anew(begins_text: bool, reason: 
     finished = run(engine, wanted)[wanted.request_id].finished
     assert finished is not None
     assert finished.sequences[0].reason is reason
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_stop_strings_do_not_end_the_thought_before_an_answer(is_open: bool) -> None:
+    stop, opens, closes = 4, [6, 17], [20]
+    thought = Thought("<\n", ("[special]",), is_open=is_open)
+    judge = StopCriteria(SamplingParams(100, stop_strings=("stop",)), 100, TABLE, (), thought)
+    inside = [stop, *closes] if is_open else [*opens, stop, *closes]
+    # A marker that is no text ends the thought; half a stop string within it is none.
+    assert first_stop(judge, [*inside, 5, stop]) == (len(inside) + 2, Stop(FinishReason.STOP_STRING, string="stop"))
+    assert first_stop(judge, [*inside[:-1], 2, 20, 3]) is None
+    # What begins as a thought and is none counts from its first character.
+    other = StopCriteria(SamplingParams(100, stop_strings=("<s",)), 100, TABLE, (), Thought("<\n", ("x",)))
+    assert first_stop(other, [6, 0, 5]) == (2, Stop(FinishReason.STOP_STRING, string="<s"))
+
+
+def test_a_thought_may_end_within_a_token_and_a_candidate_changes_nothing() -> None:
+    table = TokenBytes({0: b"<t", 1: b"> stop", 2: b"stop", 3: b"/t"}, special=[])
+    judge = StopCriteria(SamplingParams(9, stop_strings=("stop",)), 9, table, (), Thought("<t", ("/t>",)))
+    sequence, state = Sequence(0, 0, SamplingParams(1), 0, [5], 1), judge.new_state()
+    for token_id in (0, 2, 3):
+        assert judge.check_candidate(sequence, 2, state) == (
+            None if sequence.num_output_tokens else Stop(FinishReason.STOP_STRING, string="stop")
+        )
+        sequence.token_ids.append(token_id)
+        assert judge.check(sequence, state) is None
+    ended = Stop(FinishReason.STOP_STRING, string="stop")
+    assert judge.check_candidate(sequence, 1, state) == ended
+    sequence.token_ids.append(1)
+    assert judge.check(sequence, state) == ended

@@ -7,9 +7,20 @@ import random
 from typing import Any
 
 import pytest
-from factories.engine.grammars import EOS, VOCAB_SIZE, accepts, allowed, compiled, ids_of, lark, text_tokenizer
+from factories.engine.grammars import (
+    EOS,
+    VOCAB_SIZE,
+    accepts,
+    allowed,
+    compiled,
+    compiled_around,
+    ids_of,
+    lark,
+    regex,
+    text_tokenizer,
+)
 from penstock.router.chat.chat_output import make_parser
-from penstock.router.chat.forced_calls import forced_grammar
+from penstock.router.chat.forced_calls import answer_grammar, forced_grammar
 from penstock.router.chat.formats import TOOLS, choose_format
 
 CITY = {"type": "string", "enum": ["Oslo", "São Paulo"]}
@@ -116,6 +127,28 @@ def test_a_thought_may_come_first_and_ends_where_the_prompt_began_it() -> None:
     begun = compiled(lark(grammar_of("hermes", SCHEMAS, reasoning="think", in_reasoning=True)))
     assert accepts(begun, f"Well.\n</think>\n\n{call}")
     assert not accepts(begun, call)
+
+
+def answer_state(name: str, reasoning: str, **settings: Any) -> Any:
+    chat = choose_format("", name, reasoning)
+    ids = {marker: ids_of(marker) for marker in chat.kept_for(with_tools=True)}
+    token_ids = {marker: found[0] for marker, found in ids.items() if len(found) == 1}
+    return compiled_around(regex("[0-9]+"), answer_grammar(chat, token_ids, **settings))
+
+
+def test_an_answer_of_channels_comes_in_the_final_one_after_a_thought_or_at_once() -> None:
+    grammar = answer_state("harmony", "auto", in_reasoning=False)
+    answer = "<|channel|>final<|message|>42"
+    assert accepts(grammar, answer)
+    assert accepts(grammar, f"<|channel|>analysis<|message|>Is it 7?<|end|><|start|>assistant{answer}")
+    for wrong in ("42", answer.removesuffix("42") + "x", "<|channel|>analysis<|message|>42", answer.removesuffix("42")):
+        assert not accepts(grammar, wrong)
+
+
+def test_an_answer_of_a_model_without_thoughts_is_all() -> None:
+    grammar = answer_state("hermes", "none", in_reasoning=False)
+    assert accepts(grammar, "42")
+    assert not accepts(grammar, "<think>a</think>42")
 
 
 def test_markers_that_are_tokens_are_forced_as_such() -> None:

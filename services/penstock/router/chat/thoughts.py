@@ -1,0 +1,42 @@
+"""Thought before a chat's answer: what a prompt and its format say of it."""
+
+from __future__ import annotations
+
+from penstock.router.chat.chat_output import prompt_opens_reasoning
+from penstock.router.chat.formats import ChatFormat
+from penstock.text.thoughts import Thought
+from penstock.v1 import common_pb2
+
+# Messages of gpt-oss: any may come before those that are the answer's text.
+_HARMONY = common_pb2.Thought(
+    opens="<|channel|>", closes=["<|channel|>final<|message|>", "<|channel|>commentary<|message|>"]
+)
+
+
+def thought_before(chat: ChatFormat, prompt: str, *, goes_on: bool) -> common_pb2.Thought | None:
+    """Return the thought that comes, or may come, before the answer to a rendered prompt; None: the answer begins.
+
+    `goes_on`: the prompt ends with the beginning of the answer.
+    """
+    if chat.tools.is_harmony:
+        return None if goes_on else _copy(_HARMONY)
+    thought = chat.reasoning
+    if thought is None:
+        return None
+    is_open = prompt_opens_reasoning(prompt, thought)
+    # A template that closes a thought at once asks for none. One that names no thought is of a model without.
+    may_come = chat.thinks and not goes_on and not prompt.rstrip().endswith(thought.closes)
+    if not is_open and not may_come:
+        return None
+    return common_pb2.Thought(opens=thought.opens, closes=[thought.closes], is_open=is_open)
+
+
+def to_thought(message: common_pb2.Thought) -> Thought:
+    """Return the thought as plain data."""
+    return Thought(message.opens, tuple(message.closes), message.is_open)
+
+
+def _copy(message: common_pb2.Thought) -> common_pb2.Thought:
+    copy = common_pb2.Thought()
+    copy.CopyFrom(message)
+    return copy
