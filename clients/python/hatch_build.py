@@ -19,6 +19,7 @@ SHARED = (
     "penstock/common/environment.py",
     "penstock/common/errors.py",
     "penstock/common/proxies.py",
+    "penstock/common/hf_fields.py",
     "penstock/common/request_context.py",
     "penstock/common/units.py",
 )

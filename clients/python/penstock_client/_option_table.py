@@ -132,9 +132,9 @@ class OptionKeywords(TypedDict, total=False):
     # Id that an empty prompt begins with.
     bos_token_id: int
     # Logits processors of the server's owner, by name.
-    logits_processor: str | Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Mapping[str, Any]]
+    logits_processor: str | Sequence[Any] | Mapping[str, Mapping[str, Any]]
     # Stopping criteria of the server's owner, by name.
-    stopping_criteria: str | Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Mapping[str, Any]]
+    stopping_criteria: str | Sequence[Any] | Mapping[str, Mapping[str, Any]]
     # Draft so many tokens from past outputs of the same tenant, and remember this one; 0 is off.
     ngram_memory_num_tokens: int
     # Fewest tokens at the end that a past output must have had, too.

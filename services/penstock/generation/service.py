@@ -26,6 +26,7 @@ from penstock.generation.adapters.access import AdapterAccess
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.adapter import Adapter
 from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.core.plugins import NO_OBJECTS, CallerObjects
 from penstock.generation.core.prompt_embeds import PLACEHOLDER
 from penstock.generation.core.request import ItemResult, Request, TokenHealingOptions
 from penstock.generation.core.sampling_params import SamplingParams
@@ -38,6 +39,7 @@ from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.graphs.access import ModelAccess
+from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS, with_drafts
 from penstock.generation.options.detect_watermark import DetectWatermarkCommand, check_detect_watermark
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions
@@ -156,17 +158,21 @@ class GenerationCore:
             return aborted
         return 0
 
-    def prepare(self, options: GenerateOptions, deadline: float | None) -> DeltaMaker:
+    def prepare(
+        self, options: GenerateOptions, deadline: float | None, own: CallerObjects = NO_OBJECTS
+    ) -> DeltaMaker:
         """Check options and make their request and events. Raises what `validate` and `resolve` raise.
 
-        `deadline` is the call's, a time.monotonic() or None; the options' own timeout may be earlier.
+        `deadline` is the call's, a time.monotonic() or None; the options' own timeout may be earlier. `own`: objects of
+        a caller in this process.
         """
         loaded = self.loaded
         options = with_prompt(options, loaded.defaults, loaded.served)
-        validate(options, loaded.served, self.limits)
-        resolved = resolve(options, loaded.defaults, loaded.served, self.limits)
-        params = self._with_tensors(options, resolved.params)
-        plugins = loaded.plugins.make(options.options)
+        served = loaded.served if own.drafts is None else replace(loaded.served, assistant_model=CALLERS_DRAFTS)
+        validate(options, served, self.limits)
+        resolved = resolve(options, loaded.defaults, served, self.limits)
+        params = self._with_tensors(options, with_drafts(resolved.params, own.drafts))
+        plugins = loaded.plugins.make(options.options, own)
         if plugins is not None:
             params = replace(params, plugins=plugins)
         arrival = time.monotonic()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
-from penstock_client._options import GenerationOptions, check_options
+from penstock_client._options import check_options
 from penstock_client._types import Completion, Embeddings, Scores
 
 from penstock.common.config import ServerConfig, options_of
@@ -22,9 +24,12 @@ from penstock.common.logging import configure_quiet_logging, get_logger
 from penstock.common.options import load as load_options
 from penstock.common.progress import ShowProgress, show_nothing
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS
 from penstock.generator.batch import BatchFailed, OrderedBatch
+from penstock.generator.call_arguments import CallArguments, GenerateArguments, check_streamed, take_apart
 from penstock.generator.lora import LoraStatus, load_lora, unload_lora
 from penstock.generator.model_settings import ModelSettings
+from penstock.generator.prefix_handle import PrefixHandle
 from penstock.generator.progress_bar import BatchReport, ShowBatch
 
 if TYPE_CHECKING:
@@ -84,6 +89,7 @@ class Generator:
         from penstock.common.checkpoint import model_name
         from penstock.generator.by_hand import ForwardPass, HandSampler
         from penstock.generator.local_engine import LocalEngine
+        from penstock.generator.own_drafts import DraftMaker
         from penstock.generator.requests import RequestMaker
         from penstock.generator.text import LocalTokenizer
 
@@ -102,6 +108,7 @@ class Generator:
         loaded = self._engine.loaded
         self._requests = RequestMaker(self._tokenizer, loaded.defaults.bos_token_id)
         self._forward, self._sampler = ForwardPass(loaded), HandSampler(loaded)
+        self._drafts = DraftMaker(self._tokenizer, loaded.served.vocab_size)
 
     # Text.
 
@@ -116,7 +123,7 @@ class Generator:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | ShowBatch | None = None,
         return_errors: Literal[False] = False,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[GenerateArguments],
     ) -> Completion: ...
 
     @overload
@@ -130,7 +137,7 @@ class Generator:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | ShowBatch | None = None,
         return_errors: bool = False,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[GenerateArguments],
     ) -> list[Any]: ...
 
     def generate(
@@ -148,17 +155,22 @@ class Generator:
         """Answer a prompt (a text, ids, or a list of messages), or a list of any of these: a Completion each, in order.
 
         `generation_config` is transformers' GenerationConfig or a mapping; `options` are keywords by the same names and
-        go before it. Tools, documents and template variables are for messages. Several prompts: all of them run to
+        go before it, or arguments of transformers' generate(): `generate(**tokenizer(text, return_tensors="pt"))`,
+        processors, criteria, a streamer, prefix_allowed_tokens_fn and a draft model as objects. Tools, documents and template variables are for messages. Several prompts: all of them run to
         their ends, whatever becomes of others, under a bar (`progress`: True, False, a function, or None: a bar on a
         terminal); then BatchFailed tells those that failed, and has the results of the others. With `return_errors` the
         list has their exceptions in place instead.
         """
         from penstock.generator.requests import is_batch
 
-        asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs))
+        asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs), prompt)
+        prompt = asked.call.prompt
         if not is_batch(prompt):
-            return self._begin_stream(self._local(prompt, asked)).result()
+            return self._one(prompt, asked)
         prompts = list(prompt)
+        if asked.call.streamer is not None:
+            check_streamed(asked.request, len(prompts))
+            return [self._one(one, asked) for one in prompts]
         if asked.request.get("request_id") or asked.request.get("inputs_embeds") is not None:
             raise ValueError("request_id and inputs_embeds are for one prompt")
         answers = list(self._many(prompts, asked, progress, len(prompts)))
@@ -176,7 +188,7 @@ class Generator:
         documents: Iterable[Mapping[str, str]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | ShowBatch | None = None,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[GenerateArguments],
     ) -> Iterator[Completion | Exception]:
         """Yield the answer to each prompt, in order: a Completion, or the exception that it ended with.
 
@@ -210,11 +222,11 @@ class Generator:
         tools: Iterable[Mapping[str, Any]] = (),
         documents: Iterable[Mapping[str, str]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[GenerateArguments],
     ) -> TextStream:
         """Answer one prompt as `generate` does, delta by delta. Closing the stream aborts the request."""
-        asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs))
-        return self._begin_stream(self._local(prompt, asked))
+        asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs), prompt)
+        return self._begin_stream(self._local(asked.call.prompt, asked))
 
     def score(
         self,
@@ -419,17 +431,68 @@ class Generator:
     def __repr__(self) -> str:
         return f"<penstock.Generator of {self.name}{'' if self._finalizer.alive else ', closed'}>"
 
-    def _options(self, config: Any, options: Mapping[str, Any], extras: tuple[Any, Any, Any]) -> _Asked:
+    def _options(
+        self, config: Any, options: Mapping[str, Any], extras: tuple[Any, Any, Any], prompt: Any = ""
+    ) -> _Asked:
         from penstock.generator.requests import ChatExtras, keyword_options
 
-        request = keyword_options(config, options)
+        call = take_apart(prompt, keyword_options(config, options))
+        # A folder that is no draft model of the server's is the caller's.
+        assistant = call.assistant
+        named = call.options.get("assistant_model")
+        if isinstance(named, str) and named != self._engine.loaded.served.assistant_model and Path(named).is_dir():
+            assistant = named
+        if assistant is not None:
+            call.options["assistant_model"] = CALLERS_DRAFTS
         # Wrong ones are told before anything runs, and not once a prompt.
-        check_options(**request)
+        check_options(**call.options)
         tools, documents, variables = extras
-        return _Asked(request, ChatExtras(list(tools), list(documents), variables))
+        return _Asked(call, ChatExtras(list(tools), list(documents), variables), assistant)
 
-    def _local(self, prompt: PromptInput, asked: _Asked) -> LocalRequest:
-        return self._requests.make(prompt, asked.request, asked.extras)
+    def _local(self, prompt: PromptInput, asked: _Asked, row: int = 0) -> LocalRequest:
+        local = self._requests.make(prompt, asked.request, asked.extras)
+        call = asked.call
+        local.own, local.warnings = call.of_row(row), call.warnings
+        if asked.assistant is not None:
+            # Its keys and values are those of one request.
+            local.own = local.own._replace(drafts=self._drafts.make(asked.assistant, call.assistant_tokenizer))
+        if call.prefix is not None:
+            call.prefix.check(local.message.prompt_token_ids)
+        return local
+
+    def _one(self, prompt: PromptInput, asked: _Asked) -> Completion:
+        """Return the answer to one prompt, which a streamer may follow."""
+        streamer = asked.call.streamer
+        if streamer is not None:
+            check_streamed(asked.request, 1)
+        local = self._local(prompt, asked)
+        stream = self._begin_stream(local)
+        if streamer is None:
+            return stream.result()
+        import torch
+
+        with stream:
+            streamer.put(torch.tensor([list(local.message.prompt_token_ids)], dtype=torch.int64))
+            for delta in stream:
+                for token_id in delta.token_ids:
+                    streamer.put(torch.tensor([token_id], dtype=torch.int64))
+            streamer.end()
+            return stream.result()
+
+    def hold_prefix(self, prompt: PromptInput, **options: Any) -> PrefixHandle:
+        """Compute a prompt, and hold its keys and values until the handle is closed: `past_key_values` of generate().
+
+        Prompts that begin with its ids do not compute its whole blocks again, however full the pool is. `options` are
+        those that name the prompt's tenant or template (cache_salt, add_generation_prompt). Raises FailedPrecondition:
+        BUSY while requests are live, NO_PREFIX_CACHE.
+        """
+        asked = self._options(None, {**options, "max_new_tokens": 1, "do_sample": False, "ignore_eos": True}, ((), (), None), prompt)
+        local = self._local(asked.call.prompt, asked)
+        ids, salt = list(local.message.prompt_token_ids), local.message.cache_salt
+        self._begin_stream(local).result()
+        blocks = self._engine.when_idle(lambda engine: engine.hold_prefix(ids, salt))
+        size = self._engine.loaded.kv.block_size
+        return PrefixHandle(ids, len(blocks) * size, partial(_release_prefix, weakref.ref(self._engine), blocks))
 
     def _begin_stream(self, local: LocalRequest) -> TextStream:
         from penstock.generator.answers import AnswerReader
@@ -437,11 +500,11 @@ class Generator:
 
         return TextStream(self._engine, local, AnswerReader(local, self._tokenizer, self.name))
 
-    def _begin(self, prompt: PromptInput, asked: _Asked) -> tuple[Future[None], Callable[[], Completion]]:
+    def _begin(self, prompt: PromptInput, asked: _Asked, row: int = 0) -> tuple[Future[None], Callable[[], Completion]]:
         """Begin a prompt; return its future, and what reads its events when it is done."""
         from penstock.generator.answers import AnswerReader
 
-        local = self._local(prompt, asked)
+        local = self._local(prompt, asked, row)
         events: list[tuple[Any, Any]] = []
 
         def finish() -> Completion:
@@ -462,7 +525,10 @@ class Generator:
                 tokens = 0 if isinstance(answer, Exception) else answer.finished.usage.completion_tokens
                 report.ended(tokens, failed=failed)
 
-            batch = OrderedBatch(prompts, lambda prompt: self._begin(prompt, asked), self._engine.max_in_flight, count)
+            rows = itertools.count()
+            batch = OrderedBatch(
+                prompts, lambda prompt: self._begin(prompt, asked, next(rows)), self._engine.max_in_flight, count
+            )
             try:
                 yield from batch
             finally:
@@ -504,10 +570,23 @@ class Generator:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Keyword options of a call, and what goes with messages."""
+    """Arguments of a call, what goes with messages, and the caller's draft model."""
 
-    request: dict[str, Any]
+    call: CallArguments
     extras: ChatExtras
+    assistant: Any = None
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Options by their names."""
+        return self.call.options
+
+
+def _release_prefix(engine: weakref.ref[LocalEngine], blocks: list[int]) -> None:
+    """Give a handle's blocks back, if the engine is still there."""
+    found = engine()
+    if found is not None:
+        found.soon(lambda running: running.release_prefix(blocks))
 
 
 def _config(

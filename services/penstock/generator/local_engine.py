@@ -108,6 +108,17 @@ class LocalEngine:
         """Run `call(engine)` on the engine's thread between two steps, and wait for it. Raises what it raises."""
         return self.core.loop.run_on_engine(call).result()
 
+    def when_idle(self, call: Callable[[Engine], T]) -> T:
+        """Run `call` as `on_engine` does, once requests that have ended are gone from the engine."""
+        self.call(self.core.hub.wait_idle())
+        return self.on_engine(call)
+
+    def soon(self, call: Callable[[Engine], Any]) -> None:
+        """Run `call` on the engine's thread without waiting, unless nothing runs any more. Any thread, also one that
+        collects garbage."""
+        with contextlib.suppress(PenstockError):
+            self.core.loop.run_on_engine(call)
+
     async def run(self, local: LocalRequest, receive: Receive) -> None:
         """Run a request to its end; `receive` gets its events on the event loop.
 
@@ -126,7 +137,8 @@ class LocalEngine:
         while True:
             core = self.core
             options = to_generate_options(local.message, core.limits)
-            maker = core.prepare(options, None)
+            maker = core.prepare(options, None, local.own)
+            maker.request.warnings = (*maker.request.warnings, *local.warnings)
             try:
                 if core.takes_time(maker.request, options):
                     await core.complete(maker.request, options)

@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 from penstock_client._options import chat_request, generate_request
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
-from penstock.generation.options.hf_json import IRRELEVANT_FIELDS
+from penstock.common.hf_fields import FACTS, WITHOUT_EFFECT, is_nothing
+from penstock.generation.core.plugins import NO_OBJECTS, CallerObjects
 from penstock.generator.text import LocalTokenizer
 from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import ChatParser, make_parser, prompt_opens_reasoning
@@ -60,6 +61,9 @@ class LocalRequest:
     is_chat: bool = False
     stop_strings: list[str] = field(default_factory=list)
     include_stop: bool = False
+    # Objects of the caller, and warnings about arguments of the call.
+    own: CallerObjects = NO_OBJECTS
+    warnings: tuple[str, ...] = ()
 
     def parser(self) -> ChatParser | None:
         """Return a parser of one answer's reasoning and tool calls; None where it is no chat."""
@@ -98,14 +102,20 @@ def _has_rows(prompt: Any) -> bool:
 def keyword_options(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options` over those of `config`: transformers' GenerationConfig, a mapping, or None.
 
-    Fields of it that are unset, or of no effect anywhere, are left out.
+    Fields of it that are unset, or facts about the file, are left out. Raises TypeError for another configuration.
     """
     if config is None:
         return dict(options)
+    if not isinstance(config, Mapping) and not hasattr(config, "to_diff_dict"):
+        raise TypeError(
+            "generation_config: must be transformers' GenerationConfig or a mapping of options, found "
+            f"{type(config).__name__}"
+        )
     fields = dict(config) if isinstance(config, Mapping) else config.to_diff_dict()
-    known = {name: value for name, value in fields.items() if value is not None and name not in IRRELEVANT_FIELDS}
+    known = {name: value for name, value in fields.items() if value is not None and name not in FACTS}
     # transformers' own words for nothing at all.
-    asked = {name: value for name, value in known.items() if value not in (False, [], {}) or name == "do_sample"}
+    kept = WITHOUT_EFFECT.keys() | {"do_sample"}
+    asked = {name: value for name, value in known.items() if name in kept or not is_nothing(value)}
     return {**asked, **options}
 
 

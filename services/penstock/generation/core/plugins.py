@@ -24,12 +24,38 @@ class Plugin(NamedTuple):
     call: Callable[[Any, Any], Any]
 
 
+class CallerObjects(NamedTuple):
+    """Objects of a caller in the engine's own process, for one request. The engine's thread calls them."""
+
+    processors: tuple[Plugin, ...] = ()
+    # Processors that say which tokens may come; they stand where prefix_allowed_tokens_fn does.
+    allowing: tuple[Plugin, ...] = ()
+    # Called with ids and None.
+    criteria: tuple[Plugin, ...] = ()
+    # (ids so far, most tokens) -> drafts; None: none of the caller's own.
+    drafts: Callable[[list[int], int], list[int]] | None = None
+
+    @property
+    def has_plugins(self) -> bool:
+        """True when the sampler or the stopping criteria have to ask one."""
+        return bool(self.processors or self.allowing or self.criteria)
+
+
+NO_OBJECTS = CallerObjects()
+
+
 class RequestPlugins:
     """Plugins of one request, which all its sequences share. The engine's thread calls them."""
 
-    __slots__ = ("criteria", "error", "processors")
+    __slots__ = ("allowing", "criteria", "error", "processors")
 
-    def __init__(self, processors: tuple[Plugin, ...] = (), criteria: tuple[Plugin, ...] = ()) -> None:
+    def __init__(
+        self,
+        processors: tuple[Plugin, ...] = (),
+        criteria: tuple[Plugin, ...] = (),
+        allowing: tuple[Plugin, ...] = (),
+    ) -> None:
+        self.allowing = allowing
         self.processors = processors
         self.criteria = criteria
         # Failure of a processor, which ends the request after the step.
@@ -45,9 +71,13 @@ def plugin_failed(field: str, name: str, cause: str | BaseException) -> Internal
     from penstock.common.errors import Internal
     from penstock.common.logging import get_logger
 
+    raised = cause if isinstance(cause, BaseException) else None
     if isinstance(cause, BaseException):
         get_logger("penstock.generation").error("a plugin raised", field=field, plugin=name, exc_info=cause)
         cause = f"raised {type(cause).__name__}"
-    return Internal(
-        f"{field}: the server's plugin {name} {cause}", reason="PLUGIN_FAILED", metadata={"plugin": name}, field=field
+    failure = Internal(
+        f"{field}: the plugin {name} {cause}", reason="PLUGIN_FAILED", metadata={"plugin": name}, field=field
     )
+    # For a caller in this very process.
+    failure.__cause__ = raised
+    return failure

@@ -362,7 +362,7 @@ class Engine:
         missing_on_host = set() if host is None else host.claims.missing(host_blocks, field)
         if missing and self.has_work:
             raise FailedPrecondition("requests are live: claim blocks while there are none", reason="BUSY")
-        if missing and len(claims) + len(missing) >= self.config.num_blocks:
+        if missing and len(claims) + len(missing) + len(self._scheduler.held_prefixes) >= self.config.num_blocks:
             raise FailedPrecondition("one block at least is left for requests", reason="BLOCK_IN_USE")
         if host is not None:
             host.claims.check(missing_on_host)
@@ -382,6 +382,28 @@ class Engine:
         self._claimed()
         return released
 
+    def hold_prefix(self, token_ids: list[int], salt: str) -> list[int]:
+        """Hold the blocks that keep the beginning of `token_ids` until `release_prefix`, and return them.
+
+        Raises FailedPrecondition: BUSY while requests are live, NO_PREFIX_CACHE, and where no block would be left.
+        """
+        if not self.config.prefix_cache:
+            raise FailedPrecondition("the prefix cache is off: start with --prefix-cache", reason="NO_PREFIX_CACHE")
+        if self.has_work:
+            raise FailedPrecondition("requests are live: hold a prefix while there are none", reason="BUSY")
+        held = self._scheduler.held_prefixes
+        found = held.find(token_ids, salt)
+        if len({*found, *held.holders}) + len(self._scheduler.claims) >= self.config.num_blocks:
+            raise FailedPrecondition("one block at least is left for requests", reason="BLOCK_IN_USE")
+        held.hold(found)
+        self._claimed()
+        return found
+
+    def release_prefix(self, blocks: list[int]) -> None:
+        """Give back the blocks that `hold_prefix` returned."""
+        self._scheduler.held_prefixes.release(blocks)
+        self._claimed()
+
     @property
     def claimed_blocks(self) -> frozenset[int]:
         """Blocks of the device that callers hold. Engine thread only."""
@@ -395,7 +417,8 @@ class Engine:
     def _claimed(self) -> None:
         """Let requests be checked against the blocks that are left."""
         claims = self._scheduler.claims
-        self._room = replace(self.config, num_blocks=self.config.num_blocks - len(claims)) if claims else self.config
+        taken = len(claims) + len(self._scheduler.held_prefixes)
+        self._room = replace(self.config, num_blocks=self.config.num_blocks - taken) if taken else self.config
         if self._trace is not None:
             self._trace.claimed(claims.blocks, self.claimed_host_blocks)
 

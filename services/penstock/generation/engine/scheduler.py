@@ -16,6 +16,7 @@ from penstock.generation.engine.fair_queue import FairQueue
 from penstock.generation.engine.fair_turns import CROWD
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
+from penstock.generation.engine.held_prefixes import HeldPrefixes
 from penstock.generation.engine.host_pool import HostBlock, HostPool
 from penstock.generation.engine.preemption import PreemptionPolicy
 from penstock.generation.engine.prefix_sharing import SharedPrefixes
@@ -57,6 +58,7 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks, config.block_size)
         # Blocks that callers hold themselves (see BlockClaims).
         self.claims = BlockClaims(self.pool)
+        self.held_prefixes = HeldPrefixes(self.pool)
         self.copies = BlockCopies()
         self.host = HostPool(config, self.pool, self.copies) if config.num_host_blocks else None
         self.policy = PreemptionPolicy(config.preemption, config.block_bytes)
@@ -271,6 +273,7 @@ class Scheduler:
             for block in sequence.held_blocks
         )
         held.update(self.claims.blocks)
+        held.update(self.held_prefixes.holders)
         for block in range(self.pool.num_blocks):
             assert held[block] == self.pool.ref_count(block), "reference count differs from the block tables"
         assert not any(group.is_swapped for group in self.running), "a swapped group runs"

@@ -259,7 +259,7 @@ class PluginStopCriteria(StopCriteria):
             try:
                 is_met = call(token_ids, None)
             except (Exception, SystemExit) as error:
-                raise plugin_failed("config.stopping_criteria", name, error) from None
+                raise plugin_failed("config.stopping_criteria", name, error) from error
             if is_met:
                 return _CRITERIA
         return stop

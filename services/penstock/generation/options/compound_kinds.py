@@ -372,7 +372,8 @@ class Plugins(Kind):
     """Names of the server owner's plugins with their parameters, in order."""
 
     form = "plugins"
-    hint = "str | Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Mapping[str, Any]]"
+    # penstock.Generator also takes transformers' lists of objects.
+    hint = "str | Sequence[Any] | Mapping[str, Mapping[str, Any]]"
 
     def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> tuple[PluginChoice, ...]:
         check_count(field, value, getattr(limits, limit))

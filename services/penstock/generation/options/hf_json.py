@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.common.errors import InvalidArgument, StartupError
+from penstock.common.hf_fields import FACTS, WITHOUT_EFFECT
 from penstock.generation.options.checks import check_ids, check_options, check_possible
 from penstock.generation.options.kinds import BadValue
 from penstock.generation.options.limits import DEFAULT_LIMITS
@@ -17,28 +18,7 @@ from penstock.generation.options.table import CONFIG, RequestOptions
 
 FILE_NAME = "generation_config.json"
 # Facts about the file, the model or transformers' own caches: they do not change the output here.
-IRRELEVANT_FIELDS = frozenset(
-    {
-        "transformers_version",
-        "_from_model_config",
-        "_commit_hash",
-        "use_cache",
-        "cache_implementation",
-        "cache_config",
-        "max_cache_len",
-        "compile_config",
-        "disable_compile",
-        "return_dict_in_generate",
-        "decoder_start_token_id",
-        "is_assistant",
-        "assistant_lookbehind",
-        "target_lookbehind",
-        "low_memory",
-        "prefill_chunk_size",
-        "chat_format",
-        "continuous_batching_config",
-    }
-)
+IRRELEVANT_FIELDS = FACTS | WITHOUT_EFFECT.keys()
 _SPECIAL = frozenset({"eos_token_id", "bos_token_id", "pad_token_id", "stop_strings"})
 
 

@@ -18,7 +18,7 @@ import torch
 
 from penstock.common.errors import InvalidArgument, StartupError
 from penstock.common.logging import get_logger
-from penstock.generation.core.plugins import Plugin, PluginChoice, RequestPlugins, plugin_failed
+from penstock.generation.core.plugins import NO_OBJECTS, CallerObjects, Plugin, PluginChoice, RequestPlugins, plugin_failed
 from penstock.generation.options.table import RequestOptions
 
 _log = get_logger("penstock.generation")
@@ -33,21 +33,25 @@ class PluginRegistry:
     processors: Mapping[str, Factory] = field(default_factory=dict)
     criteria: Mapping[str, Factory] = field(default_factory=dict)
 
-    def make(self, options: RequestOptions) -> RequestPlugins | None:
-        """Make the plugins that a request names; None: it names none.
+    def make(self, options: RequestOptions, own: CallerObjects = NO_OBJECTS) -> RequestPlugins | None:
+        """Make the plugins that a request names, beside the caller's `own` objects; None: there are none.
 
         Raises InvalidArgument for an unknown name and for parameters that are no JSON object or that the plugin refuses
         (TypeError, ValueError), Internal where its constructor fails otherwise.
         """
         processors, criteria = options.logits_processor or (), options.stopping_criteria or ()
-        if not processors and not criteria:
+        if not processors and not criteria and not own.has_plugins:
             return None
         return RequestPlugins(
-            tuple(_make("config.logits_processor", self.processors, choice) for choice in processors),
+            (*(_make("config.logits_processor", self.processors, choice) for choice in processors), *own.processors),
             tuple(
                 Plugin(made.name, partial(_is_met, made.call))
-                for made in (_make("config.stopping_criteria", self.criteria, choice) for choice in criteria)
+                for made in (
+                    *(_make("config.stopping_criteria", self.criteria, choice) for choice in criteria),
+                    *own.criteria,
+                )
             ),
+            own.allowing,
         )
 
 
@@ -109,7 +113,7 @@ def _make(field: str, known: Mapping[str, Factory], choice: PluginChoice) -> Plu
     except (TypeError, ValueError):
         raise InvalidArgument(field, f"the plugin {choice.name} refuses its parameters") from None
     except (Exception, SystemExit) as error:
-        raise plugin_failed(field, choice.name, error) from None
+        raise plugin_failed(field, choice.name, error) from error
     if not callable(made):
         raise plugin_failed(field, choice.name, "is no callable once it is made")
     return Plugin(choice.name, made)

@@ -10,10 +10,11 @@ draws other ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from penstock.generation.core.modes import AssistantSchedule, DecodingMode, GenerationMode
+from penstock.generation.core.plugins import plugin_failed
 from penstock.generation.core.request import Emission
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import DraftKind, DraftRequest
@@ -26,6 +27,7 @@ from penstock.generation.engine.drafts import DraftThrottle, goes_on, until_end
 if TYPE_CHECKING:
     from penstock.generation.core.grammar import GrammarState
     from penstock.generation.core.request import FinishReason, Request
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.step import SampledToken
     from penstock.generation.engine.decoding.parallel_sampling import Track
     from penstock.generation.engine.stopping import StopCriteria
@@ -37,6 +39,8 @@ _REMEMBERED_AT_A_TIME, _REMEMBERED_BEFORE = 256, 8
 _LOOKUP = frozenset({"prompt_lookup_num_tokens", "max_matching_ngram_size"})
 _MEMORY = frozenset({"ngram_memory_num_tokens", "ngram_memory_match"})
 _LOOKAHEAD = frozenset({"lookahead_window", "lookahead_ngram_size", "lookahead_guesses"})
+# Name of a draft model that is the caller's object.
+CALLERS_DRAFTS = "the caller's"
 _DRAFT_MODEL = frozenset(
     {"assistant_model", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
 )
@@ -63,12 +67,19 @@ class AssistanceOptions(DecodingMode):
     lookahead_window: int | None = None
     lookahead_ngram_size: int = 4
     lookahead_guesses: int = 4
+    # (ids so far, most tokens) -> drafts, of a caller in this process, in place of the draft model; None: none.
+    own_drafts: Callable[[list[int], int], list[int]] | None = None
 
     may_be_guided = False
 
     @property
+    def asks_draft_model(self) -> bool:
+        """True when the server's draft model drafts."""
+        return self.uses_draft_model and self.own_drafts is None
+
+    @property
     def uses_draft_model(self) -> bool:
-        """True when drafts come from a model rather than from texts."""
+        """True when drafts come from a model, the server's or the caller's, rather than from texts."""
         return self.prompt_lookup_num_tokens is None and not self.recalls_outputs and self.lookahead_window is None
 
     @property
@@ -88,6 +99,13 @@ class AssistanceOptions(DecodingMode):
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:
         """See DecodingMode."""
         return GenerationMode.ASSISTED_GENERATION
+
+
+def with_drafts(params: SamplingParams, drafts: Callable[[list[int], int], list[int]] | None) -> SamplingParams:
+    """Return `params` whose drafts, if the mode has some of a model, are the caller's own."""
+    if drafts is None or not isinstance(params.mode, AssistanceOptions):
+        return params
+    return replace(params, mode=replace(params.mode, own_drafts=drafts))
 
 
 @dataclass(slots=True)
@@ -147,13 +165,13 @@ class AssistedGeneration(ParallelSampling):
         self._ready = []
         for sequence, tokens in drawn.items():
             self._verify(self._tracks[sequence], tokens, decision)
-        if not self._options.uses_draft_model:
+        if not self._options.asks_draft_model:
             for sequence in self._ready:
                 self._draft_from_texts(sequence)
         return decision
 
     def draft_requests(self) -> list[DraftRequest]:
-        if not self._options.uses_draft_model:
+        if not self._options.asks_draft_model:
             return []
         threshold = self._options.confidence_threshold
         requests = [
@@ -248,6 +266,13 @@ class AssistedGeneration(ParallelSampling):
         """Draft by the first of the kinds asked for that has drafts."""
         options, drafting, room = self._options, self._drafting[sequence], self._room(sequence)
         if room <= 0:
+            return
+        if options.own_drafts is not None and options.uses_draft_model:
+            try:
+                own = options.own_drafts(list(sequence.token_ids), min(self._wanted(drafting), room))
+            except Exception as error:
+                raise plugin_failed("assistant_model", type(options.own_drafts).__name__, error) from error
+            self._draft(sequence, until_end(own, self._end_ids), DraftKind.DRAFT_MODEL)
             return
         drafts: list[int] = []
         past = self._request.past_outputs

@@ -19,7 +19,7 @@ from penstock.generation.sampling.processors.penalties import (
     OpenAIPenalties,
     RepetitionPenalty,
 )
-from penstock.generation.sampling.processors.plugin_processors import PluginProcessors
+from penstock.generation.sampling.processors.plugin_processors import AllowingPlugins, PluginProcessors
 from penstock.generation.sampling.processors.sequence_bias import BadWords, SequenceBias
 from penstock.generation.sampling.processors.synthid import SynthId
 from penstock.generation.sampling.processors.temperature import Temperature
@@ -40,6 +40,7 @@ PROCESSORS: tuple[type[LogitsProcessor], ...] = (
     MinNewTokens,
     AllowedTrie,
     AllowedTokens,
+    AllowingPlugins,
     ForcedBos,
     ForcedEos,
     RemoveInvalidValues,

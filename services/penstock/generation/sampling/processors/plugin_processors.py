@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from penstock.generation.core.plugins import RequestPlugins
+    from penstock.generation.core.plugins import Plugin, RequestPlugins
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.processors.base import RowState
 
@@ -42,21 +42,39 @@ class PluginProcessors(LogitsProcessor):
             plugins = sequence.params.plugins
             if plugins is not None and plugins.error is None:
                 ids_1T = torch.tensor([sequence.known_token_ids], dtype=torch.int64, device=self._device)
-                scores_NV[row] = _processed(plugins, ids_1T, scores_NV[row : row + 1])[0]
+                scores_NV[row] = self._processed(plugins, ids_1T, scores_NV[row : row + 1])[0]
+
+    @classmethod
+    def _processed(cls, plugins: RequestPlugins, ids_1T: torch.Tensor, scores_1V: torch.Tensor) -> torch.Tensor:
+        return _processed(plugins, plugins.processors, _FIELD, ids_1T, scores_1V)
 
 
-def _processed(plugins: RequestPlugins, ids_1T: torch.Tensor, scores_1V: torch.Tensor) -> torch.Tensor:
+class AllowingPlugins(PluginProcessors):
+    """`prefix_allowed_tokens_fn` of a caller in this process, which stands elsewhere than other processors."""
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return params.plugins is not None and bool(params.plugins.allowing)
+
+    @classmethod
+    def _processed(cls, plugins: RequestPlugins, ids_1T: torch.Tensor, scores_1V: torch.Tensor) -> torch.Tensor:
+        return _processed(plugins, plugins.allowing, "prefix_allowed_tokens_fn", ids_1T, scores_1V)
+
+
+def _processed(
+    plugins: RequestPlugins, asked: tuple[Plugin, ...], field: str, ids_1T: torch.Tensor, scores_1V: torch.Tensor
+) -> torch.Tensor:
     """Return the row after all processors; as it was when one fails, which is noted in `plugins`."""
     given_1V = scores_1V
-    for name, call in plugins.processors:
+    for name, call in asked:
         try:
             answer = call(ids_1T.clone(), given_1V.clone())
             wrong = _fault(answer, scores_1V)
         except (Exception, SystemExit) as error:
-            plugins.error = plugin_failed(_FIELD, name, error)
+            plugins.error = plugin_failed(field, name, error)
             return scores_1V
         if wrong:
-            plugins.error = plugin_failed(_FIELD, name, wrong)
+            plugins.error = plugin_failed(field, name, wrong)
             return scores_1V
         # What is removed stays -inf.
         given_1V = torch.where(answer == -torch.inf, answer, answer.clamp(-LARGEST_SCORE, LARGEST_SCORE))

@@ -1,0 +1,57 @@
+"""Fields of transformers' GenerationConfig, and arguments of its generate(), that are no options here, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_CACHE = "caches are the server's, see --kv-memory and --prefix-cache"
+_COMPILER = "nothing is compiled for a request"
+_RESULT = "every answer has all that was asked for"
+# Name -> reason why it changes nothing: it is taken with a warning wherever options are.
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "use_cache": _CACHE,
+    "cache_implementation": _CACHE,
+    "cache_config": _CACHE,
+    "max_cache_len": _CACHE,
+    "low_memory": _CACHE,
+    "prefill_chunk_size": "prompts are computed in chunks of --max-batch-tokens",
+    "compile_config": _COMPILER,
+    "disable_compile": _COMPILER,
+    "continuous_batching_config": "requests are batched continuously by the server's settings",
+    "return_dict_in_generate": _RESULT,
+    "return_dict": _RESULT,
+    "decoder_start_token_id": "models that have an encoder are not served",
+    "is_assistant": "a draft model is one by its place",
+    "assistant_lookbehind": "drafts of another tokenizer are read anew as text",
+    "target_lookbehind": "drafts of another tokenizer are read anew as text",
+    "synced_gpus": "a model in several processes keeps them in step itself",
+    "use_model_defaults": "the model's generation_config.json always counts, and the request goes before it",
+}
+# Facts about a file, of no interest to a caller: they are left out without a word.
+FACTS = frozenset({"transformers_version", "_from_model_config", "_commit_hash", "chat_format"})
+_DRAFTS = "drafts come from assistant_model, prompt_lookup_num_tokens, ngram_memory_num_tokens or lookahead_window"
+# Name -> what helps instead: each would change the answer or its speed, so that it is refused.
+REFUSED: Mapping[str, str] = {
+    "assistant_early_exit": f"the model's own first layers do not draft here: {_DRAFTS}",
+    "assistant_ensemble_weight": f"it mixes the draft model's scores into the answer, and drafts change no answer here: {_DRAFTS}",
+    "use_mtp": f"heads for several tokens do not draft here: {_DRAFTS}",
+    "speculation_type": f"dflash and its like need a draft model trained for it, which is not read here: {_DRAFTS}",
+    "custom_generate": "no decoding loop of the caller runs here: logits_processor and stopping_criteria take objects in "
+    "process, and --logits-processor loads them by name",
+    "encoder_outputs": "models that have an encoder are not served",
+    "decoder_input_ids": "models that have an encoder are not served",
+    "decoder_attention_mask": "models that have an encoder are not served",
+    "pixel_values": "models read text here",
+    "input_features": "models read text here",
+}
+
+
+def is_nothing(value: Any) -> bool:
+    """True for None, False, and an empty list or mapping."""
+    return value is None or value is False or (isinstance(value, list | tuple | dict) and not value)
+
+
+def no_effect(name: str) -> str:
+    """Return the warning about a field of WITHOUT_EFFECT."""
+    return f"{name} has no effect: {WITHOUT_EFFECT[name]}"
