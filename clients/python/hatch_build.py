@@ -18,8 +18,8 @@ SHARED = (
     "penstock/v1",
     "penstock/common/environment.py",
     "penstock/common/errors.py",
-    "penstock/common/proxies.py",
     "penstock/common/hf_fields.py",
+    "penstock/common/proxies.py",
     "penstock/common/request_context.py",
     "penstock/common/units.py",
 )

@@ -161,13 +161,13 @@ class OptionKeywords(TypedDict, total=False):
     top_logprobs: int
     # The same of the prompt.
     prompt_logprobs: int
-    # Scores after the processors; not in beam modes.
+    # Scores after the processors.
     output_scores: bool
-    # The model's own scores; not in beam modes.
+    # The model's own scores.
     output_logits: bool
-    # Hidden states of the row that the token was drawn from; not in beam modes.
+    # Hidden states of the row that the token was drawn from.
     output_hidden_states: bool
-    # Attentions of that row; not in beam modes.
+    # Attentions of that row.
     output_attentions: bool
     # Leave special tokens out of the text; stop strings do not see them then.
     skip_special_tokens: bool

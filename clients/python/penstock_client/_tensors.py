@@ -6,7 +6,7 @@ import ctypes
 import sys
 from array import array
 from dataclasses import dataclass
-from math import prod
+from math import exp, fsum, log, prod
 from typing import Any
 
 from penstock.v1 import common_pb2
@@ -42,13 +42,39 @@ class StepTensors:
     logit_ids: Tensor | None = None
     hidden_states: Tensor | None = None
     attentions: Tensor | None = None
+    # Beam modes: the beam that the token was drawn from, as transformers' beam_indices.
+    beam_index: int | None = None
 
 
 def step_tensors(message: common_pb2.StepTensors) -> StepTensors:
     """Return the tensors of one token."""
     return StepTensors(
-        **{field.name: _tensor(value) for field, value in message.ListFields()}  # absent ones stay None
+        # Absent ones stay None.
+        **{
+            field.name: value if isinstance(value, int) else _tensor(value) for field, value in message.ListFields()
+        }
     )
+
+
+def score_of(tensors: StepTensors, token_id: int, *, normalize: bool) -> float:
+    """Return a token's score in one step; `normalize`: its log-probability. Raises ValueError where it is not known."""
+    if tensors.scores is None:
+        raise ValueError("the scores of a token are not there: ask with output_scores=True")
+    scores = tensors.scores.values.tolist()
+    if tensors.score_ids is None:
+        place = token_id
+    else:
+        if normalize:
+            raise ValueError("all scores are needed to normalise them: ask without scores_top_k")
+        ids = tensors.score_ids.values.tolist()
+        if token_id not in ids:
+            raise ValueError("the token is not among the scores_top_k highest")
+        place = ids.index(token_id)
+    score = float(scores[place])
+    if not normalize:
+        return score
+    highest = max(scores)
+    return min(0.0, score - highest - log(fsum(exp(one - highest) for one in scores)))
 
 
 def _tensor(message: common_pb2.Tensor) -> Tensor:

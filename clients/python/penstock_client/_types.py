@@ -8,7 +8,7 @@ from typing import Any
 from penstock.common.units import format_duration
 from penstock.v1 import common_pb2, generation_pb2
 
-from penstock_client._tensors import StepTensors
+from penstock_client._tensors import StepTensors, score_of
 
 
 def _own_fields(kind: type[Any]) -> list[str]:
@@ -196,6 +196,22 @@ class Choice:
     stop_token_id: int | None = None
     # Sum of the tokens' log-probabilities when they were asked for; the beam score in the beam modes.
     cumulative_logprob: float | None = None
+
+    @property
+    def beam_indices(self) -> list[int]:
+        """Beam that each token was drawn from, as transformers' beam_indices; empty without tensors of a beam mode."""
+        return [one.beam_index for one in self.tensors if one.beam_index is not None]
+
+    def transition_scores(self, *, normalize_logits: bool = False) -> list[float]:
+        """Return the score of each token, as transformers' compute_transition_scores: with output_scores=True.
+
+        `normalize_logits`: the log-probability among all tokens, where the scores are none. Raises ValueError where a
+        token's score was not asked for.
+        """
+        return [
+            score_of(tensors, token_id, normalize=normalize_logits)
+            for tensors, token_id in zip(self.tensors, self.token_ids, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

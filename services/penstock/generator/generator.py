@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.core.step import SampledToken
     from penstock.generator.by_hand import ModelInput, SamplingMetadata
+    from penstock.generator.continuous_batching import ContinuousBatchingManager, GenerationOutput
     from penstock.generator.local_engine import LocalEngine
     from penstock.generator.requests import ChatExtras, LocalRequest, PromptInput
     from penstock.generator.stream import TextStream
@@ -227,6 +228,64 @@ class Generator:
         """Answer one prompt as `generate` does, delta by delta. Closing the stream aborts the request."""
         asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs), prompt)
         return self._begin_stream(self._local(asked.call.prompt, asked))
+
+    # transformers' names.
+
+    def generate_batch(
+        self,
+        inputs: Iterable[Sequence[int]],
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        **options: Unpack[GenerateArguments],
+    ) -> Mapping[str, GenerationOutput]:
+        """Answer prompts of ids as transformers' `generate_batch`: {request id: result}, in order; one that fails has
+        its error there. Settings of its scheduler have no effect: the Generator's count."""
+        from penstock.generator.continuous_batching import batch_outputs
+
+        prompts = [list(one) for one in inputs]
+        if not prompts:
+            return {}
+        answers = self.generate(prompts, generation_config, progress=progress_bar, return_errors=True, **options)
+        return batch_outputs(prompts, answers)
+
+    def init_continuous_batching(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, **options: Any
+    ) -> ContinuousBatchingManager:
+        """Return a manager that takes requests one by one and gives results as they come."""
+        from penstock.generator.continuous_batching import ContinuousBatchingManager
+
+        return ContinuousBatchingManager(self, generation_config, **options)
+
+    def continuous_batching_context_manager(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, **options: Any
+    ) -> ContinuousBatchingManager:
+        """Return `init_continuous_batching`'s manager, for a `with` block; the end of the block waits for what runs.
+        Settings of transformers' scheduler (block, timeout, warmup …) have no effect."""
+        for name in ("block", "timeout", "persistent_manager", "warmup", "workload_hints"):
+            options.pop(name, None)
+        return self.init_continuous_batching(generation_config, **options)
+
+    def detect_watermark(
+        self, token_ids: Sequence[int], *, detector: Any, watermarking_config: Any = None
+    ) -> float:
+        """Return the probability that an output carries SynthID's watermark, by a trained BayesianDetectorModel.
+
+        `detector` is transformers' model, or its folder; `watermarking_config` by default the one that it was trained
+        for. Raises ValueError, and InvalidArgument for a text that is too short.
+        """
+        from penstock.generator.bayesian_detector import posterior, read_detector, synthid_options
+
+        model = read_detector(detector)
+        ends = self._engine.loaded.defaults.eos_token_ids
+        return posterior(model, synthid_options(watermarking_config, model), [int(one) for one in token_ids], ends)
+
+    def compute_transition_scores(self, answer: Completion, *, normalize_logits: bool = False) -> list[list[float]]:
+        """Return the score of each token of each choice, as transformers does: of an answer with output_scores=True."""
+        return [choice.transition_scores(normalize_logits=normalize_logits) for choice in answer.choices]
 
     def score(
         self,

@@ -328,6 +328,9 @@ class StepTensors(_message.Message):
     LOGIT_IDS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     ATTENTIONS_FIELD_NUMBER: _builtins.int
+    BEAM_INDEX_FIELD_NUMBER: _builtins.int
+    beam_index: _builtins.int
+    """Beam modes: the beam that the token was drawn from, as transformers' beam_indices; the tensors are that beam's."""
     @_builtins.property
     def scores(self) -> Global___Tensor:
         """Scores after the processors, as transformers' output_scores: (vocabulary), or (scores_top_k) with score_ids."""
@@ -357,12 +360,15 @@ class StepTensors(_message.Message):
         logit_ids: Global___Tensor | None = ...,
         hidden_states: Global___Tensor | None = ...,
         attentions: Global___Tensor | None = ...,
+        beam_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attentions", b"attentions", "hidden_states", b"hidden_states", "logit_ids", b"logit_ids", "logits", b"logits", "score_ids", b"score_ids", "scores", b"scores"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_index", b"_beam_index", "attentions", b"attentions", "beam_index", b"beam_index", "hidden_states", b"hidden_states", "logit_ids", b"logit_ids", "logits", b"logits", "score_ids", b"score_ids", "scores", b"scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attentions", b"attentions", "hidden_states", b"hidden_states", "logit_ids", b"logit_ids", "logits", b"logits", "score_ids", b"score_ids", "scores", b"scores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_index", b"_beam_index", "attentions", b"attentions", "beam_index", b"beam_index", "hidden_states", b"hidden_states", "logit_ids", b"logit_ids", "logits", b"logits", "score_ids", b"score_ids", "scores", b"scores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__beam_index: _TypeAlias = _typing.Literal["beam_index"]  # noqa: Y015
+    _WhichOneofArgType__beam_index: _TypeAlias = _typing.Literal["_beam_index", b"_beam_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beam_index) -> _WhichOneofReturnType__beam_index | None: ...
 
 Global___StepTensors: _TypeAlias = StepTensors  # noqa: Y015
 

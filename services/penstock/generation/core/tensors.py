@@ -28,3 +28,5 @@ class StepTensors:
     hidden_states: TensorData | None = None
     # (layers, heads, context).
     attentions: TensorData | None = None
+    # Beam modes: the beam that the token was drawn from, as transformers' beam_indices.
+    beam_index: int | None = None

@@ -403,12 +403,12 @@ class OutputOptions(OptionSet):
         ENTRIES, "The same of the prompt.", limit="max_top_logprobs", param="prompt_logprobs",
         allowed="prompt tokens × (alternatives + 1) at most 150 000, so that Started stays below 4 MiB",
     )  # fmt: skip
-    output_scores: bool | None = row(FLAG, "Scores after the processors; not in beam modes.", default=False)
-    output_logits: bool | None = row(FLAG, "The model's own scores; not in beam modes.", default=False)
+    output_scores: bool | None = row(FLAG, "Scores after the processors.", default=False)
+    output_logits: bool | None = row(FLAG, "The model's own scores.", default=False)
     output_hidden_states: bool | None = row(
-        FLAG, "Hidden states of the row that the token was drawn from; not in beam modes.", default=False
+        FLAG, "Hidden states of the row that the token was drawn from.", default=False
     )
-    output_attentions: bool | None = row(FLAG, "Attentions of that row; not in beam modes.", default=False)
+    output_attentions: bool | None = row(FLAG, "Attentions of that row.", default=False)
     skip_special_tokens: bool | None = row(
         FLAG, "Leave special tokens out of the text; stop strings do not see them then.", param="skip_special_tokens",
         default=True,

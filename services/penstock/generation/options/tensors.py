@@ -28,7 +28,7 @@ def resolve_tensors(
 ) -> TensorOutputs | None:
     """Resolve the tensors to output; None when none is asked for. `params` are resolved but for the tensors.
 
-    Raises InvalidArgument naming `output.*`: beam modes, and more bytes than a delta or the answer may have, which are
+    Raises InvalidArgument naming `output.*`: modes without tensors, and more bytes than a delta or the answer may have, which are
     computed from the longest answer that the request allows.
     """
     asked = frozenset(output.tensors)
@@ -69,7 +69,9 @@ def _check_size(
         )
     # The context grows by one a token, so the mean over the tokens counts for attentions.
     mean = prompt_tokens + sum(steps) / len(steps)
-    total = params.num_return_sequences * len(steps) * sum(_bytes(name, wanted, mean, sizes) for name in names)
+    # Beams keep those of all that may still be returned.
+    kept = max(params.num_return_sequences, int(params.mode.sizes.get("num_beams", 1)))
+    total = kept * len(steps) * sum(_bytes(name, wanted, mean, sizes) for name in names)
     if total > limits.max_tensor_bytes:
         raise InvalidArgument(
             field,

@@ -396,6 +396,8 @@ def fill_tensors(
         message = messages.add()
         if one is None:
             continue
+        if one.beam_index is not None:
+            message.beam_index = one.beam_index
         for part, data in (
             (message.scores, one.scores),
             (message.score_ids, one.score_ids),

@@ -32,7 +32,6 @@ class BeamOptions(DecodingMode):
     shares_constraint = True
     keeps_more_than_ends = True
     may_be_guided = False
-    no_tensors = "is not available with beam search: a returned sequence was drawn from the scores of several beams"
     uses = frozenset({"length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"})
     no_drafts = "drafts need greedy search or sampling"
 

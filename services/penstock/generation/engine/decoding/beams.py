@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import merge
 from itertools import islice
 from operator import attrgetter
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.draw import Candidates
     from penstock.generation.core.request import Request
     from penstock.generation.core.step import SampledToken
+    from penstock.generation.core.tensors import StepTensors
     from penstock.generation.engine.decoding.hypotheses import Hypotheses, Hypothesis
     from penstock.generation.engine.stopping import StopCriteria, StopState
 
@@ -52,6 +53,22 @@ class BeamLogprobs(NamedTuple):
         return tuple(reversed(entries))
 
 
+class BeamTensors(NamedTuple):
+    """Tensors of a beam's last token, and of those before it, shared with the beams that it forked from."""
+
+    before: BeamTensors | None
+    last: StepTensors | None
+
+    def unrolled(self) -> tuple[StepTensors | None, ...]:
+        """Return one entry per token, in order."""
+        entries = []
+        node: BeamTensors | None = self
+        while node is not None:
+            entries.append(node.last)
+            node = node.before
+        return tuple(reversed(entries))
+
+
 @dataclass(slots=True, eq=False)
 class Beam:
     """An open sequence of a search."""
@@ -62,6 +79,10 @@ class Beam:
     stop: StopState
     # Logprobs of its tokens; None: none yet, or not asked for.
     logprobs: BeamLogprobs | None = None
+    # Tensors of its tokens; None: none yet, or not asked for.
+    tensors: BeamTensors | None = None
+    # Its row among the beams of all groups, as transformers' beam_indices count them.
+    place: int = 0
 
     @property
     def output(self) -> tuple[int, ...]:
@@ -145,7 +166,9 @@ class BeamStrategy(DecodingStrategy):
         """Return the final emissions. Where fewer sequences were found than asked for, the best are returned again."""
         found = [ranking[index % len(ranking)] for index in self._returned]
         return [
-            Emission(index, one.token_ids, one.logprobs, _finish(index, one.token_ids, one.stop, one.score))
+            Emission(
+                index, one.token_ids, one.logprobs, _finish(index, one.token_ids, one.stop, one.score), one.tensors
+            )
             for index, one in enumerate(found)
         ]
 
@@ -173,21 +196,23 @@ class BeamStrategy(DecodingStrategy):
         chosen: list[Extension],
         drawn: Mapping[Sequence, SampledToken],
         decision: Decision,
+        first_place: int = 0,
     ) -> list[Beam]:
-        """Return the beams that replace `beams`, in the order of `chosen`. `decision` gets forks and drops."""
+        """Return the beams that replace `beams`, in the order of `chosen`, placed from `first_place` on. `decision`
+        gets forks and drops."""
         grown: list[Beam] = []
         going: set[Beam] = set()
-        for extension in chosen:
+        for place, extension in enumerate(chosen, first_place):
             parent = extension.beam
-            known = self.logprobs(extension, drawn)
+            known, tensors = self.logprobs(extension, drawn), self.tensors(extension, drawn)
             if parent in going:
                 child = self._fork(parent.sequence)
                 decision.forks.append((parent.sequence, child))
-                grown.append(Beam(child, extension.score, parent.stop.copy(), known))
+                grown.append(Beam(child, extension.score, parent.stop.copy(), known, tensors, place))
             else:
                 # It takes over the stop state as well, which is advanced only below, when all copies are made.
                 going.add(parent)
-                grown.append(Beam(parent.sequence, extension.score, parent.stop, known))
+                grown.append(Beam(parent.sequence, extension.score, parent.stop, known, tensors, place))
         decision.dropped += [beam.sequence for beam in beams if beam not in going]
         for beam, extension in zip(grown, chosen, strict=True):
             beam.sequence.append(extension.token_id)
@@ -202,15 +227,17 @@ class BeamStrategy(DecodingStrategy):
         if reason is FinishReason.LENGTH and beam.output in (self._request.params.allowed_token_trie or ()):
             reason = FinishReason.CONSTRAINT_DONE
         logprobs = beam.logprobs.unrolled() if beam.logprobs is not None else ()
-        hypotheses.add(beam.output, beam.score, Stop(reason), logprobs)
+        tensors = beam.tensors.unrolled() if beam.tensors is not None else ()
+        hypotheses.add(beam.output, beam.score, Stop(reason), logprobs, tensors)
 
     def conclude(
         self, hypotheses: Hypotheses, extension: Extension, stop: Stop, drawn: Mapping[Sequence, SampledToken]
     ) -> None:
         """Add an extension that ends its beam."""
-        known = self.logprobs(extension, drawn)
+        known, kept = self.logprobs(extension, drawn), self.tensors(extension, drawn)
         logprobs = known.unrolled() if known is not None else ()
-        hypotheses.add((*extension.beam.output, extension.token_id), extension.score, stop, logprobs)
+        tensors = kept.unrolled() if kept is not None else ()
+        hypotheses.add((*extension.beam.output, extension.token_id), extension.score, stop, logprobs, tensors)
 
     def logprobs(self, extension: Extension, drawn: Mapping[Sequence, SampledToken]) -> BeamLogprobs | None:
         """Return logprobs of the extended sequence when the request wants them, else None."""
@@ -218,6 +245,15 @@ class BeamStrategy(DecodingStrategy):
             return None
         beam = extension.beam
         return BeamLogprobs.of(beam.logprobs, drawn[beam.sequence], extension.token_id, extension.token_score)
+
+    def tensors(self, extension: Extension, drawn: Mapping[Sequence, SampledToken]) -> BeamTensors | None:
+        """Return tensors of the extended sequence when the request wants them, else None: each token's are those of
+        the beam that it was drawn from."""
+        if self._request.params.tensors is None:
+            return None
+        beam = extension.beam
+        found = drawn[beam.sequence].tensors
+        return BeamTensors(beam.tensors, None if found is None else replace(found, beam_index=beam.place))
 
     @property
     def _returned(self) -> Iterable[int]:

@@ -127,7 +127,7 @@ class GroupBeamSearch(BeamStrategy):
         group = self._groups[index]
         for beam in group.beams:
             del self._group_of[beam.sequence]
-        group.beams = self.grow(group.beams, running, group.drawn, decision)
+        group.beams = self.grow(group.beams, running, group.drawn, decision, index * self._size)
         group.drawn.clear()
         spec = draw_spec(self._keep, taken_ids=self._taken(index, len(group.chosen)))
         for beam in group.beams:
@@ -149,6 +149,7 @@ class GroupBeamSearch(BeamStrategy):
 
     def _begin(self, index: int) -> Beam:
         beam = self.root()
+        beam.place = index * self._size
         beam.sequence.draw = draw_spec(self._keep, taken_ids=self._taken(index, 0))
         self._groups[index].beams = [beam]
         self._group_of[beam.sequence] = self._groups[index]

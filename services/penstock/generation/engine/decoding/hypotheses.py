@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.generation.core.request import PositionLogprobs
+    from penstock.generation.core.tensors import StepTensors
     from penstock.generation.engine.decoding.beam_options import BeamOptions
     from penstock.generation.engine.stopping import Stop
 
@@ -26,6 +27,7 @@ class Hypothesis:
     stop: Stop
     # One entry per token, or none at all.
     logprobs: tuple[PositionLogprobs, ...] = ()
+    tensors: tuple[StepTensors | None, ...] = ()
 
 
 def length_normalised(score: float, length: int, penalty: float) -> float:
@@ -59,11 +61,16 @@ class Hypotheses:
         return iter(self._best)
 
     def add(
-        self, token_ids: tuple[int, ...], total: float, stop: Stop, logprobs: tuple[PositionLogprobs, ...] = ()
+        self,
+        token_ids: tuple[int, ...],
+        total: float,
+        stop: Stop,
+        logprobs: tuple[PositionLogprobs, ...] = (),
+        tensors: tuple[StepTensors | None, ...] = (),
     ) -> None:
         """Add a sequence with the sum of its scores, `total`; the worst one makes room."""
         score = length_normalised(total, max(len(token_ids), 1), self._options.length_penalty)
-        self._best.append(Hypothesis(token_ids, score, stop, logprobs))
+        self._best.append(Hypothesis(token_ids, score, stop, logprobs, tensors))
         self._best.sort(key=lambda one: one.score, reverse=True)
         del self._best[self._size :]
 
