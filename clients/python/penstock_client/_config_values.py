@@ -4,14 +4,14 @@ Constraint."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 from penstock.v1 import common_pb2, config_pb2
 
 from penstock_client._option_table import Words
+from penstock_client._wrong_values import WrongType, WrongValue, expected, naming
 
 Ids = Sequence[int]
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
@@ -25,16 +25,6 @@ _SCHEDULES = {
     "heuristic": config_pb2.ASSISTANT_TOKENS_SCHEDULE_HEURISTIC,
     "heuristic_transient": config_pb2.ASSISTANT_TOKENS_SCHEDULE_HEURISTIC_TRANSIENT,
 }
-
-
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Put the option's name into the error that refuses its value."""
-    try:
-        yield
-    except (TypeError, ValueError, AttributeError, OverflowError, KeyError, RecursionError) as error:
-        kind = TypeError if isinstance(error, TypeError | AttributeError) else ValueError
-        raise kind(f"option {name!r}: {error}") from error
 
 
 def set_option(message: Any, name: str, form: str, value: Any) -> None:
@@ -51,14 +41,14 @@ def set_constraint(constraint: config_pb2.Constraint, options: Mapping[str, Any]
     if len(asked) > 1:
         raise ValueError(f"options {asked[0]!r} and {asked[1]!r} do not go together")
     for name in asked:
-        with naming(name):
+        with naming(name, expected(constraint, name), options[name]):
             _set_kind(constraint, name, options[name])
 
 
 def _set_kind(constraint: config_pb2.Constraint, name: str, value: Any) -> None:
     if name == "choice":
         if isinstance(value, str):
-            raise TypeError("must be a list of strings")
+            raise WrongType("must be a list of strings")
         constraint.choice.values.extend(value)
     elif name == "json_schema" and not isinstance(value, str):
         constraint.json_schema = json.dumps(value)
@@ -69,14 +59,14 @@ def _set_kind(constraint: config_pb2.Constraint, name: str, value: Any) -> None:
 def token_ids(ids: Ids) -> common_pb2.TokenIds:
     """One run of ids. Raises TypeError for a string."""
     if isinstance(ids, str):
-        raise TypeError("must be token ids, not text")
+        raise WrongType("must be token ids, not text")
     return common_pb2.TokenIds(ids=list(ids))
 
 
 def _not_empty(value: Any) -> Any:
     """Refuse an empty list, as transformers does here; on the wire it would be as good as unset."""
     if len(value) == 0:
-        raise ValueError("must not be empty")
+        raise WrongValue("must not be empty")
     return value
 
 
@@ -123,7 +113,7 @@ def watermarking_config(watermark: Any) -> config_pb2.WatermarkingConfig:
     if "keys" not in fields:
         return config_pb2.WatermarkingConfig(**fields)
     if fields.pop("debug_mode", False):
-        raise ValueError("debug_mode is for tests of transformers itself")
+        raise WrongValue("debug_mode is for tests of transformers itself")
     return config_pb2.WatermarkingConfig(synthid=config_pb2.SynthIDTextWatermarkingConfig(**fields))
 
 
@@ -169,7 +159,7 @@ def _set_trie(config: Any, name: str, trie: Sequence[Ids]) -> None:
 def _choose(known: Mapping[Any, int]) -> Callable[[Any, str, Any], None]:
     def set_enum(config: Any, name: str, value: Any) -> None:
         if not isinstance(value, (bool, str)) or value not in known:
-            raise ValueError(f"must be one of {', '.join(map(repr, known))}")
+            raise WrongValue(f"must be one of {', '.join(map(repr, known))}")
         setattr(config, name, known[value])
 
     return set_enum

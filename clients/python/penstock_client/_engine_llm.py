@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from functools import partial
 from typing import Any, Self
 
 from penstock.v1 import common_pb2, graphs_pb2, model_pb2
 
-from penstock_client._config_values import naming, set_option
+from penstock_client._config_values import set_option
 from penstock_client._exceptions import FailedPrecondition, NotFound, Unavailable
 from penstock_client._graph_calls import GraphCalls, Input, model_info
 from penstock_client._graph_values import BmrtFlag, Dtype, from_bytes, read_into, stored, zeros
@@ -23,6 +24,7 @@ from penstock_client._state import logprob_entry
 from penstock_client._sync import Client
 from penstock_client._types import LogprobEntry
 from penstock_client.config import ClientConfig
+from penstock_client._wrong_values import expected, naming, unknown
 
 DEFAULT_ADDRESS = "127.0.0.1:50052"
 # host:port, or a name that gRPC resolves; anything else is a path.
@@ -307,9 +309,9 @@ class EngineLLM:
         if seed is not None:
             row.seed = seed
         for name, value in options.items():
-            with naming(name):
+            with naming(name, partial(expected, request.config, name, CONFIG.get(name, "")), value):
                 if name not in CONFIG:
-                    raise TypeError("unknown, see GenerationConfig")
+                    raise unknown(name, CONFIG)
                 set_option(request.config, name, CONFIG[name], value)
         if isinstance(logits, ServerTensor):
             request.handle, request.lease_id = logits.handle, self._lease()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 from penstock.common.errors import InvalidArgument
+from penstock.common.hf_fields import REFUSED, WITHOUT_EFFECT, no_effect
 from penstock.v1 import config_pb2, text_pb2, tokenizer_pb2
 
-from penstock_client._config_values import CONSTRAINTS, naming, set_constraint, set_option
+from penstock_client._config_values import CONSTRAINTS, set_constraint, set_option
 from penstock_client._option_table import CONFIG, OUTPUT, STOP, OptionKeywords
 from penstock_client._structs import Structs
 from penstock_client._tensors import set_rows
+from penstock_client._wrong_values import WrongType, expected, naming, naming_prompt, unknown
 
 
 class GenerationOptions(OptionKeywords, total=False):
@@ -53,6 +57,9 @@ _REQUEST = {"model", "adapter", "request_id", "session_id", "priority", "cache_s
 _GENERATE = {"add_special_tokens", "inputs_embeds", "inputs_embeds_before_ids"}
 _CHAT = {"add_generation_prompt", "continue_final_message"}
 
+# Frames between a warning and somebody's call, about.
+_CALLER = 4
+
 # Types of OpenAI's content parts: those that are text, and those that are named as what is not.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "input_file")
@@ -64,14 +71,26 @@ TextRequest = text_pb2.GenerateTextRequest | text_pb2.ChatRequest
 def _apply(request: TextRequest, options: Mapping[str, Any]) -> None:
     """Copy keyword options into the request. Raises TypeError for an unknown one, and for a value of a wrong type."""
     if options.get("config") is not None:
-        request.config.CopyFrom(options["config"])
+        with naming("config", expected(request, "config"), options["config"]):
+            request.config.CopyFrom(options["config"])
     if any(options.get(name) is not None for name in CONSTRAINTS):
         set_constraint(request.constraint, options)
     for name, value in options.items():
         if value is None or name == "config" or name in CONSTRAINTS:
             continue
-        with naming(name):
+        if name in WITHOUT_EFFECT:
+            warnings.warn(no_effect(name), stacklevel=_CALLER)
+            continue
+        with naming(name, partial(_expected, request, name), value):
             _set(request, name, value)
+
+
+def _expected(request: TextRequest, name: str) -> str:
+    """Return what an option takes."""
+    for message, table in ((request.config, CONFIG), (request.stop, STOP), (request.output, OUTPUT)):
+        if name in table:
+            return expected(message, name, table[name])
+    return expected(request, name)
 
 
 def _set(request: TextRequest, name: str, value: Any) -> None:
@@ -87,9 +106,11 @@ def _set(request: TextRequest, name: str, value: Any) -> None:
         else:
             setattr(request, name, value)
     elif name in _GENERATE | _CHAT:
-        raise TypeError(f"is for {'generate' if name in _GENERATE else 'chat'} only")
+        raise WrongType(f"is for {'generate' if name in _GENERATE else 'chat'} only")
+    elif name in REFUSED:
+        raise WrongType(REFUSED[name])
     else:
-        raise TypeError("unknown, see GenerationOptions")
+        raise unknown(name, {*CONFIG, *STOP, *OUTPUT, *CONSTRAINTS, *_REQUEST, *_GENERATE, *_CHAT})
 
 
 def check_options(**options: Unpack[GenerationOptions]) -> None:
@@ -108,7 +129,8 @@ def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) ->
         raise TypeError("prompt: one text or the ids of one; generate_many takes several")
     else:
         request.token_ids.SetInParent()
-        request.token_ids.ids.extend(prompt)
+        with naming_prompt():
+            request.token_ids.ids.extend(prompt)
     _apply(request, options)
     return request
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from penstock.v1 import text_pb2
 
-from penstock_client._config_values import naming, token_ids, watermarking_config
+from penstock_client._config_values import token_ids, watermarking_config
 from penstock_client._state import logprob_entry
 from penstock_client._types import Embeddings, Score, Scores, Usage, WatermarkEvidence
+from penstock_client._wrong_values import expected, naming
 
 
 def score_request(
@@ -59,7 +60,7 @@ def watermark_request(
     else:
         request.token_ids.CopyFrom(token_ids(output))
     if watermark is not None:
-        with naming("watermarking_config"):
+        with naming("watermarking_config", expected(request, "watermarking_config", "watermark"), watermark):
             request.watermarking_config.CopyFrom(watermarking_config(watermark))
     if z_threshold is not None:
         request.z_threshold = z_threshold

@@ -11,6 +11,8 @@ from typing import Any
 
 from penstock.v1 import common_pb2
 
+from penstock_client._wrong_values import WrongType, WrongValue
+
 # DType -> the code of array and memoryview.
 _CODES: dict[int, Any] = {common_pb2.D_TYPE_FLOAT32: "f", common_pb2.D_TYPE_INT32: "i", common_pb2.D_TYPE_INT64: "q"}
 # Element types of tensors in requests, by torch's and numpy's names.
@@ -107,14 +109,14 @@ def set_rows(message: common_pb2.Tensor, values: Any) -> None:
     if len(shape) == 3 and shape[0] == 1:
         shape = shape[1:]
     if len(shape) != 2:
-        raise ValueError("must have the shape (tokens, hidden size)")
+        raise WrongValue("must have the shape (tokens, hidden size)")
     message.dtype, message.data = _FLOATS[name], data
     message.shape.extend(shape)
 
 
 def _from_torch(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
     if not tensor.is_floating_point():
-        raise TypeError("must be of floating-point numbers")
+        raise WrongType("must be of floating-point numbers")
     if _name(tensor) not in _FLOATS:
         tensor = tensor.float()
     tensor = tensor.detach().cpu().contiguous()
@@ -127,7 +129,7 @@ def _from_torch(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
 def _from_numpy(values: Any) -> tuple[str, tuple[int, ...], bytes]:
     if _name(values) not in _FLOATS:
         if values.dtype.kind != "f":
-            raise TypeError("must be of floating-point numbers")
+            raise WrongType("must be of floating-point numbers")
         values = values.astype("float32")
     data = values.astype(values.dtype.newbyteorder("=")).tobytes()
     return _name(values), tuple(values.shape), _little_endian(data, values.dtype.itemsize)
@@ -137,7 +139,7 @@ def _from_rows(rows: Any) -> tuple[str, tuple[int, ...], bytes]:
     rows = [list(row) for row in rows]
     widths = {len(row) for row in rows}
     if len(widths) > 1:
-        raise ValueError("must have rows of the same length")
+        raise WrongValue("must have rows of the same length")
     values = array("f", [value for row in rows for value in row])
     return "float32", (len(rows), *widths), _little_endian(values.tobytes(), values.itemsize)
 

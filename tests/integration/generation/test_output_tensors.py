@@ -128,8 +128,6 @@ LONG = {"config": {"max_new_tokens": 8000}}
         ({"output": {"output_scores": True}, **LONG}, "output.output_scores"),
         ({"output": {"output_logits": True, "output_hidden_states": True}, **LONG}, "output.output_logits"),
         ({"output": {"output_attentions": True}, **LONG}, "output.output_attentions"),
-        ({"output": {"output_scores": True}, "config": {"num_beams": 2}}, "output.output_scores"),
-        ({"output": {"output_attentions": True}, "config": {"num_beams": 2}}, "output.output_attentions"),
         ({"output": {"output_scores": True, "tensor_steps": range(5000)}}, "output.tensor_steps"),
     ],
 )

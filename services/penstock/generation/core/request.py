@@ -121,6 +121,11 @@ class Request:
         return self.prompt_token_ids if self.embeds is None else self.prompt_token_ids[self.embeds.num_placeholders :]
 
 
+def at_most_0(logprob: float) -> float:
+    """Return a log-probability that rounding has not left above 0. A NaN stays one."""
+    return 0.0 if logprob > 0.0 else logprob
+
+
 @dataclass(slots=True)
 class Logprob:
     """Log-probability of one token at one position: natural log, after the processors. Rank 1 is the most likely."""

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
-from penstock.generation.core.request import Emission, FinishReason, Logprob, PositionLogprobs, SequenceFinish
+from penstock.generation.core.request import (
+    Emission,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    SequenceFinish,
+    at_most_0,
+)
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
 from penstock.generation.engine.decoding.beam_options import beam_options
@@ -40,7 +47,7 @@ class BeamLogprobs(NamedTuple):
         candidates = drawn.candidates
         assert candidates is not None
         top = drawn.logprobs.top if drawn.logprobs is not None else ()
-        chosen = Logprob(token_id, score - candidates.log_total, _rank(token_id, candidates, top))
+        chosen = Logprob(token_id, at_most_0(score - candidates.log_total), _rank(token_id, candidates, top))
         return cls(before, PositionLogprobs(chosen, top))
 
     def unrolled(self) -> tuple[PositionLogprobs, ...]:

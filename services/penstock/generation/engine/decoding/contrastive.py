@@ -17,7 +17,7 @@ from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
 from penstock.generation.core.modes import DecodingMode, GenerationMode
-from penstock.generation.core.request import Emission, FinishReason, Logprob, PositionLogprobs, SequenceFinish
+from penstock.generation.core.request import Emission, FinishReason, Logprob, PositionLogprobs, SequenceFinish, at_most_0
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, ModeSpec, no_token_left
 from penstock.generation.engine.stopping import Stop
@@ -194,7 +194,7 @@ class ContrastiveSearch(DecodingStrategy):
         candidates = drawn.candidates
         if self._request.params.top_logprobs is None or candidates is None:
             return ()
-        logprob = candidates.scores[place] - candidates.log_total
+        logprob = at_most_0(candidates.scores[place] - candidates.log_total)
         if self._cumulative_logprob is not None:
             self._cumulative_logprob += logprob
         chosen = Logprob(candidates.token_ids[place], logprob, candidates.ranks[place])

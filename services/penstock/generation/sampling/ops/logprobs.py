@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.generation.core.request import Logprob, PositionLogprobs
+from penstock.generation.core.request import Logprob, PositionLogprobs, at_most_0
 from penstock.generation.sampling.ops.candidates import top_candidates
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def listed_logprobs(
     """Return, for every row, the chosen token (id, logprob, rank) and the first `num_top` of `top`, which holds
     descending scores, ids and logprobs."""
     return [
-        PositionLogprobs(Logprob(*one), _ranked(scores[:k], ids[:k], logprobs[:k]))
-        for one, scores, ids, logprobs, k in zip(chosen, *top, num_top, strict=True)
+        PositionLogprobs(Logprob(token_id, at_most_0(logprob), rank), _ranked(scores[:k], ids[:k], logprobs[:k]))
+        for (token_id, logprob, rank), scores, ids, logprobs, k in zip(chosen, *top, num_top, strict=True)
     ]
 
 
@@ -76,5 +76,5 @@ def _ranked(scores: list[float], ids: list[int], logprobs: list[float]) -> tuple
         if score == -torch.inf:
             break
         rank = entries[-1].rank if place and score == scores[place - 1] else place + 1
-        entries.append(Logprob(token_id, logprob, rank))
+        entries.append(Logprob(token_id, at_most_0(logprob), rank))
     return tuple(entries)

@@ -246,6 +246,8 @@ Drawn invert(const DrawArgs& args, float highest, const Weights& weights, Cut cu
 Drawn draw_among(const DrawArgs& args, std::vector<Entry>& entries, std::vector<double>& sums) {
   std::sort(entries.begin(), entries.end(), is_before);
   const float top = entries[0].score / args.temperature;
+  // Log-probabilities are taken off scores over the temperature in fp64: so is the highest of them.
+  const double exact_top = double(entries[0].score) / args.temperature;
   sums.clear();
   double total = 0;
   for (Entry& e : entries) {
@@ -268,7 +270,7 @@ Drawn draw_among(const DrawArgs& args, std::vector<Entry>& entries, std::vector<
   size_t place = std::upper_bound(sums.begin(), sums.end(), args.uniform * total) - sums.begin();
   if (place == sums.size())
     place = std::lower_bound(sums.begin(), sums.end(), total) - sums.begin();
-  return {entries[place].id, cut, top + std::log(total)};
+  return {entries[place].id, cut, exact_top + std::log(total)};
 }
 
 // The cut that top-p and min-p leave of `cut`.
