@@ -10,6 +10,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from penstock_client import Choice, Delta, LogprobEntry, Timings, Usage
+from penstock.gateway.unknown_fields import noted_fields
 
 # Names of FinishReason -> OpenAI's. `stop_reason` beside it tells the string or id.
 _REASONS: Mapping[str, str] = {
@@ -128,7 +129,7 @@ def extras(started: Any, finished: Any) -> dict[str, Any]:
     return {
         "timings": {name: round(seconds, 6) for name, seconds in shown.items() if seconds is not None},
         "seed": started.seed,
-        "warnings": list(started.warnings),
+        "warnings": [*started.warnings, *noted_fields()],
     }
 
 

@@ -146,6 +146,13 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
     )
     max_prompts: int = option(256, "Prompts of one request of /v1/completions.", group=LIMITS, minimum=1)
     concurrent_prompts: int = option(16, "Of these so many are with the router at once.", group=LIMITS, minimum=1)
+    unknown_fields: str = option(
+        "report",
+        "Fields of a body that nothing reads: report tells them in x-penstock-ignored-fields, and near misses of known "
+        "names in the answer's warnings; refuse answers 400.",
+        choices=("report", "refuse"),
+        group=LIMITS,
+    )
     max_ignored_fields: int = option(
         32, "Unknown fields of a request that x-penstock-ignored-fields lists.", group=LIMITS, minimum=0
     )

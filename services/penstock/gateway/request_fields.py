@@ -14,6 +14,7 @@ from penstock_client import GenerationOptions, check_options
 
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.endpoint import HttpCall
+from penstock.gateway.unknown_fields import note_fields, unknown_fields
 from penstock.generation.options.table import CONFIG, SECTIONS
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ _NAMED = re.compile(r"option '(\w+)': (.*)", re.DOTALL)
 _PARAMETERS = re.compile(r"^(tools\[\d+\]\.)parameters\b")
 # Exceptions for a value that has no place in a message.
 _MISFITS = (TypeError, ValueError, OverflowError, AttributeError, KeyError, RecursionError)
+_SOMEHOW_WRONG = "has a value of a wrong type, or out of range"
 # Words for JSON's types.
 _WORDS: Mapping[Any, str] = {
     str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object",
@@ -84,10 +86,11 @@ class Fields:
         return None if value is None else typed(value, kind, name)
 
     def done(self) -> None:
-        """Report the fields that nothing has taken; null asks for nothing."""
-        self._call.ignored += [
-            name for name, value in self._body.items() if name not in self._taken and value is not None
-        ]
+        """Report the fields that nothing has taken; null asks for nothing. Raises InvalidArgument naming one that would
+        change the answer, and any where the configuration refuses unknown fields."""
+        left = [name for name, value in self._body.items() if name not in self._taken and value is not None]
+        note_fields(unknown_fields(left, self._taken | _OWN_NAMES, refuse=self._call.config.unknown_fields == "refuse"))
+        self._call.ignored += left
 
 
 def typed(value: Any, kind: type[T], name: str) -> T:
@@ -225,20 +228,23 @@ def _named(error: Exception, options: Mapping[str, Any]) -> InvalidArgument:
     found = _NAMED.match(str(error))
     if found is not None:
         is_ours = found[2].startswith(("must ", "is for ", "unknown"))
-        return InvalidArgument(found[1], found[2] if is_ours else _wrong(found[1], options.get(found[1])))
+        # What was found instead is the caller's.
+        words = found[2].rpartition(", found ")[0] or found[2]
+        wrong = _wrong(found[1], options.get(found[1]))
+        return InvalidArgument(found[1], wrong if not is_ours or wrong != _SOMEHOW_WRONG else words)
     for name, value in options.items():
         try:
             check_options(**{name: value})
         except _MISFITS:
             return InvalidArgument(name, _wrong(name, value))
-    return InvalidArgument("body", "has a value of a wrong type, or out of range")
+    return InvalidArgument("body", _SOMEHOW_WRONG)
 
 
 def _wrong(name: str, value: Any) -> str:
     """Description of a value that protobuf refused; its own words, and Python's, may repeat the value."""
     kind = _KINDS.get(_HINTS.get(name, ""))
     if kind is None:
-        return "has a value of a wrong type, or out of range"
+        return _SOMEHOW_WRONG
     try:
         typed(value, kind, name)
     except InvalidArgument as error:

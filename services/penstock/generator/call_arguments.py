@@ -1,11 +1,11 @@
-"""What transformers' generate() takes beside options: tensors of a prompt, and objects of the caller.
+"""Arguments of transformers' generate() beside options: tensors of a prompt, and objects of the caller.
 
 They are told apart from options here, once a call, and become what the engine knows: ids, plugins, drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,6 +177,8 @@ def _rows(name: str, value: Any) -> list[list[int]]:
     """Return whole numbers in rows; a tensor, an array or lists. Raises TypeError naming the argument."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     try:
+        if not isinstance(plain, Sequence) or isinstance(plain, str | bytes):
+            raise TypeError
         rows = [list(row) for row in plain] if _is_nested(plain) else [list(plain)]
         if all(type(one) in (int, bool) or (hasattr(one, "__index__") and not isinstance(one, str)) for row in rows for one in row):
             return [[int(one) for one in row] for row in rows]

@@ -25,6 +25,7 @@ from penstock.common.options import load as load_options
 from penstock.common.progress import ShowProgress, show_nothing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS
+from penstock.generator.argument_names import of_fields, renaming as _renaming, whole as _whole
 from penstock.generator.batch import BatchFailed, OrderedBatch
 from penstock.generator.call_arguments import CallArguments, GenerateArguments, check_streamed, take_apart
 from penstock.generator.lora import LoraStatus, load_lora, unload_lora
@@ -46,6 +47,13 @@ if TYPE_CHECKING:
     from penstock.generator.text import LocalTokenizer
 
 _log = get_logger("penstock.generator")
+# Fields of the service's WarmUp by the arguments that MindIE has for them.
+_WARM_UP_NAMES = {
+    "prefill_tokens": "max_prefill_tokens",
+    "sequence_tokens": "max_seq_len",
+    "input_tokens": "max_input_len",
+    "iterations": "max_iter_times",
+}
 # Keywords of structured output.
 _CONSTRAINT_NAMES = ("json_schema", "json_object", "regex", "grammar", "choice")
 
@@ -373,7 +381,7 @@ class Generator:
         """Store of LoRA adapters."""
         return self._engine.loaded.adapters
 
-    def forward(self, model_input: ModelInput) -> torch.Tensor:
+    def forward(self, model_input: ModelInput | Mapping[str, Any]) -> torch.Tensor:
         """Compute rows by hand; keys and values go into the blocks that the caller names. Returns logits
         (N, vocabulary) in float32.
 
@@ -381,14 +389,20 @@ class Generator:
         between two steps of the engine. Raises InvalidArgument naming a field of the input, FailedPrecondition: BUSY,
         BLOCK_IN_USE.
         """
-        return self._engine.on_engine(lambda engine: self._forward.run(engine, model_input))
+        from penstock.generator.by_hand import ModelInput
 
-    def sample(self, logits: Any, metadata: SamplingMetadata) -> list[SampledToken]:
+        rows = of_fields(ModelInput, model_input, "model_input")
+        return self._engine.on_engine(lambda engine: self._forward.run(engine, rows))
+
+    def sample(self, logits: Any, metadata: SamplingMetadata | Mapping[str, Any]) -> list[SampledToken]:
         """Draw the next token of each row of logits (N, vocabulary), by the very sampler of the engine.
 
         Options are those of `generate` in modes that draw one token a step: greedy and sampling. Raises
         InvalidArgument, and TypeError or ValueError naming an option.
         """
+        from penstock.generator.by_hand import SamplingMetadata
+
+        metadata = of_fields(SamplingMetadata, metadata, "metadata")
         rows = self._sampler.check(logits, metadata)
         given = metadata.options
         each: list[Mapping[str, Any]] = [given] * len(rows) if isinstance(given, Mapping) else [*given]
@@ -413,7 +427,14 @@ class Generator:
         from penstock.generation.service import WarmUpSize
 
         core = self._engine.core
-        self._engine.call(core.warm_up(WarmUpSize(max_prefill_tokens, max_seq_len, max_input_len, max_iter_times)))
+        size = WarmUpSize(
+            _whole("max_prefill_tokens", max_prefill_tokens),
+            _whole("max_seq_len", max_seq_len),
+            None if max_input_len is None else _whole("max_input_len", max_input_len),
+            None if max_iter_times is None else _whole("max_iter_times", max_iter_times),
+        )
+        with _renaming(_WARM_UP_NAMES):
+            self._engine.call(core.warm_up(size))
         return core.loaded.kv.num_bytes
 
     def clear_cache(self, sequence_ids: Iterable[str | int] | None = None) -> int:
@@ -428,7 +449,8 @@ class Generator:
         ids = list(sequence_ids)
         requests = [one for one in ids if isinstance(one, str)]
         numbers = [one for one in ids if not isinstance(one, str)]
-        cleared = self._engine.call(self._engine.core.clear_cache(requests)) if requests else 0
+        with _renaming({"live_request_ids": "sequence_ids"}):
+            cleared = self._engine.call(self._engine.core.clear_cache(requests)) if requests else 0
         return cleared + (self._engine.on_engine(lambda _: self._sampler.clear(numbers)) if numbers else 0)
 
     def copy_blocks(self, pairs: Any) -> int:

@@ -185,7 +185,7 @@ def test_an_exception_of_a_callers_object_reaches_the_caller(generator: Generato
 
 
 class Streamer:
-    """What transformers' streamers do, written down."""
+    """A streamer that writes down what it is given."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []

@@ -43,7 +43,13 @@ def test_a_conversation_is_a_list_of_messages() -> None:
 
 def test_transformers_configuration_becomes_keywords() -> None:
     config = GenerationConfig(max_new_tokens=5, num_beams=3, early_stopping=True, use_cache=True)
-    assert keyword_options(config, {"num_beams": 2}) == {"max_new_tokens": 5, "num_beams": 2, "early_stopping": True}
+    assert keyword_options(config, {"num_beams": 2}) == {
+        "max_new_tokens": 5,
+        "num_beams": 2,
+        "early_stopping": True,
+        # Told to have no effect.
+        "use_cache": True,
+    }
     assert keyword_options({"do_sample": False, "top_k": None}, {}) == {"do_sample": False}
     assert keyword_options(None, {"seed": 1}) == {"seed": 1}
 

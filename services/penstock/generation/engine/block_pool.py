@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 
@@ -248,6 +249,49 @@ class BlockClaims:
             self._pool.release(block)
         self._blocks -= given_back
         return len(given_back)
+
+
+class HeldPrefixes:
+    """Prefixes that callers in this process hold: their blocks stay, whatever else is asked for. Engine thread only."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._holders: Counter[int] = Counter()
+
+    @property
+    def holders(self) -> Counter[int]:
+        """Number of handles that hold each block."""
+        return self._holders
+
+    def __len__(self) -> int:
+        """Number of blocks that are held."""
+        return len(self._holders)
+
+    def find(self, token_ids: Sequence[int], salt: str) -> list[int]:
+        """Return the blocks that keep the beginning of `token_ids`, as far as it is computed. O(blocks)."""
+        size, found = self._pool.block_size, []
+        parent = root_hash(salt)
+        for index in range(len(token_ids) // size):
+            parent = chain_hash(parent, array("I", token_ids[index * size : (index + 1) * size]).tobytes())
+            block = self._pool.lookup(parent)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Hold blocks, each once more."""
+        for block in blocks:
+            self._pool.acquire(block)
+            self._holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give blocks back that one handle held, the last first, so that the deepest prefix goes first."""
+        for block in reversed(blocks):
+            self._pool.release(block)
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
 
 
 def _named(blocks: Collection[int], noun: str) -> str:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from penstock.generation.core.step import Fork
 from penstock.generation.engine.block_copies import BlockCopies
-from penstock.generation.engine.block_pool import BlockClaims, BlockPool
+from penstock.generation.engine.block_pool import BlockClaims, BlockPool, HeldPrefixes
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.config import RECOMPUTE
 from penstock.generation.engine.fair_queue import FairQueue
 from penstock.generation.engine.fair_turns import CROWD
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
-from penstock.generation.engine.held_prefixes import HeldPrefixes
 from penstock.generation.engine.host_pool import HostBlock, HostPool
 from penstock.generation.engine.preemption import PreemptionPolicy
 from penstock.generation.engine.prefix_sharing import SharedPrefixes

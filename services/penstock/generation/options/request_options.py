@@ -87,6 +87,8 @@ class ModelFacts:
     tokenizer_fingerprint: str = ""
     # A token-to-bytes table was built, so that stop strings can be matched.
     has_token_bytes: bool = False
+    # False: the tokenizer is not to be loaded (load_tokenizer), whatever the folder has.
+    loads_tokenizer: bool = True
     num_layers: int = 1
     # Values of an embedding.
     hidden_size: int = 0
@@ -101,3 +103,10 @@ class ModelFacts:
     max_output_tokens: Callable[[SamplingParams, int], int] | None = None
     # True for the name of a known adapter; None: there are none.
     has_adapter: Callable[[str], bool] | None = None
+
+    @property
+    def no_tokenizer(self) -> str:
+        """Reason why texts cannot be matched, where they cannot."""
+        if not self.loads_tokenizer:
+            return "the tokenizer is not loaded (load_tokenizer, --load-tokenizer)"
+        return "the model's folder has no tokenizer.json"

@@ -111,7 +111,7 @@ def _resolve_seed(request: GenerateOptions) -> int:
 
 def _check_healing(prompt_logprobs: int | None, model: ModelFacts) -> None:
     if not model.has_token_bytes:
-        raise InvalidArgument("config.token_healing", "cannot be done: the model's folder has no tokenizer.json")
+        raise InvalidArgument("config.token_healing", f"cannot be done: {model.no_tokenizer}")
     if prompt_logprobs is not None:
         raise InvalidArgument("config.token_healing", "must be false with output.prompt_logprobs: the prompt changes")
 

@@ -91,7 +91,7 @@ def check_stop(stop: StopOptions, model: ModelFacts, limits: RequestLimits) -> N
     check_options(stop)
     check_limits(stop, limits)
     if stop.stop_strings and not model.has_token_bytes:
-        raise InvalidArgument("stop.stop_strings", "cannot be matched: the model's folder has no tokenizer.json")
+        raise InvalidArgument("stop.stop_strings", f"cannot be matched: {model.no_tokenizer}")
 
 
 def _check_output(output: OutputOptions, prompt_tokens: int, limits: RequestLimits) -> None:

@@ -253,6 +253,7 @@ def _load(
     served = _served(name, tokenizer_folder, model, context, has_token_bytes=token_bytes is not None)
     served = replace(
         served,
+        loads_tokenizer=config.load_tokenizer,
         assistant_model="" if draft is None else draft.name,
         max_output_tokens=most_tokens,
         has_adapter=adapters.__contains__,

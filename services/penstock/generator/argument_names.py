@@ -1,0 +1,56 @@
+"""Arguments of a caller in its own words: checked by their names, and errors of the services put into these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from penstock.common.errors import InvalidArgument, NotFound
+
+T = TypeVar("T")
+
+
+def whole(name: str, value: Any) -> int:
+    """Return a whole number. Raises InvalidArgument naming the argument."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InvalidArgument(name, f"must be a whole number, found {type(value).__name__}")
+    return int(value)
+
+
+def of_fields(kind: type[T], value: Any, name: str) -> T:
+    """Return `value` as the dataclass `kind`, of which it may be a mapping of fields. Raises InvalidArgument naming the
+    argument or the field."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(name, f"must be a {kind.__name__} or a mapping of its fields, found {type(value).__name__}")
+    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
+    for given in value:
+        if given not in known:
+            raise InvalidArgument(name, f"has no field {given!r}; those of {kind.__name__}: {', '.join(known)}")
+    for one in known.values():
+        if one.name not in value and one.default is MISSING and one.default_factory is MISSING:
+            raise InvalidArgument(one.name, "is missing")
+    return kind(**value)
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Put an error's field into the caller's words: `names` are those of the services by the field."""
+
+    def own(field: str | None) -> str:
+        return re.sub(r"^\w+", lambda match: names.get(match[0], match[0]), field or "")
+
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(own(error.field), error.description, reason=error.reason) from error
+    except NotFound as error:
+        field = error.field
+        if not field:
+            raise
+        message = error.message.replace(field, own(field))
+        raise NotFound(message, reason=error.reason, field=own(field)) from error
