@@ -18,11 +18,12 @@ from penstock.v1 import admin_pb2, common_pb2, model_pb2, text_pb2
 from penstock_client._channel import END, AsyncChannel, AsyncExchange
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
 from penstock_client._load_model import (
+    load_requests,
+    naming_path,
+    unloaded_of,
     LoadProgress,
     LoadState,
     UnloadedModel,
-    load_requests,
-    unloaded_of,
 )
 from penstock_client._options import (
     GenerationOptions,
@@ -468,7 +469,8 @@ class AsyncClient:
         service's own, or a router's; `backend` names one of several behind it. The load is given up when this is, or
         when `timeout` seconds have passed.
         """
-        return await self._load(load_requests(folder, path, name, options), on_progress, backend, timeout)
+        with naming_path():
+            return await self._load(load_requests(folder, path, name, options), on_progress, backend, timeout)
 
     async def _load(
         self,

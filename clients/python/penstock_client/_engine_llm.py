@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from functools import partial
 from typing import Any, Self
 
 from penstock.v1 import common_pb2, graphs_pb2, model_pb2
@@ -16,15 +18,16 @@ from penstock.v1 import common_pb2, graphs_pb2, model_pb2
 from penstock_client._config_values import set_option
 from penstock_client._exceptions import FailedPrecondition, NotFound, Unavailable
 from penstock_client._graph_calls import GraphCalls, Input, model_info
-from penstock_client._graph_values import BmrtFlag, Dtype, from_bytes, read_into, stored, zeros
-from penstock_client._load_model import archive_of, archive_requests, load_requests
+from penstock_client._graph_values import BmrtFlag, Dtype, from_bytes, initial, read_into, stored, zeros
+from penstock_client._load_model import archive_of, archive_requests, load_requests, naming_path
 from penstock_client._option_table import CONFIG
 from penstock_client._server_tensor import ServerTensor
 from penstock_client._state import logprob_entry
 from penstock_client._sync import Client
 from penstock_client._types import LogprobEntry
+from penstock_client._wrong_values import WrongType, expected, naming, unknown
+from penstock_client._wrong_values import found as found_of
 from penstock_client.config import ClientConfig
-from penstock_client._wrong_values import expected, naming, unknown
 
 DEFAULT_ADDRESS = "127.0.0.1:50052"
 # host:port, or a name that gRPC resolves; anything else is a path.
@@ -40,7 +43,7 @@ class EngineLLM:
 
     def __init__(
         self,
-        model: str | bytes,
+        model: str | os.PathLike[str] | bytes,
         *arguments: Any,
         address: str | None = None,
         backend: str | None = None,
@@ -49,19 +52,25 @@ class EngineLLM:
     ) -> None:
         """`EngineLLM(address, device_ids)`: the model of a running generation service, or of a router's `backend`.
 
-        `EngineLLM(path, device_ids)` and `EngineLLM(path, flags, device_ids)`: a folder below the service's
-        `--model-root`, which it loads; `EngineLLM(data, size, device_ids)`: the bytes of a tar archive of such a folder
-        (see `archive`). The service at `address` (default 127.0.0.1:50052) must have no model then, and gives it up
-        when the engine is closed.
+        `EngineLLM(path, device_ids)` and `EngineLLM(path, flags, device_ids)`: a model's folder, a GGUF file, or a tar
+        archive of a folder (see `archive`); `EngineLLM(data, size, device_ids)`: the bytes of such a file. Without an
+        `address` the model runs in this process, as many of them as there is memory for; the package penstock must be
+        installed. With one, the service there loads it, which must have no model: a path is then below its
+        `--model-root`, a tar archive of this machine is sent, and the model goes when the engine is closed.
 
         `name` is the served model's, where that matters: what is loaded gets it. Raises TypeError for other arguments,
         ValueError for a device that the model is not on, PenstockError.
         """
+        model = model if isinstance(model, bytes) else os.fspath(model)
         self.flags, wanted = _arguments(model, arguments)
         is_address = isinstance(model, str) and _ADDRESS.fullmatch(model) is not None
         if is_address and address is not None:
             raise TypeError("address: the model is given as one")
-        target = model if is_address and isinstance(model, str) else address or DEFAULT_ADDRESS
+        # The model's service in this process; None: it is elsewhere.
+        self._own: Any = None
+        if not is_address and address is None and backend is None:
+            self._own = _own_service(model if isinstance(model, str) else model[: arguments[0]])
+        target = self._own.address if self._own else model if is_address else address or DEFAULT_ADDRESS
         self._calls = GraphCalls(target, config or ClientConfig(), backend)
         self._name = name
         self._lease_id = ""
@@ -69,13 +78,10 @@ class EngineLLM:
         # True: this engine has loaded the model.
         self._owns_model = False
         try:
-            if not is_address:
-                requests = (
-                    load_requests(None, model, name, None)
-                    if isinstance(model, str)
-                    else archive_requests(model[: arguments[0]], name)
-                )
-                with Client(target, config) as client:
+            if not is_address and self._own is None:
+                data = _sent_bytes(model) if isinstance(model, str) else model[: arguments[0]]
+                requests = load_requests(None, model, name, None) if data is None else archive_requests(data, name)
+                with Client(target, config) as client, naming_path():
                     client._load(requests, None, backend or "", None)
                 self._owns_model = True
             self._graphs = self._read_graphs()
@@ -105,6 +111,9 @@ class EngineLLM:
                 self._end("UnloadModel", model_pb2.UnloadModelRequest())
         finally:
             self._calls.close()
+            own, self._own = self._own, None
+            if own is not None:
+                own.close()
 
     @staticmethod
     def archive(folder: str | os.PathLike[str]) -> bytes:
@@ -244,8 +253,16 @@ class EngineLLM:
         return self._tensors(graph_name, None, stage, is_input=False)[index]
 
     def get_input_tensors_addrmode0(self, graph_name: str, stage: int = 0) -> dict[int, Any]:
-        """New arrays of zeros for all inputs, here; whatever the address mode."""
+        """New arrays for all inputs, here, whatever the address mode: valid ones, such as a causal mask, else zeros."""
         return self._arrays(self._graph(graph_name).inputs, stage)
+
+    def create_max_input_tensors(self, graph_name: str) -> dict[int, Any]:
+        """New arrays of each input's largest shape, here, whatever the address mode."""
+        return self._largest(self._graph(graph_name).inputs)
+
+    def create_max_output_tensors(self, graph_name: str) -> dict[int, Any]:
+        """New arrays of each output's largest shape, here, whatever the address mode."""
+        return self._largest(self._graph(graph_name).outputs)
 
     def get_output_tensors_addrmode0(self, graph_name: str, stage: int = 0) -> dict[int, Any]:
         """New arrays of zeros for all outputs, here; whatever the address mode."""
@@ -258,6 +275,7 @@ class EngineLLM:
         graph_name: str,
         input: Mapping[int, Any],
         output: Mapping[int, Any],
+        core_list: Sequence[int] = (),
         *,
         stage: int | None = None,
         sequence: str | None = None,
@@ -267,9 +285,12 @@ class EngineLLM:
 
         A tensor is an array or a ServerTensor. Optional inputs may be left out. `stage`: shapes must be those of it.
         `sequence`: keys and values are those of this name in the service's pool, which ends with the engine; `start`:
-        tokens of it to go on after. Raises PenstockError, and ValueError or TypeError for arrays that do not fit.
+        tokens of it to go on after. `core_list`: SAIL's cores of a device, of no effect here. Raises PenstockError, and ValueError or TypeError for arrays that do not fit.
         """
         graph = self._graph(graph_name)
+        for what, tensors in (("input", input), ("output", output)):
+            if not isinstance(tensors, Mapping) or not all(isinstance(index, int) for index in tensors):
+                raise WrongType(f"{what}: must be a mapping of indices to tensors, found {found_of(tensors)}")
         request = graphs_pb2.ForwardRequest(
             model=self._name, graph=graph_name, stage=stage, sequence=sequence or "", start=start
         )
@@ -350,14 +371,15 @@ class EngineLLM:
 
     def _argument(self, graph: graphs_pb2.GraphInfo, index: int, tensor: Any) -> Input:
         dtype = _at(graph.inputs, index).dtype
+        rank = len(_at(graph.inputs, index).max_shape.sizes)
         if isinstance(tensor, ServerTensor):
-            return Input(index, dtype, tuple(tensor.shape()), memoryview(b""), tensor.handle)
+            return Input(index, dtype, _of_rank(tensor.shape(), rank), memoryview(b""), tensor.handle)
         try:
             array = stored(self._array_of(tensor), Dtype(dtype))
         except (TypeError, ValueError) as error:
             kind = ValueError if isinstance(error, ValueError) else TypeError
             raise kind(f"input {index}: {error}") from error
-        return Input(index, dtype, array.shape, memoryview(array.tobytes()))
+        return Input(index, dtype, _of_rank(array.shape, rank), memoryview(array.tobytes()))
 
     def _target(self, graph: graphs_pb2.GraphInfo, index: int, tensor: Any) -> graphs_pb2.GraphOutput:
         _at(graph.outputs, index)
@@ -376,8 +398,12 @@ class EngineLLM:
 
     def _check_devices(self, wanted: Iterable[int]) -> None:
         known = self.get_device_ids()
-        if not set(wanted) <= set(known):
+        if set(wanted) <= set(known):
+            return
+        if self._own is None:
             raise ValueError(f"device ids must be among those of the service: {known}")
+        others = sorted(set(wanted) - set(known))
+        warnings.warn(f"the model runs on device {known} of this machine; ids {others} have no effect", stacklevel=3)
 
     def _end(self, method: str, request: Any) -> None:
         """Make a call that ends something, unless it is gone or in use."""
@@ -417,15 +443,58 @@ class EngineLLM:
             request.tensors.add(dtype=one.dtype, shape=_shape(one, stage))
         answer = self._calls.unary("AllocateTensors", request)
         self._lease_id = answer.lease_id
-        return {
-            one.index: ServerTensor(
-                self._calls, self._name, answer.lease_id, handle, _shape(one, stage), Dtype(one.dtype)
-            )
-            for one, handle in zip(infos, answer.handles, strict=True)
-        }
+        made = {}
+        for one, handle in zip(infos, answer.handles, strict=True):
+            shape, dtype = _shape(one, stage), Dtype(one.dtype)
+            made[one.index] = ServerTensor(self._calls, self._name, answer.lease_id, handle, shape, dtype)
+            values = initial(one.name, shape)
+            if values is not None:
+                made[one.index].update_data(values)
+        return made
 
     def _arrays(self, infos: Iterable[graphs_pb2.GraphTensorInfo], stage: int) -> dict[int, Any]:
-        return {one.index: self._new_array(_shape(one, stage), Dtype(one.dtype)) for one in infos}
+        return {one.index: self._filled(one, _shape(one, stage)) for one in infos}
+
+    def _largest(self, infos: Iterable[graphs_pb2.GraphTensorInfo]) -> dict[int, Any]:
+        return {one.index: self._filled(one, list(one.max_shape.sizes)) for one in infos}
+
+    def _filled(self, info: graphs_pb2.GraphTensorInfo, shape: list[int]) -> Any:
+        """Make a tensor here that the graph takes as it is."""
+        tensor = self._new_array(shape, Dtype(info.dtype))
+        values = initial(info.name, shape)
+        if values is not None:
+            read_into(self._array_of(tensor), stored(values, Dtype(info.dtype)), Dtype(info.dtype))
+        return tensor
+
+
+def _own_service(model: str | bytes) -> Any:
+    """Open a model in this process. Raises ImportError naming what to install."""
+    try:
+        service = importlib.import_module("penstock.generator.graph_service")
+    except ImportError as error:
+        raise ImportError(
+            "EngineLLM runs a model in this process where no server is told: pip install penstock, or tell one by "
+            "address='HOST:PORT'"
+        ) from error
+    return service.open_graphs(model)
+
+
+def _sent_bytes(model: str) -> bytes | None:
+    """Return a tar archive of this machine, whose bytes are sent; None: the path is the server's."""
+    path = Path(model).expanduser()
+    if not path.is_file():
+        return None
+    import tarfile  # takes milliseconds that other clients do not owe
+
+    return path.read_bytes() if tarfile.is_tarfile(path) else None
+
+
+def _of_rank(shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return a shape without the sizes of 1 that it has more of than `rank`: [1, 1, hidden] is [1, hidden]."""
+    sizes = list(shape)
+    while len(sizes) > rank and 1 in sizes:
+        sizes.remove(1)
+    return tuple(sizes)
 
 
 def _arguments(model: str | bytes, arguments: tuple[Any, ...]) -> tuple[BmrtFlag, list[int]]:

@@ -59,6 +59,30 @@ def zeros(shape: Sequence[int], dtype: Dtype) -> Array:
     return made
 
 
+# Where a row does not see a token.
+_HIDDEN = -10000.0
+
+
+def initial(name: str, shape: Sequence[int]) -> Array | None:
+    """Return what a new input of a graph holds, so that the graph takes it as it is; None: zeros do.
+
+    A mask sees all columns before the rows' own, and of these the causal ones; positions count from behind them.
+    """
+    np = numpy()
+    made: Array
+    if name == "attention_mask" and len(shape) == 4:
+        rows, columns = shape[2:]
+        made = np.where(np.tri(rows, columns, columns - rows, dtype=bool), 0.0, _HIDDEN).astype("f4")
+        return np.ascontiguousarray(np.broadcast_to(made, tuple(shape)))
+    if name == "position_ids":
+        made = np.ascontiguousarray(np.broadcast_to(np.arange(shape[-1]), tuple(shape)))
+        return made
+    if name in ("temperature", "top_p", "penalty"):
+        made = np.ones(tuple(shape), "f4")
+        return made
+    return None
+
+
 def stored(values: Any, dtype: Dtype) -> Array:
     """Return values as a tensor of `dtype` is stored: contiguous, little-endian, converted where that loses no kind.
 

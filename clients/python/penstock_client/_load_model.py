@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from penstock.common.errors import InvalidArgument, PenstockError
 from penstock.v1 import model_pb2
 
 from penstock_client._exceptions import Internal
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 # gRPC's own limit on a message is 4 MiB.
 CHUNK_BYTES = 2 << 20
+# Before fields of a load's first message, which is no argument of anybody.
+_START = "start."
 # Name of a model that comes in an archive, which has none.
 ARCHIVED = "model"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -74,6 +78,22 @@ def load_requests(
     if not name:
         start.name = files[0].resolve().parent.name
     return _with_bytes(start, files)
+
+
+@contextmanager
+def naming_path() -> Iterator[None]:
+    """Name the argument in errors about the message's `start`: path for start.path."""
+    try:
+        yield
+    except PenstockError as error:
+        if not (error.field or "").startswith(_START):
+            raise
+        message = error.message.removeprefix(_START)
+        kind = type(error)
+        if isinstance(error, InvalidArgument):
+            field = (error.field or "").removeprefix(_START)
+            raise InvalidArgument(field, message.removeprefix(f"{field}: "), reason=error.reason) from error
+        raise kind(message, reason=error.reason, metadata=error.metadata) from error
 
 
 def model_files(folder: Path) -> list[Path]:

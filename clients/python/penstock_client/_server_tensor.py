@@ -47,22 +47,31 @@ class ServerTensor:
         array = stored(values, self._dtype)
         if array.size != prod(self._shape):
             raise ValueError(f"the tensor has {prod(self._shape)} elements, the array {array.size}")
+        self.write(0, array)
+
+    def write(self, offset: int, array: Array) -> None:
+        """Write stored elements from `offset` on. Raises PenstockError."""
         data, item = array.tobytes(), array.itemsize
         for at in range(0, len(data), PART_BYTES):
-            self._write(at // item, data=data[at : at + PART_BYTES])
+            self._write(offset + at // item, data=data[at : at + PART_BYTES])
 
     def asnumpy(self) -> Array:
         """Return all elements in an array of its own. Raises PenstockError."""
+        return self.read(0, prod(self._shape)).reshape(self._shape)
+
+    def read(self, offset: int, count: int) -> Array:
+        """Return `count` elements from `offset` on, in one dimension. Raises PenstockError."""
         data = bytearray()
-        at = 0
-        while at < prod(self._shape):
+        at = offset
+        while at < offset + count:
             answer: graphs_pb2.ReadTensorResponse = self._calls.unary(
                 "ReadTensor",
                 graphs_pb2.ReadTensorRequest(model=self._model, lease_id=self._lease_id, handle=self.handle, offset=at),
             )
             data += answer.data
             at += answer.num_elements
-        return from_bytes(bytes(data), self._shape, self._dtype)
+        item = len(data) // max(at - offset, 1)
+        return from_bytes(bytes(data[: count * item]), [count], self._dtype)
 
     def sync_d2d(self, source: ServerTensor, source_offset: int, offset: int, count: int) -> None:
         """Copy `count` elements of another tensor of the same engine, from `source_offset` there to `offset` here.

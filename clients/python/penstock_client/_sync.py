@@ -22,6 +22,7 @@ from penstock_client._load_model import (
     LoadState,
     UnloadedModel,
     load_requests,
+    naming_path,
     unloaded_of,
 )
 from penstock_client._options import (
@@ -460,7 +461,8 @@ class Client:
         service's own, or a router's; `backend` names one of several behind it. The load is given up when this is, or
         when `timeout` seconds have passed.
         """
-        return self._load(load_requests(folder, path, name, options), on_progress, backend, timeout)
+        with naming_path():
+            return self._load(load_requests(folder, path, name, options), on_progress, backend, timeout)
 
     def _load(
         self,

@@ -86,6 +86,8 @@ def _kind(field: Any) -> str:
 
 def found(value: Any) -> str:
     """Return words about a value: a number itself, of anything else the type."""
+    if value is None:
+        return "None"
     if isinstance(value, bool | int | float) and abs(value) < 1 << 70:
         return repr(value)
     return f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__}"

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import enum
+import logging
 from collections.abc import Sequence
 from functools import cache
 from math import prod
@@ -13,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from penstock_client._engine_llm import EngineLLM as _EngineLLM
 from penstock_client._graph_values import BmrtFlag, Dtype, numpy, read_into, stored, zeros
+from penstock_client._server_tensor import ServerTensor
 
 if TYPE_CHECKING:
     from penstock_client._graph_values import Array
 
-__all__ = ["BmrtFlag", "Dtype", "EngineLLM", "Handle", "Tensor"]
+__all__ = ["BmrtFlag", "Dtype", "EngineLLM", "Handle", "LogLevel", "Tensor", "set_loglevel"]
 
 
 class Handle:
@@ -30,19 +33,58 @@ class Handle:
         """Number of the device."""
         return self._dev_id
 
+    def get_target(self) -> str:
+        """Name of the kind of device; a SAIL's is that of a chip, and drivers choose between chips by it."""
+        return "PENSTOCK"
+
+    def get_sn(self) -> str:
+        """Serial number of the device; Penstock knows none."""
+        return ""
+
+
+class LogLevel(enum.Enum):
+    """Levels of `set_loglevel`, by SAIL's names, as Python's logging has them."""
+
+    TRACE = 5
+    DEBUG = logging.DEBUG
+    INFO = logging.INFO
+    WARN = logging.WARNING
+    ERR = logging.ERROR
+    CRITICAL = logging.CRITICAL
+    OFF = logging.CRITICAL + 10
+
+
+def set_loglevel(loglevel: LogLevel) -> int:
+    """Let Python's loggers of penstock and its client log from this level on; returns 0."""
+    for name in ("penstock", "penstock_client"):
+        logging.getLogger(name).setLevel(LogLevel(loglevel).value)
+    return 0
+
 
 class Tensor:
     """A tensor in memory here, with SAIL's methods. bfloat16 is stored as the upper halves of float32, in uint16."""
 
     def __init__(
         self,
-        handle: Handle,
+        handle: Handle | Tensor | ServerTensor,
         shape: Any,
-        dtype: Dtype | None = None,
+        dtype: Dtype | int | None = None,
         own_sys_data: bool = True,
         own_dev_data: bool = True,
     ) -> None:
-        """`Tensor(handle, shape, dtype, ...)` of zeros, or `Tensor(handle, array)` of the array's values."""
+        """`Tensor(handle, shape, dtype, ...)` of zeros, `Tensor(handle, array)` of the array's values, or
+        `Tensor(tensor, shape, offset)`: a view of another tensor's elements from `offset` on.
+
+        A view shares the memory of a tensor that is here. Of one at the service it has a copy, which graphs that write
+        into it carry back. Raises TypeError, ValueError for elements that are not there.
+        """
+        # Set for a view of a tensor at the service: it, and the first element.
+        self._source: tuple[ServerTensor, int] | None = None
+        if not isinstance(handle, Handle):
+            self._view(handle, list(shape), 0 if dtype is None else dtype)
+            return
+        if isinstance(dtype, int):
+            raise TypeError("Tensor(handle, shape, dtype): the type must be a Dtype")
         if dtype is None:
             array = numpy().asarray(shape)
             kinds = {"f4": Dtype.BM_FLOAT32, "f2": Dtype.BM_FLOAT16, "i4": Dtype.BM_INT32, "i1": Dtype.BM_INT8}
@@ -52,6 +94,31 @@ class Tensor:
             self._dtype, self.array = kinds[kind], stored(array, kinds[kind]).copy()
         else:
             self._dtype, self.array = dtype, zeros(shape, dtype)
+
+    def _view(self, source: Tensor | ServerTensor, shape: list[int], offset: Any) -> None:
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            raise TypeError("Tensor(tensor, shape, offset): the offset must be a whole number of elements")
+        count, size = prod(shape), prod(source.shape())
+        if min(offset, count) < 0 or offset + count > size:
+            raise ValueError(f"the tensor has {size} elements: a view of {count} from {offset} on is not all there")
+        self._dtype = source.dtype()
+        if isinstance(source, Tensor):
+            self.array = source.array.reshape(-1)[offset : offset + count].reshape(shape)
+            return
+        self._source = source, offset
+        self.array = source.read(offset, count).reshape(shape)
+
+    def _pull(self) -> None:
+        """Take a view's elements from the service again."""
+        if self._source is not None:
+            source, offset = self._source
+            self.array.reshape(-1)[:] = source.read(offset, self.array.size)
+
+    def _push(self) -> None:
+        """Write a view's elements to the service."""
+        if self._source is not None:
+            source, offset = self._source
+            source.write(offset, self.array)
 
     def shape(self) -> list[int]:
         """Sizes of the dimensions."""
@@ -70,18 +137,27 @@ class Tensor:
     def update_data(self, values: Any) -> None:
         """Write all elements; uint16 are the bits of 16-bit floats. Raises TypeError and ValueError."""
         read_into(self.array, stored(values, self._dtype), self._dtype)
+        self._push()
 
     def asnumpy(self) -> Array:
         """Return a copy of the elements, of which int() and float() take the only one whatever the shape."""
+        self._pull()
         copied: Array = self.array.copy().view(_array_type())
         return copied
 
-    def sync_d2d(self, source: Tensor, source_offset: int, offset: int, count: int) -> None:
+    def sync_d2d(self, source: Tensor | ServerTensor, source_offset: int, offset: int, count: int) -> None:
         """Copy `count` elements of another tensor, from `source_offset` there to `offset` here."""
         end = offset + count
-        if min(source_offset, offset, count) < 0 or source_offset + count > source.array.size or end > self.array.size:
+        there = prod(source.shape())
+        if min(source_offset, offset, count) < 0 or source_offset + count > there or end > self.array.size:
             raise ValueError("the elements are not all there")
-        self.array.reshape(-1)[offset:end] = source.array.reshape(-1)[source_offset : source_offset + count]
+        if isinstance(source, ServerTensor):
+            taken = source.read(source_offset, count)
+        else:
+            source._pull()
+            taken = source.array.reshape(-1)[source_offset : source_offset + count]
+        self.array.reshape(-1)[offset:end] = taken
+        self._push()
 
     def sync_s2d(self) -> None:
         """Do nothing: there is one memory here, and it is sent when a graph runs."""
@@ -112,4 +188,12 @@ class EngineLLM(_EngineLLM):
         return Tensor(Handle(0), shape, dtype)
 
     def _array_of(self, tensor: Any) -> Any:
-        return tensor.array if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        tensor._pull()
+        return tensor.array
+
+    def _store(self, tensor: Any, data: bytearray, shape: tuple[int, ...], dtype: Dtype) -> None:
+        super()._store(tensor, data, shape, dtype)
+        if isinstance(tensor, Tensor):
+            tensor._push()

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
+from penstock_client._wrong_values import WrongType, WrongValue
+
 from penstock.common.errors import InvalidArgument, NotFound
 
 T = TypeVar("T")
@@ -35,6 +37,17 @@ def of_fields(kind: type[T], value: Any, name: str) -> T:
         if one.name not in value and one.default is MISSING and one.default_factory is MISSING:
             raise InvalidArgument(one.name, "is missing")
     return kind(**value)
+
+
+@contextmanager
+def reading(name: str, what: str) -> Iterator[None]:
+    """Say what an argument must be where it cannot be read; errors that say so themselves pass."""
+    try:
+        yield
+    except (WrongType, WrongValue):
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError):
+        raise InvalidArgument(name, f"must be {what}") from None
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock_client._options import GenerationOptions
+from penstock_client._wrong_values import found
 
 from penstock.common.hf_fields import REFUSED, WITHOUT_EFFECT, is_nothing, no_effect
 from penstock.generation.core.plugins import NO_OBJECTS, CallerObjects, Plugin
@@ -222,7 +223,7 @@ def _objects(left: dict[str, Any], name: str) -> tuple[Plugin, ...]:
         if not isinstance(named, str):
             raise TypeError(
                 f"option {name!r}: an entry must be an object that can be called with ids and scores, or a name of the "
-                f"server's own, found {type(one).__name__}"
+                f"server's own, found {found(one)}"
             )
     if names:
         left[name] = names

@@ -25,7 +25,10 @@ from penstock.common.options import load as load_options
 from penstock.common.progress import ShowProgress, show_nothing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS
-from penstock.generator.argument_names import of_fields, renaming as _renaming, whole as _whole
+from penstock.generator.argument_names import of_fields
+from penstock.generator.argument_names import reading as _reading
+from penstock.generator.argument_names import renaming as _renaming
+from penstock.generator.argument_names import whole as _whole
 from penstock.generator.batch import BatchFailed, OrderedBatch
 from penstock.generator.call_arguments import CallArguments, GenerateArguments, check_streamed, take_apart
 from penstock.generator.lora import LoraStatus, load_lora, unload_lora
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.generator.text import LocalTokenizer
 
 _log = get_logger("penstock.generator")
+_PROMPT = "a text, a list of ids, a list of messages, or a list of any of these"
 # Fields of the service's WarmUp by the arguments that MindIE has for them.
 _WARM_UP_NAMES = {
     "prefill_tokens": "max_prefill_tokens",
@@ -174,9 +178,10 @@ class Generator:
 
         asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs), prompt)
         prompt = asked.call.prompt
-        if not is_batch(prompt):
+        with _reading("prompt", _PROMPT):
+            prompts = [*prompt] if is_batch(prompt) else None
+        if prompts is None:
             return self._one(prompt, asked)
-        prompts = list(prompt)
         if asked.call.streamer is not None:
             check_streamed(asked.request, len(prompts))
             return [self._one(one, asked) for one in prompts]
@@ -310,8 +315,10 @@ class Generator:
         from penstock.generator.answers import scores_of_items
 
         made = []
-        for index, (prompt, continuation) in enumerate(items):
-            with _naming(f"items[{index}]"):
+        with _reading("items", "pairs (prompt, continuation), each a text or a list of ids"):
+            pairs = [(prompt, continuation) for prompt, continuation in items]
+        for index, (prompt, continuation) in enumerate(pairs):
+            with _naming(f"items[{index}]"), _reading("prompt", "a text or a list of ids, as the continuation"):
                 made.append(ScoreItem(*self._divided(prompt, continuation)))
         core = self._engine.core
         limits = core.limits
@@ -334,8 +341,9 @@ class Generator:
         from penstock.generation.options.score_embed import MAX_EMBEDDING_BYTES, EmbedCommand
         from penstock.generator.answers import embeddings_of_items
 
-        given = [texts] if isinstance(texts, str) else list(texts)
-        inputs = [self._tokens(one) if isinstance(one, str) else list(one) for one in given]
+        with _reading("texts", "a text, or a list of texts and of lists of ids"):
+            given = [texts] if isinstance(texts, str) else list(texts)
+            inputs = [self._tokens(one) if isinstance(one, str) else [int(id) for id in one] for one in given]
         core = self._engine.core
         fitting = MAX_EMBEDDING_BYTES // (4 * core.loaded.model.config.hidden_size)
         results: list[Any] = []
@@ -403,7 +411,8 @@ class Generator:
         from penstock.generator.by_hand import SamplingMetadata
 
         metadata = of_fields(SamplingMetadata, metadata, "metadata")
-        rows = self._sampler.check(logits, metadata)
+        with _reading("logits", "rows of numbers, one for each of metadata.sequence_ids"):
+            rows = self._sampler.check(logits, metadata)
         given = metadata.options
         each: list[Mapping[str, Any]] = [given] * len(rows) if isinstance(given, Mapping) else [*given]
         if len(each) != len(rows):
@@ -446,7 +455,8 @@ class Generator:
         """
         if sequence_ids is None:
             return self._engine.call(self._engine.core.clear_cache())
-        ids = list(sequence_ids)
+        with _reading("sequence_ids", "a list of request ids and of numbers of sequences"):
+            ids = [one if isinstance(one, str) else _whole("sequence_ids", one) for one in sequence_ids]
         requests = [one for one in ids if isinstance(one, str)]
         numbers = [one for one in ids if not isinstance(one, str)]
         with _renaming({"live_request_ids": "sequence_ids"}):
@@ -458,7 +468,8 @@ class Generator:
         `forward`."""
         from penstock.generator.by_hand import copy_blocks
 
-        return self._engine.on_engine(lambda engine: copy_blocks(engine, pairs))
+        with _reading("pairs", "pairs of block numbers [source, destination]"):
+            return self._engine.on_engine(lambda engine: copy_blocks(engine, pairs))
 
     def swap_cache(self, swaps: Any) -> int:
         """Swap blocks [[kind, source, destination]]; kind 0: host to device, 1: device to host. Returns their number.
@@ -469,14 +480,16 @@ class Generator:
         """
         from penstock.generator.by_hand import swap_blocks
 
-        return self._engine.on_engine(lambda engine: swap_blocks(engine, swaps))
+        with _reading("swaps", "rows of whole numbers [kind, source, destination]"):
+            return self._engine.on_engine(lambda engine: swap_blocks(engine, swaps))
 
     def claim_blocks(self, blocks: Iterable[int]) -> None:
         """Hold blocks of the pool ahead, so that later calls of `forward` find them also while requests are live.
 
         Raises InvalidArgument, FailedPrecondition: BUSY, BLOCK_IN_USE.
         """
-        wanted = list(blocks)
+        with _reading("blocks", "a list of whole numbers"):
+            wanted = [_whole("blocks", one) for one in blocks]
         self._engine.on_engine(lambda engine: engine.claim_blocks(wanted))
 
     def release_blocks(self, blocks: Iterable[int] | None = None, *, host_blocks: Iterable[int] | None = None) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
+from penstock.generator.argument_names import reading
 from penstock.router.chat.formats import ChatFormat, choose_format
 from penstock.text.detokenizer import Detokenizer
 from penstock.text.text_decoder import TextDecoder
@@ -109,7 +111,10 @@ class LocalTokenizer:
 
     def encode(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> list[int] | list[list[int]]:
         """Return the ids of a text, or of each of several."""
-        texts = [text] if isinstance(text, str) else list(text)
+        with reading("text", "a text, or a list of texts"):
+            texts = [text] if isinstance(text, str) else [*text]
+            if not all(isinstance(one, str) for one in texts):
+                raise TypeError
         options = EncodeOptions(add_special_tokens=add_special_tokens, parse_special_tokens=self._allow_control_tokens)
         with self._lock:
             encoded = self._text.encode(texts, options)
@@ -118,8 +123,10 @@ class LocalTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids. Raises InvalidArgument for ids outside the vocabulary."""
+        with reading("token_ids", "a list of whole numbers"):
+            ids = [operator.index(one) for one in token_ids]
         with self._lock:
-            return self._text.decode([token_ids], skip_special_tokens)[0]
+            return self._text.decode([ids], skip_special_tokens)[0]
 
     def apply_chat_template(
         self,

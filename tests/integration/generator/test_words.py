@@ -97,7 +97,7 @@ def test_names_are_those_of_the_arguments(generator: Generator) -> None:
 
 
 def test_a_mapping_stands_for_a_model_input(generator: Generator) -> None:
-    rows = {"input_ids": [5, 6], "position_ids": [0, 1], "block_tables": [[0]]}
+    rows = {"input_ids": [5, 6], "position_ids": [0, 1], "block_tables": [[0]], "context_length": [2]}
     try:
         assert tuple(generator.forward(rows).shape) == (1, generator._engine.loaded.served.vocab_size)
     finally:

@@ -44,6 +44,7 @@ from penstock.generation.startup.load import LoadedModel
 from penstock.generation.startup.memory_check import check_weights
 
 _NAME = re.compile(r"[\w./:@-]{1,128}", re.ASCII)
+_GGUF_SUFFIX = ".gguf"
 _PATH_FIELD, _FILES_FIELD = "start.path", "start.upload.files"
 # Of a message about files, whose names are the caller's.
 _MAX_MESSAGE_CHARS = 600
@@ -259,28 +260,29 @@ def _cancelled() -> Cancelled:
 
 
 def folder_below(root: str, path: str) -> tuple[Path, Path]:
-    """Return the root and the folder that `path`, absolute or relative to it, leads to; both without links.
+    """Return the root and the folder or GGUF file that `path`, absolute or relative to it, leads to; both without links.
 
     Raises InvalidArgument unless it and every file in it lie below `root`, links followed. The answer does not tell
     what there is elsewhere. Who can write below the root could change a link afterwards: that is the owner's business.
     """
+    def refusal(why: str) -> InvalidArgument:
+        # Both are known to the caller: its own path, and where it is looked for.
+        return InvalidArgument(_PATH_FIELD, f"{path!r} {why} --model-root {root}", reason="MODEL_REFUSED")
+
     try:
         top = Path(root).expanduser().resolve(strict=True)
         folder = (top / path).resolve(strict=True)
-        if not folder.is_relative_to(top) or not folder.is_dir():
-            raise _no_folder("is no folder below --model-root")
-        for entry in folder.iterdir():
+        is_gguf = folder.suffix == _GGUF_SUFFIX and folder.is_file()
+        if not folder.is_relative_to(top) or not (folder.is_dir() or is_gguf):
+            raise refusal("is no folder below")
+        for entry in [folder] if is_gguf else folder.iterdir():
             target = entry.resolve(strict=True)
             if not target.is_relative_to(top):
-                raise _no_folder("has a link that leaves --model-root")
+                raise refusal("has a link that leaves")
             # Opening a pipe or a device may never return.
             kind = target.stat().st_mode
             if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-                raise _no_folder("has something that is no file")
+                raise refusal("has something that is no file, below")
     except (OSError, ValueError, RuntimeError):
-        raise _no_folder("is no folder below --model-root") from None
+        raise refusal("is no folder below") from None
     return top, folder
-
-
-def _no_folder(why: str) -> InvalidArgument:
-    return InvalidArgument(_PATH_FIELD, why, reason="MODEL_REFUSED")
