@@ -1,10 +1,10 @@
-"""Trial of structured output on a real model: schemas of pydantic models, answered greedily, judged by jsonschema and pydantic.
+"""Trial of structured output on a real model: schemas of pydantic models, answered greedily, judged by jsonschema.
 
-    python tools/pydantic_trial.py MODEL [--count 200] [--first 0] [--tokens 700] [--show]
+    python tools/pydantic_trial.py MODEL [--count 200] [--first 0] [--tokens 1200] [--settings '{"max_items": 4}']
 
-MODEL is a folder or a GGUF file with a chat template. Each model of tests/factories/wire/pydantic_models.py is asked for once. An
-answer is right when it ended by itself, obeys the schema with its formats, and is a value of the model. Prints what is not, and a
-table; exit status 1 where one answer was not right.
+MODEL is a folder or a GGUF file with a chat template. Each model of tests/factories/wire/pydantic_models.py is asked for
+once. An answer is right when it ended by itself and obeys the schema with its formats. Prints what is not, what pydantic
+refuses though its schema allows it, and a table; exit status 1 where one answer was not right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from factories.wire.pydantic_models import fault_of, model_of
+from factories.wire.pydantic_models import fault_of, model_of, refusal_of
 from penstock import Generator
 
 
@@ -29,28 +29,32 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=700)
+    parser.add_argument("--tokens", type=int, default=1200)
     parser.add_argument("--settings", type=json.loads, default={}, help="x-guidance of every schema, as JSON")
     parser.add_argument("--show", action="store_true", help="print every answer")
     chosen = parser.parse_args()
     numbers = range(chosen.first, chosen.first + chosen.count)
     found: collections.Counter[str] = collections.Counter()
     lengths = []
+    started = time.monotonic()
     with Generator(chosen.model) as model:
-        started = time.monotonic()
         requests = [_request(number, chosen.tokens, chosen.settings) for number in numbers]
         for index, answer in model.generate_each(requests):
-            number = numbers[index]
+            number, text, length = numbers[index], "", 0
             if isinstance(answer, Exception):
-                raise answer
-            one = answer
-            fault = "not ended" if one.finish_reason.startswith("length") else fault_of(model_of(number), one.text)
+                fault = f"refused: {answer}"
+            else:
+                text, length = answer.text, len(answer.token_ids)
+                ended = not str(answer.finish_reason).startswith("length")
+                fault = fault_of(model_of(number), text) if ended else "not ended"
             found[fault.partition(":")[0] or "right"] += 1
-            lengths.append(len(one.token_ids))
-            if fault or chosen.show:
-                print(number, len(one.token_ids), fault or "right", json.dumps(one.text)[:1500], flush=True)
-        seconds = time.monotonic() - started
-    print(f"{dict(found)}; tokens: {sum(lengths)}, median {statistics.median(lengths)}, most {max(lengths)}; {seconds:.0f} s")
+            lengths.append(length)
+            refusal = "" if fault else refusal_of(model_of(number), text)
+            found["of these refused by pydantic"] += bool(refusal)
+            if fault or refusal or chosen.show:
+                print(number, length, fault or f"pydantic: {refusal}", json.dumps(text)[:1500], flush=True)
+    median, most = statistics.median(lengths), max(lengths)
+    print(f"{dict(found)}; tokens: {sum(lengths)}, median {median}, most {most}; {time.monotonic() - started:.0f} s")
     sys.exit(found["right"] != chosen.count)
 
 

@@ -14,6 +14,7 @@ from penstock_client import GenerationOptions, check_options
 
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.endpoint import HttpCall
+from penstock.gateway.json_forms import SETTING_NAMES, apply_settings, read_form, read_settings
 from penstock.gateway.unknown_fields import note_fields, unknown_fields
 from penstock.generation.options.table import CONFIG, SECTIONS
 
@@ -130,27 +131,19 @@ def options_of(fields: Fields, call: HttpCall) -> dict[str, Any]:
     if options.get("top_k") == -1:
         # vLLM's for off.
         options["top_k"] = 0
-    _take_constraints(fields, put)
+    _take_constraints(fields, put, options, call.names)
     _take_beams(fields, put)
     _choose_sampling(options, call.names)
     return options
 
 
-def _take_constraints(fields: Fields, put: Callable[[str, str, Any], None]) -> None:
+def _take_constraints(
+    fields: Fields, put: Callable[[str, str, Any], None], options: dict[str, Any], names: dict[str, str]
+) -> None:
     """Take response_format, structured_outputs and guided_*."""
     form = fields.maybe("response_format", dict)
-    if form is not None:
-        kind = form.get("type")
-        if kind == "json_object":
-            put("json_object", "response_format", True)
-        elif kind == "json_schema":
-            within = form.get("json_schema")
-            schema = within.get("schema") if isinstance(within, dict) else None
-            if not isinstance(schema, dict | bool):
-                raise InvalidArgument("response_format.json_schema.schema", "must be a JSON Schema")
-            put("json_schema", "response_format.json_schema.schema", schema)
-        elif kind != "text":
-            raise InvalidArgument("response_format.type", "must be text, json_object or json_schema")
+    if form is not None and (found := read_form(form, "response_format", nested=True)) is not None:
+        put(*found)
     outputs = fields.maybe("structured_outputs", dict) or {}
     for name, option in _CONSTRAINTS.items():
         put(option, f"structured_outputs.{name}", outputs.get(name))
@@ -159,9 +152,12 @@ def _take_constraints(fields: Fields, put: Callable[[str, str, Any], None]) -> N
         put("json_object", "structured_outputs.json_object", True)
     if fields.raw("guided_json_object"):
         put("json_object", "guided_json_object", True)
-    unknown = outputs.keys() - _CONSTRAINTS.keys() - {"json_object"}
+    apply_settings(options, names, read_settings(outputs, fields.raw("guided_whitespace_pattern")))
+    unknown = outputs.keys() - _CONSTRAINTS.keys() - SETTING_NAMES - {"json_object"}
     if any(outputs[name] is not None for name in unknown):
-        raise InvalidArgument("structured_outputs", "takes json, regex, choice, grammar or json_object")
+        raise InvalidArgument(
+            "structured_outputs", "takes json, regex, choice, grammar or json_object, and settings of JSON"
+        )
 
 
 def _take_beams(fields: Fields, put: Callable[[str, str, Any], None]) -> None:

@@ -21,6 +21,7 @@ from penstock.common.logging import get_logger
 from penstock.gateway.answers import chat_logprobs, dumps, extras, merged, named_event, usage_of
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.errors import HttpError
+from penstock.gateway.json_forms import read_form
 from penstock.gateway.request_fields import Fields, checked, options_of, typed
 from penstock.gateway.response_items import Event, OutputItems, conversation_of, new_id, read_items
 from penstock.gateway.response_store import ResponseStore, StoredResponse, StoreFailed
@@ -236,15 +237,10 @@ def _refuse_others(fields: Fields) -> None:
 def _take_text(fields: Fields, options: dict[str, Any], call: HttpCall) -> dict[str, Any]:
     """Take text.format; return it."""
     form = typed((fields.maybe("text", dict) or {}).get("format") or {"type": "text"}, dict, "text.format")
-    kind = form.get("type")
-    if kind == "json_object":
-        options["json_object"], call.names["json_object"] = True, "text.format"
-    elif kind == "json_schema":
-        if not isinstance(form.get("schema"), dict | bool):
-            raise InvalidArgument("text.format.schema", "must be a JSON Schema")
-        options["json_schema"], call.names["json_schema"] = form["schema"], "text.format.schema"
-    elif kind != "text":
-        raise InvalidArgument("text.format.type", "must be text, json_object or json_schema")
+    found = read_form(form, "text.format", nested=False)
+    if found is not None:
+        option, name, value = found
+        call.names[option], options[option] = name, value
     return form
 
 

@@ -568,7 +568,10 @@ class GenerationServiceConfig(ServerConfig):
         maximum=32,
     )
     max_json_items: int = option(
-        JsonBounds.items, "Items of arrays whose JSON schema has no maxItems; 0: no bound.", group=CONSTRAINTS, minimum=0
+        JsonBounds.items,
+        "Items of arrays whose JSON schema has no maxItems; 0: no bound.",
+        group=CONSTRAINTS,
+        minimum=0,
     )
     max_json_characters: int = option(
         JsonBounds.characters,

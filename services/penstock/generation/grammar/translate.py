@@ -6,6 +6,7 @@ leaves no choice about, and a draw would not be from the model's own distributio
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Any
@@ -16,6 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from penstock.generation.grammar.finite import has_finite_document
 from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.schemas.document import read_json, read_json_at, write_json
+from penstock.generation.grammar.schemas.place import ORIGIN
 from penstock.generation.grammar.schemas.refusal import Refusal
 from penstock.generation.grammar.schemas.settings import NAME, take_settings
 from penstock.generation.grammar.schemas.simplify import simplify
@@ -23,6 +25,8 @@ from penstock.generation.grammar.spec import ConstraintKind
 
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _BOUNDS = JsonBounds()
+# Room for a tool's name in a message.
+_MAX_LABEL = 80
 # A schema in Lark text.
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _CONTROL = re.compile("[\x7f-\x9f]")
@@ -64,7 +68,7 @@ def _simple(schema: dict[str, Any], bounds: JsonBounds) -> str:
     """Return the JSON text of a schema made simple. Raises Untranslatable."""
     try:
         settings = take_settings(schema, bounds)
-        made, _ = simplify(schema, is_strict=settings.is_strict, bounds=settings.bounds)
+        made = simplify(schema, is_strict=settings.is_strict, bounds=settings.bounds)
         if not has_finite_document(made):
             raise Untranslatable("has no document that ends: it requires itself")
         return write_json({NAME: settings.for_llguidance, **made})
@@ -97,5 +101,34 @@ def _with_simple_schemas(lark: str, bounds: JsonBounds) -> str:
         except (ValueError, RecursionError):  # llguidance says where
             end = found.end()
             continue
-        made.append(_simple(schema, bounds))
+        made.append(_of_tool(schema, bounds))
     return "".join(made) + lark[end:]
+
+
+def _of_tool(schema: dict[str, Any], bounds: JsonBounds) -> str:
+    """Return a schema of a grammar made simple. Raises Untranslatable that names the tool whose parameters it is of."""
+    label = tool_of(schema)
+    try:
+        text = _simple(schema, bounds)
+    except Untranslatable as error:
+        raise Untranslatable(f"{label}{error}") from None
+    return f"{{{json.dumps(ORIGIN)}: {json.dumps(schema[ORIGIN])}, {text[1:]}" if label else text
+
+
+def tool_of(schema: dict[str, Any]) -> str:
+    """Return the words for errors about a schema that says which tool it is of, as the router's do; else none."""
+    origin = schema.get(ORIGIN)
+    return (
+        f"{origin[:_MAX_LABEL]}, "
+        if isinstance(origin, str) and origin.startswith("tool ") and origin.isprintable()
+        else ""
+    )
+
+
+def schemas_of(lark: str) -> list[dict[str, Any]]:
+    """Return the schemas in Lark text that were made simple."""
+    found = []
+    for place in _EMBEDDED.finditer(lark):
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(read_json_at(lark, place.end())[0])
+    return found

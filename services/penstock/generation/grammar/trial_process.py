@@ -21,12 +21,21 @@ from penstock.common import child_io
 from penstock.common.child_limits import limit_cpu, limit_memory
 from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.matching import new_matcher, shorten
+from penstock.generation.grammar.schemas.document import write_json
+from penstock.generation.grammar.schemas.place import find_place
+from penstock.generation.grammar.schemas.refusal import describe
 from penstock.generation.grammar.spec import ConstraintKind
 from penstock.generation.grammar.tokenizer import GrammarTokenizer
-from penstock.generation.grammar.translate import OPTIONS, Untranslatable, to_lark
+from penstock.generation.grammar.translate import OPTIONS, Untranslatable, schemas_of, to_lark, tool_of
 
 # Number of tokens of the walk that computes the first masks.
 _WALK = 4
+# Reasons in place of llguidance's, which name options of its own.
+_REASONS = {
+    "oneOf": "is supported where no value can satisfy two of its schemas, as types, values of required keys or bounds "
+    'show; "x-guidance": {"coerce_one_of": true} takes it as anyOf',
+    "patternProperties": "has patterns that may match the same key, or that are no regular expressions",
+}
 _BOUNDS = JsonBounds()
 
 
@@ -42,7 +51,7 @@ def answer_to(
     # With escapes of JSON in both forms.
     source = " ".join((request["text"], lark, *request["choices"], _unescaped(request["text"])))
     if matcher.is_error():
-        return _refusal(matcher, source)
+        return _placed(_refusal(matcher, source), tokenizer, lark)
     wrong = _walk(matcher, tokenizer, mask_seconds, source)
     around = request.get("around", "")
     if around and wrong is None:
@@ -68,6 +77,21 @@ def _walk(matcher: LLMatcher, tokenizer: GrammarTokenizer, mask_seconds: float, 
             return None if mask else {"refused": "allows no output"}
         matcher.consume_token((allowed & -allowed).bit_length() - 1)
     return None
+
+
+def _placed(refusal: dict[str, str], tokenizer: GrammarTokenizer, lark: str) -> dict[str, str]:
+    """Return a refusal with the place of its cause where a schema is it."""
+
+    def is_refused(text: str) -> bool:
+        return new_matcher(tokenizer, f"start: %json {text}{OPTIONS}").is_error()
+
+    if "refused" not in refusal:
+        return refusal
+    for schema in schemas_of(lark):
+        if isinstance(schema, dict) and is_refused(write_json(schema)):
+            path, keyword = find_place(schema, is_refused)
+            return {"refused": tool_of(schema) + describe(path, keyword, _REASONS.get(keyword, refusal["refused"]))}
+    return refusal
 
 
 def _unescaped(text: str) -> str:

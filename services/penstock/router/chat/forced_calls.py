@@ -148,19 +148,19 @@ class _Grammar:
         # In JSON a name is written as such: a quote in it would end it.
         is_json = '"name": "' in self._form.head
         head = self._form.head.replace("%s", json.dumps(name, ensure_ascii=False)[1:-1] if is_json else name)
-        body = self._members(schema) if self._form.members else self._json({"type": "object", **schema})
+        body = self._members(schema, name) if self._form.members else self._json({"type": "object", **schema}, name)
         self._rules[place] = f"{rule}: {self._text(head)} {body} {self._text(self._form.tail)}"
         return rule
 
-    def _members(self, schema: Mapping[str, Any]) -> str:
+    def _members(self, schema: Mapping[str, Any], tool: str) -> str:
         properties, required = schema.get("properties"), schema.get("required")
         parts = []
         for key, one in properties.items() if isinstance(properties, Mapping) else ():
-            member = self._member(str(key), one if isinstance(one, Mapping) else {}, schema)
+            member = self._member(str(key), one if isinstance(one, Mapping) else {}, schema, tool)
             parts.append(member if isinstance(required, list) and key in required else f"({member})?")
         return " ".join(parts)
 
-    def _member(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    def _member(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], tool: str) -> str:
         opens, closes = self._form.members or ("", "")
         is_text = schema.get("type") == "string"
         opens = opens.replace("%s", key, 1).replace("%s", "true" if is_text else "false")
@@ -170,11 +170,14 @@ class _Grammar:
         if is_text:
             return f"{self._text(opens)} {self._text_up_to(closes)}"
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        return f"{self._text(opens)} {self._json({**shared, **schema})} {self._text(closes)}"
+        return (
+            f"{self._text(opens)} {self._json({**shared, **schema}, f'{tool}, parameter {key}')} {self._text(closes)}"
+        )
 
-    def _json(self, schema: Mapping[str, Any]) -> str:
+    def _json(self, schema: Mapping[str, Any], origin: str) -> str:
+        """Rule of a value; a refusal of the schema names its `origin`."""
         rule = f"json_{len(self._rules)}"
-        document = json.dumps({"x-guidance": _GUIDANCE, **schema}, ensure_ascii=True)
+        document = json.dumps({"x-guidance": _GUIDANCE, **schema, "$comment": f"tool {origin}"}, ensure_ascii=True)
         self._rules.append(f"{rule}: %json {document}")
         return rule
 

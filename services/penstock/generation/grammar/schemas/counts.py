@@ -58,7 +58,8 @@ def _at_least(least: int, fixed: int, optional: list[str], is_open: bool, path: 
     if found:
         return found
     if is_open:
-        reason = f"is not supported above {fixed + len(optional) + 1} here: a key that the schema does not name may come twice"
+        most = fixed + len(optional) + 1
+        reason = f"is not supported above {most} here: a key that the schema does not name may come twice"
         raise Refusal(path, "minProperties", reason)
     raise Refusal(path, "minProperties", "allows no object: it has fewer keys")
 
@@ -76,7 +77,11 @@ def _at_most(most: int, required: list[str], optional: list[str], is_open: bool,
         raise Refusal(path, "maxProperties", "is not supported with so many keys that may be left out")
     for names in itertools.combinations(optional, room):
         others = {name: False for name in optional if name not in names}
-        closed = {"additionalProperties": False, "properties": dict.fromkeys([*required, *names], True) | others} if is_open else {}
+        closed = (
+            {"additionalProperties": False, "properties": dict.fromkeys([*required, *names], True) | others}
+            if is_open
+            else {}
+        )
         found.append(closed or {"properties": others})
     return found
 

@@ -53,7 +53,9 @@ def _values(schema: dict[str, Any]) -> set[str] | None:
 
 def _apart(one: dict[str, Any], other: dict[str, Any], least: str, most: str) -> bool:
     return any(
-        isinstance(low := left.get(least), int | float) and isinstance(high := right.get(most), int | float) and low > high
+        isinstance(low := left.get(least), int | float)
+        and isinstance(high := right.get(most), int | float)
+        and low > high
         for left, right in ((one, other), (other, one))
     )
 

@@ -53,7 +53,7 @@ def bound_items(schema: dict[str, Any], bounds: JsonBounds) -> None:
 
 
 def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
-    """Bound the keys of an object in place, besides those that it names. Where some are free, the named ones come first."""
+    """Bound the keys of an object in place, besides those that it names, which come first."""
     is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
     if not bounds.keys or not is_open or "type" not in schema or "object" not in types_of(schema):
         return
@@ -64,7 +64,7 @@ def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
 
 
 def anything(depth: int, bounds: JsonBounds) -> dict[str, Any]:
-    """Return the schema of any value with at most `depth` values within values, whose parts are `any0`, `any1` and so on."""
+    """Return the schema of any value with at most `depth` values within values: its parts are any0, any1 and so on."""
     number: dict[str, Any] = {"type": "number"}
     text: dict[str, Any] = {"type": "string"}
     bound_number(number, bounds)

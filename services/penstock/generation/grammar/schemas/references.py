@@ -26,7 +26,7 @@ class References:
         if isinstance(reference, str) and isinstance(base, str) and base and reference.startswith(base):
             reference = "#" + reference[len(base) :].removeprefix("#")
         if not isinstance(reference, str) or reference[:2] not in ("#", "#/"):
-            raise LookupError("not a place in this schema")
+            raise LookupError("is supported within this schema only")
         found: Any = self._root
         for step in unquote(reference).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -62,7 +62,7 @@ class References:
 
 
 def _has_names(schema: Any, is_root: bool = True) -> bool:
-    """True where a schema in it has a name or a base: `$anchor`, `$dynamicAnchor`, or an `$id` that is not the root's."""
+    """True where a schema in it has a name or a base: `$anchor`, or an `$id` that is not the root's."""
     if not isinstance(schema, dict):
         return False
     if "$anchor" in schema or "$dynamicRef" in schema or "$recursiveRef" in schema:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.generation.grammar.limits import JsonBounds
@@ -26,7 +26,7 @@ class Settings:
     is_compact: bool = False
     # Objects have no keys but those that are named, unless the schema says so itself.
     is_strict: bool = False
-    bounds: JsonBounds = JsonBounds()
+    bounds: JsonBounds = field(default_factory=JsonBounds)
 
     @property
     def for_llguidance(self) -> dict[str, Any]:

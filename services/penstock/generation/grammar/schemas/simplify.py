@@ -1,8 +1,9 @@
 """A schema as callers write it, made into one that llguidance takes and that a model comes to the end of.
 
-What says nothing where it stands is left out. What llguidance has no word for, but other words can tell, is told by those. What
-is left over and matters is refused, by its place and its keyword. Objects whose schema says nothing of other keys have
-those that it names: any document of the result satisfies the schema, though not every one that does is written.
+What says nothing where it stands is left out. What llguidance has no word for, but other words can tell, is told by
+those. What is left over and matters is refused, by its place and its keyword. Objects whose schema says nothing of
+other keys have those that it names: any document of the result satisfies the schema, though not every one that does is
+written.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from penstock.generation.grammar.schemas.finite_arrays import subsets
 from penstock.generation.grammar.schemas.formats import NATIVE, pattern_of
 from penstock.generation.grammar.schemas.multiples import exact_multiples
 from penstock.generation.grammar.schemas.open_ends import anything, bound_items, bound_keys, bound_number, bound_text
+from penstock.generation.grammar.schemas.place import ORIGIN
 from penstock.generation.grammar.schemas.references import References
 from penstock.generation.grammar.schemas.refusal import Refusal, step
+from penstock.generation.grammar.schemas.shapes import check_shapes
 from penstock.generation.grammar.schemas.words import (
     ALL_TYPES,
     ASSERTIONS,
@@ -46,8 +49,8 @@ class Placed(dict[str, Any]):
         self.path = path
 
 
-def simplify(root: dict[str, Any], *, is_strict: bool, bounds: JsonBounds) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the simple schema, and by the name of each of its `$defs` the place that it comes from.
+def simplify(root: dict[str, Any], *, is_strict: bool, bounds: JsonBounds) -> dict[str, Any]:
+    """Return the simple schema. Each of its definitions says in a `$comment` which place it comes from.
 
     `is_strict`: also objects without any named key are closed. Raises Refusal, and RecursionError for a schema that is
     nested too deeply.
@@ -63,25 +66,25 @@ class _Simplifier:
         self._is_strict = is_strict
         self._references = References(root)
 
-    def run(self) -> tuple[dict[str, Any], dict[str, str]]:
+    def run(self) -> dict[str, Any]:
         references = self._references
         made = self._node(self._root, "#", is_part=False)
         if not isinstance(made, dict):
-            return {"enum": []} if made is False else {}, {}
+            return {} if made else {"enum": []}
         if "$schema" in self._root:
             made["$schema"] = self._root["$schema"]
         if not references.are_plain:
-            return made, {}
-        definitions, places = {}, {}
+            return made
+        definitions = {}
         while references.waiting:
             place, is_part = references.waiting.pop()
-            name = references.name_of(place, is_part)
-            definitions[name] = self._node(references.target(place), place, is_part)
-            places[name] = place
+            target = self._node(references.target(place), place, is_part)
+            definitions[references.name_of(place, is_part)] = (
+                {**target, ORIGIN: place} if isinstance(target, dict) else target
+            )
         if self._has_any:
-            depth = self._bounds.depth
-            definitions |= {f"any{at}": anything(at, self._bounds) for at in range(depth + 1)}
-        return made | ({"$defs": definitions} if definitions else {}), places
+            definitions |= {f"any{at}": anything(at, self._bounds) for at in range(self._bounds.depth + 1)}
+        return made | ({"$defs": definitions} if definitions else {})
 
     def _node(self, schema: Any, path: str, is_part: bool) -> Any:
         """Return a schema made simple. `is_part`: another one is put together with it, and closes the object."""
@@ -90,6 +93,7 @@ class _Simplifier:
         if not isinstance(schema, dict):
             raise Refusal(path, "", "must be an object, or true or false")
         path = schema.path if isinstance(schema, Placed) else path
+        check_shapes(schema, path)
         made = {word: value for word, value in schema.items() if word in ASSERTIONS or word.startswith("$")}
         for word in _SILENT:
             made.pop(word, None)
@@ -172,7 +176,7 @@ class _Simplifier:
     def _definitions(self, made: dict[str, Any], path: str) -> None:
         """Make definitions simple where they stand. One that cannot be matters only if something refers to it."""
         for word in ("$defs", "definitions"):
-            for name, one in (made[word].items() if isinstance(made.get(word), dict) else ()):
+            for name, one in made[word].items() if isinstance(made.get(word), dict) else ():
                 with contextlib.suppress(Refusal):
                     made[word] = {**made[word], name: self._node(one, step(path, word, name), False)}
 
@@ -180,9 +184,7 @@ class _Simplifier:
         options = made[word]
         resolve = self._references.resolve
         if word == "oneOf":
-            if all(
-                are_disjoint(one, other, resolve) for at, one in enumerate(options) for other in options[at + 1 :]
-            ):
+            if all(are_disjoint(one, other, resolve) for at, one in enumerate(options) for other in options[at + 1 :]):
                 if "anyOf" not in made:
                     del made["oneOf"]
                     word = "anyOf"
@@ -195,7 +197,7 @@ class _Simplifier:
         try:
             self._references.target(reference)
         except LookupError as error:
-            raise Refusal(path, "$ref", str(error) if "nothing" in str(error) else "is not supported: it leads out of this schema") from None
+            raise Refusal(path, "$ref", str(error)) from None
         return f"#/$defs/{self._references.name_of(reference, is_part)}"
 
     # -- what says nothing
@@ -204,7 +206,7 @@ class _Simplifier:
         empty: dict[str, Callable[[Any], bool]] = {
             "propertyNames": lambda value: says_nothing(value) or value == {"type": "string"},
             "uniqueItems": lambda value: value is False or _at_most_one(made),
-            "minContains": lambda value: "contains" not in made or value == 0 and "maxContains" not in made,
+            "minContains": lambda value: "contains" not in made or (value == 0 and "maxContains" not in made),
             "maxContains": lambda value: "contains" not in made,
             "unevaluatedProperties": says_nothing,
             "unevaluatedItems": says_nothing,
@@ -212,7 +214,7 @@ class _Simplifier:
             "dependentRequired": lambda value: value == {},
             "dependentSchemas": lambda value: value == {},
             "dependencies": lambda value: value == {},
-            "not": lambda value: value is False or _is_type_only(value) and not types_of(value) & types,
+            "not": lambda value: value is False or (_is_type_only(value) and not types_of(value) & types),
             "if": lambda value: says_nothing(made.get("then", True)) and says_nothing(made.get("else", True)),
             "then": lambda value: "if" not in made,
             "else": lambda value: "if" not in made,
@@ -245,7 +247,9 @@ class _Simplifier:
         """Raise Refusal for a word that matters and that nothing tells."""
         for word in _UNSUPPORTED:
             if word in made:
-                raise Refusal(path, word, "is not supported, and cannot be left out: it may forbid what the rest allows")
+                raise Refusal(
+                    path, word, "is not supported, and cannot be left out: it may forbid what the rest allows"
+                )
 
     # -- what other words tell
 
@@ -278,8 +282,6 @@ class _Simplifier:
             asked = made.pop(word, None)
             if asked is None:
                 continue
-            if not isinstance(asked, dict):
-                raise Refusal(path, word, "must be an object")
             for name, then in asked.items():
                 then = {"required": then} if isinstance(then, list) else then
                 if not says_nothing(then) and then != {"required": []}:
@@ -322,12 +324,10 @@ class _Simplifier:
             return None
         rest = {word: value for word, value in made.items() if word not in NUMBER_WORDS}
         named = made.get("type")
-        is_whole = named == "integer" or isinstance(named, list) and "integer" in named and "number" not in named
+        is_whole = named == "integer" or (isinstance(named, list) and "integer" in named and "number" not in named)
         number: dict[str, Any] = {"type": "integer" if is_whole else "number", **exact}
-        if len(types) == 1:
-            alternative = number
-        else:
-            alternative = {"anyOf": [number, {"type": sorted(types - {"number"})}]}
+        others = {"type": sorted(types - {"number"})}
+        alternative = number if len(types) == 1 else {"anyOf": [number, others]}
         rest.pop("type", None)
         if not rest:
             return alternative
@@ -355,19 +355,23 @@ class _Simplifier:
     def _is_composed(self, made: dict[str, Any]) -> bool:
         """True where several schemas are about one object: none of them may be closed without the others' keys."""
         joined = made.get("allOf") or ()
-        if len(joined) > 1 or joined and not _is_reference(joined[0]):
+        if len(joined) > 1 or (joined and not _is_reference(joined[0])):
             return True
         composing = [word for word in _COMPOSING if made.get(word)]
         return len(composing) > 1 or bool(composing and made.keys() & OBJECT_WORDS)
 
     def _closed_names(self, made: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a schema of the keys that are named, and no others; None where the schema speaks of others, or of none."""
+        """Return a schema of the keys that are named, and no others; None where the schema speaks of others, or none."""
         found: dict[str, Any] = {"properties": {}, "patternProperties": {}}
         if "object" not in types_of(made) or not self._collect(made, found, set()):
             return None
         if not self._is_composed(made) and any(word in made for word in _COMPOSING):
             return None
-        if not found["properties"] and not found["patternProperties"] and not (self._is_strict and self._is_object(made)):
+        if (
+            not found["properties"]
+            and not found["patternProperties"]
+            and not (self._is_strict and self._is_object(made))
+        ):
             return None
         return {word: names for word, names in found.items() if names} | {"additionalProperties": False}
 
@@ -392,7 +396,8 @@ class _Simplifier:
                 listed.append(self._references.target(schema["$ref"]))
             except LookupError:
                 return False
-        return all([self._collect(part, found, seen) for part in listed])
+        found_all = [self._collect(part, found, seen) for part in listed]
+        return all(found_all)
 
 
 def _at_most_one(schema: dict[str, Any]) -> bool:
@@ -415,7 +420,9 @@ def _name_pattern(rule: dict[str, Any]) -> str | None:
     if words == {"pattern"} and isinstance(rule["pattern"], str):
         return rule["pattern"]
     if words == {"format"}:
-        return pattern_of(rule["format"]) or (_ANY if rule["format"] not in NATIVE else _NATIVE_NAMES.get(rule["format"]))
+        return pattern_of(rule["format"]) or (
+            _ANY if rule["format"] not in NATIVE else _NATIVE_NAMES.get(rule["format"])
+        )
     if words and words <= {"minLength", "maxLength"}:
         most = rule.get("maxLength", "")
         return f"^(?s:.){{{rule.get('minLength', 0)},{most}}}$"

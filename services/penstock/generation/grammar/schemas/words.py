@@ -21,7 +21,9 @@ ARRAY_WORDS = frozenset(
 STRING_WORDS = frozenset({"minLength", "maxLength", "pattern", "format"})
 NUMBER_WORDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 # Words that put schemas together, or choose among them.
-JOINING_WORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$dynamicRef", "$recursiveRef"})
+JOINING_WORDS = frozenset(
+    {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$dynamicRef", "$recursiveRef"}
+)
 TYPES_OF = {
     word: kind
     for kind, words in (
