@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, Union
 
-from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema import Draft202012Validator
 from pydantic import (
     UUID4,
     AnyUrl,
@@ -177,7 +177,7 @@ def fault_of(model: type[BaseModel], text: str) -> str:
         value = json.loads(text)
     except ValueError as error:
         return f"no JSON: {error}"
-    judge = Draft202012Validator(model.model_json_schema(), format_checker=FormatChecker())
+    judge = Draft202012Validator(model.model_json_schema(), format_checker=Draft202012Validator.FORMAT_CHECKER)
     for wrong in judge.iter_errors(value):
         return f"schema: {wrong.json_path} {wrong.message}"[:300]
     return ""
