@@ -311,6 +311,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
     writes_per_turn: int = option(
         16, "Deltas written before backends are read again; the others are merged.", group=STREAMING, minimum=1
     )
+    max_tool_calls: int = option(32, "Tool calls of one answer; a further one ends it.", group=STREAMING, minimum=1)
     max_sequences: int = option(64, "Returned sequences of one request.", group=STREAMING, minimum=1)
     max_token_texts: int = option(65536, "Tokens whose text is remembered for logprobs.", group=STREAMING, minimum=64)
 

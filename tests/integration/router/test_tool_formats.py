@@ -194,3 +194,57 @@ async def test_call_in_a_thought_that_nothing_ends_is_a_call() -> None:
         assert (text, calls, reason) == ("", [("get_weather", '{"city": "Oslo"}')], "FINISH_REASON_TOOL_CALLS")
         await script.write(router, f"<think>\nI look.\n{call}\n</think>Yes.<|im_end|>")
         assert (await answered(router, request()))[:2] == ("Yes.", [])
+
+
+def hermes(city: str) -> str:
+    return f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+
+
+FORCED = text_pb2.ToolChoice(required=True)
+OSLO, BERGEN = ("get_weather", '{"city": "Oslo"}'), ("get_weather", '{"city": "Bergen"}')
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 6])
+async def test_forced_call_is_not_made_twice_and_ends_the_answer(tokens_per_step: int) -> None:
+    script = Writer()
+    async with (
+        backend(script=script, tokens_per_step=tokens_per_step) as served,
+        running_router(served) as router,
+    ):
+        # As a model that cannot stop writes them; nothing bounds its tokens.
+        await script.write(router, "\n".join([hermes("Oslo"), hermes("Bergen"), *[hermes("Oslo")] * 500]))
+        text, calls, reason = await answered(router, request(tool_choice=FORCED))
+        assert (text, calls, reason) == ("", [OSLO, BERGEN], "FINISH_REASON_TOOL_CALLS")
+        await served.until(lambda: served.running == 0)
+        several = request(tool_choice=FORCED, config=config_pb2.GenerationConfig(num_return_sequences=2))
+        found: dict[int, set[int]] = {}
+        async for response in router.stub.Chat(several):
+            for call in response.delta.tool_calls:
+                found.setdefault(response.delta.index, set()).add(call.index)
+            usage = response.finished.usage
+        assert found == {0: {0, 1}, 1: {0, 1}}
+        assert 0 < usage.completion_tokens < 2 * len(script.ids)
+        await served.until(lambda: served.running == 0)
+
+
+async def test_call_that_only_begins_like_an_earlier_one_is_made() -> None:
+    script = Writer()
+    async with backend(script=script) as served, running_router(served) as router:
+        await script.write(router, f"{hermes('Oslo')}\n{hermes('Oslo 2')}<|im_end|>")
+        _, calls, reason = await answered(router, request(tool_choice=FORCED))
+        assert calls == [OSLO, ("get_weather", '{"city": "Oslo 2"}')]
+        assert reason == "FINISH_REASON_TOOL_CALLS"
+
+
+async def test_calls_of_an_answer_are_bounded_whoever_asked_for_them() -> None:
+    script = Writer()
+    async with backend(script=script) as served, running_router(served, max_tool_calls=3) as router:
+        await script.write(router, "\n".join([hermes("Oslo")] * 500))
+        # Two dice are one call twice: the model chose to make it.
+        text, calls, reason = await answered(router, request())
+        assert (text, calls, reason) == ("", [OSLO] * 3, "FINISH_REASON_TOOL_CALLS")
+        await served.until(lambda: served.running == 0)
+        await answered(router, request(tool_choice=FORCED))
+        assert "{0,2}" in served.submitted[-1].constraint.grammar
+        await answered(router, request(tool_choice=FORCED, parallel_tool_calls=False))
+        assert "call){" not in served.submitted[-1].constraint.grammar

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from penstock.router.chat.call_block import CallBlock, Program, Schemas
+from penstock.router.chat.call_filter import CallFilter
 from penstock.router.chat.call_programs import harmony
 from penstock.router.chat.formats import DEFAULT, THINK, ChatFormat, ReasoningFormat
 from penstock.router.chat.tool_calls import CallResult, ToolCallPiece, ToolCallReader
@@ -73,17 +74,20 @@ class ChatParser:
         chat: ChatFormat = DEFAULT,
         schemas: Schemas | None = None,
         max_calls: int = 0,
+        distinct_calls: bool = False,
         max_head_chars: int = 65536,
         make_id: Callable[[], str] = new_call_id,
     ) -> None:
         """Make it. `schemas`: JSON Schemas of the offered tools' parameters, by name; formats without types read by
-        them. `max_calls`: further calls are dropped; 0: none is."""
+        them. `max_calls`: a further call ends the answer; 0: none does. `distinct_calls`: so does one that was made
+        before."""
         self._parse_tools = parse_tools
         self._chat, self._format = chat, chat.tools
         self._opens = (*chat.tools.opens, *chat.tools.inline)
         self._thought = chat.reasoning or THINK
         self._schemas = schemas or {}
-        self._max_calls = max_calls
+        self._filter = CallFilter(max_calls, distinct=distinct_calls)
+        self._max_calls, self._distinct_calls = max_calls, distinct_calls
         self._state = _State.REASONING if in_reasoning else _State.START if chat.reasoning else _State.BEGIN
         self._reasoning_started = self._has_text = False
         # Characters of `_held`, within a thought, in which no call begins any more.
@@ -114,7 +118,12 @@ class ChatParser:
     @property
     def ends_in_tool_calls(self) -> bool:
         """True when one or more complete calls ended the answer. Meaningful after `finish`."""
-        return self._ends_in_calls
+        return self._ends_in_calls or self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """True once a call came that is no part of the answer: nothing that follows is, either."""
+        return self._filter.is_over
 
     def feed(self, text: str) -> ChatPiece:
         """Take more text, which may be empty, and return what is certain."""
@@ -123,7 +132,7 @@ class ChatParser:
             piece.text = text
             return piece
         self._held += text
-        while self._held and self._step(piece):
+        while self._held and not self.is_over and self._step(piece):
             pass
         return piece
 
@@ -134,6 +143,8 @@ class ChatParser:
         """
         piece = ChatPiece()
         held, self._held = self._held, ""
+        if self.is_over:
+            return piece
         if self._state is _State.REASONING:
             half = _overlap(held, self._thought.closes) if is_cut else 0
             # Words may be the beginning of a marker, too, and are more likely text.
@@ -228,6 +239,7 @@ class ChatParser:
             chat=ChatFormat(self._format, None),
             schemas=self._schemas,
             max_calls=self._max_calls,
+            distinct_calls=self._distinct_calls,
             max_head_chars=self._max_head_chars,
             make_id=self._make_id,
         )
@@ -312,9 +324,10 @@ class ChatParser:
         return bool(self._held)
 
     def _take_call(self, result: CallResult, piece: ChatPiece) -> None:
-        piece.tool_calls += [one for one in result.pieces if not 0 < self._max_calls <= one.index]
+        piece.tool_calls += self._filter.take(result.pieces)
         if not result.closed:
             return
+        piece.tool_calls += self._filter.end()
         self._call = None
         self._calls += result.calls
         if result.raw:
@@ -383,7 +396,7 @@ class HarmonyParser(ChatParser):
         return False
 
     def finish(self, *, is_cut: bool = False) -> ChatPiece:
-        if self._state not in (_State.HEADER, _State.BODY):
+        if self.is_over or self._state not in (_State.HEADER, _State.BODY):
             return super().finish(is_cut=is_cut)
         piece, held = ChatPiece(), self._held
         self._held = ""

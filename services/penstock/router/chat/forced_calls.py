@@ -89,14 +89,14 @@ _HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant
 
 
 def forced_grammar(
-    chat: ChatFormat, schemas: Schemas, token_ids: Mapping[str, int], *, is_single: bool, in_reasoning: bool
+    chat: ChatFormat, schemas: Schemas, token_ids: Mapping[str, int], *, max_calls: int, in_reasoning: bool
 ) -> str:
-    """Return the Lark text of one or more calls of the tools in `schemas`, after a thought if the model has one.
+    """Return the Lark text of up to `max_calls` calls of the tools in `schemas`, after a thought if the model has one.
 
     `token_ids`: the format's markers that are one token of the vocabulary; the others are written as text.
-    `is_single`: one call only. `in_reasoning`: the prompt ends inside a thought.
+    `in_reasoning`: the prompt ends inside a thought.
     """
-    return _Grammar(chat, token_ids).build(schemas, is_single=is_single, in_reasoning=in_reasoning)
+    return _Grammar(chat, token_ids).build(schemas, max_calls=max_calls, in_reasoning=in_reasoning)
 
 
 def answer_grammar(chat: ChatFormat, token_ids: Mapping[str, int], *, in_reasoning: bool) -> str:
@@ -116,10 +116,11 @@ class _Grammar:
         name = chat.tools.name
         self._form = _FORMS["mistral_list" if name == "mistral" and "[ARGS]" not in token_ids else name]
 
-    def build(self, schemas: Schemas, *, is_single: bool, in_reasoning: bool) -> str:
+    def build(self, schemas: Schemas, *, max_calls: int, in_reasoning: bool) -> str:
         form = self._form
         calls = " | ".join(self._call(name, schema) for name, schema in schemas.items())
-        many = "" if is_single or form.is_single else f"({self._text(form.separator)} call)*"
+        most = 1 if form.is_single else max_calls
+        many = f"({self._text(form.separator)} call){{0,{most - 1}}}" if most > 1 else ""
         start = f"{self._thought(in_reasoning)} {self._text(form.begin)} call {many} {self._text(form.end)}"
         return "\n".join([f"start: {start}", f"call: {calls}", *self._rules]) + "\n"
 

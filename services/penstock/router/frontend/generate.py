@@ -141,7 +141,7 @@ class _Call:
                 await pipeline.force_calls(
                     prompt,
                     convert.forced_schemas(request),
-                    is_single=bool(request.tool_choice.function) or convert.allows_one_call(request),
+                    max_calls=1 if request.tool_choice.function else self._max_calls(request),
                     timeout=self._left(),
                 )
             elif request.HasField("constraint"):
@@ -202,8 +202,12 @@ class _Call:
             parse_tools=convert.parses_tools(request),
             in_reasoning=prompt.opens_reasoning,
             schemas=convert.schemas_of(request),
-            max_calls=1 if convert.allows_one_call(request) else 0,
+            max_calls=self._max_calls(request),
+            distinct_calls=convert.forces_calls(request),
         )
+
+    def _max_calls(self, request: text_pb2.ChatRequest) -> int:
+        return 1 if convert.allows_one_call(request) else self._parts.config.max_tool_calls
 
     async def _stream(
         self, state: RequestState, prompt: Prompt, place: _Place, coming: Sequence[_Place], grace_end: GraceEnd

@@ -278,6 +278,8 @@ class RequestState:
         self._put(PendingDelta(piece.sequence.index, text), piece)
 
     def _on_chat_text(self, sequence: ReturnedSequence, parser: ChatParser, piece: Piece, text: str) -> None:
+        if sequence.is_over:
+            return
         part = sequence.reasoning.feed(parser, text, len(piece.token_ids))
         if piece.result is not None:
             rest = parser.finish(is_cut=piece.result.finish_reason not in _ENDED_BY_MODEL)
@@ -290,6 +292,26 @@ class RequestState:
             self._put(delta, piece)
         if parser.is_plain:
             sequence.parser = None  # nothing is left to take apart
+        elif parser.is_over and piece.result is None:
+            self._end_early(sequence)
+
+    def _end_early(self, sequence: ReturnedSequence) -> None:
+        """End an answer whose backend goes on with what is no part of it, once all answers have ended."""
+        sequence.is_over = True
+        known = self.sequences.values()
+        if len(known) < self.spec.num_sequences or any(one.result is None and not one.is_over for one in known):
+            return
+        for one in known:
+            if one.result is None:
+                one.result = common_pb2.SequenceResult(
+                    index=one.index,
+                    finish_reason=common_pb2.FINISH_REASON_STOP_EOS,
+                    token_count=len(one.token_ids),
+                )
+        attempt = self.attempt
+        if attempt is not None:
+            attempt.abort()
+        self.on_backend_finished(None)
 
     def _put(self, delta: PendingDelta, piece: Piece) -> None:
         if self.spec.wants_token_ids:

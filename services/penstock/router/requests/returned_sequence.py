@@ -41,6 +41,7 @@ class ReturnedSequence:
         "decoder",
         "decoder_epoch",
         "index",
+        "is_over",
         "last_piece",
         "last_text_at",
         "parser",
@@ -68,6 +69,8 @@ class ReturnedSequence:
         # The last of its ids that went to the detokenizer; later ones join them while they wait to be sent.
         self.last_piece: Piece | None = None
         self.parser = parser
+        # True once no more of its text is wanted, though its backend goes on.
+        self.is_over = False
         self.reasoning = ReasoningTokens()
         self.last_text_at: float | None = None
 

@@ -99,13 +99,13 @@ class Pipeline:
             ask.chat_template_kwargs.CopyFrom(request.chat_template_kwargs)
         return await self._link.apply_chat_template(ask, timeout)
 
-    async def force_calls(self, prompt: Prompt, schemas: Schemas, *, is_single: bool, timeout: float | None) -> None:
+    async def force_calls(self, prompt: Prompt, schemas: Schemas, *, max_calls: int, timeout: float | None) -> None:
         """Set the prompt's `constraint`: calls of these tools. Raises as TokenizerLink.encode."""
         grammar = forced_grammar(
             prompt.chat,
             schemas,
             await self._ids_of_markers(prompt.chat, timeout),
-            is_single=is_single,
+            max_calls=max_calls,
             in_reasoning=prompt.opens_reasoning,
         )
         prompt.constraint = config_pb2.Constraint(grammar=grammar)

@@ -39,7 +39,7 @@ MEMBERS = ["qwen3_coder", "seed_oss", "minimax_m2", "glm4", "deepseek_v32"]
 
 
 def grammar_of(name: str, schemas: dict[str, dict[str, Any]], **settings: Any) -> str:
-    settings = {"is_single": False, "in_reasoning": False, "reasoning": "none", **settings}
+    settings = {"max_calls": 9, "in_reasoning": False, "reasoning": "none", **settings}
     chat = choose_format("", name, settings.pop("reasoning"))
     ids = {marker: ids_of(marker) for marker in chat.kept_for(with_tools=True)}
     token_ids = settings.pop("token_ids", {marker: found[0] for marker, found in ids.items() if len(found) == 1})
@@ -109,8 +109,8 @@ def test_text_of_a_parameter_may_be_anything(name: str) -> None:
 def test_one_call_only_where_one_is_allowed() -> None:
     call = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
     assert accepts(compiled(lark(grammar_of("hermes", SCHEMAS))), f"{call}\n{call}")
-    assert not accepts(compiled(lark(grammar_of("hermes", SCHEMAS, is_single=True))), f"{call}\n{call}")
-    assert accepts(compiled(lark(grammar_of("hermes", SCHEMAS, is_single=True))), call)
+    assert not accepts(compiled(lark(grammar_of("hermes", SCHEMAS, max_calls=1))), f"{call}\n{call}")
+    assert accepts(compiled(lark(grammar_of("hermes", SCHEMAS, max_calls=1))), call)
 
 
 def test_text_and_calls_of_other_tools_are_not_allowed() -> None:
