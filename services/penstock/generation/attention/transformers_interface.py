@@ -63,9 +63,15 @@ class PagedStep:
     """One forward pass over the rows of a step. Used once."""
 
     def __init__(
-        self, calls: Sequence[AttentionCall], metadata: AttentionMetadata, kv: KVCachePool, attention: Attention
+        self,
+        calls: Sequence[AttentionCall],
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        attention: Attention,
+        positions_T: Tensor | None = None,
     ) -> None:
-        """`attention` computes the plain calls."""
+        """`attention` computes the plain calls; `positions_T` are those of the rows, for `positions_of_step`."""
+        self.positions_T = positions_T
         self._calls = calls
         self._metadata = metadata
         self._kv = kv
@@ -119,6 +125,12 @@ def paged(step: PagedStep) -> Iterator[None]:
         yield
     finally:
         _STEP.reset(token)
+
+
+def positions_of_step() -> Tensor | None:
+    """Return the positions of the rows of the step that is computed on this thread; None outside of one."""
+    step = _STEP.get()
+    return None if step is None else step.positions_T
 
 
 def register() -> None:

@@ -1,7 +1,8 @@
 """Check of a model of transformers at its start, with the very weights that will serve: its own eager attention and
 cache, against a paged run of chunks and decode steps of two sequences side by side.
 
-Windows and chunks are cut for the time of the check, so that short sequences go past them.
+Windows, chunks and the lengths from which on scores are scaled are cut for the time of the check, so that short
+sequences go past them.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ _WINDOWS = 3
 # of rows, and a router may then choose another expert now and then; a wrong mask changes nearly all rows by far more.
 _TOLERANCE = {torch.float32: 2e-3}
 _REDUCED_TOLERANCE = 0.15
-# Fields of a configuration that its masks are made from.
-_SIZES = ("sliding_window", "attention_chunk_size")
+# Numbers of positions, in configurations and in modules: masks are made from the first two, and scores are scaled by
+# how often a position has the others (Llama 4, Inkling).
+_SIZES = ("sliding_window", "attention_chunk_size", "floor_scale", "log_scaling_n_floor")
+# Of rotary embeddings with the first of these fields, by which queries are scaled, too (Mistral 4, Ministral 3).
+_ROPE_SCALING, _ROPE_LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
 def check_paged(model: TransformersModel, recording: Recording, *, is_quantised: bool) -> TransformersModel:
@@ -55,7 +59,7 @@ def check_paged(model: TransformersModel, recording: Recording, *, is_quantised:
     sequences = [torch.randint(min(3, vocab - 1), vocab, (count,), generator=draw) for count in (length, length // 2)]
     tolerance = _REDUCED_TOLERANCE if is_quantised else _TOLERANCE.get(model.dtype, _REDUCED_TOLERANCE)
     try:
-        with torch.inference_mode(), _small_windows(model.causal, max(2, length // _WINDOWS)):
+        with torch.inference_mode(), _small_sizes(model.causal, max(2, length // _WINDOWS)):
             calls = record(model.causal, model.config.num_layers, model.config.max_position_embeddings).calls
             wanted = [_eager(model, ids, steps, recording) for ids in sequences]
             found = _paged(model.with_calls(calls), sequences, steps, tracks_layers=wanted[0].tracks_layers)
@@ -205,26 +209,41 @@ def _name(place: int, num_layers: int) -> str:
 
 
 @contextmanager
-def _small_windows(causal: Any, largest: int) -> Iterator[None]:
-    """Cut the windows and chunks that masks are made from to `largest` positions inside the block."""
+def _small_sizes(causal: Any, largest: int) -> Iterator[None]:
+    """Cut the windows and chunks that masks are made from, and the lengths by which scores are scaled, to `largest`
+    positions inside the block."""
     configs = {id(module.config): module.config for module in causal.modules() if hasattr(module, "config")}
     for config in list(configs.values()):
         if hasattr(config, "get_text_config"):
             text = config.get_text_config()
             configs[id(text)] = text
-    old = [
-        (config, name, size)
-        for config in configs.values()
-        for name in _SIZES
-        if isinstance(size := getattr(config, name, None), int) and not isinstance(size, bool) and size > largest
-    ]
+    old: list[tuple[Any, str, float]] = []
+    for owner in (*configs.values(), *causal.modules()):
+        old += [(owner, name, size) for name in _SIZES if _is_above(size := getattr(owner, name, None), largest)]
+    ropes = {id(rope): rope for config in configs.values() for rope in _scaling_ropes(config)}
+    lengths = [(rope, rope[_ROPE_LENGTH]) for rope in ropes.values() if _is_above(rope.get(_ROPE_LENGTH), largest)]
     try:
-        for config, name, _ in old:
-            setattr(config, name, largest)
+        for owner, name, _ in old:
+            setattr(owner, name, largest)
+        for rope, _ in lengths:
+            rope[_ROPE_LENGTH] = largest
         yield
     finally:
-        for config, name, size in old:
-            setattr(config, name, size)
+        for owner, name, size in old:
+            setattr(owner, name, size)
+        for rope, length in lengths:
+            rope[_ROPE_LENGTH] = length
+
+
+def _is_above(size: object, largest: int) -> bool:
+    return isinstance(size, int | float) and not isinstance(size, bool) and size > largest
+
+
+def _scaling_ropes(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rotary embeddings of a configuration by which attention also scales its queries."""
+    found = getattr(config, "rope_parameters", None)
+    if isinstance(found, dict):
+        yield from (one for one in (found, *found.values()) if isinstance(one, dict) and _ROPE_SCALING in one)
 
 
 def _refused(model: TransformersModel, why: str) -> StartupError:

@@ -18,6 +18,7 @@ from penstock.generation.attention.transformers_interface import (
     paged,
     register,
 )
+from penstock.generation.models.given_positions import give_positions
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
@@ -67,6 +68,7 @@ class TransformersModel:
         self._decoder = decoder
         self._embedding: Any = self.causal.get_input_embeddings()
         self._head = Head(causal, decoder)
+        give_positions(causal)
 
     @property
     def can_draw(self) -> bool:
@@ -139,7 +141,7 @@ class TransformersModel:
             inputs["inputs_embeds"] = embeds_TI.unsqueeze(0)
         if capture is not None:
             inputs["output_hidden_states"] = True
-        step = PagedStep(self.calls, metadata, kv, attention or self.attention)
+        step = PagedStep(self.calls, metadata, kv, attention or self.attention, positions_T)
         with paged(step):
             output = self._decoder(**inputs)
         if step.num_calls != len(self.calls):

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from factories.models.checkpoints import tiny_checkpoint
-from factories.models.model_types import CHUNK, WINDOW, tiny_model_type
+from factories.models.model_types import CHUNK, WINDOW, check_ids, tiny_model_type
 from factories.models.run_kernels import KERNELS, cpu_device
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import ModelConfig, ModelRoute
-from penstock.generation.models import self_check
+from penstock.generation.models import self_check, transformers_fallback
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.models.transformers_fallback import TransformersModel
@@ -152,6 +152,40 @@ def test_the_self_check_names_the_first_layer_that_differs(
     with pytest.raises(StartupError, match=f"self-check of model_type '{kind}' failed: layer 0 differs"):
         load(folder)
     load(folder, replace(FALLBACK, self_check=False))
+
+
+@pytest.mark.parametrize("floor_scale", [16, 64])
+def test_llama_4_scales_its_queries_by_the_positions_of_each_sequence(tmp_path: Path, floor_scale: int) -> None:
+    """Modules take positions from a cache's length: rows of a step have those of their own sequences."""
+    folder = tiny_model_type(tmp_path, "llama4_text", floor_scale=floor_scale, attn_scale=0.8)
+    check_ids(folder, load(folder))
+
+
+def test_the_self_check_goes_past_the_length_from_which_on_scores_are_scaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model_type(tmp_path, "llama4_text", attn_scale=0.8)
+    model = load(folder)
+    assert {module.floor_scale for module in model.causal.modules() if hasattr(module, "floor_scale")} == {8192}
+    monkeypatch.setattr(transformers_fallback, "give_positions", lambda _: None)
+    with pytest.raises(StartupError, match="self-check of model_type 'llama4_text' failed: layer 1 differs"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["ministral3", "llama4_text"])
+def test_every_length_is_cut_and_put_back(tmp_path: Path, kind: str) -> None:
+    causal = load(tiny_model_type(tmp_path, kind), replace(FALLBACK, self_check=False)).causal
+
+    def lengths() -> set[float]:
+        rope = causal.config.rope_parameters
+        found = {rope[self_check._ROPE_LENGTH]} if self_check._ROPE_SCALING in rope else set()
+        return found | {module.floor_scale for module in causal.modules() if hasattr(module, "floor_scale")}
+
+    (usual,) = lengths()
+    assert usual > 1000
+    with self_check._small_sizes(causal, 16):
+        assert lengths() == {16}
+    assert lengths() == {usual}
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Positions of a step for modules of transformers that take them from a cache's length, which rows of several sequences
+do not have."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.generation.attention.transformers_interface import positions_of_step
+
+# Attribute of attention that scales its queries by the position: Llama 4's layers without rotary embeddings.
+_SCALES = "attn_temperature_tuning"
+# A cache's name in `forward`, by release.
+_CACHES = ("cache", "past_key_values")
+
+
+class _Positions:
+    """A cache in name: what is "seen" before each row makes its number in the step its position."""
+
+    def __init__(self, positions_T: Tensor) -> None:
+        self._seen_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
+
+    def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
+        return self._seen_T
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return both as they are: the attention function writes them into the pool."""
+        return key, value
+
+
+def give_positions(causal: nn.Module) -> None:
+    """Let the modules of a model that scale by position have the rows' own within a step. Outside of one, as with
+    transformers' own cache, nothing changes."""
+    for module in causal.modules():
+        if getattr(module, _SCALES, False) and hasattr(module, "layer_idx"):
+            known = inspect.signature(module.forward).parameters
+            module.register_forward_pre_hook(_Giver([name for name in _CACHES if name in known]), with_kwargs=True)
+
+
+class _Giver:
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def __call__(
+        self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        positions_T = positions_of_step()
+        if positions_T is None:
+            return None
+        return arguments, {**named, **dict.fromkeys(self._names[:1], _Positions(positions_T))}
