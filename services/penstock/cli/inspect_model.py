@@ -19,12 +19,13 @@ from penstock.cli.flags import ENV_NOTE, Overrides, command
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
+from penstock.common.gguf_folder import GGUF_FILE
 from penstock.common.options import option, options_of
 from penstock.common.units import format_size
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.host.memory import host_memory
-from penstock.generation.weights.files import PACKED_FILE, StoredTensor, read_header
+from penstock.generation.weights.files import PACKED_FILE, StoredTensor, file_names, read_header
 
 EPILOG = f"""Reads configuration, tokenizer and the headers of the weights, also of model types that do
 not start here. For a hub's id that is not in the cache only these come. Speeds are estimates.
@@ -332,8 +333,11 @@ def _start(
     folder: Path, values: Mapping[str, Any], weights: Weights, facts: Mapping[str, Any]
 ) -> tuple[bool, str, list[str]]:
     """Tell whether the model starts here: True or False, the reason or the way, and what would help."""
-    if not list(folder.glob("*.safetensors")) and not weights.dtypes:
-        return False, "there are no weights as safetensors", ["save it again with save_pretrained(), by transformers"]
+    if not list(folder.glob("*.safetensors")) and not weights.dtypes and not (folder / GGUF_FILE).exists():
+        try:
+            file_names(folder)
+        except StartupError as error:
+            return False, error.message, ["save it again with save_pretrained(), by transformers"]
     # Imports torch.
     from penstock.generation.models.registry import read_model_config
     from penstock.generation.startup.vocabulary import read_token_bytes

@@ -6,6 +6,7 @@ a layer are cut so that every kind of layer stays.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from factories.engine.model_engine import model_engine
 from penstock.generation.core.request import Request
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.startup.load import window_of
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -122,6 +123,9 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified_text": _GLOBAL,
     "qwen2": _SLIDING,
     "qwen2_moe": _SLIDING,
+    # Parts of a head's rotated half, for time, height and width.
+    "qwen2_5_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+    "qwen2_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
     "qwen3": _SLIDING,
     # Layers with a state beside layers that attend.
     "bamba": {"attn_layer_indices": [1, 3], **_MAMBA},
@@ -171,6 +175,11 @@ _FITTING: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
 # One of each kind: learned positions; soft caps and windows; sinks; widths that differ; chunks; a window that no
 # argument tells; the fused projections of Phi; a head with a scale of its own.
 USUAL = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen2_moe", "phi3", "granite")
+# Models that also see, of which the text part runs; the first one is that of the ordinary run.
+SEEING = (
+    "mistral3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl", "aria", "aya_vision", "cohere2_vision", "idefics3",
+    "kimi_k25", "lfm2_vl", "llava_next", "llava_onevision", "ovis2", "smolvlm", "step3p7", "video_llava", "vipllava",
+)  # fmt: skip
 # Layers that keep a state: Mamba-2 and a gated delta net beside attention; then the others.
 STATEFUL = ("granitemoehybrid", "qwen3_next")
 FURTHER_STATEFUL = (
@@ -190,6 +199,10 @@ FURTHER = (
     "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phimoe", "qwen2", "qwen3",
     "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
+
+
+def _factory(model_type: str) -> Any:
+    return AutoModelForCausalLM if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
 
 
 def model_types() -> tuple[str, ...]:
@@ -256,12 +269,12 @@ def tiny_model_type(
     """Write a random model of a type to `folder` and return it. Weights are wide: ids vary, and are no ties."""
     config = tiny_config(model_type, **changes)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        empty = _factory(model_type).from_config(config, attn_implementation="eager")
     if (count := sum(parameter.numel() for parameter in empty.parameters())) > _MOST_PARAMETERS:
         raise ValueError(f"{model_type} has {count} parameters: give it sizes of its own")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = _factory(model_type).from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
@@ -276,7 +289,8 @@ def tiny_model_type(
 
 def reference_of(folder: Path) -> PreTrainedModel:
     """Load a checkpoint in transformers, in float32, as `generate` would run it."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    model: PreTrainedModel = _factory(model_type).from_pretrained(folder, dtype=torch.float32).eval()
     # It would go before the settings of a call.
     model.generation_config = GenerationConfig()
     return model

@@ -22,6 +22,7 @@ from factories.models.adapters import lora_folder
 from factories.models.checkpoints import reference_model, tiny_checkpoint
 from factories.models.tokenizer_folders import bundle_of
 from penstock.cli.infer import command
+from penstock.cli.infer import command as infer_command
 from penstock.cli.infer.command import run_infer
 from penstock.cli.infer.config import SYSTEM_PROMPT, InferConfig
 from penstock.cli.infer.conversation import Conversation
@@ -363,6 +364,33 @@ def test_what_is_refused_names_the_flag(given: dict[str, Any], names: str) -> No
     with pytest.raises(StartupError) as error:
         run_infer(given)
     assert names in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"data_file": "/no/such"}, "--data-file /no/such: No such file"),
+        ({"predictions_file": "/"}, "is a folder"),
+        ({"predictions_file": "/dev/null/answers.json"}, "/dev/null is no folder to write into"),
+        ({"temperature": "-1"}, "--temperature"),
+        ({"top_p": "2"}, "--top-p"),
+        ({"temperature": "-1", "interactive": "true"}, "--temperature"),
+    ],
+    ids=str,
+)
+def test_files_and_options_are_checked_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], names: str
+) -> None:
+    monkeypatch.setattr(infer_command, "LocalTarget", lambda *_: pytest.fail("a model is loaded"))
+    with pytest.raises(StartupError) as error:
+        run_infer(given)
+    assert names in error.value.message
+
+
+def test_gpus_that_change_nothing_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(StartupError):
+        run_infer({"gpus": "0,1", "data_file": "/no/such"})
+    assert "--gpus 0,1 changes nothing and chooses no GPU" in capsys.readouterr().err
 
 
 def test_files_and_templates_that_cannot_be_used_are_refused(target: LocalTarget, folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+import torch
 from factories.servers.generation import Client, generation_service, request, text_checkpoint
 from penstock.cli.inspect_model import inspect_model
 from penstock.common.config import from_env_and_flags
@@ -24,6 +26,7 @@ from penstock.generation.startup.batch_tuning import BatchTuning
 from penstock.serving.server import RunningServer
 from penstock.v1 import common_pb2, config_pb2, generation_pb2, model_pb2
 from prometheus_client import CollectorRegistry
+from safetensors.torch import load_file
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,24 @@ async def test_pickled_weights_are_no_weights_and_are_not_read(folder: Path) -> 
     assert error.flag == "MODEL"
     assert "safetensors" in error.message
     assert not mark.exists()
+
+
+async def test_a_checkpoint_of_pickles_is_told_how_to_convert_and_starts_then(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    told = (await refusal(folder)).message
+    assert "pytorch_model.bin" in told
+    assert inspect_model(str(folder), measures=False)["why"] == told
+    # The very program that it names.
+    program = re.search(r'python -c "(.*)", and copy', told)
+    assert program is not None
+    converted = folder / "converted"
+    exec(program[1].replace("MODEL", str(folder)).replace("FOLDER", str(converted)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (converted / name).write_bytes((folder / name).read_bytes())
+    async with generation_service(converted) as client:
+        assert (await client.generate(request())).error is None
 
 
 async def test_code_that_a_folder_brings_is_not_run(folder: Path) -> None:

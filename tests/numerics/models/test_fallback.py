@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from factories.models.model_types import FURTHER, USUAL, check_ids, tiny_model_type
+from factories.models.model_types import FURTHER, SEEING, USUAL, check_ids, tiny_model_type
 from factories.models.run_kernels import cpu_device
 from penstock.generation.core.model_config import ModelRoute
+from penstock.generation.models import transformers_loading
 from penstock.generation.models.registry import load_model
 
 FALLBACK = ModelRoute("fallback")
@@ -51,3 +52,14 @@ def test_a_native_type_with_a_foreign_field_gives_the_ids_of_generate(
 @pytest.mark.parametrize("model_type", FURTHER)
 def test_further_types_give_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
     check(tmp_path, model_type)
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(one, marks=[] if place == 0 else pytest.mark.slow) for place, one in enumerate(SEEING)]
+)
+def test_the_text_part_of_a_model_that_also_sees_gives_the_ids_of_generate(tmp_path: Path, model_type: str) -> None:
+    check(tmp_path, model_type)
+
+
+def test_every_type_whose_text_part_is_served_is_checked() -> None:
+    assert set(SEEING) == transformers_loading._SEEING

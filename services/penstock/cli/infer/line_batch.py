@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import sys
 import time
@@ -41,17 +42,30 @@ _MOST_NAMED = 20
 _SEEDS = 2**63
 
 
+class BatchFiles:
+    """Files of a run, and its options, checked: before a model is loaded, which takes long."""
+
+    def __init__(self, config: InferConfig) -> None:
+        """Open them. Raises StartupError naming the flag of one that cannot be, or of a wrong option."""
+        self.path = Path(config.predictions_file).expanduser()
+        flag = "--predictions-file"
+        if self.path.is_dir() or not self.path.name:
+            raise StartupError(f"{flag} {config.predictions_file}: is a folder; name a file", flag=flag)
+        above = next(one for one in self.path.absolute().parents if one.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise StartupError(f"{flag} {config.predictions_file}: {above} is no folder to write into", flag=flag)
+        self.lines = PromptFile(config.data_file)
+        config.asked_options()
+
+
 class Batch:
     """A run over a file of prompts."""
 
-    def __init__(self, config: InferConfig, target: Target) -> None:
-        """Open the files. Raises StartupError naming the flag of one that cannot be."""
+    def __init__(self, config: InferConfig, target: Target, files: BatchFiles | None = None) -> None:
+        """Open the files, unless they are given. Raises StartupError naming the flag of one that cannot be."""
         self._config, self._target = config, target
-        self._path = Path(config.predictions_file).expanduser()
-        if self._path.is_dir() or not self._path.name:
-            flag = "--predictions-file"
-            raise StartupError(f"{flag} {config.predictions_file}: is a folder; name a file", flag=flag)
-        self._lines = PromptFile(config.data_file)
+        files = files or BatchFiles(config)
+        self._path, self._lines = files.path, files.lines
         self._prompter = (
             Prompter(config.prompt_template, config.system_prompt, target.tokenizer) if config.with_prompt else None
         )

@@ -74,6 +74,9 @@ def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
     values = read_json(folder / CONFIG_FILE)
     config = ConfigReader(values, str(folder / CONFIG_FILE))
     model_type = config.text("model_type")
+    if config.values.get("is_encoder_decoder"):
+        problem = f"is true: model_type {model_type!r} is an encoder-decoder by that, and Penstock serves decoders only"
+        raise config.error("is_encoder_decoder", problem)
     path = folder / "generation_config.json"
     generation = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
     if model_type in FAMILIES and route.route != "fallback":

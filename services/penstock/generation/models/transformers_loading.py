@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 _log = get_logger("penstock.generation")
 # Context of a model that names no largest position.
 _UNBOUNDED_CONTEXT = 32_768
+# Types of models that also see, which transformers has under another name than its causal language models. The text part
+# of these gives generate()'s ids without images; that of others does not, such as PaliGemma, whose prompts see ahead.
+_SEEING = frozenset((
+    "aria", "aya_vision", "cohere2_vision", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llava", "llava_next",
+    "llava_onevision", "mistral3", "ovis2", "qwen2_5_vl", "qwen3_vl", "smolvlm", "step3p7", "video_llava", "vipllava",
+))  # fmt: skip
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -228,6 +234,9 @@ def _check_type(model_type: str, config: ConfigReader, route: ModelRoute) -> Non
         return
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
+    if model_type in _SEEING:
+        _log.warning("the text part of this model is served: prompts have no images", model_type=model_type)
+        return
     if _has_code(config):
         raise StartupError(
             f"{config.source}: model_type {model_type!r} brings its own code (auto_map): read it, then "
@@ -344,7 +353,13 @@ def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.d
     StartupError naming missing tensors."""
     num_dequantised = 0
     with _quiet(), _as_startup_error(f"MODEL: transformers cannot load {folder}"):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+        )
 
         own: Any = AutoConfig.from_pretrained(folder, trust_remote_code=route.trust_remote_code, local_files_only=True)
         if getattr(own.get_text_config(decoder=True), "output_router_logits", False):
@@ -352,6 +367,9 @@ def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.d
         causal: Any
         info: dict[str, Any]
         factory: Any = AutoModelForCausalLM
+        if type(own) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(own) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            # A model that also sees; without images its head is that of a decoder.
+            factory = AutoModelForImageTextToText
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
         if config.checkpoint_format:
             # Transformers would ask for the format's own library, and for a GPU.

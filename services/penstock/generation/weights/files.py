@@ -18,6 +18,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # `penstock pack` writes this file, under no name that other software takes for the weights.
 PACKED_FILE = "penstock.safetensors"
+# Files of weights in other forms, by torch.
+_PICKLES = ("pytorch_model*.bin", "*.bin", "*.pth", "*.pt", "*.ckpt")
 # Buffers that old checkpoints carry and no loader reads.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 # Of a file system.
@@ -102,7 +104,7 @@ def indexed_files(folder: Path) -> dict[str, str]:
     if (folder / SINGLE_FILE).is_file():
         return {}
     if not (folder / INDEX_FILE).is_file():
-        raise StartupError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", flag="MODEL")
+        raise _no_weights(folder)
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise StartupError(f"{folder / INDEX_FILE} has no weight_map", flag="MODEL")
@@ -110,6 +112,19 @@ def indexed_files(folder: Path) -> dict[str, str]:
         if not isinstance(name, str) or Path(name).name != name or not _is_file_name(name):
             raise StartupError(f"{folder / INDEX_FILE}: weight_map of {tensor} is no plain file name", flag="MODEL")
     return {tensor: name for tensor, name in weight_map.items() if not tensor.endswith(IGNORED_SUFFIX)}
+
+
+def _no_weights(folder: Path) -> StartupError:
+    """Return the error of a folder without safetensors, which tells how to convert what it has."""
+    pickled = next((path.name for suffix in _PICKLES for path in sorted(folder.glob(suffix))), None)
+    if pickled is None:
+        return StartupError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", flag="MODEL")
+    return StartupError(
+        f"{folder} has its weights in {pickled}, which can hold programs and is not read: convert it once to "
+        'safetensors, by transformers: python -c "from transformers import AutoModelForCausalLM as A; '
+        "A.from_pretrained('MODEL').save_pretrained('FOLDER')\", and copy the tokenizer's files beside them",
+        flag="MODEL",
+    )
 
 
 def _is_file_name(name: str) -> bool:

@@ -42,6 +42,9 @@ def load(folder: Path, route: ModelRoute = FALLBACK) -> TransformersModel:
     ("fields", "flag", "named"),
     [
         ({"model_type": "not-known"}, "MODEL", "unknown here and to transformers .*newer.*--trust-remote-code"),
+        ({"model_type": "gpt2", "is_encoder_decoder": True}, "MODEL", "is_encoder_decoder is true"),
+        ({"model_type": "llama", "is_encoder_decoder": True}, "MODEL", "is_encoder_decoder is true"),
+        ({"model_type": "paligemma"}, "MODEL", "'paligemma' has no causal language model in transformers"),
         ({"model_type": "vit"}, "MODEL", "'vit' has no causal language model in transformers"),
         ({"model_type": "t5"}, "MODEL", "'t5' is an encoder-decoder"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "MODEL", "'bart' is an encoder-decoder"),

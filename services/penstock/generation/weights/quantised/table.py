@@ -56,7 +56,9 @@ _ADVICE = {
     "auto-round": f"AutoRound exports to the format auto_gptq or llm_compressor, too; or {UNQUANTISED}",
     "modelopt": f"a checkpoint of llm-compressor has the same fp8; or {UNQUANTISED}",
     "quark": f"a checkpoint of llm-compressor has the same int8 and fp8; or {UNQUANTISED}",
-    "mxfp4": f"a GGUF file or {UNQUANTISED}",
+    "mxfp4": "transformers makes a bfloat16 checkpoint of it once, which --quantization int8 and int4 quantise as they "
+    "load: AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=Mxfp4Config(dequantize=True))"
+    ".save_pretrained(FOLDER), and the tokenizer's files beside it",
 }
 
 
