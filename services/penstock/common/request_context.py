@@ -22,6 +22,9 @@ def new_request_id() -> str:
 
 def accept_request_id(given: str | bytes | None) -> str:
     """Return `given` when it is short and of harmless characters, else a new id: ids go into logs."""
-    if isinstance(given, str) and _WELL_FORMED.fullmatch(given):
-        return given
-    return new_request_id()
+    return given if isinstance(given, str) and is_request_id(given) else new_request_id()
+
+
+def is_request_id(given: str) -> bool:
+    """True for an id that may stand in logs and headers: short, and of harmless characters."""
+    return _WELL_FORMED.fullmatch(given) is not None

@@ -22,9 +22,10 @@ from penstock import __version__
 from penstock.common.addresses import BoundAddresses
 from penstock.common.config import is_loopback
 from penstock.common.credentials import TokenFile, channel_tls_context, check_channel_files
-from penstock.common.errors import StartupError
+from penstock.common.errors import PenstockError, StartupError
 from penstock.common.logging import get_logger
 from penstock.common.metrics import add_process_metrics
+from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id
 from penstock.gateway.answers import dumps
 from penstock.gateway.callers import Callers
 from penstock.gateway.chat import chat_completions
@@ -40,13 +41,16 @@ from penstock.gateway.errors import (
     ErrorShape,
     HttpError,
     no_route,
+    status_of,
 )
 from penstock.gateway.http_server import HttpServer
+from penstock.gateway.known_paths import meant, methods_of
 from penstock.gateway.messages import count_tokens, messages
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.places import BodyBytes, Places
 from penstock.gateway.redis_responses import RedisResponses, is_shared
 from penstock.gateway.request_head import TrustedHosts, foreign_host
+from penstock.gateway.request_log import log_request
 from penstock.gateway.response_store import ResponseStore
 from penstock.gateway.responses import delete_response, get_response, list_input_items, responses
 from penstock.gateway.sqlite_responses import SqliteResponses
@@ -340,13 +344,20 @@ class GatewayApp(OwnServer):
         return Response(encode(self._registry), headers={"content-type": content_type})
 
     async def _no_route(self, request: Request, _: Exception) -> Response:
-        self._metrics.requests("other", "404").inc()
-        return Response(OPENAI_ERRORS.body(no_route(), {}), 404, media_type="application/json")
+        return self._refusal(request, no_route(meant(request.url.path, request.app.routes)))
 
     async def _no_method(self, request: Request, _: Exception) -> Response:
-        self._metrics.requests("other", "405").inc()
-        error = HttpError(405, "this path takes another method", reason="METHOD_NOT_ALLOWED")
-        return Response(OPENAI_ERRORS.body(error, {}), 405, media_type="application/json")
+        methods = ", ".join(methods_of(request.scope, request.app.routes))
+        error = HttpError(405, f"this path takes {methods}", reason="METHOD_NOT_ALLOWED")
+        return self._refusal(request, error, {"allow": methods})
+
+    def _refusal(self, request: Request, error: PenstockError, headers: Mapping[str, str] | None = None) -> Response:
+        """Answer a request that no route takes."""
+        status, request_id = status_of(error), accept_request_id(request.headers.get(REQUEST_ID_KEY, ""))
+        self._metrics.requests("other", str(status)).inc()
+        log_request("other", status, 0.0, request_id=request_id, reason=error.reason, field=None, tokens=None)
+        shown = {**(headers or {}), REQUEST_ID_KEY: request_id}
+        return Response(OPENAI_ERRORS.body(error, {}), status, shown, "application/json")
 
 
 def _json(value: object, status: int) -> Response:

@@ -40,6 +40,7 @@ async def chat_completions(call: HttpCall) -> Answer:
     async with stream:
         completion = await stream.result()
     call.request_id = completion.started.request_id
+    call.tokens.add([completion.usage])
     return dumps(_whole(completion, wants_logprobs=wants_logprobs))
 
 
@@ -171,8 +172,10 @@ class _Chunks(Followed):
             if index not in self._begun:
                 last += self._role(index)
             last += self._chunk(index, {}, finish_reason=finish_reason(choice), stop_reason=stop_reason(choice))
-        if self._wants_usage and state.finished is not None:
-            own, usage = extras(state.started, state.finished), usage_of([Usage.of(state.finished.usage)])
+        usages = [Usage.of(state.finished.usage)] if state.finished is not None else []
+        self._call.tokens.add(usages)
+        if self._wants_usage and usages:
+            own, usage = extras(state.started, state.finished), usage_of(usages)
             last += event(self._head.with_(choices=[], usage=usage, penstock=own))
         return last + DONE
 

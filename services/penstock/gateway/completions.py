@@ -81,6 +81,7 @@ async def completions(call: HttpCall) -> Answer:
     answers = await _all(plan)
     started = answers[0].started
     call.request_id = started.request_id
+    call.tokens.add(answer.usage for answer in answers)
     head = Head("cmpl", "text_completion", started.request_id, started.model)
     numbers = itertools.count()
     return dumps(
@@ -282,9 +283,10 @@ class _Chunks:
 
     def last(self, states: list[StreamState]) -> bytes:
         """Chunk with the usage of all prompts, where it was asked for, and the end."""
+        usages = [Usage.of(state.finished.usage) for state in states if state.finished is not None]
+        self._plan.call.tokens.add(usages)
         if not self._plan.wants_usage or self._head is None:
             return DONE
-        usages = [Usage.of(state.finished.usage) for state in states if state.finished is not None]
         total = usage_of(usages, no_output=self._plan.no_output)
         own = extras(states[0].started, states[0].finished)
         return event(self._head.with_(choices=[], usage=total, penstock=own)) + DONE

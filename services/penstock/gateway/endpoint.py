@@ -18,7 +18,7 @@ from penstock.common.errors import (
     from_rpc_error,
 )
 from penstock.common.logging import bind_trace, get_logger
-from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, current_request_id
+from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, current_request_id, is_request_id
 from penstock.common.tracing import (
     TRACEPARENT_KEY,
     TRACESTATE_KEY,
@@ -40,6 +40,7 @@ from penstock.gateway.json_body import BodyBounds, parse_object
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.places import ANYBODY, Body, BodyBytes, Places
 from penstock.gateway.request_head import TrustedHosts, foreign_host
+from penstock.gateway.request_log import Tokens, log_request
 from penstock.gateway.response_store import ResponseStore
 
 Scope = MutableMapping[str, Any]
@@ -79,16 +80,25 @@ class HttpCall:
     ignored: list[str] = field(default_factory=list)
     # That of the caller, or a new one; later that of the router, where several requests are made of this one.
     request_id: str = ""
+    # The first of these, for headers and the log where a body's own id is not fit for them.
+    header_id: str = ""
     # Query of the URL.
     query: str = ""
     # Bearer token with its scheme.
     authorization: bytes | None = None
     # None: /v1/responses keeps none.
     responses: ResponseStore | None = None
+    # Those that were counted, for the log.
+    tokens: Tokens = field(default_factory=Tokens)
+
+    @property
+    def shown_id(self) -> str:
+        """Id for headers and the log."""
+        return self.request_id if is_request_id(self.request_id) else self.header_id
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers that every answer has."""
-        found = _id_header(self.request_id)
+        found = _id_header(self.shown_id)
         if self.ignored:
             shown = [name for name in self.ignored if name.isascii() and name.isprintable()]
             listed = ", ".join(name[:64] for name in shown[: self.config.max_ignored_fields])
@@ -176,7 +186,9 @@ class Endpoint:
         finally:
             trace_id = "" if span is None else _end_span(span, exchange)
             self._door.metrics.requests(self._route, str(exchange.status)).inc()
-            self._door.metrics.duration.observe_traced(time.monotonic() - begin, trace_id)
+            seconds = time.monotonic() - begin
+            self._door.metrics.duration.observe_traced(seconds, trace_id)
+            exchange.log(self._route, seconds)
 
     async def _answer(self, exchange: _Exchange, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         call: HttpCall | None = None
@@ -201,11 +213,13 @@ class Endpoint:
                     door.config,
                     str(scope.get("path_params", {}).get("name", "")),
                     request_id=exchange.request_id,
+                    header_id=exchange.request_id,
                     query=scope.get("query_string", b"").decode("latin-1"),
                     authorization=shown,
                     responses=door.responses,
                 )
                 del sent
+                exchange.call = call
                 with nullcontext() if self._is_public else door.places.entered(caller.tenant):
                     if not self._is_public:
                         exchange.connection.begin_work()
@@ -294,6 +308,9 @@ class _Exchange:
         # Reason of the error that it ended with; for the span.
         self.reason = ""
         self.request_id = ""
+        # Field of that error, and the call, once the body was read; for the log.
+        self.field: str | None = None
+        self.call: HttpCall | None = None
         self._scope, self._receive, self._send = scope, receive, send
         self._config, self._metrics, self._begin, self._errors = door.config, door.metrics, begin, errors
         self._task = asyncio.current_task()
@@ -304,6 +321,19 @@ class _Exchange:
         self._has_stalled = False
         # Time at which the send under way began.
         self._sending_since: float | None = None
+
+    def log(self, route: str, seconds: float) -> None:
+        """Write the request's line into the log."""
+        call = self.call
+        log_request(
+            route,
+            self.status,
+            seconds,
+            request_id=self.request_id if call is None else call.shown_id,
+            reason=self.reason,
+            field=self.field,
+            tokens=None if call is None else call.tokens,
+        )
 
     @contextmanager
     def counted_body(self, tenant: str) -> Iterator[Body]:
@@ -416,7 +446,7 @@ class _Exchange:
             except (PenstockError, grpc.RpcError) as error:
                 # The status has gone: the error is an event, after which [DONE] does not come.
                 known = error if isinstance(error, PenstockError) else from_rpc_error(error)
-                self.status, self.reason = status_of(known), known.reason
+                self.status, self.reason, self.field = status_of(known), known.reason, known.field
                 last = self._errors.last_event(known, call.names)
                 await self._send({"type": "http.response.body", "body": last, "more_body": True})
             except Exception:
@@ -458,7 +488,7 @@ class _Exchange:
 
     async def refuse(self, error: PenstockError, call: HttpCall | None) -> None:
         """Answer with an error."""
-        self.status, self.reason = status_of(error), error.reason
+        self.status, self.reason, self.field = status_of(error), error.reason, error.field
         if self._is_gone:
             return
         headers = [*error_headers(error), *(call.headers() if call is not None else _id_header(self.request_id))]

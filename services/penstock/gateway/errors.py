@@ -141,6 +141,7 @@ def internal() -> Internal:
     return Internal("internal error; the log has the cause", reason="INTERNAL")
 
 
-def no_route() -> NotFound:
-    """The error of an unknown path."""
-    return NotFound("no such path; docs/guide/gateway.md lists those that there are", reason="PATH_NOT_FOUND")
+def no_route(meant: str | None = None) -> NotFound:
+    """The error of an unknown path. `meant`: one that differs from it by its prefix."""
+    advice = f"is {meant} meant?" if meant else "docs/guide/gateway.md lists those that there are"
+    return NotFound(f"no such path; {advice}", reason="PATH_NOT_FOUND")

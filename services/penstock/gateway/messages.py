@@ -34,6 +34,7 @@ async def messages(call: HttpCall) -> Answer:
     async with stream:
         completion = await stream.result()
     call.request_id = completion.started.request_id
+    call.tokens.add([completion.usage])
     return dumps(_whole(completion))
 
 
@@ -316,6 +317,7 @@ async def _events(stream: AsyncStream, call: HttpCall) -> AsyncIterator[bytes]:
         last = b"" if begun else _begin(state.started, call)
         finished = state.finished
         usage = Usage.of(finished.usage)  # type: ignore[union-attr] # the stream has ended
+        call.tokens.add([usage])
         ended = {
             "delta": _stop(state.choices[0], has_calls=blocks.has_calls),
             "usage": _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),

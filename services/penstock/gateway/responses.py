@@ -335,6 +335,8 @@ def _ended(plan: _Plan, stream: AsyncStream, items: OutputItems, created_at: int
 
 async def _keep(plan: _Plan, call: HttpCall, response: dict[str, Any]) -> dict[str, Any]:
     """Keep a response, if it is to be kept; return it. Where that fails it says that it was not."""
+    call.tokens.prompt += response["usage"]["input_tokens"]
+    call.tokens.output += response["usage"]["output_tokens"]
     if not plan.is_stored or call.responses is None:
         return response
     try:

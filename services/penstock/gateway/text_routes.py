@@ -13,6 +13,7 @@ from typing import Any
 from penstock_client import LogprobEntry
 
 from penstock.common.errors import InvalidArgument, NotFound
+from penstock.common.model_names import those_there_are
 from penstock.gateway.answers import dumps, usage_of
 from penstock.gateway.chat_history import messages_of
 from penstock.gateway.endpoint import Answer, HttpCall
@@ -44,10 +45,12 @@ async def list_models(call: HttpCall) -> Answer:
 
 async def get_model(call: HttpCall) -> Answer:
     """Answer `/v1/models/NAME`. Raises NotFound."""
-    for model in await call.client.list_models():
+    models = await call.client.list_models()
+    for model in models:
         if model.name == call.tail:
             return dumps(_model(model))
-    raise NotFound("no model or adapter of this name", reason="MODEL_NOT_FOUND", field="model")
+    names = those_there_are(model.name for model in models)
+    raise NotFound(f"no model or adapter of this name; {names}", reason="MODEL_NOT_FOUND", field="model")
 
 
 async def embeddings(call: HttpCall) -> Answer:
@@ -72,6 +75,7 @@ async def embeddings(call: HttpCall) -> Answer:
     answer = await call.client.embed(
         texts, normalize=normalize, model=model, adapter=adapter, timeout=call.config.answer_seconds
     )
+    call.tokens.add([answer.usage])
     usage = usage_of([answer.usage])
     return dumps(
         {
@@ -122,6 +126,7 @@ async def score(call: HttpCall) -> Answer:
         call.client.score(items, top_logprobs=top, model=model, adapter=adapter, timeout=call.config.answer_seconds),
         number="top_logprobs",
     )
+    call.tokens.add([scores.usage])
     usage = usage_of([scores.usage])
     return dumps(
         {

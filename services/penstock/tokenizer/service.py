@@ -44,7 +44,7 @@ class TokenizerService:
     def check_model(self, model: str) -> None:
         """Check a request's model. Raises NotFound for another model's name."""
         if not self.serves(model):
-            raise NotFound("this tokenizer serves another model", reason="MODEL_NOT_FOUND")
+            raise NotFound(f"this tokenizer serves another model: {self.model}", reason="MODEL_NOT_FOUND")
 
     def decode_session(self) -> DecodeSession:
         """Make the state of one DecodeStream call."""

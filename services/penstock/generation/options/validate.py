@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from penstock.common.model_names import those_there_are
 from penstock.generation.options.checks import check_ids, check_limits, check_options, check_seed
 from penstock.generation.options.inputs_embeds import check_embeds
 from penstock.generation.options.kinds import Bounds, check_vocabulary
@@ -70,7 +71,8 @@ def _check_target(request: GenerateOptions, model: ModelFacts) -> None:
 def check_model(name: str, served: str) -> None:
     """Raise NotFound unless `name` is empty or the served model's."""
     if name and name != served:
-        raise NotFound("model: no model of this name is served here", reason="MODEL_NOT_FOUND", field="model")
+        told = f"model: no model of this name is served here; {those_there_are([served])}"
+        raise NotFound(told, reason="MODEL_NOT_FOUND", field="model")
 
 
 def check_adapter(name: str, model: ModelFacts) -> None:

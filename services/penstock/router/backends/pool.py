@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.common.logging import get_logger
+from penstock.common.model_names import those_there_are
 from penstock.router.backends.backend import Backend, BackendAddress, BackendState
 from penstock.router.backends.deaths import Deaths
 from penstock.router.backends.discovery import resolve
@@ -159,8 +160,11 @@ class BackendPool:
         """Return model and adapter for a `model` that is no model's name."""
         having = [name for name in self._models if asked in self.adapters(name)]
         if not having:
+            names = [one for name in self._models for one in (name, *self.adapters(name))]
             raise NotFound(
-                "model: no backend serves a model or an adapter of this name", reason="MODEL_NOT_FOUND", field="model"
+                f"model: no backend serves a model or an adapter of this name; {those_there_are(names)}",
+                reason="MODEL_NOT_FOUND",
+                field="model",
             )
         if len(having) > 1:
             raise InvalidArgument(

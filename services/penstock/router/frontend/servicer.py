@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.common.errors import NotFound
+from penstock.common.model_names import those_there_are
 from penstock.router.backends.pool import BackendPool
 from penstock.router.frontend.generate import TextFlow
 from penstock.router.frontend.score_embed import ScoreEmbedFlow
@@ -65,10 +66,12 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
 
     async def GetModel(self, request: text_pb2.GetModelRequest, context: ServerCall) -> text_pb2.GetModelResponse:  # type: ignore[override]
         """Return one model or adapter; the first when `name` is empty."""
-        for model in self._models():
+        models = self._models()
+        for model in models:
             if request.name in ("", model.name):
                 return text_pb2.GetModelResponse(model=model)
-        raise NotFound("name: no model or adapter of this name", reason="MODEL_NOT_FOUND", field="name")
+        names = those_there_are(model.name for model in models)
+        raise NotFound(f"name: no model or adapter of this name; {names}", reason="MODEL_NOT_FOUND", field="name")
 
     def _models(self) -> list[text_pb2.Model]:
         models = []

@@ -1,0 +1,49 @@
+"""Paths that there are not, or not by a method: the path that is meant, and the methods that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.routing import BaseRoute, Match, Route
+
+# What clients put before a path, or leave out, by the base URL that they were given.
+_PREFIXES = frozenset(("v1", "api", "openai", "anthropic"))
+
+
+def meant(path: str, routes: Sequence[BaseRoute]) -> str | None:
+    """Return the path of a route that `path` is but for its prefix; None where there is none."""
+    core = _core(path)
+    if not core:
+        return None
+    for route in routes:
+        if isinstance(route, Route) and _is_alike(core, _core(route.path)):
+            return _shown(route.path)
+    return None
+
+
+def methods_of(scope: Mapping[str, Any], routes: Sequence[BaseRoute]) -> list[str]:
+    """Return the methods that a request's path takes, in order."""
+    found: set[str] = set()
+    for route in routes:
+        if isinstance(route, Route) and route.matches(dict(scope))[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found)
+
+
+def _core(path: str) -> list[str]:
+    """Parts of a path behind those that say which API it is."""
+    parts = [part for part in path.split("/") if part]
+    while parts and parts[0] in _PREFIXES:
+        parts.pop(0)
+    return parts
+
+
+def _is_alike(asked: list[str], known: list[str]) -> bool:
+    if len(asked) != len(known):
+        return False
+    return all(there.startswith("{") or here == there for here, there in zip(asked, known, strict=True))
+
+
+def _shown(path: str) -> str:
+    return path.replace("{name:path}", "NAME").replace("{name}", "NAME")
