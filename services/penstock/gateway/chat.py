@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 from penstock_client import AsyncStream, Choice, Completion, Delta, Usage
 
@@ -22,9 +22,10 @@ from penstock.gateway.answers import (
     usage_of,
 )
 from penstock.gateway.chat_history import messages_of
+from penstock.gateway.chat_tools import CustomPieces, call_shown, take_tools
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.followed import Followed
-from penstock.gateway.request_fields import Fields, checked, options_of, tools_of
+from penstock.gateway.request_fields import Fields, checked, options_of
 
 
 async def chat_completions(call: HttpCall) -> Answer:
@@ -41,14 +42,13 @@ async def chat_completions(call: HttpCall) -> Answer:
         completion = await stream.result()
     call.request_id = completion.started.request_id
     call.tokens.add([completion.usage])
-    return dumps(_whole(completion, wants_logprobs=wants_logprobs))
+    return dumps(_whole(completion, call.custom_tools, wants_logprobs=wants_logprobs))
 
 
 def open_chat(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStream:
     """Take what is left of a chat's fields, report the ignored ones, and send the request."""
     messages = messages_of(fields.raw("messages"), call)
-    tools = tools_of(fields.raw("tools"))
-    choice = _tool_choice(fields.raw("tool_choice"))
+    tools, choice, call.custom_tools = take_tools(fields, call)
     parallel = fields.maybe("parallel_tool_calls", bool)
     documents = fields.get("documents", list, [])
     variables = dict(fields.get("chat_template_kwargs", dict, {}))
@@ -71,17 +71,6 @@ def open_chat(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncS
     )
 
 
-def _tool_choice(choice: Any) -> str | dict[str, str] | None:
-    """Return the choice as the client takes it. Raises InvalidArgument."""
-    if choice in (None, "auto", "none", "required"):
-        return cast("str | None", choice)
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        raise InvalidArgument("tool_choice", 'must be auto, none, required, or {"function": {"name": …}}')
-    return {"name": name}
-
-
 def include_usage(fields: Fields) -> bool:
     """Take stream_options. Raises InvalidArgument."""
     options = fields.maybe("stream_options", dict) or {}
@@ -99,27 +88,24 @@ def _take_logprobs(fields: Fields, options: dict[str, Any], call: HttpCall) -> b
     return wants
 
 
-def _whole(completion: Completion, *, wants_logprobs: bool) -> dict[str, Any]:
+def _whole(completion: Completion, custom: frozenset[str], *, wants_logprobs: bool) -> dict[str, Any]:
     started = completion.started
     head = Head("chatcmpl", "chat.completion", started.request_id, started.model)
     return head.with_(
-        choices=[_choice(choice, wants_logprobs=wants_logprobs) for choice in completion.choices],
+        choices=[_choice(choice, custom, wants_logprobs=wants_logprobs) for choice in completion.choices],
         usage=usage_of([completion.usage]),
         system_fingerprint=None,
         penstock=extras(started, completion.finished),
     )
 
 
-def _choice(choice: Choice, *, wants_logprobs: bool) -> dict[str, Any]:
+def _choice(choice: Choice, custom: frozenset[str], *, wants_logprobs: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
         message["content"] = choice.text or None
-        message["tool_calls"] = [
-            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-            for one in choice.tool_calls
-        ]
+        message["tool_calls"] = [call_shown(one, custom) for one in choice.tool_calls]
     made = {
         "index": choice.index,
         "message": message,
@@ -143,6 +129,7 @@ class _Chunks(Followed):
         # of null.
         self._opened, self._tail = b"", b',"usage":null}\n\n' if wants_usage else b"}\n\n"
         self._begun: set[int] = set()
+        self._custom = CustomPieces(call.custom_tools) if call.custom_tools else None
         # What a chunk of plain text has around its text, by index: only the text is new for a token.
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
@@ -171,6 +158,8 @@ class _Chunks(Followed):
             choice = state.choices[index]
             if index not in self._begun:
                 last += self._role(index)
+            if self._custom is not None and (calls := self._custom.end(index)):
+                last += self._chunk(index, {"tool_calls": calls})
             last += self._chunk(index, {}, finish_reason=finish_reason(choice), stop_reason=stop_reason(choice))
         usages = [Usage.of(state.finished.usage)] if state.finished is not None else []
         self._call.tokens.add(usages)
@@ -196,7 +185,9 @@ class _Chunks(Followed):
         if delta.text:
             content["content"] = delta.text
         if delta.tool_calls:
-            content["tool_calls"] = tool_call_pieces(delta)
+            pieces = tool_call_pieces(delta)
+            if shown := pieces if self._custom is None else self._custom.held(delta.index, pieces):
+                content["tool_calls"] = shown
         more: dict[str, Any] = {}
         if self._wants_logprobs and delta.logprobs:
             more["logprobs"] = chat_logprobs(delta.logprobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.common.errors import InvalidArgument
+from penstock.gateway.custom_tools import arguments_for
 from penstock.gateway.endpoint import HttpCall
 from penstock.gateway.history import Said, call_of, read_content
 from penstock.gateway.request_fields import typed
@@ -63,6 +64,11 @@ def _calls(message: dict[str, Any], where: str) -> list[dict[str, str]]:
     for number, each in enumerate(typed(message.get("tool_calls") or [], list, f"{where}.tool_calls")):
         at = f"{where}.tool_calls[{number}]"
         within = typed(each, dict, at)
+        if within.get("type") == "custom":
+            custom = typed(within.get("custom"), dict, f"{at}.custom")
+            made.append({**call_of(custom, f"{at}.custom"), "arguments": arguments_for(custom.get("input") or "")})
+            made[-1]["id"] = typed(within.get("id") or "", str, f"{at}.id")
+            continue
         function = typed(within.get("function"), dict, f"{at}.function")
         made.append({**call_of(function, f"{at}.function"), "id": typed(within.get("id") or "", str, f"{at}.id")})
     if not made and (old := message.get("function_call")) is not None:

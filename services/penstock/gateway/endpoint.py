@@ -88,6 +88,8 @@ class HttpCall:
     authorization: bytes | None = None
     # None: /v1/responses keeps none.
     responses: ResponseStore | None = None
+    # Names of the chat's tools whose input is a text.
+    custom_tools: frozenset[str] = frozenset()
     # Those that were counted, for the log.
     tokens: Tokens = field(default_factory=Tokens)
 

@@ -13,6 +13,7 @@ from penstock_client import AsyncStream, Choice, Completion, Delta, Usage
 
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.answers import dumps, extras, merged, named_event
+from penstock.gateway.custom_tools import check_forced, is_elsewhere
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.history import read_block, read_content
 from penstock.gateway.request_fields import Fields, checked, checked_call, options_of, typed
@@ -42,7 +43,7 @@ async def count_tokens(call: HttpCall) -> Answer:
     """Answer with the number of tokens that a conversation's prompt has. Raises PenstockError."""
     fields = Fields(call)
     conversation = _conversation(fields, call)
-    tools, _, _ = _tools(fields)
+    tools, _, _ = _tools(fields, call)
     variables = _variables(fields)
     options: dict[str, Any] = {"model": fields.get("model", str, ""), **_ending(conversation)}
     fields.done()
@@ -85,7 +86,7 @@ def _options(fields: Fields, call: HttpCall) -> dict[str, Any]:
 def _open(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStream:
     """Take what is left of the fields, report the ignored ones, and send the request."""
     conversation = _conversation(fields, call)
-    tools, choice, parallel = _tools(fields)
+    tools, choice, parallel = _tools(fields, call)
     variables = _variables(fields)
     # A caller's own word goes first.
     options = {**_ending(conversation), **options, "model": fields.get("model", str, "")}
@@ -122,12 +123,15 @@ def _variables(fields: Fields) -> dict[str, Any]:
     return variables
 
 
-def _tools(fields: Fields) -> tuple[list[dict[str, Any]], str | dict[str, str] | None, bool | None]:
+def _tools(fields: Fields, call: HttpCall) -> tuple[list[dict[str, Any]], str | dict[str, str] | None, bool | None]:
     """Take tools and tool_choice: functions, choice and whether calls may be several, as the client takes them."""
     tools = []
     for number, tool in enumerate(fields.get("tools", list, [])):
         at = f"tools[{number}]"
         kind = typed(tool, dict, at).get("type")
+        if is_elsewhere(kind):
+            call.ignored.append(f"tools[].{kind[:64]}")
+            continue
         if kind not in (None, "custom"):
             raise InvalidArgument(f"{at}.type", f"must be custom: {str(kind)[:64]} is a tool of another server")
         made = {"name": typed(tool.get("name"), str, f"{at}.name")}
@@ -137,6 +141,7 @@ def _tools(fields: Fields) -> tuple[list[dict[str, Any]], str | dict[str, str] |
     choice = fields.maybe("tool_choice", dict)
     if choice is None:
         return tools, None, None
+    check_forced(tools, choice.get("type"), fields.get("tools", list, []))
     one_only = typed(choice.get("disable_parallel_tool_use") or False, bool, "tool_choice.disable_parallel_tool_use")
     parallel = False if one_only else None
     if choice.get("type") == "tool":

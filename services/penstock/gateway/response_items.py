@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 from penstock.common.errors import InvalidArgument
+from penstock.gateway.custom_tools import ToolNames, arguments_for, input_of, joined
 from penstock.gateway.endpoint import HttpCall
 from penstock.gateway.history import arguments_of, read_content
 from penstock.gateway.request_fields import typed
@@ -15,7 +16,27 @@ from penstock.gateway.request_fields import typed
 # Name of an event, and its fields.
 Event = tuple[str, dict[str, Any]]
 # Types of items -> what their ids begin with.
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+# Calls that clients ran without a function for them -> the field that says what was called.
+_ACTIONS = {
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "computer_call": "action",
+    "apply_patch_call": "operation",
+}
+# Items of other servers, kept for them: what they did, or sealed.
+_KEPT = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_list_tools"),
+    *("mcp_call", "mcp_approval_request", "mcp_approval_response", "compaction", "compaction_summary"),
+    *("context_compaction", "tool_search_call", "tool_search_output", "ghost_snapshot", "additional_tools"),
+)
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -34,12 +55,18 @@ def read_items(given: Any) -> list[dict[str, Any]]:
     for number, item in enumerate(given):
         typed(item, dict, f"input[{number}]")
         kind = item.get("type") or ("message" if "role" in item else None)
-        if not isinstance(kind, str) or (prefix := _PREFIXES.get(kind)) is None:
+        if not isinstance(kind, str) or not (kind in _PREFIXES or kind in _KEPT or _action_of(kind)):
             raise InvalidArgument(
-                f"input[{number}].type", "must be message, function_call, function_call_output or reasoning"
+                f"input[{number}].type",
+                "must be message, reasoning, a call or its output, or an item of a tool that the caller keeps",
             )
-        found.append({"id": new_id(prefix), **item, "type": kind})
+        found.append({"id": new_id(_PREFIXES.get(kind, "item")), **item, "type": kind})
     return found
+
+
+def _action_of(kind: str) -> str | None:
+    """Return the field of a call, or of the call that an output is of, that says what was called."""
+    return _ACTIONS.get(kind.removesuffix("_output"))
 
 
 def conversation_of(items: Sequence[dict[str, Any]], first: int, call: HttpCall) -> list[dict[str, Any]]:
@@ -56,22 +83,24 @@ def conversation_of(items: Sequence[dict[str, Any]], first: int, call: HttpCall)
         if kind == "reasoning":
             said = read_content(item.get("content") or item.get("summary"), f"{where}.content", "assistant", call)
             reasoning.append(said.reasoning or said.text)
-        elif kind == "function_call":
-            _own(found, reasoning).setdefault("tool_calls", []).append(
-                {
-                    "id": typed(item.get("call_id"), str, f"{where}.call_id"),
-                    "name": typed(item.get("name"), str, f"{where}.name"),
-                    "arguments": arguments_of(item.get("arguments")),
-                }
-            )
-        elif kind == "function_call_output":
+        elif kind in _KEPT:
+            if (name := f"input[].{kind}") not in call.ignored:
+                call.ignored.append(name)
+        elif kind.endswith("_output"):
             found.append(
                 {
                     "role": "tool",
-                    "tool_call_id": typed(item.get("call_id"), str, f"{where}.call_id"),
+                    # Of a local shell's output the id is the call's.
+                    "tool_call_id": typed(
+                        item["id"] if kind == "local_shell_call_output" else item.get("call_id"),
+                        str,
+                        f"{where}.call_id",
+                    ),
                     "content": read_content(item.get("output"), f"{where}.output", "tool", call).text,
                 }
             )
+        elif kind != "message":
+            _own(found, reasoning).setdefault("tool_calls", []).append(_call_of(item, kind, where))
         else:
             role = item.get("role")
             if role not in _ROLES:
@@ -84,6 +113,20 @@ def conversation_of(items: Sequence[dict[str, Any]], first: int, call: HttpCall)
                 # OpenAI's newer name; templates know the older one.
                 found.append({"role": "system" if role == "developer" else role, "content": said.text})
     return found
+
+
+def _call_of(item: dict[str, Any], kind: str, where: str) -> dict[str, str]:
+    """Return a call as the client takes it. Raises InvalidArgument naming a field of the item."""
+    number = typed(item.get("call_id"), str, f"{where}.call_id")
+    if (action := _action_of(kind)) is not None:
+        name = kind.removesuffix("_call")
+        return {"id": number, "name": name, "arguments": arguments_of(item.get(action))}
+    name, space = typed(item.get("name"), str, f"{where}.name"), item.get("namespace")
+    if isinstance(space, str) and space:
+        name = joined(space, name)
+    if kind == "custom_tool_call":
+        return {"id": number, "name": name, "arguments": arguments_for(item.get("input") or "")}
+    return {"id": number, "name": name, "arguments": arguments_of(item.get("arguments"))}
 
 
 def _own(found: list[dict[str, Any]], reasoning: list[str]) -> dict[str, Any]:
@@ -103,7 +146,11 @@ def _taken(reasoning: list[str]) -> dict[str, str]:
 class OutputItems:
     """Items of an answer that is being made, and the events that tell of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: ToolNames | None = None) -> None:
+        """Make it; `tools` are those of the request."""
+        self._tools = tools or ToolNames()
+        # Arguments of the open call of a custom tool, whose input is within them.
+        self._arguments = ""
         self.items: list[dict[str, Any]] = []
         # Number of the call that the open item is.
         self._call = -1
@@ -129,16 +176,21 @@ class OutputItems:
         found: list[Event] = []
         if not (self._is_open and self._call == number):
             found = self.end()
+            is_custom = name in self._tools.custom
+            kind, text = ("custom_tool_call", "input") if is_custom else ("function_call", "arguments")
             item = {
-                "type": "function_call",
-                "id": new_id("fc"),
+                "type": kind,
+                "id": new_id(_PREFIXES[kind]),
                 "call_id": call_id,
-                "name": name,
-                "arguments": "",
+                **self._tools.fields_of(name),
+                text: "",
                 "status": "in_progress",
             }
             found += self._add(item)
-            self._call = number
+            self._call, self._arguments = number, ""
+        if self.items[-1]["type"] == "custom_tool_call":
+            self._arguments += arguments
+            return found
         self.items[-1]["arguments"] += arguments
         if arguments:
             found.append(("response.function_call_arguments.delta", {**self._place(), "delta": arguments}))
@@ -155,6 +207,12 @@ class OutputItems:
         if item["type"] == "function_call":
             done = {**place, "name": item["name"], "arguments": item["arguments"]}
             found.append(("response.function_call_arguments.done", done))
+        elif item["type"] == "custom_tool_call":
+            item["input"] = input_of(self._arguments)
+            found += [
+                ("response.custom_tool_call_input.delta", {**place, "delta": item["input"]}),
+                ("response.custom_tool_call_input.done", {**place, "input": item["input"]}),
+            ]
         else:
             part = item["content"][0]
             within = {**place, "content_index": 0}

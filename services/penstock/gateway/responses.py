@@ -19,6 +19,7 @@ from penstock_client import AsyncStream, Delta, Usage
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from penstock.common.logging import get_logger
 from penstock.gateway.answers import chat_logprobs, dumps, extras, merged, named_event, usage_of
+from penstock.gateway.custom_tools import ToolNames, allowed_of, as_function, check_forced, is_elsewhere, joined, only
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.errors import HttpError
 from penstock.gateway.json_forms import read_form
@@ -47,6 +48,7 @@ class _Plan:
     previous: str | None
     is_stored: bool
     open: Callable[[], AsyncStream]
+    tool_names: ToolNames
 
 
 async def responses(call: HttpCall) -> Answer:
@@ -56,7 +58,7 @@ async def responses(call: HttpCall) -> Answer:
     plan = await _read(fields, call)
     if is_stream:
         return _events(plan, call)
-    items = OutputItems()
+    items = OutputItems(plan.tool_names)
     async with plan.open() as stream:
         async for delta in stream:
             _take(items, delta)
@@ -149,8 +151,9 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
     reasoning = fields.maybe("reasoning", dict) or {}
     if (effort := reasoning.get("effort")) is not None:
         variables.setdefault("reasoning_effort", typed(effort, str, "reasoning.effort"))
-    tools, given_tools = _tools(fields)
-    choice, given_choice = _tool_choice(fields)
+    tools, given_tools, names = _tools(fields, call)
+    tools, choice, given_choice = _tool_choice(fields, tools, names)
+    check_forced(tools, choice, given_tools)
     parallel = fields.maybe("parallel_tool_calls", bool)
     instructions = fields.maybe("instructions", str)
     options["model"] = fields.get("model", str, "")
@@ -199,7 +202,7 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
         "truncation": "disabled",
         "metadata": metadata,
     }
-    return _Plan(new_id("resp"), echo, given, previous, is_stored, send)
+    return _Plan(new_id("resp"), echo, given, previous, is_stored, send, names)
 
 
 async def _earlier(call: HttpCall, previous: str) -> list[dict[str, Any]]:
@@ -252,30 +255,64 @@ def _take_include(fields: Fields, options: dict[str, Any], call: HttpCall) -> No
         options["top_logprobs"], call.names["top_logprobs"] = top or 0, "top_logprobs"
 
 
-def _tools(fields: Fields) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Take tools: as the client takes them, and as they were given."""
-    given, tools = fields.get("tools", list, []), []
+def _tools(fields: Fields, call: HttpCall) -> tuple[list[dict[str, Any]], list[dict[str, Any]], ToolNames]:
+    """Take tools: as the client takes them, as they were given, and their forms."""
+    given, names = fields.get("tools", list, []), ToolNames()
+    tools: list[dict[str, Any]] = []
     for number, tool in enumerate(given):
-        at = f"tools[{number}]"
-        kind = typed(tool, dict, at).get("type")
-        if kind != "function":
-            raise InvalidArgument(f"{at}.type", f"must be function: {str(kind)[:64]} is a tool of another server")
+        _add_tool(tools, names, tool, f"tools[{number}]", call)
+    return tools, [{"strict": None, "parameters": None, **tool} for tool in given], names
+
+
+def _add_tool(
+    tools: list[dict[str, Any]], names: ToolNames, tool: Any, at: str, call: HttpCall, namespace: str = ""
+) -> None:
+    kind = typed(tool, dict, at).get("type")
+    if kind == "namespace" and not namespace:
+        space = typed(tool.get("name"), str, f"{at}.name")
+        for number, one in enumerate(typed(tool.get("tools"), list, f"{at}.tools")):
+            _add_tool(tools, names, one, f"{at}.tools[{number}]", call, space)
+        return
+    if is_elsewhere(kind):
+        if (name := f"tools[].{kind[:64]}") not in call.ignored:
+            call.ignored.append(name)
+        return
+    if kind == "custom":
+        made = as_function(tool, at, call)
+    elif kind == "function":
         made = {"name": typed(tool.get("name"), str, f"{at}.name")}
         if tool.get("description") is not None:
             made["description"] = typed(tool["description"], str, f"{at}.description")
-        tools.append({**made, "parameters": typed(tool.get("parameters") or {}, dict, f"{at}.parameters")})
-    return tools, [{"strict": None, "parameters": None, **tool} for tool in given]
+        made["parameters"] = typed(tool.get("parameters") or {}, dict, f"{at}.parameters")
+    else:
+        raise InvalidArgument(f"{at}.type", f"must be function, custom or namespace: {str(kind)[:64]} is unknown")
+    if namespace:
+        own = made["name"]
+        made["name"] = joined(namespace, own)
+        names.spaces[made["name"]] = namespace, own
+    if kind == "custom":
+        names.custom.add(made["name"])
+    tools.append(made)
 
 
-def _tool_choice(fields: Fields) -> tuple[str | dict[str, str] | None, Any]:
-    """Take tool_choice: as the client takes it, and as it was given."""
+def _tool_choice(
+    fields: Fields, tools: list[dict[str, Any]], names: ToolNames
+) -> tuple[list[dict[str, Any]], str | dict[str, str] | None, Any]:
+    """Take tool_choice: the tools that it leaves, and itself as the client takes it and as it was given."""
     choice = fields.raw("tool_choice")
     if choice in (None, "auto", "none", "required"):
-        return choice, choice or "auto"
-    name = choice.get("name") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        return tools, choice, choice or "auto"
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
+        allowed, mode = allowed_of(choice, names, "tool_choice")
+        return only(tools, allowed, "tool_choice"), mode, choice
+    name = choice.get("name") if kind in ("function", "custom") else None
     if not isinstance(name, str) or not name:
-        raise InvalidArgument("tool_choice", 'must be auto, none, required, or {"type": "function", "name": …}')
-    return {"name": name}, choice
+        raise InvalidArgument(
+            "tool_choice", 'must be auto, none, required, allowed_tools, or {"type": "function", "name": …}'
+        )
+    space = choice.get("namespace")
+    return tools, {"name": joined(space, name) if isinstance(space, str) else name}, choice
 
 
 def _take(items: OutputItems, delta: Delta) -> list[Event]:
@@ -349,7 +386,7 @@ async def _keep(plan: _Plan, call: HttpCall, response: dict[str, Any]) -> dict[s
 
 async def _events(plan: _Plan, call: HttpCall) -> AsyncIterator[bytes]:
     """Events of a streamed answer: the response's begin, its items one after the other, its end."""
-    items = OutputItems()
+    items = OutputItems(plan.tool_names)
     number = 0
     created_at = 0
 

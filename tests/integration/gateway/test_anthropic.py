@@ -191,7 +191,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a stop": ({"stop_sequences": [3]}, "stop_sequences"),
     "several answers": ({"n": 2}, "n: must be 1"),
     "thinking": ({"thinking": {"type": "hard"}}, "thinking.type: "),
-    "a tool of the server": ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type: must be custom"),
+    "a tool that is none": ({"tools": [{"type": "picture", "name": "x"}]}, "tools[0].type: must be custom"),
+    "a forced tool of the server": (
+        {"tools": [{"type": "web_search_20250305", "name": "x"}], "tool_choice": {"type": "any"}},
+        "tool_choice: ",
+    ),
     "a tool without a name": ({"tools": [{}]}, "tools[0].name: "),
     "a choice": ({"tool_choice": {"type": "some"}}, "tool_choice.type: "),
     "a choice without a name": ({"tool_choice": {"type": "tool"}}, "tool_choice.name: "),

@@ -170,7 +170,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a length": ({"max_output_tokens": -1}, "max_output_tokens"),
     "a temperature": ({"temperature": "hot"}, "temperature"),
     "several": ({"n": 2}, "n"),
-    "a tool of a server": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a tool that is none": ({"tools": [{"type": "picture"}]}, "tools[0].type"),
+    "a forced tool of a server": ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    "an allowed tool that is none": (
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
+        "tool_choice.tools",
+    ),
     "a choice": ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
     "a format": ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     "a schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),

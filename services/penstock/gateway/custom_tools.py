@@ -1,0 +1,130 @@
+"""Tools beyond plain functions: `custom` ones, whose input is a text, namespaces, and those that others' servers run.
+
+A custom tool is a function with one text for the model; a tool of a namespace is a function whose name says both. Calls
+get the form of their tool again. Tools that this server does not run are left out and listed as ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from penstock.common.errors import InvalidArgument
+from penstock.gateway.endpoint import HttpCall
+from penstock.gateway.request_fields import typed
+
+# Beginnings of the types of tools that OpenAI's and Anthropic's servers run, or clients with what these models know.
+_ELSEWHERE = (
+    *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution", "image_generation", "computer"),
+    *("mcp", "local_shell", "shell", "apply_patch", "tool_search", "bash_", "text_editor_", "memory_", "advisor"),
+)
+_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+_JOINT = "__"
+
+
+@dataclass(slots=True)
+class ToolNames:
+    """Forms of the tools of a request, by the names that the model knows them by."""
+
+    custom: set[str] = field(default_factory=set)
+    # Name -> namespace and name within it.
+    spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def fields_of(self, name: str) -> dict[str, str]:
+        """Fields of a call that name its tool."""
+        if (found := self.spaces.get(name)) is not None:
+            return {"name": found[1], "namespace": found[0]}
+        return {"name": name}
+
+
+def is_elsewhere(kind: Any) -> TypeGuard[str]:
+    """True for the type of a tool that this server does not run, and may leave out."""
+    return isinstance(kind, str) and kind.startswith(_ELSEWHERE)
+
+
+def as_function(tool: Mapping[str, Any], at: str, call: HttpCall) -> dict[str, Any]:
+    """Return a custom tool as a function of one text. Raises InvalidArgument.
+
+    A grammar of its input is told to the model, and not kept.
+    """
+    name = typed(tool.get("name"), str, f"{at}.name")
+    words = [typed(tool.get("description") or "", str, f"{at}.description")]
+    form = typed(tool.get("format") or {}, dict, f"{at}.format")
+    # Chat completions have the grammar in an object of its own.
+    within = form.get("grammar")
+    grammar: dict[str, Any] = within if isinstance(within, dict) else form
+    definition = grammar.get("definition")
+    if form.get("type") == "grammar" and isinstance(definition, str):
+        words.append(f"The input is a text of this grammar ({grammar.get('syntax')}):\n{definition}")
+        if "tools[].format" not in call.ignored:
+            call.ignored.append("tools[].format")
+    return {"name": name, "description": "\n\n".join(filter(None, words)), "parameters": _INPUT}
+
+
+def arguments_for(given: Any) -> str:
+    """Arguments of the function that stands for a custom tool, of a call's input."""
+    return json.dumps({"input": given if isinstance(given, str) else json.dumps(given)}, ensure_ascii=False)
+
+
+def input_of(arguments: str) -> str:
+    """Input of a custom tool's call: the one text of its arguments, also where they were cut."""
+    for end in ("", '"}', '\\"}'):
+        try:
+            found = json.loads(arguments + end)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and isinstance(found.get("input"), str):
+            return str(found["input"])
+        break
+    return arguments
+
+
+def joined(namespace: str, name: str) -> str:
+    """Name by which the model knows a tool of a namespace."""
+    return name if name.startswith(namespace + _JOINT) else f"{namespace}{_JOINT}{name}"
+
+
+def allowed_of(given: Mapping[str, Any], names: ToolNames, where: str) -> tuple[set[str], str]:
+    """Return the names of `allowed_tools` and its mode. Raises InvalidArgument.
+
+    Responses have both in the object itself, chat completions in one of its own.
+    """
+    within = given.get("allowed_tools")
+    held = typed(within, dict, f"{where}.allowed_tools") if within is not None else given
+    mode = held.get("mode", "auto")
+    if mode not in ("auto", "required"):
+        raise InvalidArgument(f"{where}.mode", "must be auto or required")
+    found = set()
+    for number, tool in enumerate(typed(held.get("tools"), list, f"{where}.tools")):
+        at = f"{where}.tools[{number}]"
+        shown = typed(tool, dict, at)
+        kind = shown.get("type", "function")
+        if is_elsewhere(kind):
+            continue
+        inner = shown.get(kind) if isinstance(shown.get(kind), dict) else shown
+        name = typed(inner.get("name"), str, f"{at}.name") if isinstance(inner, dict) else ""
+        space = shown.get("namespace")
+        # A namespace's name alone allows all of it.
+        members = {one for one, (place, _) in names.spaces.items() if place == name} if kind == "namespace" else set()
+        found |= members or {joined(space, name) if isinstance(space, str) else name}
+    return found, mode
+
+
+def only(tools: list[dict[str, Any]], allowed: set[str], where: str) -> list[dict[str, Any]]:
+    """Return the tools that are allowed. Raises InvalidArgument for a name that is none's."""
+    if unknown := allowed - {tool["name"] for tool in tools}:
+        raise InvalidArgument(f"{where}.tools", f"{len(unknown)} of them are not among the request's tools")
+    return [tool for tool in tools if tool["name"] in allowed]
+
+
+def check_forced(tools: list[Any], choice: Any, given: list[Any]) -> None:
+    """Raise InvalidArgument where a call is forced and every tool was left out: none would come, in silence."""
+    if given and not tools and choice not in (None, "auto", "none"):
+        raise InvalidArgument("tool_choice", "forces a call, and this server runs none of the request's tools")
