@@ -42,6 +42,11 @@ class GenerationOptions(OptionKeywords, total=False):
     cache_salt: str
     # generate() only. True, or left out: the tokenizer's own special tokens are added to a text.
     add_special_tokens: bool
+    # generate() only. True: a text that spells a control token becomes that token. Left out: as the server is set up,
+    # which keeps it text and warns.
+    parse_special_tokens: bool
+    # generate() only. The answer is to stand between the prompt and this text; for models with tokens for that.
+    suffix: str
     # generate() only. Embeddings in place of the prompt's ids, (tokens, hidden size): a torch tensor, a numpy array, or
     # rows of numbers. The prompt is then left out, or the ids that penalties and the like take for it.
     inputs_embeds: Any
@@ -54,12 +59,12 @@ class GenerationOptions(OptionKeywords, total=False):
 
 _REQUEST = {"model", "adapter", "request_id", "session_id", "priority", "cache_salt"}
 # Options of one method only.
-_GENERATE = {"add_special_tokens", "inputs_embeds", "inputs_embeds_before_ids"}
+_GENERATE = {"add_special_tokens", "parse_special_tokens", "suffix", "inputs_embeds", "inputs_embeds_before_ids"}
 _CHAT = {"add_generation_prompt", "continue_final_message"}
 
 # Frames between a warning and somebody's call, about.
 _CALLER = 4
-
+_LEAST_SEED = -(1 << 63)
 # Types of OpenAI's content parts: those that are text, and those that are named as what is not.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "input_file")
@@ -94,6 +99,9 @@ def _expected(request: TextRequest, name: str) -> str:
 
 
 def _set(request: TextRequest, name: str, value: Any) -> None:
+    if name == "seed" and isinstance(value, int) and _LEAST_SEED <= value < 0:
+        # OpenAI's are signed: each has one of its own here.
+        value -= _LEAST_SEED
     if name in CONFIG:
         set_option(request.config, name, CONFIG[name], value)
     elif name in STOP:

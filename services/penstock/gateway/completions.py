@@ -109,8 +109,6 @@ def _read(call: HttpCall) -> _Plan:
     # true is vLLM's and llama.cpp's for the chosen token alone.
     asked = fields.raw("logprobs")
     logprobs = {True: 0, False: None}[asked] if isinstance(asked, bool) else fields.maybe("logprobs", int)
-    if fields.raw("suffix"):
-        raise InvalidArgument("suffix", "is not supported")
     no_output = options.get("max_new_tokens") == 0
     if no_output:
         options["max_new_tokens"] = 1

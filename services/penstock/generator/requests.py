@@ -25,6 +25,7 @@ from penstock.router.chat.formats import DEFAULT, ChatFormat
 from penstock.router.chat.thoughts import thought_before
 from penstock.router.frontend.convert import begin_prompt, schemas_of, skips_special_tokens, to_template
 from penstock.router.tokenizer.pipeline import Prompt
+from penstock.text.fill_in_middle import TOKENS, form_of
 from penstock.tokenizer.convert import conversation
 from penstock.v1 import common_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
 
@@ -146,7 +147,7 @@ class RequestMaker:
         made = Prompt(list(request.token_ids.ids))
         if request.WhichOneof("prompt") == "text":
             add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            made = Prompt(self._encode(request.text, add_special=add_special), text=request.text)
+            made = Prompt(self._prompt_ids(request, add_special=add_special), text=request.text)
         begin_prompt(made, request, self._info)
         context = None if self._tokenizer is None else made.token_ids
         local = self._local(request, made, context)
@@ -205,6 +206,19 @@ class RequestMaker:
             stop_strings=list(request.stop.stop_strings),
             include_stop=request.stop.include_stop_string_in_output,
         )
+
+    def _prompt_ids(self, request: text_pb2.GenerateTextRequest, *, add_special: bool) -> list[int]:
+        """Return the ids of a prompt's text, with the answer's place between it and a suffix where there is one."""
+        tokenizer = self._needed("a text")
+        parse = request.parse_special_tokens if request.HasField("parse_special_tokens") else None
+        if not request.suffix:
+            return tokenizer.encode(request.text, add_special_tokens=add_special, parse_special_tokens=parse)
+        known = {token: found for token in TOKENS if (found := tokenizer.special_id(token)) is not None}
+        form = form_of(known)
+        prefix, suffix = tokenizer.encode(
+            [request.text, request.suffix], add_special_tokens=False, parse_special_tokens=parse
+        )
+        return form.arranged(known, tokenizer.encode("", add_special_tokens=add_special), prefix, suffix)
 
     def _encode(self, text: str, *, add_special: bool) -> list[int]:
         return self._needed("a text").encode(text, add_special_tokens=add_special)

@@ -103,19 +103,24 @@ class LocalTokenizer:
 
     @overload
     def encode(  # type: ignore[overload-overlap]
-        self, text: str, *, add_special_tokens: bool = True
+        self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool | None = None
     ) -> list[int]: ...
 
     @overload
-    def encode(self, text: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
+    def encode(
+        self, text: Sequence[str], *, add_special_tokens: bool = True, parse_special_tokens: bool | None = None
+    ) -> list[list[int]]: ...
 
-    def encode(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> list[int] | list[list[int]]:
-        """Return the ids of a text, or of each of several."""
+    def encode(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True, parse_special_tokens: bool | None = None
+    ) -> list[int] | list[list[int]]:
+        """Return the ids of a text, or of each of several. `parse_special_tokens` None: as the tokenizer was made."""
         with reading("text", "a text, or a list of texts"):
             texts = [text] if isinstance(text, str) else [*text]
             if not all(isinstance(one, str) for one in texts):
                 raise TypeError
-        options = EncodeOptions(add_special_tokens=add_special_tokens, parse_special_tokens=self._allow_control_tokens)
+        parse = self._allow_control_tokens if parse_special_tokens is None else parse_special_tokens
+        options = EncodeOptions(add_special_tokens=add_special_tokens, parse_special_tokens=parse)
         with self._lock:
             encoded = self._text.encode(texts, options)
         found = [one.ids for one in encoded]

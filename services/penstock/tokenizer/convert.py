@@ -58,7 +58,11 @@ def encode_response(encodings: Sequence[Encoded]) -> pb.EncodeResponse:
     """Make the response: one Encoding per text, in order."""
     response = pb.EncodeResponse()
     for encoded in encodings:
-        encoding = response.encodings.add(ids=encoded.ids, attention_mask=encoded.attention_mask or ())
+        encoding = response.encodings.add(
+            ids=encoded.ids,
+            attention_mask=encoded.attention_mask or (),
+            spelled_control_tokens=encoded.spelled,
+        )
         if encoded.offsets is not None:
             encoding.offsets.extend(pb.Offset(start=start, end=end) for start, end in encoded.offsets)
     return response

@@ -5,6 +5,7 @@ There is one TextTokenizer per thread: truncation is set on the tokenizer itself
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,8 @@ SideName = Literal["left", "right"]
 # Most padded positions of one request. Each takes a byte of id, a byte of mask and perhaps two of an offset at least,
 # in an answer below 4 MiB.
 MAX_PADDED_IDS = 2 << 20
+# Control tokens that one text is told to spell.
+_MOST_SPELLED = 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Encoded:
     ids: list[int]
     attention_mask: list[int] | None = None
     offsets: list[tuple[int, int]] | None = None
+    # Control tokens that the text spells, where they stay text.
+    spelled: tuple[str, ...] = ()
 
 
 class Vocabulary:
@@ -55,6 +60,17 @@ class Vocabulary:
         self.tokenizer.encode_special_tokens = bundle.split_special_tokens
         self.marks = ControlMarks(control_tokens_of(self.tokenizer), nonce)
         self.content_tokenizer = content_tokenizer(self.tokenizer, self.marks)
+        spelled = sorted(filter(None, self.marks.control_tokens.values()), key=len, reverse=True)
+        self._spelling = re.compile("|".join(map(re.escape, spelled))) if spelled else None
+
+    def spelled_in(self, text: str) -> tuple[str, ...]:
+        """Return the control tokens that a text spells, the first few of them."""
+        found: dict[str, None] = {}
+        for match in self._spelling.finditer(text) if self._spelling is not None else ():
+            found[match[0]] = None
+            if len(found) >= _MOST_SPELLED:
+                break
+        return tuple(found)
 
     @property
     def size(self) -> int:
@@ -112,8 +128,9 @@ class TextTokenizer:
                 encoding.ids,
                 encoding.attention_mask if padded else None,
                 encoding.offsets if options.return_offsets else None,
+                () if options.parse_special_tokens else self._vocabulary.spelled_in(text),
             )
-            for encoding in encodings
+            for text, encoding in zip(texts, encodings, strict=True)
         ]
 
     def encode_rendered(self, text: str, marked: str | None) -> list[int]:

@@ -41,6 +41,8 @@ class GenerateTextRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SUFFIX_FIELD_NUMBER: _builtins.int
     INPUTS_EMBEDS_FIELD_NUMBER: _builtins.int
     INPUTS_EMBEDS_BEFORE_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
@@ -58,6 +60,10 @@ class GenerateTextRequest(_message.Message):
     """Requests of one session prefer one backend."""
     add_special_tokens: _builtins.bool
     """Default true: as the tokenizer's own post-processor does it."""
+    parse_special_tokens: _builtins.bool
+    """A text that spells a control token becomes that token. Default: as the router is set up, which is false."""
+    suffix: _builtins.str
+    """The answer is to stand between `text` and this, by the tokenizer's own tokens for that; empty: it stands at the end."""
     inputs_embeds_before_ids: _builtins.bool
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
@@ -92,19 +98,25 @@ class GenerateTextRequest(_message.Message):
         session_id: _builtins.str = ...,
         metadata: _struct_pb2.Struct | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        parse_special_tokens: _builtins.bool | None = ...,
+        suffix: _builtins.str = ...,
         inputs_embeds: _common_pb2.Tensor | None = ...,
         inputs_embeds_before_ids: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "metadata", b"metadata", "output", b"output", "prompt", b"prompt", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_parse_special_tokens", b"_parse_special_tokens", "add_special_tokens", b"add_special_tokens", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "metadata", b"metadata", "output", b"output", "parse_special_tokens", b"parse_special_tokens", "prompt", b"prompt", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "metadata", b"metadata", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "session_id", b"session_id", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_parse_special_tokens", b"_parse_special_tokens", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "metadata", b"metadata", "model", b"model", "output", b"output", "parse_special_tokens", b"parse_special_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "session_id", b"session_id", "stop", b"stop", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__parse_special_tokens: _TypeAlias = _typing.Literal["parse_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__parse_special_tokens: _TypeAlias = _typing.Literal["_parse_special_tokens", b"_parse_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_special_tokens) -> _WhichOneofReturnType__parse_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

@@ -184,6 +184,7 @@ class Encoding(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     ATTENTION_MASK_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
+    SPELLED_CONTROL_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -194,16 +195,21 @@ class Encoding(_message.Message):
     def offsets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Offset]:
         """One per id when return_offsets is set."""
 
+    @_builtins.property
+    def spelled_control_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With parse_special_tokens false: control tokens that the text spells and that stay text, a few at most."""
+
     def __init__(
         self,
         *,
         ids: _abc.Iterable[_builtins.int] | None = ...,
         attention_mask: _abc.Iterable[_builtins.int] | None = ...,
         offsets: _abc.Iterable[Global___Offset] | None = ...,
+        spelled_control_tokens: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_mask", b"attention_mask", "ids", b"ids", "offsets", b"offsets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_mask", b"attention_mask", "ids", b"ids", "offsets", b"offsets", "spelled_control_tokens", b"spelled_control_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

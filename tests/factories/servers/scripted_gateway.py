@@ -49,11 +49,15 @@ class ScriptedGateway:
 
 
 @asynccontextmanager
-async def scripted_gateway(text: str = "", **settings: Any) -> AsyncIterator[ScriptedGateway]:
-    """Run one whose model writes `text`. Settings are the gateway's."""
+async def scripted_gateway(
+    text: str = "", *, tokenizer: tuple[str, str] = ("", ""), **settings: Any
+) -> AsyncIterator[ScriptedGateway]:
+    """Run one whose model writes `text`. Settings are the gateway's. `tokenizer`: address and fingerprint of another
+    than the shared one."""
+    address, fingerprint = tokenizer
     async with (
-        backend() as one,
-        running_router(one) as router,
+        backend(**({"fingerprint": fingerprint} if fingerprint else {})) as one,
+        running_router(one, tokenizer=address, fingerprint=fingerprint) as router,
         running_gateway(router.server.address, **settings) as gateway,
     ):
         served = Served(gateway.app.addresses.grpc, router.server.address)

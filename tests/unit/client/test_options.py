@@ -148,7 +148,7 @@ def test_every_field_has_a_keyword_and_every_keyword_a_field() -> None:
         keywords -= fields
     assert keywords == {
         "negative_prompt", "config", "model", "adapter", "request_id", "session_id", "priority", "cache_salt",
-        "add_special_tokens", "add_generation_prompt", "continue_final_message",
+        "add_special_tokens", "parse_special_tokens", "suffix", "add_generation_prompt", "continue_final_message",
         "inputs_embeds", "inputs_embeds_before_ids",
     }  # fmt: skip
 
@@ -249,7 +249,7 @@ def test_every_scalar_of_a_request_is_an_option(kind: Any) -> None:
         {"tensor_steps": 3},
         {"priority": "high"},
         {"regex": 5},
-        {"seed": -1},
+        {"seed": -(2**63) - 1},
     ],
 )
 def test_a_value_of_a_wrong_kind_is_refused_by_the_options_name(options: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.requests import prompt_length
 from penstock.router.requests.delta_buffer import PendingDelta
 from penstock.router.tokenizer.pipeline import Prompt
+from penstock.text.fill_in_middle import spelled_warning
 from penstock.v1 import config_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
 
 PublicRequest = text_pb2.GenerateTextRequest | text_pb2.ChatRequest
@@ -221,9 +222,13 @@ def num_sequences(request: PublicRequest, info: model_pb2.GetModelInfoResponse |
     return max(1, info.default_config.num_return_sequences) if info is not None else 1
 
 
-def warnings_of(request: PublicRequest) -> tuple[str, ...]:
-    """Warnings of options without effect that the router knows of; the backend adds its own."""
-    return ("metadata has no effect: nothing reads it yet",) if request.HasField("metadata") else ()
+def warnings_of(request: PublicRequest, prompt: Prompt) -> tuple[str, ...]:
+    """Warnings that the router knows of, such as options without effect; the backend adds its own."""
+    idle = ("metadata has no effect: nothing reads it yet",) if request.HasField("metadata") else ()
+    is_told = prompt.spelled and not (
+        isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("parse_special_tokens")
+    )
+    return (*idle, spelled_warning(prompt.spelled)) if is_told else idle
 
 
 def comes_in_bursts(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> bool:

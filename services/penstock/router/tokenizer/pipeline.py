@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.common.errors import Internal, InvalidArgument
@@ -13,6 +14,7 @@ from penstock.router.chat.formats import DEFAULT, ChatFormat, choose_format
 from penstock.router.chat.thoughts import thought_before
 from penstock.router.config import RouterConfig
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
+from penstock.text.fill_in_middle import TOKENS, form_of
 from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
 
 
@@ -32,6 +34,8 @@ class Prompt:
     constraint: config_pb2.Constraint | None = None
     template_seconds: float | None = None
     tokenize_seconds: float | None = None
+    # Control tokens that the client's text spells and that stay text.
+    spelled: tuple[str, ...] = ()
 
 
 class Pipeline:
@@ -43,6 +47,8 @@ class Pipeline:
         self._parse_special = config.allow_control_tokens_in_text
         self._chat_format: ChatFormat | None = None
         self._marker_ids: dict[str, int] | None = None
+        # Of the tokens for filling in the middle those that the tokenizer has.
+        self._middle_ids: dict[str, int] | None = None
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -66,8 +72,32 @@ class Pipeline:
             return Prompt(list(request.token_ids.ids))
         begin = time.monotonic()
         add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        ids = await self._encode(request.text, timeout, add_special=add_special, field="prompt")
-        return Prompt(ids, text=request.text, tokenize_seconds=time.monotonic() - begin)
+        parse = request.parse_special_tokens if request.HasField("parse_special_tokens") else self._parse_special
+        if request.suffix:
+            texts = [request.text, request.suffix]
+            first, last = await self._encode(texts, timeout, add_special=False, parse=parse, field="prompt")
+            prefix, suffix = list(first.ids), list(last.ids)
+            ids = await self._between(prefix, suffix, timeout, add_special=add_special)
+            spelled = (*first.spelled_control_tokens, *last.spelled_control_tokens)
+        else:
+            (found,) = await self._encode([request.text], timeout, add_special=add_special, parse=parse, field="prompt")
+            ids, spelled = list(found.ids), tuple(found.spelled_control_tokens)
+        return Prompt(ids, text=request.text, tokenize_seconds=time.monotonic() - begin, spelled=spelled)
+
+    async def _between(
+        self, prefix: list[int], suffix: list[int], timeout: float | None, *, add_special: bool
+    ) -> list[int]:
+        """Return a prompt for the text between two others. Raises InvalidArgument where the model has none."""
+        if self._middle_ids is None:
+            self._middle_ids = await self._ids_of(TOKENS, timeout)
+        form = form_of(self._middle_ids)
+        (begin,) = await self._encode([""], timeout, add_special=add_special, parse=False, field="prompt")
+        return form.arranged(self._middle_ids, begin.ids, prefix, suffix)
+
+    async def _ids_of(self, tokens: Sequence[str], timeout: float | None) -> dict[str, int]:
+        """Return the ids of those texts that are tokens. Raises as TokenizerLink.encode."""
+        found = await self._encode(tokens, timeout, add_special=False, parse=True, field="prompt")
+        return {token: one.ids[0] for token, one in zip(tokens, found, strict=True) if len(one.ids) == 1}
 
     async def chat(self, request: text_pb2.ChatRequest, timeout: float | None) -> Prompt:
         """Return the prompt of Chat. Raises as TokenizerLink.apply_chat_template; its fields are the request's own."""
@@ -119,22 +149,17 @@ class Pipeline:
     async def _ids_of_markers(self, chat: ChatFormat, timeout: float | None) -> dict[str, int]:
         """Ids of the markers that are one token each."""
         if self._marker_ids is None:
-            markers = chat.kept_for(with_tools=True)
-            request = tokenizer_pb2.EncodeRequest(texts=markers, add_special_tokens=False, parse_special_tokens=True)
-            answer = await self._link.encode(request, timeout)
-            self._marker_ids = {
-                marker: found.ids[0]
-                for marker, found in zip(markers, answer.encodings, strict=True)
-                if len(found.ids) == 1
-            }
+            self._marker_ids = await self._ids_of(chat.kept_for(with_tools=True), timeout)
         return self._marker_ids
 
     async def negative_prompt(self, config: config_pb2.GenerationConfig, timeout: float | None) -> None:
         """Replace `negative_prompt_text` of `config` by ids: generation takes no text."""
         if config.WhichOneof("negative_prompt") == "negative_prompt_text":
             text = config.negative_prompt_text
-            ids = await self._encode(text, timeout, add_special=True, field="config.negative_prompt_text")
-            config.negative_prompt_ids.CopyFrom(common_pb2.TokenIds(ids=ids))
+            (found,) = await self._encode(
+                [text], timeout, add_special=True, parse=self._parse_special, field="config.negative_prompt_text"
+            )
+            config.negative_prompt_ids.CopyFrom(common_pb2.TokenIds(ids=found.ids))
 
     async def echo_text(self, prompt: Prompt, timeout: float | None, *, skip_special_tokens: bool) -> str:
         """Return the prompt as text: as it was sent; of ids their text, up to a character that they do not complete."""
@@ -147,15 +172,15 @@ class Pipeline:
         answer = await self._link.decode(request, timeout)
         return answer.texts[0] if answer.texts else ""
 
-    async def _encode(self, text: str, timeout: float | None, *, add_special: bool, field: str) -> list[int]:
-        request = tokenizer_pb2.EncodeRequest(
-            texts=[text], add_special_tokens=add_special, parse_special_tokens=self._parse_special
-        )
+    async def _encode(
+        self, texts: Sequence[str], timeout: float | None, *, add_special: bool, parse: bool, field: str
+    ) -> Sequence[tokenizer_pb2.Encoding]:
+        request = tokenizer_pb2.EncodeRequest(texts=texts, add_special_tokens=add_special, parse_special_tokens=parse)
         try:
             answer = await self._link.encode(request, timeout)
         except InvalidArgument as error:
             # The error names a field of the tokenizer's request.
             raise InvalidArgument(field, error.description, reason=error.reason) from error
-        if len(answer.encodings) != 1:
+        if len(answer.encodings) != len(texts):
             raise Internal("the tokenizer did not answer every text", reason="TOKENIZER_PROTOCOL")
-        return list(answer.encodings[0].ids)
+        return answer.encodings
