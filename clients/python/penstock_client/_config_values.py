@@ -137,6 +137,26 @@ def _set_ids(config: Any, name: str, value: int | Ids) -> None:
     getattr(config, name).extend([value] if isinstance(value, Integral) else value)
 
 
+def has_runs(value: Any) -> bool:
+    """True for end-of-sequence ids of which some are runs of several ids."""
+    return isinstance(value, Sequence) and any(isinstance(entry, list | tuple) for entry in value)
+
+
+def set_ends(config: Any, stop: Any, value: Sequence[int | Ids]) -> None:
+    """Set end-of-sequence ids, and runs of ids that end a sequence as they do; the model's own count no more."""
+    runs = [list(entry) if isinstance(entry, list | tuple) else [entry] for entry in value]
+    singles = [run[0] for run in runs if len(run) == 1]
+    for run in runs:
+        if not run:
+            raise WrongValue("must have no empty run of ids")
+        if len(run) > 1:
+            stop.stop_token_ids.append(token_ids(run))
+    if singles:
+        config.eos_token_id.extend(singles)
+    else:
+        stop.ignore_eos = True
+
+
 def _set_plugins(config: Any, name: str, plugins: Any) -> None:
     """Set plugins by name: one, a list of names and (name, parameters), or parameters by name."""
     entries: Iterable[Any] = plugins.items() if isinstance(plugins, Mapping) else plugins

@@ -41,6 +41,9 @@ class EngineLLM:
     it as a context manager: tensors at the service and named sequences end then.
     """
 
+    # Type of tensors at the service.
+    _server_tensor: type[ServerTensor] = ServerTensor
+
     def __init__(
         self,
         model: str | os.PathLike[str] | bytes,
@@ -446,7 +449,7 @@ class EngineLLM:
         made = {}
         for one, handle in zip(infos, answer.handles, strict=True):
             shape, dtype = _shape(one, stage), Dtype(one.dtype)
-            made[one.index] = ServerTensor(self._calls, self._name, answer.lease_id, handle, shape, dtype)
+            made[one.index] = self._server_tensor(self._calls, self._name, answer.lease_id, handle, shape, dtype)
             values = initial(one.name, shape)
             if values is not None:
                 made[one.index].update_data(values)

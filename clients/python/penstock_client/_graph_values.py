@@ -110,6 +110,17 @@ def stored(values: Any, dtype: Dtype) -> Array:
     return made.reshape(array.shape)
 
 
+def element_bits(values: Any, dtype: Dtype, count: int) -> Any:
+    """Return `values`, or what they are the bits of: drivers give any tensor's bytes as numbers of 16 bits."""
+    np = numpy()
+    array = np.asarray(values)
+    wanted = np.dtype(_STORED[dtype])
+    is_bits = array.dtype == np.uint16 and wanted.itemsize > array.itemsize
+    if not is_bits or array.nbytes != count * wanted.itemsize:
+        return values
+    return np.ascontiguousarray(array).reshape(-1).view(wanted)
+
+
 def read_into(target: Array, data: Array, dtype: Dtype) -> None:
     """Write a tensor's stored elements into an array of as many, converted to its type; bfloat16 as bits into uint16.
 

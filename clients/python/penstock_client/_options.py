@@ -11,7 +11,7 @@ from penstock.common.errors import InvalidArgument
 from penstock.common.hf_fields import REFUSED, WITHOUT_EFFECT, no_effect
 from penstock.v1 import config_pb2, text_pb2, tokenizer_pb2
 
-from penstock_client._config_values import CONSTRAINTS, set_constraint, set_option
+from penstock_client._config_values import CONSTRAINTS, has_runs, set_constraint, set_ends, set_option
 from penstock_client._option_table import CONFIG, OUTPUT, STOP, OptionKeywords
 from penstock_client._structs import Structs
 from penstock_client._tensors import set_rows
@@ -94,7 +94,7 @@ def _expected(request: TextRequest, name: str) -> str:
     """Return what an option takes."""
     for message, table in ((request.config, CONFIG), (request.stop, STOP), (request.output, OUTPUT)):
         if name in table:
-            return expected(message, name, table[name])
+            return expected(message, name, "stop_ids" if name == "eos_token_id" else table[name])
     return expected(request, name)
 
 
@@ -102,7 +102,9 @@ def _set(request: TextRequest, name: str, value: Any) -> None:
     if name == "seed" and isinstance(value, int) and _LEAST_SEED <= value < 0:
         # OpenAI's are signed: each has one of its own here.
         value -= _LEAST_SEED
-    if name in CONFIG:
+    if name == "eos_token_id" and has_runs(value):
+        set_ends(request.config, request.stop, value)
+    elif name in CONFIG:
         set_option(request.config, name, CONFIG[name], value)
     elif name in STOP:
         set_option(request.stop, name, STOP[name], value)
@@ -132,7 +134,8 @@ def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) ->
     request = text_pb2.GenerateTextRequest()
     if isinstance(prompt, str):
         if prompt or options.get("inputs_embeds") is None:
-            request.text = prompt
+            with naming_prompt():
+                request.text = prompt
     elif len(prompt) and isinstance(prompt[0], str | Sequence):
         raise TypeError("prompt: one text or the ids of one; generate_many takes several")
     else:

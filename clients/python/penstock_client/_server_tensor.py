@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.v1 import graphs_pb2
 
 from penstock_client._graph_calls import PART_BYTES, GraphCalls
-from penstock_client._graph_values import Dtype, from_bytes, stored
+from penstock_client._graph_values import Dtype, element_bits, from_bytes, stored
 
 if TYPE_CHECKING:
     from penstock_client._graph_values import Array
@@ -44,7 +44,7 @@ class ServerTensor:
 
     def update_data(self, values: Any) -> None:
         """Write all elements. Raises TypeError and ValueError for other values, PenstockError."""
-        array = stored(values, self._dtype)
+        array = stored(element_bits(values, self._dtype, prod(self._shape)), self._dtype)
         if array.size != prod(self._shape):
             raise ValueError(f"the tensor has {prod(self._shape)} elements, the array {array.size}")
         self.write(0, array)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from math import inf
 from typing import Any
 
 from penstock.common.units import format_duration
@@ -221,6 +222,19 @@ class Completion:
     choices: tuple[Choice, ...]
     started: generation_pb2.Started
     finished: generation_pb2.Finished
+
+    def best(self, count: int) -> Completion:
+        """Return the answer with its `count` best choices by mean log-probability, best first, numbered anew.
+
+        Choices without log-probabilities, which must be asked for, come last.
+        """
+
+        def mean(choice: Choice) -> float:
+            total = choice.cumulative_logprob
+            return -inf if total is None else total / max(1, len(choice.token_ids))
+
+        ranked = sorted(self.choices, key=mean, reverse=True)[:count]
+        return replace(self, choices=tuple(replace(one, index=place) for place, one in enumerate(ranked)))
 
     @property
     def text(self) -> str:

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from penstock_client._engine_llm import EngineLLM as _EngineLLM
-from penstock_client._graph_values import BmrtFlag, Dtype, numpy, read_into, stored, zeros
+from penstock_client._graph_values import BmrtFlag, Dtype, element_bits, numpy, read_into, stored, zeros
 from penstock_client._server_tensor import ServerTensor
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Tensor:
         """
         # Set for a view of a tensor at the service: it, and the first element.
         self._source: tuple[ServerTensor, int] | None = None
+        # All elements, where a graph has written fewer: a tensor made for the largest output takes any.
+        self._memory: Array | None = None
         if not isinstance(handle, Handle):
             self._view(handle, list(shape), 0 if dtype is None else dtype)
             return
@@ -107,6 +109,14 @@ class Tensor:
             return
         self._source = source, offset
         self.array = source.read(offset, count).reshape(shape)
+
+    def _hold(self, shape: Sequence[int]) -> None:
+        """Become as large as an output of this shape, within the memory that there is; its first elements stay."""
+        count = prod(shape)
+        if self._memory is None:
+            self._memory = self.array.reshape(-1)
+        if count != self.array.size and count <= self._memory.size:
+            self.array = self._memory[:count].reshape(tuple(shape))
 
     def _pull(self) -> None:
         """Take a view's elements from the service again."""
@@ -136,7 +146,8 @@ class Tensor:
 
     def update_data(self, values: Any) -> None:
         """Write all elements; uint16 are the bits of 16-bit floats. Raises TypeError and ValueError."""
-        read_into(self.array, stored(values, self._dtype), self._dtype)
+        given = element_bits(values, self._dtype, self.array.size)
+        read_into(self.array, stored(given, self._dtype), self._dtype)
         self._push()
 
     def asnumpy(self) -> Array:
@@ -181,8 +192,19 @@ def _array_type() -> type:
     return OneNumber
 
 
+class _SailServerTensor(ServerTensor):
+    """A ServerTensor whose elements are as those of Tensor."""
+
+    def asnumpy(self) -> Array:
+        """See Tensor."""
+        found: Array = super().asnumpy().view(_array_type())
+        return found
+
+
 class EngineLLM(_EngineLLM):
     """EngineLLM whose tensors here are Tensors. It takes arrays and ServerTensors as well."""
+
+    _server_tensor = _SailServerTensor
 
     def _new_array(self, shape: Sequence[int], dtype: Dtype) -> Any:
         return Tensor(Handle(0), shape, dtype)
@@ -194,6 +216,8 @@ class EngineLLM(_EngineLLM):
         return tensor.array
 
     def _store(self, tensor: Any, data: bytearray, shape: tuple[int, ...], dtype: Dtype) -> None:
+        if isinstance(tensor, Tensor):
+            tensor._hold(shape)
         super()._store(tensor, data, shape, dtype)
         if isinstance(tensor, Tensor):
             tensor._push()

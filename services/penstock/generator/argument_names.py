@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from penstock_client._wrong_values import WrongType, WrongValue
+from penstock_client._wrong_values import WrongType, WrongValue, found
 
 from penstock.common.errors import InvalidArgument, NotFound
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 def whole(name: str, value: Any) -> int:
     """Return a whole number. Raises InvalidArgument naming the argument."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidArgument(name, f"must be a whole number, found {type(value).__name__}")
+        raise InvalidArgument(name, f"must be a whole number, found {found(value)}")
     return int(value)
 
 
@@ -28,7 +28,7 @@ def of_fields(kind: type[T], value: Any, name: str) -> T:
     if isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
-        raise InvalidArgument(name, f"must be a {kind.__name__} or a mapping of its fields, found {type(value).__name__}")
+        raise InvalidArgument(name, f"must be a {kind.__name__} or a mapping of its fields, found {found(value)}")
     known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
     for given in value:
         if given not in known:

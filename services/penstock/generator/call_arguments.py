@@ -39,6 +39,9 @@ class GenerateArguments(GenerationOptions, total=False):
     # A prefix that the caller holds, see Generator.hold_prefix.
     past_key_values: Any
     negative_prompt_attention_mask: Any
+    # MindIE's and OpenAI's: so many sequences are made, and num_return_sequences of them returned, those of the highest
+    # mean log-probability.
+    best_of: int | None
     synced_gpus: bool | None
     use_model_defaults: bool | None
 
@@ -57,6 +60,8 @@ class CallArguments:
     assistant: Any = None
     assistant_tokenizer: Any = None
     prefix: PrefixHandle | None = None
+    # Of best_of sequences so many are returned; None: all.
+    num_best: int | None = None
     warnings: tuple[str, ...] = field(default_factory=tuple)
 
     def of_row(self, row: int) -> CallerObjects:
@@ -101,6 +106,7 @@ def take_apart(prompt: Any, options: Mapping[str, Any]) -> CallArguments:
         None if assistant is None or isinstance(assistant, str) else assistant,
         tokenizer,
         prefix_handle(left.pop("past_key_values", None)),
+        _best_of(left),
         tuple(warnings),
     )
 
@@ -108,6 +114,24 @@ def take_apart(prompt: Any, options: Mapping[str, Any]) -> CallArguments:
 def is_row_of_mappings(value: Any) -> bool:
     """True for what a tokenizer returns: a mapping with input_ids."""
     return isinstance(value, Mapping) and "input_ids" in value
+
+
+def _best_of(left: dict[str, Any]) -> int | None:
+    """Ask for best_of sequences with their log-probabilities; return the number that is wanted of them."""
+    best_of = left.pop("best_of", None)
+    if best_of is None:
+        return None
+    wanted = left.get("num_return_sequences") or 1
+    if isinstance(best_of, bool) or not isinstance(best_of, int) or best_of < 1:
+        raise TypeError("option 'best_of': must be a whole number of at least 1")
+    if best_of < wanted:
+        raise ValueError("option 'best_of': must be at least num_return_sequences")
+    if (left.get("num_beams") or 1) > 1:
+        raise ValueError("option 'best_of': beams are ranked by themselves, set num_beams and num_return_sequences")
+    left["num_return_sequences"] = best_of
+    if left.get("top_logprobs") is None:
+        left["top_logprobs"] = 0
+    return int(wanted)
 
 
 def _prompt(prompt: Any, left: dict[str, Any]) -> Any:

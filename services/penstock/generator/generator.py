@@ -240,6 +240,8 @@ class Generator:
     ) -> TextStream:
         """Answer one prompt as `generate` does, delta by delta. Closing the stream aborts the request."""
         asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs), prompt)
+        if asked.call.num_best is not None:
+            raise ValueError("option 'best_of': needs whole answers, use generate")
         return self._begin_stream(self._local(asked.call.prompt, asked))
 
     # transformers' names.
@@ -562,7 +564,7 @@ class Generator:
         local = self._local(prompt, asked)
         stream = self._begin_stream(local)
         if streamer is None:
-            return stream.result()
+            return asked.chosen(stream.result())
         import torch
 
         with stream:
@@ -605,7 +607,7 @@ class Generator:
             reader = AnswerReader(local, self._tokenizer, self.name)
             for request, event in events:
                 reader.read(request, event)
-            return reader.completion()
+            return asked.chosen(reader.completion())
 
         return self._engine.begin(self._engine.run(local, lambda *event: events.append(event))), finish
 
@@ -674,6 +676,10 @@ class _Asked:
     def request(self) -> dict[str, Any]:
         """Options by their names."""
         return self.call.options
+
+    def chosen(self, answer: Completion) -> Completion:
+        """Return the answer with the choices that are wanted of it."""
+        return answer if self.call.num_best is None else answer.best(self.call.num_best)
 
 
 def _release_prefix(engine: weakref.ref[LocalEngine], blocks: list[int]) -> None:

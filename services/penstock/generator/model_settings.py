@@ -22,7 +22,8 @@ _TRUE, _FALSE = ("true", "1"), ("false", "0")
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,254}[A-Za-z0-9])?")
 _MOST_RANKS = 1_048_576
 # Theirs, and that of another engine: this process runs none of them.
-_OTHER_BACKENDS = ("atb", "ms", "vllm")
+_OTHER_BACKENDS = ("vllm",)
+_NPU_BACKENDS = ("atb", "ms")
 _REQUIRED = object()
 
 
@@ -109,9 +110,13 @@ def _whole_number(name: str, value: Any) -> int:
 def _check_backend(value: str) -> str | None:
     if value == "torch":
         return None
+    if value in _NPU_BACKENDS:
+        if num_npus():
+            return None
+        return "means an NPU, and this machine shows none (CANN and torch_npu installed?): set torch for its other devices"
     if value in _OTHER_BACKENDS:
-        return "must be torch: this engine is no other"
-    return "must be torch"
+        return "must be torch, or atb or ms on an NPU: this engine is no other"
+    return "must be torch, or atb or ms on an NPU"
 
 
 def _check_model_name(value: str) -> str | None:
@@ -127,7 +132,7 @@ def _check_text(value: str) -> str | None:
 
 
 ROWS: tuple[Row, ...] = (
-    Row("backend_type", str, "Engine that runs the model: torch.", check=_check_backend),
+    Row("backend_type", str, "Engine: torch; atb and ms are this one on an NPU.", check=_check_backend),
     Row("world_size", int, "Number of tensor-parallel ranks: --tensor-parallel.", minimum=1, maximum=_MOST_RANKS),
     Row("rank", int, "This process's rank, below world_size.", minimum=0),
     Row("npu_device_id", int, "Number of the device, among those that are visible.", minimum=0),
@@ -139,6 +144,10 @@ ROWS: tuple[Row, ...] = (
     Row("max_position_embeddings", int, "Longest prompt and output together: --max-context.", None, minimum=1),
     Row("load_tokenizer", bool, "Load the tokenizer; False refuses texts and stop strings.", True),
     Row("tokenizer_path", str, "Folder or hub id of the tokenizer; the weights' own.", None, check=_check_text),
+    # Of their server's configuration: tokens of a block, and GiB of the two pools; -1: what is left of 80 %.
+    Row("block_size", int, "Tokens of one KV block, 128 in MindIE: --block-size.", None, minimum=1, maximum=1024),
+    Row("npu_mem", int, "GiB of the KV pool, -1: what is left of 80 %: --kv-memory.", None, minimum=-1),
+    Row("cpu_mem", int, "GiB of the host pool, 0: none: --host-kv-memory.", None, minimum=-1),
     # Not in their table, which takes the path of the weights for given.
     Row("model_id", str, "Folder or hub id of the weights: MODEL.", None, check=_check_text),
 )  # fmt: skip
@@ -151,7 +160,10 @@ _OPTIONS = {
     "num_threads": "mask_threads",
     "load_tokenizer": "load_tokenizer",
     "tokenizer_path": "tokenizer_path",
+    "block_size": "block_size",
 }
+# Sizes in GiB.
+_POOLS = {"npu_mem": "kv_memory", "cpu_mem": "host_kv_memory"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +183,9 @@ class ModelSettings:
     load_tokenizer: bool
     tokenizer_path: str | None
     model_id: str | None
+    block_size: int | None = None
+    npu_mem: int | None = None
+    cpu_mem: int | None = None
 
     @classmethod
     def read(cls, values: Mapping[str, Any], *, num_devices: int | None = None) -> ModelSettings:
@@ -217,6 +232,9 @@ class ModelSettings:
         given = {option: getattr(self, name) for name, option in _OPTIONS.items()}
         if self.world_size == 1:
             del given["tensor_parallel"]
+        for name, option in _POOLS.items():
+            size = getattr(self, name)
+            given[option] = None if size is None else str(size) if size <= 0 else f"{size}GiB"
         return {option: value for option, value in given.items() if value is not None}
 
     @contextmanager
@@ -229,7 +247,7 @@ class ModelSettings:
         except DoesNotFit:
             raise
         except StartupError as error:
-            for name, option in _OPTIONS.items():
+            for name, option in {**_OPTIONS, **_POOLS}.items():
                 flag = "MODEL" if option == "model" else f"--{option.replace('_', '-')}"
                 if error.flag == flag and option in set_here and option not in keywords:
                     raise ModelConfigError(name, f"cannot be used: {error.message}") from error
@@ -238,7 +256,7 @@ class ModelSettings:
     def device(self, wanted: str) -> str:
         """Return the option `device`, for what other options say: npu_device_id is the number of an NPU without one,
         and of this machine's with "auto", where there are some."""
-        is_npu = wanted == "npu" or (wanted == "auto" and num_npus() > 0)
+        is_npu = wanted == "npu" or (wanted == "auto" and (num_npus() > 0 or self.backend_type in _NPU_BACKENDS))
         return f"npu:{self.npu_device_id}" if is_npu else wanted
 
     @property

@@ -61,7 +61,8 @@ class ModelDrafts:
         if not kept or not hasattr(self._cache, "crop"):
             self._cache, self._known = None, []
             return
-        self._cache.crop(kept)
+        # Of the two forms that there were, releases of today take the number of tokens to leave out.
+        self._cache.crop(kept - len(self._known))
         self._known = self._known[:kept]
 
 

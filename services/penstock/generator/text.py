@@ -117,8 +117,9 @@ class LocalTokenizer:
         """Return the ids of a text, or of each of several. `parse_special_tokens` None: as the tokenizer was made."""
         with reading("text", "a text, or a list of texts"):
             texts = [text] if isinstance(text, str) else [*text]
-            if not all(isinstance(one, str) for one in texts):
-                raise TypeError
+            for one in texts:
+                # Half a character is no text.
+                str.encode(one)
         parse = self._allow_control_tokens if parse_special_tokens is None else parse_special_tokens
         options = EncodeOptions(add_special_tokens=add_special_tokens, parse_special_tokens=parse)
         with self._lock:

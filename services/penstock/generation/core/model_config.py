@@ -306,6 +306,12 @@ class ConfigReader:
         """Read a token id or a list of them, without duplicates and in order; () when absent or null."""
         value = self.values.get(field)
         values = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(one, list) for one in values):
+            # Runs of several ids are read with generation_config.json.
+            runs = [one if isinstance(one, list) else [one] for one in values]
+            if any(not run or any(type(one) is not int or not 0 <= one <= _MAX_INTEGER for one in run) for run in runs):
+                raise self.error(field, f"must be a token id, a list of them, or of lists of them, found {value!r}")
+            values = [run[0] for run in runs if len(run) == 1]
         if any(type(one) is not int or not 0 <= one <= _MAX_INTEGER for one in values):
             raise self.error(field, f"must be a token id or a list of them, found {value!r}")
         return tuple(dict.fromkeys(values))

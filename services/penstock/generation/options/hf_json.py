@@ -38,6 +38,8 @@ def load_defaults(
     """
     values = _read(folder / FILE_NAME)
     ids, sequences = _eos(values.get("eos_token_id"))
+    if values.get("eos_token_id") is None:
+        sequences = _model_runs(folder)
     try:
         options = options_of(values)
     except BadValue as error:
@@ -89,6 +91,15 @@ def _eos(value: Any) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         raise _broken("has eos_token_id that is no id, list of ids or list of sequences of ids")
     singles = dict.fromkeys(run[0] for run in runs if len(run) == 1)
     return tuple(singles), tuple(tuple(run) for run in runs if len(run) > 1)
+
+
+def _model_runs(folder: Path) -> tuple[tuple[int, ...], ...]:
+    """Return the runs of ids that config.json has for ends; it is checked where the model is read."""
+    try:
+        value = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return ()
+    return _eos(value)[1] if isinstance(value, list) and any(isinstance(one, list) for one in value) else ()
 
 
 def _strings(value: Any) -> tuple[str, ...]:

@@ -159,8 +159,10 @@ def _assistance(options: RequestOptions, limits: RequestLimits) -> AssistanceOpt
 def check_assistant(name: str | None, served: str) -> None:
     """Raise NotFound unless `name` is unset, empty or the served draft model's."""
     if name and name != served:
+        # So that a caller need not guess; a model's name is no secret.
+        there = f"{served!r} is" if served else "none is, see --assistant-model"
         raise NotFound(
-            "config.assistant_model: no draft model of this name is served beside the model",
+            f"config.assistant_model: no draft model of this name is served beside the model, {there}",
             reason="ASSISTANT_NOT_FOUND",
             field="config.assistant_model",
         )
