@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,14 @@ def whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise InvalidArgument(name, f"must be a whole number, found {found(value)}")
     return int(value)
+
+
+def ids_of(values: Any) -> list[int]:
+    """Return token ids as plain numbers. Raises TypeError and ValueError for what is none; see `reading`."""
+    ids = [operator.index(one.item() if hasattr(one, "item") else one) for one in values]
+    if ids and not 0 <= min(ids) <= max(ids) < 1 << 32:
+        raise ValueError
+    return ids
 
 
 def of_fields(kind: type[T], value: Any, name: str) -> T:

@@ -25,7 +25,7 @@ from penstock.common.options import load as load_options
 from penstock.common.progress import ShowProgress, show_nothing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS
-from penstock.generator.argument_names import of_fields
+from penstock.generator.argument_names import ids_of, of_fields
 from penstock.generator.argument_names import reading as _reading
 from penstock.generator.argument_names import renaming as _renaming
 from penstock.generator.argument_names import whole as _whole
@@ -345,7 +345,7 @@ class Generator:
 
         with _reading("texts", "a text, or a list of texts and of lists of ids"):
             given = [texts] if isinstance(texts, str) else list(texts)
-            inputs = [self._tokens(one) if isinstance(one, str) else [int(id) for id in one] for one in given]
+            inputs = [self._tokens(one) if isinstance(one, str) else ids_of(one) for one in given]
         core = self._engine.core
         fitting = MAX_EMBEDDING_BYTES // (4 * core.loaded.model.config.hidden_size)
         results: list[Any] = []
@@ -649,11 +649,11 @@ class Generator:
             loaded = self._engine.loaded
             bos, ends = loaded.defaults.bos_token_id, loaded.defaults.eos_token_ids
             return self._needed().divide(prompt, continuation, beginning=(bos,) if bos is not None else ends[:1])
-        before = self._tokens(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
+        before = self._tokens(prompt) if isinstance(prompt, str) else ids_of(prompt)
         after = continuation
         if isinstance(after, str):
             return before, self._needed().encode(after, add_special_tokens=False)
-        return before, [int(one) for one in after]
+        return before, ids_of(after)
 
     def _tokens(self, text: str) -> list[int]:
         return self._needed().encode(text)

@@ -6,7 +6,6 @@ the service, by the very code of both.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,7 +15,7 @@ from penstock_client._options import chat_request, generate_request
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.common.hf_fields import FACTS, WITHOUT_EFFECT, is_nothing
 from penstock.generation.core.plugins import NO_OBJECTS, CallerObjects
-from penstock.generator.argument_names import reading
+from penstock.generator.argument_names import ids_of, reading
 from penstock.generator.text import LocalTokenizer
 from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import ChatParser, make_parser, prompt_opens_reasoning
@@ -122,11 +121,6 @@ def keyword_options(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**asked, **options}
 
 
-def _id(value: Any) -> int:
-    """Return an id. Raises TypeError for a fraction or a text."""
-    return operator.index(value.item() if hasattr(value, "item") else value)
-
-
 class RequestMaker:
     """Maker of requests for one model. Thread-safe as its tokenizer is."""
 
@@ -142,7 +136,7 @@ class RequestMaker:
         if is_chat:
             return self._chat(prompt, options, extras)
         with reading("prompt", "a text, a list of ids, or a list of messages"):
-            ids = prompt if isinstance(prompt, str) else [_id(one) for one in prompt]
+            ids = prompt if isinstance(prompt, str) else ids_of(prompt)
         request = generate_request(ids, options)
         made = Prompt(list(request.token_ids.ids))
         if request.WhichOneof("prompt") == "text":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
-from penstock.generator.argument_names import reading
+from penstock.generator.argument_names import ids_of, reading
 from penstock.router.chat.formats import ChatFormat, choose_format
 from penstock.text.detokenizer import Detokenizer
 from penstock.text.text_decoder import TextDecoder
@@ -129,8 +128,8 @@ class LocalTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids. Raises InvalidArgument for ids outside the vocabulary."""
-        with reading("token_ids", "a list of whole numbers"):
-            ids = [operator.index(one) for one in token_ids]
+        with reading("token_ids", "a list of whole numbers from 0 on"):
+            ids = ids_of(token_ids)
         with self._lock:
             return self._text.decode([ids], skip_special_tokens)[0]
 

@@ -11,7 +11,7 @@ import pytest
 from factories.engine.local_generators import local_generator
 from factories.servers.generation import text_checkpoint
 from factories.wire.foreign_words import FOREIGN, WRONG_VALUES, Odd
-from penstock import Generator
+from penstock import BatchFailed, Generator
 from penstock.common.errors import PenstockError
 from penstock.generator.call_arguments import GenerateArguments
 from penstock_client import GenerationOptions
@@ -31,7 +31,7 @@ def words_of(call: Callable[[], Any]) -> str | None:
     """Return the words that refuse a call; None: it is answered."""
     try:
         call()
-    except (TypeError, ValueError, PenstockError) as error:
+    except (TypeError, ValueError, PenstockError, BatchFailed) as error:
         return str(error)
     return None
 

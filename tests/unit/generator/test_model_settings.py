@@ -51,15 +51,20 @@ ACCEPTED: dict[str, list[tuple[Any, Any]]] = {
     "load_tokenizer": [(False, False), ("false", False), ("1", True), (None, True), (..., True)],
     "tokenizer_path": [("/models/t", "/models/t"), (None, None), (..., None)],
     "model_id": [("owner/name", "owner/name"), (None, None), (..., None)],
+    "block_size": [(128, 128), ("16", 16), (..., None)],
+    "npu_mem": [(-1, -1), ("4", 4), (..., None)],
+    "cpu_mem": [(0, 0), ("5", 5), (..., None)],
 }
 _NUMBER, _TRUTH, _TEXT = "must be a whole number, found", "must be true or false, found", "must be a text, found"
 _NAME_RULE = (
     "must be at most 256 letters, digits, dots, hyphens and underscores, and begin and end with a letter or digit"
 )
+_NO_NPU = "means an NPU, and this machine shows none (CANN and torch_npu installed?): set torch for its other devices"
 REFUSED: dict[str, list[tuple[Any, str]]] = {
     "backend_type": [
-        *((name, f"must be torch: this engine is no other, found {name!r}") for name in ("atb", "ms", "vllm")),
-        *(("Torch", "must be torch, found 'Torch'"), (3, f"{_TEXT} 3"), (..., "is missing"), (None, "is missing")),
+        *((name, f"{_NO_NPU}, found {name!r}") for name in ("atb", "ms")),
+        ("vllm", "must be torch, or atb or ms on an NPU: this engine is no other, found 'vllm'"),
+        *(("Torch", "must be torch, or atb or ms on an NPU, found 'Torch'"), (3, f"{_TEXT} 3"), (..., "is missing"), (None, "is missing")),
     ],
     "world_size": [
         *((bad, f"must be in [1, 1048576], found {bad!r}") for bad in (0, -1, 1_048_577, "0")),
@@ -90,6 +95,9 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "load_tokenizer": [("no", f"{_TRUTH} 'no'"), (None.__class__, f"{_TRUTH} {type(None)!r}")],
     "tokenizer_path": [(" ", "must not be empty, found ' '"), (7, f"{_TEXT} 7")],
     "model_id": [("", "must not be empty, found ''"), ([], f"{_TEXT} []")],
+    "block_size": [(0, "must be in [1, 1024], found 0"), ("x", f"{_NUMBER} 'x'")],
+    "npu_mem": [(-2, "must be at least -1, found -2"), (0.5, f"{_NUMBER} 0.5")],
+    "cpu_mem": [(-2, "must be at least -1, found -2"), ("all", f"{_NUMBER} 'all'")],
 }
 
 
@@ -115,7 +123,7 @@ def test_a_rank_is_below_the_world_size() -> None:
 
 
 def test_an_unknown_field_is_named() -> None:
-    assert error_of(npu_mem=4).startswith("model_config['npu_mem'] is not known; options of Penstock itself")
+    assert error_of(plugin_params=4).startswith("model_config['plugin_params'] is not known; options of Penstock itself")
 
 
 @pytest.mark.parametrize(("listed", "count"), [(None, 1), ("0", 1), ("0,1,2,3", 4), ("", 0), (" 4 , 5 ", 2)])
@@ -176,3 +184,18 @@ def test_the_file_of_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert str(path) in caught.value.message
     with pytest.raises(StartupError, match="cannot be read"):
         with_model_config({"model_config": str(tmp_path / "none.json")})
+
+
+@pytest.mark.parametrize("name", ["atb", "ms"])
+def test_their_own_backends_mean_the_npu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(model_settings, "num_npus", lambda: 2)
+    settings = read(backend_type=name, npu_device_id=1, num_devices=2)
+    assert settings.device("auto") == "npu:1"
+    assert settings.device("npu") == "npu:1"
+
+
+def test_sizes_of_the_pools_are_those_of_their_configuration() -> None:
+    made = read(block_size=128, npu_mem=-1, cpu_mem=2).service_options()
+    assert (made["block_size"], made["kv_memory"], made["host_kv_memory"]) == (128, "-1", "2GiB")
+    assert read(npu_mem="3", cpu_mem=0).service_options()["host_kv_memory"] == "0"
+    assert not {"block_size", "kv_memory", "host_kv_memory"} & read().service_options().keys()

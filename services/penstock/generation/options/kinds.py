@@ -38,8 +38,10 @@ def refuse(field: str, text: str, reason: str | None = None) -> NoReturn:
 
 
 def check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Raise InvalidArgument naming `field` when an id is not below `vocab_size`."""
-    if max(ids, default=0) >= vocab_size:
+    """Raise InvalidArgument naming `field` when an id is not from 0 to below `vocab_size`."""
+    ids = list(ids)
+    # A message cannot hold one below 0, a caller in this process can.
+    if max(ids, default=0) >= vocab_size or min(ids, default=0) < 0:
         refuse(field, f"every id must be below {vocab_size}", OUT_OF_VOCABULARY)
 
 

@@ -31,9 +31,13 @@ class BeamOptions(DecodingMode):
     streams = False
     shares_constraint = True
     keeps_more_than_ends = True
-    may_be_guided = False
     uses = frozenset({"length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"})
     no_drafts = "drafts need greedy search or sampling"
+
+    @property
+    def may_be_guided(self) -> bool:  # type: ignore[override]
+        """See DecodingMode. Groups draw at different positions, and constraints have the releases of groups."""
+        return self.num_beam_groups == 1 and not self.constraints
 
     @property
     def rescue(self) -> Rescue:
@@ -62,12 +66,15 @@ def beam_options(params: SamplingParams) -> BeamOptions:
 
 
 def beam_width(params: SamplingParams) -> int:
-    """See ModeSpec."""
-    return beam_options(params).num_beams
+    """See ModeSpec. With guidance each place among the beams has an unconditional branch."""
+    return beam_options(params).num_beams * (2 if params.guidance.is_on else 1)
 
 
 def beams_blocks_needed(config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int) -> int:
     """See ModeSpec. Each later group computes the prompt's last token again, into a block of its own."""
     options = beam_options(params)
     needed = config.blocks_needed(prompt_tokens, output_tokens, options.num_beams)
+    if params.guidance.is_on:
+        negative = max(len(params.guidance.negative_prompt_ids), 1)
+        needed += config.blocks_needed(negative, output_tokens, options.num_beams)
     return needed + (options.num_beam_groups - 1 if prompt_tokens % config.block_size == 0 else 0)

@@ -103,12 +103,14 @@ def draw_spec(
     gumbel_slot: int | None = None,
     extra_ids: tuple[int, ...] = (),
     taken_ids: tuple[int, ...] = (),
+    is_guided: bool = False,
 ) -> DrawSpec:
-    """Return the draw that beams ask of the sampler."""
+    """Return the draw that beams ask of the sampler. Guided scores are made of log-probabilities, and are none
+    themselves any more: transformers takes them as they are."""
     return DrawSpec(
         kind=DrawKind.CANDIDATES,
         num_candidates=num_candidates,
-        log_softmax=True,
+        log_softmax=not is_guided,
         extra_ids=extra_ids,
         gumbel_slot=gumbel_slot,
         taken_ids=taken_ids,

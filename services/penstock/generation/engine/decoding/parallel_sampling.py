@@ -131,7 +131,7 @@ class ParallelSampling(DecodingStrategy):
             num_prompt_tokens=len(request.prompt_token_ids),
             grammar=None if request.grammar is None else request.grammar.start(request.params.eos_token_ids),
             embeds=request.embeds,
-            unconditional=_new_unconditional(request, index, self._next_seq_id())
+            unconditional=new_unconditional(request, index, self._next_seq_id())
             if request.params.guidance.is_on
             else None,
         )
@@ -180,7 +180,7 @@ def _branches(params: SamplingParams) -> int:
     return 2 if params.guidance.is_on else 1
 
 
-def _new_unconditional(request: Request, index: int, seq_id: int) -> Sequence:
+def new_unconditional(request: Request, index: int, seq_id: int) -> Sequence:
     """Return the unconditional branch of returned sequence `index`, before any output.
 
     Without a negative prompt it starts from the last prompt token, as in transformers.
