@@ -18,12 +18,12 @@ from penstock.v1 import admin_pb2, common_pb2, model_pb2, text_pb2
 from penstock_client._channel import END, AsyncChannel, AsyncExchange
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
 from penstock_client._load_model import (
-    load_requests,
-    naming_path,
-    unloaded_of,
     LoadProgress,
     LoadState,
     UnloadedModel,
+    load_requests,
+    naming_path,
+    unloaded_of,
 )
 from penstock_client._options import (
     GenerationOptions,

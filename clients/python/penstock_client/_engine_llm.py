@@ -288,7 +288,8 @@ class EngineLLM:
 
         A tensor is an array or a ServerTensor. Optional inputs may be left out. `stage`: shapes must be those of it.
         `sequence`: keys and values are those of this name in the service's pool, which ends with the engine; `start`:
-        tokens of it to go on after. `core_list`: SAIL's cores of a device, of no effect here. Raises PenstockError, and ValueError or TypeError for arrays that do not fit.
+        tokens of it to go on after. `core_list`: cores of a device, without effect.
+        Raises PenstockError, and ValueError or TypeError for arrays that do not fit.
         """
         graph = self._graph(graph_name)
         for what, tensors in (("input", input), ("output", output)):

@@ -52,9 +52,7 @@ def step_tensors(message: common_pb2.StepTensors) -> StepTensors:
     """Return the tensors of one token."""
     return StepTensors(
         # Absent ones stay None.
-        **{
-            field.name: value if isinstance(value, int) else _tensor(value) for field, value in message.ListFields()
-        }
+        **{field.name: value if isinstance(value, int) else _tensor(value) for field, value in message.ListFields()}
     )
 
 

@@ -34,11 +34,12 @@ _DRAFTS = "drafts come from assistant_model, prompt_lookup_num_tokens, ngram_mem
 # Name -> what helps instead: each would change the answer or its speed, so that it is refused.
 REFUSED: Mapping[str, str] = {
     "assistant_early_exit": f"the model's own first layers do not draft here: {_DRAFTS}",
-    "assistant_ensemble_weight": f"it mixes the draft model's scores into the answer, and drafts change no answer here: {_DRAFTS}",
+    "assistant_ensemble_weight": "it mixes the draft model's scores into the answer, and drafts change "
+    f"no answer here: {_DRAFTS}",
     "use_mtp": f"heads for several tokens do not draft here: {_DRAFTS}",
     "speculation_type": f"dflash and its like need a draft model trained for it, which is not read here: {_DRAFTS}",
-    "custom_generate": "no decoding loop of the caller runs here: logits_processor and stopping_criteria take objects in "
-    "process, and --logits-processor loads them by name",
+    "custom_generate": "no decoding loop of the caller runs here: logits_processor and stopping_criteria take objects "
+    "in process, and --logits-processor loads them by name",
     "encoder_outputs": "models that have an encoder are not served",
     "decoder_input_ids": "models that have an encoder are not served",
     "decoder_attention_mask": "models that have an encoder are not served",

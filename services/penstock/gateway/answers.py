@@ -10,6 +10,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from penstock_client import Choice, Delta, LogprobEntry, Timings, Usage
+
 from penstock.gateway.unknown_fields import noted_fields
 
 # Names of FinishReason -> OpenAI's. `stop_reason` beside it tells the string or id.

@@ -34,12 +34,12 @@ from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.delivery.item_batch import ItemBatch
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS, with_drafts
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.graphs.access import ModelAccess
-from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS, with_drafts
 from penstock.generation.options.detect_watermark import DetectWatermarkCommand, check_detect_watermark
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions
@@ -158,9 +158,7 @@ class GenerationCore:
             return aborted
         return 0
 
-    def prepare(
-        self, options: GenerateOptions, deadline: float | None, own: CallerObjects = NO_OBJECTS
-    ) -> DeltaMaker:
+    def prepare(self, options: GenerateOptions, deadline: float | None, own: CallerObjects = NO_OBJECTS) -> DeltaMaker:
         """Check options and make their request and events. Raises what `validate` and `resolve` raise.
 
         `deadline` is the call's, a time.monotonic() or None; the options' own timeout may be earlier. `own`: objects of

@@ -40,9 +40,7 @@ def synthid_options(watermark: Any, detector: Any) -> SynthIdOptions:
 
 
 @torch.inference_mode()
-def posterior(
-    detector: Any, options: SynthIdOptions, token_ids: Sequence[int], end_ids: Sequence[int] = ()
-) -> float:
+def posterior(detector: Any, options: SynthIdOptions, token_ids: Sequence[int], end_ids: Sequence[int] = ()) -> float:
     """Return the probability that a text carries the watermark, as transformers' SynthIDTextWatermarkDetector.
 
     `token_ids` is the output alone. Tokens from the first of `end_ids` on, and after a context that came before, do not

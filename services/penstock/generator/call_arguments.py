@@ -205,7 +205,11 @@ def _rows(name: str, value: Any) -> list[list[int]]:
         if not isinstance(plain, Sequence) or isinstance(plain, str | bytes):
             raise TypeError
         rows = [list(row) for row in plain] if _is_nested(plain) else [list(plain)]
-        if all(type(one) in (int, bool) or (hasattr(one, "__index__") and not isinstance(one, str)) for row in rows for one in row):
+        if all(
+            type(one) in (int, bool) or (hasattr(one, "__index__") and not isinstance(one, str))
+            for row in rows
+            for one in row
+        ):
             return [[int(one) for one in row] for row in rows]
     except TypeError:
         pass

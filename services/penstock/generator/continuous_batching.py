@@ -239,7 +239,7 @@ def batch_outputs(prompts: Sequence[Sequence[int]], answers: Sequence[Completion
         if isinstance(answer, Exception):
             found[name] = GenerationOutput(name, ids, error=str(answer), status=RequestStatus.FAILED)
             continue
-        for index, choice in [*enumerate(answer.choices)][1:] + [(0, answer.choices[0])]:
+        for index, choice in [*list(enumerate(answer.choices))[1:], (0, answer.choices[0])]:
             key = f"{name}__child#{index - 1}" if index else name
             logprobs = [entry.logprob for entry in choice.logprobs]
             status = RequestStatus.FINISHED

@@ -169,10 +169,10 @@ class Generator:
 
         `generation_config` is transformers' GenerationConfig or a mapping; `options` are keywords by the same names and
         go before it, or arguments of transformers' generate(): `generate(**tokenizer(text, return_tensors="pt"))`,
-        processors, criteria, a streamer, prefix_allowed_tokens_fn and a draft model as objects. Tools, documents and template variables are for messages. Several prompts: all of them run to
-        their ends, whatever becomes of others, under a bar (`progress`: True, False, a function, or None: a bar on a
-        terminal); then BatchFailed tells those that failed, and has the results of the others. With `return_errors` the
-        list has their exceptions in place instead.
+        processors, criteria, a streamer, prefix_allowed_tokens_fn and a draft model as objects. Tools, documents and
+        template variables are for messages. Several prompts: all of them run to their ends, whatever becomes of others,
+        under a bar (`progress`: True, False, a function, or None: a bar on a terminal); then BatchFailed tells those
+        that failed, and has the results of the others. With `return_errors` the list has their exceptions in place.
         """
         from penstock.generator.requests import is_batch
 
@@ -284,9 +284,7 @@ class Generator:
             options.pop(name, None)
         return self.init_continuous_batching(generation_config, **options)
 
-    def detect_watermark(
-        self, token_ids: Sequence[int], *, detector: Any, watermarking_config: Any = None
-    ) -> float:
+    def detect_watermark(self, token_ids: Sequence[int], *, detector: Any, watermarking_config: Any = None) -> float:
         """Return the probability that an output carries SynthID's watermark, by a trained BayesianDetectorModel.
 
         `detector` is transformers' model, or its folder; `watermarking_config` by default the one that it was trained
@@ -582,7 +580,9 @@ class Generator:
         those that name the prompt's tenant or template (cache_salt, add_generation_prompt). Raises FailedPrecondition:
         BUSY while requests are live, NO_PREFIX_CACHE.
         """
-        asked = self._options(None, {**options, "max_new_tokens": 1, "do_sample": False, "ignore_eos": True}, ((), (), None), prompt)
+        asked = self._options(
+            None, {**options, "max_new_tokens": 1, "do_sample": False, "ignore_eos": True}, ((), (), None), prompt
+        )
         local = self._local(asked.call.prompt, asked)
         ids, salt = list(local.message.prompt_token_ids), local.message.cache_salt
         self._begin_stream(local).result()

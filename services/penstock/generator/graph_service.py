@@ -124,7 +124,7 @@ class GraphService:
                             shutil.copyfileobj(opened, made)
         except (tarfile.TarError, EOFError, OSError) as error:
             raise FailedPrecondition(
-                f"model: {name} is neither a GGUF file nor a tar archive of a model's folder (EngineLLM.archive makes one)",
+                f"model: {name} is neither a GGUF file nor a tar archive of a folder (EngineLLM.archive makes one)",
                 reason="MODEL_REFUSED",
             ) from error
         if not (target / "config.json").is_file():

@@ -113,7 +113,9 @@ def _check_backend(value: str) -> str | None:
     if value in _NPU_BACKENDS:
         if num_npus():
             return None
-        return "means an NPU, and this machine shows none (CANN and torch_npu installed?): set torch for its other devices"
+        return (
+            "means an NPU, and this machine shows none (CANN and torch_npu installed?): set torch for its other devices"
+        )
     if value in _OTHER_BACKENDS:
         return "must be torch, or atb or ms on an NPU: this engine is no other"
     return "must be torch, or atb or ms on an NPU"
@@ -182,10 +184,10 @@ class ModelSettings:
     max_position_embeddings: int | None
     load_tokenizer: bool
     tokenizer_path: str | None
+    block_size: int | None
+    npu_mem: int | None
+    cpu_mem: int | None
     model_id: str | None
-    block_size: int | None = None
-    npu_mem: int | None = None
-    cpu_mem: int | None = None
 
     @classmethod
     def read(cls, values: Mapping[str, Any], *, num_devices: int | None = None) -> ModelSettings:

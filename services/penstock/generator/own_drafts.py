@@ -38,7 +38,9 @@ class ModelDrafts:
         kept = 0
         if self._cache is not None:
             pairs = zip(self._known, token_ids[:-1], strict=False)
-            kept = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(self._known), len(token_ids) - 1))
+            kept = next(
+                (place for place, (a, b) in enumerate(pairs) if a != b), min(len(self._known), len(token_ids) - 1)
+            )
         self._go_back(kept)
         drafts: list[int] = []
         rows = token_ids[kept:]
@@ -112,8 +114,8 @@ class DraftMaker:
             tokenizer = tokenizer or found
         elif not callable(model) or not hasattr(model, "device") or not hasattr(model, "config"):
             raise TypeError(
-                "option 'assistant_model': must be the name of the server's draft model, a folder, or a causal language "
-                f"model of transformers, found {type(assistant).__name__}"
+                "option 'assistant_model': must be the name of the server's draft model, a folder, or a causal "
+                f"language model of transformers, found {type(assistant).__name__}"
             )
         if tokenizer is not None and self._served is not None and not self._is_same(tokenizer):
             return TextDrafts(model, tokenizer, self._served, self._vocab_size)
@@ -144,7 +146,8 @@ class DraftMaker:
                 tokenizer = AutoTokenizer.from_pretrained(key, local_files_only=True) if has_tokenizer else None
             except Exception as error:
                 raise ValueError(
-                    f"option 'assistant_model': {folder} cannot be read as a causal language model ({type(error).__name__})"
+                    f"option 'assistant_model': {folder} cannot be read as a causal language model "
+                    f"({type(error).__name__})"
                 ) from error
             self._folders[key] = model, tokenizer
         return self._folders[key]

@@ -57,6 +57,6 @@ def prefix_handle(value: Any) -> PrefixHandle | None:
     if value is None or isinstance(value, PrefixHandle):
         return value
     raise TypeError(
-        "option 'past_key_values': must be what Generator.hold_prefix returns, since keys and values lie in the engine's "
-        f"pool; found {type(value).__name__}"
+        "option 'past_key_values': must be what Generator.hold_prefix returns, since keys and values lie in the "
+        f"engine's pool; found {type(value).__name__}"
     )

@@ -12,6 +12,8 @@ import contextlib
 import gc
 import json
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,8 @@ def load(folder: Path) -> TokenizerBundle:
     """Load the folder's tokenizer. Raises transformers' errors; TypeError for a tokenizer without a fast backend."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with _readable(folder) as readable:
+        tokenizer = AutoTokenizer.from_pretrained(readable, local_files_only=True, trust_remote_code=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise TypeError(f"{type(tokenizer).__name__} has no tokenizers backend")
@@ -79,6 +82,23 @@ def load(folder: Path) -> TokenizerBundle:
             generation_eos_token_ids=_generation_eos(folder),
         )
     )
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[Path]:
+    """Yield the folder, or one like it where config.json has runs of ids as ends, which transformers refuses."""
+    config = _json(folder / "config.json")
+    ends = config.get("eos_token_id")
+    if not isinstance(ends, list) or not any(isinstance(one, list) for one in ends):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-tokenizer-") as scratch:
+        for path in folder.iterdir():
+            if path.name != "config.json" and path.is_file() and path.suffix != ".safetensors":
+                (Path(scratch) / path.name).symlink_to(path.resolve())
+        text = json.dumps({name: value for name, value in config.items() if name != "eos_token_id"})
+        (Path(scratch) / "config.json").write_text(text, encoding="utf-8")
+        yield Path(scratch)
 
 
 def _limit(value: object) -> int | None:

@@ -24,7 +24,12 @@ EVERYTHING: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 4, "num_return_sequences": 4},
     "penalties": {"num_beams": 3, "num_return_sequences": 2, "repetition_penalty": 1.3, "length_penalty": 2.0},
-    "early end": {"num_beams": 3, "num_return_sequences": 3, "early_stopping": True, "eos_token_id": [*range(1, 4096, 70)]},
+    "early end": {
+        "num_beams": 3,
+        "num_return_sequences": 3,
+        "early_stopping": True,
+        "eos_token_id": [*range(1, 4096, 70)],
+    },
 }
 
 
@@ -63,7 +68,10 @@ def test_tensors_with_beams_are_those_of_transformers(generator: Generator, mode
         total = sum(choice.transition_scores()) / count ** options.get("length_penalty", 1.0)
         assert choice.cumulative_logprob == pytest.approx(total, abs=1e-4)
         for step, (beam, tensors) in enumerate(zip(choice.beam_indices, choice.tensors, strict=True)):
-            assert tensors.scores and tensors.logits and tensors.hidden_states and tensors.attentions
+            assert tensors.scores is not None
+            assert tensors.logits is not None
+            assert tensors.hidden_states is not None
+            assert tensors.attentions is not None
             assert np.allclose(tensors.scores.values, theirs.scores[step][beam], atol=1e-3)
             assert np.allclose(tensors.logits.values, theirs.logits[step][beam], atol=1e-3)
             hidden = torch.stack([layer[beam, -1] for layer in theirs.hidden_states[step]])

@@ -148,7 +148,9 @@ def test_processors_and_criteria_may_be_objects(generator: Generator, model: Any
     assert generator.generate(TEXT, logits_processor=ban, **GREEDY).token_ids[0] != first
 
 
-def test_processors_of_transformers_work_in_beams_and_sampling(generator: Generator, model: Any, tokenizer: Any) -> None:
+def test_processors_of_transformers_work_in_beams_and_sampling(
+    generator: Generator, model: Any, tokenizer: Any
+) -> None:
     encoded = tokenizer([TEXT], return_tensors="pt")
     length = encoded["input_ids"].shape[1]
     minimum = LogitsProcessorList([MinNewTokensLengthLogitsProcessor(length, 8, [0, 1, 2])])

@@ -101,12 +101,14 @@ def test_the_bayesian_detector_is_transformers(generator: Generator, tmp_path: P
     options = synthid_options(None, model)
     for ids in cases:
         wanted = theirs(torch.tensor([ids]))
-        assert posterior(model, options, ids, [2]) == pytest.approx(float(torch.as_tensor(wanted[0]).flatten()[0]), abs=1e-6)
+        assert posterior(model, options, ids, [2]) == pytest.approx(
+            float(torch.as_tensor(wanted[0]).flatten()[0]), abs=1e-6
+        )
     model.save_pretrained(tmp_path)
     ends = list(generator._engine.loaded.defaults.eos_token_ids)
     found = generator.detect_watermark(cases[2], detector=tmp_path, watermarking_config=watermark)
     assert found == pytest.approx(posterior(read_detector(tmp_path), options, cases[2], ends), abs=1e-6)
     with pytest.raises(InvalidArgument, match="token_ids: must be more than 4"):
         generator.detect_watermark([1, 2, 3, 4], detector=model)
-    with pytest.raises(ValueError, match="detector: .* holds no"):
+    with pytest.raises(ValueError, match=r"detector: .* holds no"):
         generator.detect_watermark([1] * 9, detector=tmp_path / "nothing")

@@ -65,7 +65,8 @@ def test_guided_beams_do_not_depend_on_the_batch(generator: Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, {"num_beams": 2, "force_words_ids": [[5]]}]
+    "options",
+    [{"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, {"num_beams": 2, "force_words_ids": [[5]]}],
 )
 def test_modes_of_older_releases_are_not_guided(generator: Generator, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=r"guidance_scale: must be 1 with groups of beams, forced words"):

@@ -60,7 +60,10 @@ def test_an_end_may_be_a_run_of_ids(generator: Generator) -> None:
     answer = generator.generate(PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=[other, single])
     assert answer.token_ids == whole[: whole.index(single) + 1]
     assert answer.finish_reason == "STOP_EOS"
-    assert generator.generate(PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=[[single]]).token_ids == answer.token_ids
+    assert (
+        generator.generate(PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=[[single]]).token_ids
+        == answer.token_ids
+    )
     with pytest.raises(ValueError, match="no empty run"):
         generator.generate(PROMPT, eos_token_id=[[]])
 
@@ -80,7 +83,7 @@ def test_a_models_file_may_have_runs_of_ids_as_ends(generator: Generator, tmp_pa
 
 
 def test_the_draft_model_that_is_served_is_told(generator: Generator, folder: Path) -> None:
-    with pytest.raises(NotFound, match="no draft model of this name is served .*none is, see --assistant-model"):
+    with pytest.raises(NotFound, match=r"no draft model of this name is served .*none is, see --assistant-model"):
         generator.generate(PROMPT, assistant_model="another")
     with local_generator(folder, assistant_model=str(folder)) as made:
         name = made._engine.loaded.served.assistant_model

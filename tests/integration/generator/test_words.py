@@ -17,7 +17,14 @@ from penstock.generator.call_arguments import GenerateArguments
 from penstock_client import GenerationOptions
 
 # Arguments of generate() that are no options, and options that Generator reads itself: the client's sweep has the rest.
-OWN = {"logits_processor", "stopping_criteria", "assistant_model", "eos_token_id", "negative_prompt_ids", "inputs_embeds"}
+OWN = {
+    "logits_processor",
+    "stopping_criteria",
+    "assistant_model",
+    "eos_token_id",
+    "negative_prompt_ids",
+    "inputs_embeds",
+}
 NAMES = sorted((set(GenerateArguments.__optional_keys__) - set(GenerationOptions.__optional_keys__)) | OWN)
 
 
@@ -40,7 +47,7 @@ def words_of(call: Callable[[], Any]) -> str | None:
 def test_no_error_of_an_option_is_in_foreign_words(generator: Generator, name: str) -> None:
     for value in WRONG_VALUES:
         prompt = "" if name in ("input_ids", "inputs", "inputs_embeds") else [5, 6]
-        options = {"max_new_tokens": 1, **{name: value}}
+        options = {"max_new_tokens": 1, name: value}
         words = words_of(lambda: generator.generate(prompt, **options))  # noqa: B023
         assert words is None or not FOREIGN.search(words), (value, words)
 

@@ -61,7 +61,7 @@ def test_the_words_say_what_is_taken(options: dict[str, Any], words: str) -> Non
 
 @pytest.mark.parametrize("prompt", [[-1], [1 << 40], ["a", 2], [1.5], [object()], [None]])
 def test_a_prompt_that_is_none_is_named(prompt: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="^prompt: ") as caught:
+    with pytest.raises((TypeError, ValueError), match=r"^prompt: ") as caught:
         generate_request(prompt, {})
     assert not FOREIGN.search(str(caught.value))
 

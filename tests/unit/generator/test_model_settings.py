@@ -64,7 +64,12 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "backend_type": [
         *((name, f"{_NO_NPU}, found {name!r}") for name in ("atb", "ms")),
         ("vllm", "must be torch, or atb or ms on an NPU: this engine is no other, found 'vllm'"),
-        *(("Torch", "must be torch, or atb or ms on an NPU, found 'Torch'"), (3, f"{_TEXT} 3"), (..., "is missing"), (None, "is missing")),
+        *(
+            ("Torch", "must be torch, or atb or ms on an NPU, found 'Torch'"),
+            (3, f"{_TEXT} 3"),
+            (..., "is missing"),
+            (None, "is missing"),
+        ),
     ],
     "world_size": [
         *((bad, f"must be in [1, 1048576], found {bad!r}") for bad in (0, -1, 1_048_577, "0")),
@@ -123,7 +128,9 @@ def test_a_rank_is_below_the_world_size() -> None:
 
 
 def test_an_unknown_field_is_named() -> None:
-    assert error_of(plugin_params=4).startswith("model_config['plugin_params'] is not known; options of Penstock itself")
+    assert error_of(plugin_params=4).startswith(
+        "model_config['plugin_params'] is not known; options of Penstock itself"
+    )
 
 
 @pytest.mark.parametrize(("listed", "count"), [(None, 1), ("0", 1), ("0,1,2,3", 4), ("", 0), (" 4 , 5 ", 2)])

@@ -260,11 +260,12 @@ def _cancelled() -> Cancelled:
 
 
 def folder_below(root: str, path: str) -> tuple[Path, Path]:
-    """Return the root and the folder or GGUF file that `path`, absolute or relative to it, leads to; both without links.
+    """Return the root and the folder or GGUF file that `path`, absolute or relative to it, leads to; without links.
 
     Raises InvalidArgument unless it and every file in it lie below `root`, links followed. The answer does not tell
     what there is elsewhere. Who can write below the root could change a link afterwards: that is the owner's business.
     """
+
     def refusal(why: str) -> InvalidArgument:
         # Both are known to the caller: its own path, and where it is looked for.
         return InvalidArgument(_PATH_FIELD, f"{path!r} {why} --model-root {root}", reason="MODEL_REFUSED")

@@ -56,7 +56,9 @@ def resolve_modes(
         mode = _assistance(options, limits) or _dola(options, model) or PLAIN
     guidance = _guidance(options, model)
     if guidance.is_on and not mode.may_be_guided:
-        raise InvalidArgument("config.guidance_scale", "must be 1 with groups of beams, forced words, contrastive search or drafts")
+        raise InvalidArgument(
+            "config.guidance_scale", "must be 1 with groups of beams, forced words, contrastive search or drafts"
+        )
     return Modes(do_sample, mode, guidance)
 
 

@@ -28,8 +28,8 @@ def resolve_tensors(
 ) -> TensorOutputs | None:
     """Resolve the tensors to output; None when none is asked for. `params` are resolved but for the tensors.
 
-    Raises InvalidArgument naming `output.*`: modes without tensors, and more bytes than a delta or the answer may have, which are
-    computed from the longest answer that the request allows.
+    Raises InvalidArgument naming `output.*`: modes without tensors, and more bytes than a delta or the answer may
+    have, which are computed from the longest answer that the request allows.
     """
     asked = frozenset(output.tensors)
     if not asked:

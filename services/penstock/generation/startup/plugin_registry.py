@@ -18,7 +18,14 @@ import torch
 
 from penstock.common.errors import InvalidArgument, StartupError
 from penstock.common.logging import get_logger
-from penstock.generation.core.plugins import NO_OBJECTS, CallerObjects, Plugin, PluginChoice, RequestPlugins, plugin_failed
+from penstock.generation.core.plugins import (
+    NO_OBJECTS,
+    CallerObjects,
+    Plugin,
+    PluginChoice,
+    RequestPlugins,
+    plugin_failed,
+)
 from penstock.generation.options.table import RequestOptions
 
 _log = get_logger("penstock.generation")

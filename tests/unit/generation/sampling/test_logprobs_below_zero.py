@@ -39,7 +39,9 @@ def test_no_logprob_is_above_0(name: str, offset: float) -> None:
         batch = random_batch(rng, rows, do_sample=True, **fixed, renormalize_logits=False)
         scores_NV = (logits(rows, round_, scale=12.0) + offset).contiguous()
         found = Sampler(torch.device("cpu"), KERNELS[name]).sample(scores_NV, batch)
-        entries = [entry for one in found if one.logprobs for entry in (one.logprobs.chosen, *one.logprobs.top) if entry]
+        entries = [
+            entry for one in found if one.logprobs for entry in (one.logprobs.chosen, *one.logprobs.top) if entry
+        ]
         assert len(entries) >= rows
         assert too_high(entries) == []
 

@@ -17,7 +17,14 @@ from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
 from penstock.generation.core.modes import DecodingMode, GenerationMode
-from penstock.generation.core.request import Emission, FinishReason, Logprob, PositionLogprobs, SequenceFinish, at_most_0
+from penstock.generation.core.request import (
+    Emission,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    SequenceFinish,
+    at_most_0,
+)
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, ModeSpec, no_token_left
 from penstock.generation.engine.stopping import Stop
