@@ -47,6 +47,8 @@ class _Plan:
     call: HttpCall
     # Answers of one prompt.
     count: int = field(default=1)
+    # Of best_of answers so many are returned, the likeliest; None: all.
+    num_best: int | None = None
     # Texts of the first ids of prompts of ids, by the prompt's place; for an echo with log-probabilities.
     first_texts: dict[int, str] = field(default_factory=dict)
 
@@ -89,7 +91,7 @@ async def completions(call: HttpCall) -> Answer:
             choices=[
                 _choice(plan, answer, choice, next(numbers), prompt)
                 for prompt, answer in enumerate(answers)
-                for choice in answer.choices
+                for choice in (answer if plan.num_best is None else answer.best(plan.num_best)).choices
             ],
             usage=usage_of((answer.usage for answer in answers), no_output=plan.no_output),
             system_fingerprint=None,
@@ -121,12 +123,32 @@ def _read(call: HttpCall) -> _Plan:
     if no_output:
         # Tells output from the echo.
         options["return_token_ids"] = True
+    num_best = _take_best_of(fields, options, call, is_stream=is_stream)
     options["model"] = fields.get("model", str, "")
     fields.done()
     if options.get("request_id") and len(prompts) > 1:
         raise InvalidArgument("request_id", "is for one prompt")
     count = options.get("num_return_sequences") or 1
-    return _Plan(prompts, options, is_stream, wants_usage, logprobs, echo, no_output, call, count)
+    return _Plan(prompts, options, is_stream, wants_usage, logprobs, echo, no_output, call, count, num_best)
+
+
+def _take_best_of(fields: Fields, options: dict[str, Any], call: HttpCall, *, is_stream: bool) -> int | None:
+    """Ask for best_of answers with their log-probabilities; return how many of them are wanted. None: all that are
+    made. Raises InvalidArgument naming it."""
+    best_of = fields.maybe("best_of", int)
+    wanted = options.get("num_return_sequences") or 1
+    if best_of is None or best_of == wanted or "num_beams" in options:
+        return None
+    if best_of < 1 or (isinstance(wanted, int) and best_of < wanted):
+        raise InvalidArgument("best_of", "must be at least n")
+    if is_stream:
+        raise InvalidArgument("best_of", "is for whole answers: which is the best is known at the end")
+    options["num_return_sequences"], call.names["num_return_sequences"] = best_of, "best_of"
+    if options.get("temperature") != 0 and options.get("do_sample") is None:
+        # As several answers do.
+        options["do_sample"] = True
+    options.setdefault("top_logprobs", 0)
+    return int(wanted)
 
 
 async def _all(plan: _Plan) -> list[Completion]:

@@ -28,3 +28,20 @@ def test_a_slip_is_in_the_answers_warnings(served: Served, path: str) -> None:
     if path.endswith("completions"):
         chunks = served.events(path, {**body, "temprature": 1, "stream_options": {"include_usage": True}})
         assert NOTE in chunks[-1]["penstock"]["warnings"]
+
+
+def test_best_of_returns_the_likeliest_of_several(served: Served) -> None:
+    model = served.client.models.list().data[0].id
+    body = {"model": model, "prompt": "Penstock", "max_tokens": 4, "temperature": 1.0, "seed": 3}
+    every = served.json("/v1/completions", {**body, "n": 4, "logprobs": 0})["choices"]
+    means = [sum(one["logprobs"]["token_logprobs"]) / len(one["logprobs"]["token_logprobs"]) for one in every]
+    best = served.json("/v1/completions", {**body, "best_of": 4})
+    assert [one["text"] for one in best["choices"]] == [every[means.index(max(means))]["text"]]
+    assert best["choices"][0]["logprobs"] is None
+    assert best["usage"]["completion_tokens"] > 4
+    two = served.json("/v1/completions", {**body, "best_of": 4, "n": 2})["choices"]
+    assert [one["index"] for one in two] == [0, 1]
+    for wrong in ({"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}):
+        status, _, text = served.ask("/v1/completions", {**body, **wrong})
+        assert status == 400
+        assert b"best_of" in text
