@@ -144,7 +144,7 @@ def has_runs(value: Any) -> bool:
 
 def set_ends(config: Any, stop: Any, value: Sequence[int | Ids]) -> None:
     """Set end-of-sequence ids, and runs of ids that end a sequence as they do; the model's own count no more."""
-    runs = [list(entry) if isinstance(entry, list | tuple) else [entry] for entry in value]
+    runs: list[list[Any]] = [list(entry) if isinstance(entry, list | tuple) else [entry] for entry in value]
     singles = [run[0] for run in runs if len(run) == 1]
     for run in runs:
         if not run:

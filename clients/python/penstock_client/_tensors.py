@@ -50,10 +50,11 @@ class StepTensors:
 
 def step_tensors(message: common_pb2.StepTensors) -> StepTensors:
     """Return the tensors of one token."""
-    return StepTensors(
-        # Absent ones stay None.
-        **{field.name: value if isinstance(value, int) else _tensor(value) for field, value in message.ListFields()}
-    )
+    # Absent ones stay None.
+    found: dict[str, Any] = {
+        field.name: value if isinstance(value, int) else _tensor(value) for field, value in message.ListFields()
+    }
+    return StepTensors(**found)
 
 
 def score_of(tensors: StepTensors, token_id: int, *, normalize: bool) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import io
+import re
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -342,6 +343,16 @@ async def test_a_service_without_a_model_loads_what_an_engine_gives_it(folder: P
                 assert info().state == common_pb2.MODEL_STATE_EMPTY
             with pytest.raises(ValueError, match=r"\[0\]"):
                 EngineLLM(folder.name, [0, 1], address=address)
+            # By the argument, the path and the root; the message's field is nobody's word here.
+            told = rf"^path: 'nothing' is no folder below --model-root {re.escape(str(folder.parent))}"
+            with pytest.raises(InvalidArgument, match=told):
+                EngineLLM("nothing", [0], address=address)
+            with ModelClient(address) as one, pytest.raises(InvalidArgument, match=told):
+                one.load_model(path="nothing")
+            tar = tmp_path / "model.tar"
+            tar.write_bytes(archive)
+            with EngineLLM(str(tar), [0], address=address):
+                assert info().model == "model"
             assert info().state == common_pb2.MODEL_STATE_EMPTY
             with pytest.raises(InvalidArgument) as refused:
                 EngineLLM("nowhere", [0], address=address)
