@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -167,6 +168,58 @@ def test_a_tool_call_and_its_result(served: Served) -> None:
         max_tokens=48,  # type: ignore[list-item]
     )
     assert raw.parse().choices[0].message.content
+
+
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "a json_object with a schema": (
+        {
+            "response_format": {
+                "type": "json_object",
+                "schema": {"type": "object", "properties": {"ok": {"const": 1}}, "required": ["ok"]},
+            }
+        },
+        r'\{"ok":\x20?1\}',
+    ),
+    "strict": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "strict": True, "schema": {"type": "object"}},
+            }
+        },
+        r"\{\}",
+    ),
+    "compact": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"enum": [{"a": [1, 2]}]}},
+            },
+            "structured_outputs": {"disable_any_whitespace": True},
+        },
+        r'\{"a":\[1,2\]\}',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_forms_of_json(served: Served, case: str) -> None:
+    body, pattern = FORMS[case]
+    raw = served.client.chat.completions.with_raw_response.create(
+        model="penstock-demo", messages=QUESTION, temperature=0, max_tokens=32, extra_body=body
+    )
+    assert "x-penstock-ignored-fields" not in raw.headers
+    assert re.fullmatch(pattern, raw.parse().choices[0].message.content or "")
+
+
+def test_a_refused_schema_of_a_tool_names_tool_place_and_keyword(served: Served) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "not": {"const": "x"}}}}
+    tool: Any = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    with pytest.raises(openai.BadRequestError) as raised:
+        served.client.chat.completions.create(
+            model="penstock-demo", messages=QUESTION, tools=[tool], tool_choice="required"
+        )
+    assert "tool get_weather, at #/properties/city: `not` is not supported" in str(raised.value)
 
 
 def test_options_of_generate_and_unknown_fields(served: Served) -> None:

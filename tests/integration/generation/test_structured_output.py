@@ -27,9 +27,21 @@ SCHEMA = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
+OPEN = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": "^[a-z]{1,6}$", "format": "path"}, "on": {"type": "boolean"}},
+    "required": ["name", "on"],
+    "propertyNames": {"type": "string"},
+}
 # Kind -> (constraint, what a complete output looks like).
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "json_schema": ({"json_schema": json.dumps(SCHEMA)}, r'\{"name":".*","on":(true|false)\}'),
+    # Without `additionalProperties`: no invented key, none that comes twice, and no white space by the caller's word.
+    "compact": (
+        {"json_schema": json.dumps({**OPEN, "x-guidance": {"compact": True}})},
+        r'\{"name":"[^"]*","on":(true|false)\}',
+    ),
+    "as models write": ({"json_schema": json.dumps(OPEN)}, r'\{"name":\x20?"[^"]*",\s*"on":\x20?(true|false)\}'),
     "regex": ({"regex": r"[a-c]{2}-[0-9]{1,3}"}, r"[a-c]{2}-[0-9]{1,3}"),
     "lark": ({"grammar": 'start: "<" WORD ">"\nWORD: /[a-z]{1,8}/'}, r"<[a-z]{1,8}>"),
     "gbnf": ({"grammar": 'root ::= "n=" [0-9]{2,4} ";"'}, r"n=[0-9]{2,4};"),

@@ -66,6 +66,22 @@ def test_every_option_of_the_table_is_a_field_under_its_own_name(name: str) -> N
         ({"n": 3, "use_beam_search": True}, {"num_return_sequences": 3, "num_beams": 3, "do_sample": False}),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
         ({"response_format": {"type": "text"}}, {}),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+            {"json_schema": {"type": "object"}},
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": True}}},
+            {"json_schema": {"x-guidance": {"strict": True}}},
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}},
+            {"json_schema": {"type": "object", "x-guidance": {"compact": True}}},
+        ),
+        (
+            {"guided_json": {"type": "null"}, "guided_whitespace_pattern": " ?"},
+            {"json_schema": {"type": "null", "x-guidance": {"whitespace_pattern": " ?"}}},
+        ),
         ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
         ({"guided_grammar": "start: x"}, {"grammar": "start: x"}),
         ({"temperature": None, "stop": None}, {}),
