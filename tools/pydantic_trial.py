@@ -2,9 +2,9 @@
 
     python tools/pydantic_trial.py MODEL [--count 200] [--first 0] [--tokens 1200] [--settings '{"max_items": 4}']
 
-MODEL is a folder or a GGUF file with a chat template. Each model of tests/factories/wire/pydantic_models.py is asked for
-once. An answer is right when it ended by itself and obeys the schema with its formats. Prints what is not, what pydantic
-refuses though its schema allows it, and a table; exit status 1 where one answer was not right.
+MODEL is a folder or a GGUF file with a chat template. Each model of tests/factories/wire/pydantic_models.py is asked
+for once. An answer is right when it ended by itself and obeys the schema with its formats. Prints what is not, what
+pydantic refuses though its schema allows it, and a table; exit status 1 where one answer was not right.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ _FLAGS = {"disable_any_whitespace": "compact", "disable_additional_properties": 
 def read_form(form: Mapping[str, Any], at: str, *, nested: bool) -> tuple[str, str, Any] | None:
     """Return (option, field, value) that a form asks for, None for plain text. Raises InvalidArgument.
 
-    `at`: name of the form in the request. `nested`: a schema is in `json_schema`, as in chat completions; in responses it
-    is in the form itself. A json_object may have a schema, too, as other servers take it: then that holds. `strict`
+    `at`: name of the form in the request. `nested`: a schema is in `json_schema`, as in chat completions; in responses
+    it is in the form itself. A json_object may have a schema, too, as other servers take it: then that holds. `strict`
     closes objects.
     """
     kind = form.get("type")

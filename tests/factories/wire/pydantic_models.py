@@ -140,7 +140,7 @@ _AROUND: tuple[Callable[[Any], Any], ...] = (
     lambda one: one,
     lambda one: one,
     lambda one: one,
-    lambda one: Optional[one],
+    lambda one: Optional[one],  # noqa: UP045 (a value, not an annotation)
     lambda one: list[one],
     lambda one: Annotated[list[one], Field(min_length=1, max_length=3)],
     lambda one: dict[str, one],
@@ -149,7 +149,7 @@ _AROUND: tuple[Callable[[Any], Any], ...] = (
     lambda one: dict[uuid.UUID, one],
     lambda one: dict[Annotated[str, StringConstraints(min_length=1, max_length=9)], one],
     lambda one: tuple[one, int],
-    lambda one: Union[one, str],
+    lambda one: Union[one, str],  # noqa: UP007 (a value, not an annotation)
     lambda one: Annotated[set[Color], Field(max_length=2)],
     lambda one: set[Literal["a", "b", "c", "d"]],
 )
@@ -162,7 +162,7 @@ def model_of(number: int) -> type[BaseModel]:
     for name in chance.sample(_WORDS, chance.randint(1, 6)):
         kind = chance.choice(_AROUND)(chance.choice(_SIMPLE))
         if chance.random() < 0.3:
-            fields[name] = (Optional[kind], None)
+            fields[name] = (Optional[kind], None)  # noqa: UP045 (a value, not an annotation)
         elif chance.random() < 0.2:
             fields[name] = (kind, Field(description=f"the {name}", examples=["one"]))
         else:

@@ -32,9 +32,9 @@ HONOURED = {
         "ipv4": (16, 0), "ipv6": (36, 0), "time": (39, 0), "uri": (26, 0), "uuid": (21, 0),
     },
 }  # fmt: skip
-# Valid documents that the grammar does not write: (file, word of the description) -> how many. Numbers are written one way
-# (1, never 1.0, for an integer), the known `format`s always count, addresses are the common ones, a minute has no leap
-# second, an object has the keys that its schema names. No invalid document may be written.
+# Valid documents that the grammar does not write: (file, word of the description) -> how many. Numbers are written one
+# way (1, never 1.0, for an integer), the known `format`s always count, addresses are the common ones, a minute has no
+# leap second, an object has the keys that its schema names. No invalid document may be written.
 TOO_STRICT = {
     ("additionalProperties", "allowed by default"): 1,
     ("anyOf", "both anyOf valid"): 1,

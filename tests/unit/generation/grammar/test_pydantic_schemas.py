@@ -1,7 +1,7 @@
 """Schemas of 200 pydantic models: random walks through their grammars end, and what they wrote is valid.
 
-A walk draws from the allowed tokens; behind some of them it prefers those that close what is open, as a model that comes
-to an end does. `tools/pydantic_trial.py` asks a real model for the same.
+A walk draws from the allowed tokens; behind some of them it prefers those that close what is open, as a model that
+comes to an end does. `tools/pydantic_trial.py` asks a real model for the same.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.generation.grammar.limits import JsonBounds
-from penstock.generation.grammar.schemas.counts import tell_counts
+from penstock.generation.grammar.schemas.combinations import rewrite_counts, subsets
 from penstock.generation.grammar.schemas.disjoint import are_disjoint
-from penstock.generation.grammar.schemas.finite_arrays import subsets
 from penstock.generation.grammar.schemas.formats import NATIVE, pattern_of
 from penstock.generation.grammar.schemas.multiples import exact_multiples
 from penstock.generation.grammar.schemas.open_ends import anything, bound_items, bound_keys, bound_number, bound_text
@@ -101,10 +100,10 @@ class _Simplifier:
         for word in [word for word in made if TYPES_OF.get(word, next(iter(types), "")) not in types]:
             del made[word]
         self._drop_silent(made, types)
-        self._tell_unevaluated(made, path)
-        self._tell_format(made)
-        self._tell_dependencies(made, path)
-        self._tell_names(made, path)
+        self._rewrite_unevaluated(made, path)
+        self._rewrite_format(made)
+        self._rewrite_dependencies(made, path)
+        self._rewrite_names(made, path)
         self._refuse(made, path)
         if (split := self._split_numbers(made, types, path)) is not None:
             return self._node(split, path, is_part)
@@ -122,7 +121,7 @@ class _Simplifier:
         if not is_joined:
             self._bound(made)
         self._parts(made, path, is_part=is_joined)
-        tell_counts(made, path)
+        rewrite_counts(made, path)
         if is_composed and names is not None:
             made["allOf"] = [*made.get("allOf", ()), names]
         return made
@@ -253,7 +252,7 @@ class _Simplifier:
 
     # -- what other words tell
 
-    def _tell_unevaluated(self, made: dict[str, Any], path: str) -> None:
+    def _rewrite_unevaluated(self, made: dict[str, Any], path: str) -> None:
         """Tell what no other schema of the value has looked at, where there is no other. Raises Refusal."""
         for word in ("unevaluatedProperties", "unevaluatedItems"):
             if word in made:
@@ -263,7 +262,7 @@ class _Simplifier:
                 made.setdefault(other, made[word])
                 del made[word]
 
-    def _tell_format(self, made: dict[str, Any]) -> None:
+    def _rewrite_format(self, made: dict[str, Any]) -> None:
         name = made.get("format")
         if "format" not in made or name in NATIVE:
             return
@@ -276,7 +275,7 @@ class _Simplifier:
         else:
             made["pattern"] = pattern
 
-    def _tell_dependencies(self, made: dict[str, Any], path: str) -> None:
+    def _rewrite_dependencies(self, made: dict[str, Any], path: str) -> None:
         """Tell what a key asks for: it is absent, or what it asks for holds."""
         for word in ("dependentRequired", "dependentSchemas", "dependencies"):
             asked = made.pop(word, None)
@@ -289,7 +288,7 @@ class _Simplifier:
                     one = {"anyOf": [{"properties": {name: False}}, {"allOf": [placed, {"required": [name]}]}]}
                     made["allOf"] = [*made.get("allOf", ()), one]
 
-    def _tell_names(self, made: dict[str, Any], path: str) -> None:
+    def _rewrite_names(self, made: dict[str, Any], path: str) -> None:
         """Tell `propertyNames` by the keys that it lists, or by a pattern of the others."""
         if "propertyNames" not in made:
             return
@@ -361,7 +360,7 @@ class _Simplifier:
         return len(composing) > 1 or bool(composing and made.keys() & OBJECT_WORDS)
 
     def _closed_names(self, made: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a schema of the keys that are named, and no others; None where the schema speaks of others, or none."""
+        """Return a schema of the keys that are named, and no others; None where others are spoken of, or none named."""
         found: dict[str, Any] = {"properties": {}, "patternProperties": {}}
         if "object" not in types_of(made) or not self._collect(made, found, set()):
             return None

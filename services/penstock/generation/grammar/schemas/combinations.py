@@ -1,7 +1,7 @@
-"""`minProperties` and `maxProperties`, told by the keys that a schema names.
+"""Keywords that combinations stand for: `minProperties` and `maxProperties` of keys, `uniqueItems` of known values.
 
-llguidance counts members, and a key that the schema does not name may come twice: then it is one property. So what
-must be there is told by `required`, and one key of free choice is the most that is counted on.
+llguidance counts members of objects, and a key that the schema does not name may come twice: then it is one property.
+So what must be there is told by `required`, and one key of free choice is the most that is counted on.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import itertools
 import math
 from typing import Any
 
+from penstock.generation.grammar.schemas.document import write_json
 from penstock.generation.grammar.schemas.refusal import Refusal
 
-# Most combinations of keys that are listed.
+# Most combinations of keys, and of items, that are listed.
 _MAX_LISTED = 128
+_MAX_ARRAYS = 256
 
 
-def tell_counts(schema: dict[str, Any], path: str) -> None:
+def rewrite_counts(schema: dict[str, Any], path: str) -> None:
     """Replace the two words in place where llguidance would not take them, or not count right. Raises Refusal."""
     least, most = _count(schema, "minProperties"), _count(schema, "maxProperties")
     if least is None and most is None:
@@ -88,5 +90,22 @@ def _at_most(most: int, required: list[str], optional: list[str], is_open: bool,
 
 def _count(schema: dict[str, Any], name: str) -> int | None:
     value = schema.get(name)
-    is_count = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
-    return int(value) if is_count and value >= 0 else None
+    return None if value is None else int(value)
+
+
+def subsets(values: list[Any], least: int, most: int | None) -> list[dict[str, Any]] | None:
+    """Return schemas of arrays without an equal pair; None where they would be too many.
+
+    As many lengths as there is room for: any output is right, but not any right output is made.
+    """
+    distinct = list({write_json(value): value for value in values}.values())
+    most = len(distinct) if most is None else min(most, len(distinct))
+    found: list[dict[str, Any]] = []
+    for length in range(least, most + 1):
+        if len(found) + math.comb(len(distinct), length) > _MAX_ARRAYS:
+            break
+        for chosen in itertools.combinations(distinct, length):
+            items = [{"const": value} for value in chosen]
+            one: dict[str, Any] = {"type": "array", "items": False, "minItems": length, "maxItems": length}
+            found.append(one | ({"prefixItems": items} if items else {}))
+    return found or None
