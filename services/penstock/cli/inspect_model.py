@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
@@ -320,7 +321,17 @@ def _tokenizer_facts(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         "control_tokens": sum(bool(one.get("special")) for one in added),
         "eos_token_id": generation.get("eos_token_id", values.get("eos_token_id")),
         "chat_template": bool(template) or has_file,
+        "template_shows_tools": _shows_tools(folder) if template or has_file else None,
     }
+
+
+def _shows_tools(folder: Path) -> bool | None:
+    """True when the chat template shows tools, or refuses them; None where it cannot be told."""
+    from penstock.tokenizer.config import TokenizerConfig
+    from penstock.tokenizer.tools_shown import folder_hides_tools
+
+    hides = asyncio.run(folder_hides_tools(folder, TokenizerConfig()))
+    return None if hides is None else not hides
 
 
 # Here.
@@ -455,7 +466,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "vocabulary", f"{facts['vocab_size']}, tokenizer {facts['tokenizer_tokens'] or 'missing'}"
     special = ", ".join(f"{role.removesuffix('_token')} {text}" for role, text in facts["special_tokens"].items())
     yield "special", f"{special or 'none'}; {facts['control_tokens']} control tokens, ends by {facts['eos_token_id']}"
-    yield "chat template", "yes" if facts["chat_template"] else "no"
+    hides = facts["template_shows_tools"] is False
+    yield "chat template", "no" if not facts["chat_template"] else "yes, without tools" if hides else "yes"
     memory = facts["memory"]
     each = ", ".join(f"{kind} {format_size(size)}" for kind, size in memory["weights_bytes"].items())
     whole = memory["context_bytes"]

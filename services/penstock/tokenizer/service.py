@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.errors import NotFound, StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
+from penstock.common.logging import get_logger
 from penstock.common.progress import ShowProgress, show_nothing
 from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.chat_template import ChatTemplates
@@ -20,7 +21,10 @@ from penstock.tokenizer.loader import MODEL_FLAG, load_in_child
 from penstock.tokenizer.metrics import TokenizerMetrics
 from penstock.tokenizer.template_pool import TemplateLimits, TemplatePool
 from penstock.tokenizer.tokenizer import Vocabulary, clean_up
+from penstock.tokenizer.tools_shown import hides_tools
 from penstock.tokenizer.workers import Workers
+
+_log = get_logger("penstock.tokenizer")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class TokenizerService:
     detokenizers: DetokenizerFactory
     tokenizer_fingerprint: str
     fingerprint: str
+    # The chat template leaves tools out without a word.
+    hides_tools: bool = False
 
     def serves(self, model: str) -> bool:
         """True when a request that names `model` is for us; the empty name always is."""
@@ -93,11 +99,14 @@ async def load_service(
         await pool.start(child)
         detokenizers = await loop.run_in_executor(None, _detokenizers, vocabulary)
         await workers.run(0, lambda tokenizer: tokenizer.encode_rendered("warm up", None))
+        hides = await hides_tools(templates, pool.render)
     except BaseException:
         await pool.close()
         workers.close()
         raise
     own = tokenizer_fingerprint(folder)
+    if hides:
+        _log.warning("the chat template does not show tools: models are not told of them", model=config.model)
     return TokenizerService(
         config=config,
         model=config.served_model_name or model_name(config.model),
@@ -108,6 +117,7 @@ async def load_service(
         detokenizers=detokenizers,
         tokenizer_fingerprint=own,
         fingerprint=_fingerprint(own, vocabulary),
+        hides_tools=hides,
     )
 
 

@@ -162,6 +162,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             fingerprint=service.fingerprint,
             tokenizer_fingerprint=service.tokenizer_fingerprint,
             model_max_length=vocabulary.bundle.model_max_length,
+            hides_tools=service.hides_tools,
         )
         return _checked(response)
 

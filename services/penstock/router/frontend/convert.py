@@ -222,13 +222,23 @@ def num_sequences(request: PublicRequest, info: model_pb2.GetModelInfoResponse |
     return max(1, info.default_config.num_return_sequences) if info is not None else 1
 
 
-def warnings_of(request: PublicRequest, prompt: Prompt) -> tuple[str, ...]:
-    """Warnings that the router knows of, such as options without effect; the backend adds its own."""
-    idle = ("metadata has no effect: nothing reads it yet",) if request.HasField("metadata") else ()
+def warnings_of(request: PublicRequest, prompt: Prompt, *, hides_tools: bool = False) -> tuple[str, ...]:
+    """Warnings that the router knows of, such as options without effect; the backend adds its own.
+
+    `hides_tools`: the model's chat template does not show tools.
+    """
+    found = ["metadata has no effect: nothing reads it yet"] if request.HasField("metadata") else []
+    if hides_tools and isinstance(request, text_pb2.ChatRequest) and parses_tools(request):
+        found.append(
+            "tools are not in the prompt: the model's chat template does not show them"
+            + (", so that forced calls are guesses" if forces_calls(request) else "")
+        )
     is_told = prompt.spelled and not (
         isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("parse_special_tokens")
     )
-    return (*idle, spelled_warning(prompt.spelled)) if is_told else idle
+    if is_told:
+        found.append(spelled_warning(prompt.spelled))
+    return tuple(found)
 
 
 def comes_in_bursts(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> bool:

@@ -185,7 +185,7 @@ class _Call:
             )
             if block_size
             else [],
-            warnings=convert.warnings_of(request, prompt),
+            warnings=convert.warnings_of(request, prompt, hides_tools=parts.pipeline.hides_tools),
         )
         config = parts.config
         is_large = spec.wants_tensors or (spec.wants_logprobs and convert.comes_in_bursts(request, info))

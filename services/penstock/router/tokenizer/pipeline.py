@@ -65,6 +65,11 @@ class Pipeline:
             )
         return self._chat_format
 
+    @property
+    def hides_tools(self) -> bool:
+        """True when the model's chat template does not show tools."""
+        return self._link.info is not None and self._link.info.hides_tools
+
     async def text(self, request: text_pb2.GenerateTextRequest, timeout: float | None) -> Prompt:
         """Return the prompt of Generate, empty without one. Raises InvalidArgument naming `prompt`, and as
         TokenizerLink.encode."""

@@ -1,0 +1,78 @@
+"""Test of whether a chat template shows tools to the model: rendered with one, and looked for it.
+
+Many templates know nothing of tools, and leave them out without a word. A model then never calls one, or where calls
+are forced invents their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from penstock.common.errors import PenstockError, StartupError
+from penstock.tokenizer.chat_template import ChatTemplates, Conversation
+from penstock.tokenizer.config import TokenizerConfig
+from penstock.tokenizer.control_tokens import ControlMarks
+from penstock.tokenizer.loader import load_in_child
+from penstock.tokenizer.metrics import TokenizerMetrics
+from penstock.tokenizer.template_pool import TemplateLimits, TemplatePool
+
+Render = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+# A name that no template has of its own.
+_NAME = "penstock_tells_the_weather"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+_USER, _SYSTEM = {"role": "user", "content": "Hello"}, {"role": "system", "content": "Be brief."}
+
+
+async def hides_tools(templates: ChatTemplates, render: Render) -> bool:
+    """True when the template takes tools and leaves them out; `render` is TemplatePool's.
+
+    False when it refuses them, which callers are told, and where it cannot be rendered at all.
+    """
+    is_silent = False
+    # Some add tools to a system message alone.
+    for messages in ([_USER], [_SYSTEM, _USER]):
+        try:
+            answer = await render(templates.request(Conversation(messages, tools=[_TOOL])))
+        except PenstockError:
+            continue
+        text = answer.get("marked") or answer.get("text")
+        if text is not None and _NAME in text:
+            return False
+        is_silent = is_silent or text is not None
+    return is_silent
+
+
+async def folder_hides_tools(folder: Path, config: TokenizerConfig) -> bool | None:
+    """Return `hides_tools` of a model's folder, in a process of its own; None where that does not tell."""
+    try:
+        bundle, child = await load_in_child(folder, timeout_seconds=config.load_timeout_seconds)
+    except StartupError:
+        return None
+    templates = ChatTemplates(bundle.templates, bundle.special_tokens, ControlMarks({}), protect=False)
+    limits = TemplateLimits(
+        processes=1,
+        pipeline=config.template_pipeline,
+        max_queued=config.max_queued_requests,
+        seconds=config.template_timeout_seconds,
+        memory_bytes=config.template_memory_bytes,
+        start_seconds=config.load_timeout_seconds,
+    )
+    pool = TemplatePool(templates.renderer_settings, limits, TokenizerMetrics(CollectorRegistry()))
+    try:
+        await pool.start(child)
+        return await hides_tools(templates, pool.render)
+    except StartupError:
+        return None
+    finally:
+        await pool.close()
