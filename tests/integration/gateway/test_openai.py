@@ -517,6 +517,28 @@ def test_openais_client_raises_its_own_errors(served: Served) -> None:
     assert served.ask("/v1/chat/completions", raw=b"{")[0] == 400
 
 
+def test_a_constraint_leaves_the_thought_free_and_holds_for_the_answer(served: Served) -> None:
+    body = {
+        "model": "",
+        "messages": [{"role": "user", "content": "What is 2 + 3?"}],
+        "chat_template_kwargs": {"enable_thinking": True},
+        "max_tokens": 200,
+        "temperature": 0,
+    }
+    free = served.json("/v1/chat/completions", body)["choices"][0]["message"]
+    assert free["reasoning_content"], "the model thinks"
+    bound = served.json(
+        "/v1/chat/completions", {**body, "regex": "[0-9]{1,3}!", "stop": [free["reasoning_content"][:4]]}
+    )
+    message = bound["choices"][0]["message"]
+    assert message["reasoning_content"] == free["reasoning_content"]
+    assert re.fullmatch("[0-9]{1,3}!", message["content"])
+    off = {**body, "chat_template_kwargs": {"enable_thinking": False}, "regex": "[0-9]{1,3}!"}
+    at_once = served.json("/v1/chat/completions", off)["choices"][0]["message"]
+    assert "reasoning_content" not in at_once
+    assert re.fullmatch("[0-9]{1,3}!", at_once["content"])
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_forced_call_parses_and_holds_to_its_schema(served: Served, choice: Any) -> None:
     body = {"messages": QUESTION, "tools": [FORCED], "tool_choice": choice, "max_tokens": 200, "temperature": 0}
