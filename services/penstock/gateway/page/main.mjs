@@ -32,6 +32,9 @@ const acts = {
   send: (text) => attempt(() => session.send(text)),
   stop: () => session.stop(),
   retry: (turn) => attempt(() => session.retry(turn)),
+  canShorten: (turn) => session.canShorten(turn),
+  shorten: (turn) => attempt(() => session.shorten(turn)),
+  sendAll: () => session.sendAll(),
   edit: (turn, text) => attempt(() => session.edit(turn, text)),
   results: (turn, texts) => attempt(() => session.giveResults(turn, texts)),
   choose: (turn) => session.choose(turn),
@@ -185,6 +188,7 @@ $("model").addEventListener("change", (event) => {
   session.conversation.settings.model = event.target.value;
   settingsChanged();
 });
+for (const event of ["pagehide", "visibilitychange"]) addEventListener(event, () => session.keepRunning());
 $("shade").addEventListener("click", closeDrawers);
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;

@@ -4,15 +4,18 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { emptyAnswer, takeChoice, takeFacts, tokenTexts } from "../../../../services/penstock/gateway/page/chat/answer.mjs";
 import { decoded, encoded } from "../../../../services/penstock/gateway/page/chat/api.mjs";
-import { addTurn, branches, choose, messagesTo, newConversation, pairOf, pathTo, readConversation, titleOf } from "../../../../services/penstock/gateway/page/chat/conversation.mjs";
+import { addTurn, branches, choose, messagesOf, newConversation, pairOf, pathTo, readConversation, titleOf } from "../../../../services/penstock/gateway/page/chat/conversation.mjs";
 import { events } from "../../../../services/penstock/gateway/page/chat/event_stream.mjs";
 import { percent, stagesOf, tokensPerSecond } from "../../../../services/penstock/gateway/page/chat/figures.mjs";
 import { GROUPS, grouped } from "../../../../services/penstock/gateway/page/chat/option_groups.mjs";
 import { controlOf, readOption } from "../../../../services/penstock/gateway/page/chat/option_values.mjs";
-import { problemOf } from "../../../../services/penstock/gateway/page/chat/problem.mjs";
+import { isTooLong, problemOf } from "../../../../services/penstock/gateway/page/chat/problem.mjs";
 import { BadSetting, readTools, requestBody, structure } from "../../../../services/penstock/gateway/page/chat/request.mjs";
 import { defaultSettings, readSettings } from "../../../../services/penstock/gateway/page/chat/settings.mjs";
+import { Session } from "../../../../services/penstock/gateway/page/chat/session.mjs";
+import { Keeper } from "../../../../services/penstock/gateway/page/chat/keeper.mjs";
 import { Store } from "../../../../services/penstock/gateway/page/chat/store.mjs";
+import { laterStart, sentTurns } from "../../../../services/penstock/gateway/page/chat/window.mjs";
 
 const TEMPERATURE = { name: "temperature", kind: "float", doc: "Heat.", minimum: 0 };
 const TOP_H = { name: "top_h", kind: "float", doc: "", minimum: 0, maximum: 1, minimum_excluded: true };
@@ -68,7 +71,7 @@ test("messages have the system prompt, calls and their results, and no empty ans
   answer.calls = [{ id: "c1", name: "add", arguments: '{"a": 1}' }];
   const result = addTurn(conversation, answer.id, { role: "tool", call: "c1", content: "2" });
   const failed = addTurn(conversation, result.id, emptyAnswer());
-  assert.deepEqual(messagesTo(conversation, failed.id), [
+  assert.deepEqual(messagesOf(conversation, pathTo(conversation, failed.id)), [
     { role: "system", content: "Be brief." },
     { role: "user", content: "Hello\nyou" },
     { role: "assistant", content: "Hi", tool_calls: [{ id: "c1", type: "function", function: { name: "add", arguments: '{"a": 1}' } }] },
@@ -274,4 +277,81 @@ test("a full store gives up probabilities before conversations, and says when no
   second.answer.content = "b".repeat(9000);
   store.save(second.conversation);
   assert.match(told[0], /full/);
+});
+
+/** A session whose server answers as `chat` says. */
+function sessionWith(chat, memory = new Memory(1e6)) {
+  const store = new Store(memory, assert.fail);
+  const on = { opened() {}, turned() {}, grew() {}, running() {} };
+  return new Session({ chat }, store, on);
+}
+
+const said = (content) => ({ choices: [{ index: 0, delta: { content } }] });
+
+test("a reload while an answer streams keeps what came", async () => {
+  const memory = new Memory(1e6);
+  let goOn;
+  const session = sessionWith(async function* chat() {
+    yield said("One");
+    yield said(" two");
+    await new Promise((resolve) => { goOn = resolve; });
+  }, memory);
+  session.send("Count.");
+  while (!goOn) await new Promise(setImmediate);
+  // As the page does when it goes.
+  session.keepRunning();
+  const [read] = new Store(memory, assert.fail).list();
+  const answer = read.turns[read.leaf];
+  assert.deepEqual([answer.content, answer.running, answer.stopped], ["One two", false, true]);
+  goOn();
+});
+
+test("a growing answer is kept once a second, and a deleted one never again", () => {
+  const { conversation } = talk();
+  const saved = [];
+  const store = { conversations: new Map([[conversation.id, conversation]]), save: (one) => saved.push(one) };
+  let now = 0;
+  const keeper = new Keeper(store, () => now);
+  for (; now < 3; now += 0.125) keeper.grew(conversation);
+  assert.equal(saved.length, 3);
+  store.conversations.clear();
+  now = 9;
+  keeper.grew(conversation);
+  keeper.keep(conversation);
+  assert.equal(saved.length, 3);
+});
+
+test("a conversation longer than the context goes on without its older half", async () => {
+  const sent = [];
+  const session = sessionWith(async function* chat(body) {
+    sent.push(body.messages.map((message) => message.content));
+    if (body.messages.length > 5) throw problemOf({ error: { message: "too long", code: "context_length_exceeded", reason: "PROMPT_TOO_LONG" } }, 400);
+    yield said(`answer ${sent.length}`);
+  });
+  session.conversation.settings.system = "Be brief.";
+  const ended = async () => { while (session.isRunning) await new Promise(setImmediate); };
+  for (const question of ["a", "b", "c"]) {
+    session.send(question);
+    await ended();
+  }
+  const failed = session.conversation.turns[session.conversation.leaf];
+  assert.ok(isTooLong(failed.problem));
+  assert.ok(session.canShorten(failed));
+  session.shorten(failed);
+  await ended();
+  assert.deepEqual(sent.at(-1), ["Be brief.", "c"]);
+  session.send("d");
+  await ended();
+  assert.deepEqual(sent.at(-1), ["Be brief.", "c", "answer 4", "d"]);
+  const copy = readConversation(JSON.parse(JSON.stringify(session.conversation)), readSettings);
+  assert.deepEqual(sentTurns(copy, copy.leaf).map((turn) => turn.content), ["c", "answer 4", "d", "answer 5"]);
+  session.sendAll();
+  assert.equal(sentTurns(session.conversation, session.conversation.leaf).length, 8);
+});
+
+test("a question that is too long by itself cannot be shortened", () => {
+  const { conversation, question, answer } = talk();
+  assert.equal(laterStart(conversation, question.id), null);
+  const second = addTurn(conversation, answer.id, { role: "user", content: "more" });
+  assert.equal(laterStart(conversation, second.id), second);
 });

@@ -55,11 +55,11 @@ export function choose(conversation, turn) {
   conversation.leaf = leaf.id;
 }
 
-/** The messages of a request whose last turn is `end`. */
-export function messagesTo(conversation, end) {
+/** The messages of a request of these turns. */
+export function messagesOf(conversation, turns) {
   const system = conversation.settings.system.trim();
   const messages = system ? [{ role: "system", content: conversation.settings.system }] : [];
-  for (const turn of pathTo(conversation, end)) {
+  for (const turn of turns) {
     if (turn.role === "user") messages.push({ role: "user", content: turn.content });
     else if (turn.role === "tool") messages.push({ role: "tool", tool_call_id: turn.call, content: turn.content });
     else if (turn.content || turn.calls.length) messages.push(assistantMessage(turn));
@@ -102,6 +102,7 @@ export function readConversation(value, readSettings) {
     conversation.turns[id] = readTurn(id, turn);
     conversation.next = Math.max(conversation.next, Number(id.slice(1)) + 1);
   }
+  if (Object.hasOwn(conversation.turns, value.first)) conversation.first = value.first;
   conversation.leaf = Object.hasOwn(conversation.turns, value.leaf) ? value.leaf : Object.keys(conversation.turns).at(-1) ?? null;
   return conversation;
 }
@@ -115,6 +116,8 @@ function readTurn(id, turn) {
     read.calls = (Array.isArray(turn.calls) ? turn.calls : []).map((call) => ({
       id: text(call.id, `${id}.calls`), name: text(call.name, `${id}.calls`), arguments: text(call.arguments, `${id}.calls`),
     }));
+    // What came of an answer that was on its way when the page went.
+    if (turn.running) read.stopped = true;
     read.running = false;
   }
   return read;

@@ -25,6 +25,11 @@ export function problemOf(body, status = 0, retryAfter = 0) {
   return new Problem(error.message, { status, reason: String(reason), field: String(field), retryAfter });
 }
 
+/** True for a conversation that is longer than the model's context, by the server's reason or OpenAI's code. */
+export function isTooLong({ reason }) {
+  return reason === "PROMPT_TOO_LONG" || reason === "context_length_exceeded";
+}
+
 /** Makes a Problem of a failed fetch. */
 export function unreachable() {
   return new Problem("The server cannot be reached. Is it running?", { reason: "UNREACHABLE" });

@@ -1,7 +1,8 @@
 // A conversation and its settings as the body of a chat completion. Only changed options are sent.
 
-import { messagesTo } from "./conversation.mjs";
+import { messagesOf } from "./conversation.mjs";
 import { readOption } from "./option_values.mjs";
+import { sentTurns } from "./window.mjs";
 
 /** A setting that cannot be sent; `part` names the place in the panel: an option's name, "structure" or "tools". */
 export class BadSetting extends Error {
@@ -17,7 +18,7 @@ export function requestBody(conversation, end, side, table) {
   const tools = readTools(settings.tools);
   return {
     ...(settings.model && { model: settings.model }),
-    messages: messagesTo(conversation, end),
+    messages: messagesOf(conversation, sentTurns(conversation, end)),
     stream: true,
     stream_options: { include_usage: true },
     ...changedOptions(settings.options[side], table, side),

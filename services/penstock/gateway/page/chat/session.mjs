@@ -1,14 +1,16 @@
 // What a reader does with conversations: send, stop, retry, edit, answer a tool, compare.
 
 import { addTurn, choose, newId, newConversation, pathTo } from "./conversation.mjs";
+import { Keeper } from "./keeper.mjs";
 import { requestBody } from "./request.mjs";
 import { run } from "./run.mjs";
 import { defaultSettings, readSettings } from "./settings.mjs";
+import { laterStart } from "./window.mjs";
 
 export class Session {
   /** `on`: opened() another conversation, turned() its turns changed, grew(turn), running(ended) a run began or ended. */
   constructor(api, store, on) {
-    Object.assign(this, { api, store, on, table: [], runs: new Map() });
+    Object.assign(this, { api, store, on, table: [], runs: new Map(), keeper: new Keeper(store) });
     this.conversation = store.list()[0] ?? newConversation(defaultSettings());
   }
 
@@ -60,6 +62,28 @@ export class Session {
     this.check();
     const parent = turn.role === "user" ? turn.id : turn.parent;
     void this.answer(parent);
+  }
+
+  /** Keeps all that answers on their way have so far: the page may go. */
+  keepRunning() {
+    for (const conversation of this.store.conversations.values()) if (this.runs.has(conversation.id)) this.keeper.keep(conversation);
+  }
+
+  /** True where a request that was too long could leave out older turns. */
+  canShorten(turn) {
+    return laterStart(this.conversation, turn.parent) !== null;
+  }
+
+  /** Sends the question of an answer again without the older half of what was sent. */
+  shorten(turn) {
+    this.conversation.first = laterStart(this.conversation, turn.parent).id;
+    this.retry(turn);
+  }
+
+  /** Sends all turns again from now on. */
+  sendAll() {
+    delete this.conversation.first;
+    this.changed();
   }
 
   choose(turn) {
@@ -116,6 +140,7 @@ export class Session {
 
   heard(conversation, turn, isNew) {
     if (isNew) this.store.save(conversation);
+    else this.keeper.grew(conversation);
     if (conversation !== this.conversation) return;
     if (isNew) {
       this.on.turned();

@@ -1,6 +1,7 @@
 // One turn: its text, reasoning, tool calls, tokens, figures and actions. `update` follows an answer as it grows.
 
 import { duration } from "../chat/figures.mjs";
+import { isTooLong } from "../chat/problem.mjs";
 import { copyButton } from "./copy.mjs";
 import { button, el, fill, freshId } from "./dom.mjs";
 import { icon } from "./icons.mjs";
@@ -89,6 +90,7 @@ export class TurnView {
     const cards = toolCards(turn.calls.filter(Boolean), this.place.results, isOpen ? (texts) => this.acts.results(turn, texts) : null);
     const problem = turn.problem && problemView(turn.problem, {
       onfield: this.acts.showOption, knows: this.acts.knows, onretry: () => this.acts.retry(turn),
+      onshorten: isTooLong(turn.problem) && this.acts.canShorten(turn) ? () => this.acts.shorten(turn) : null,
     });
     fill(this.calls, cards, problem);
   }

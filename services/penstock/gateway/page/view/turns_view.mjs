@@ -1,7 +1,8 @@
 // The turns of the branch that is shown, compared answers side by side, and scrolling that follows the newest text.
 
 import { branches, pairOf, pathTo } from "../chat/conversation.mjs";
-import { el, fill } from "./dom.mjs";
+import { button, el, fill } from "./dom.mjs";
+import { icon } from "./icons.mjs";
 import { TurnView } from "./turn_view.mjs";
 
 // So near to the end, in pixels, a reader is taken to follow it.
@@ -27,6 +28,7 @@ export class TurnsView {
     const rows = [];
     path.forEach((turn, at) => {
       if (turn.role === "tool") return;
+      if (at > 0 && turn.id === conversation.first) rows.push(this.leftOut());
       const pair = pairOf(conversation, turn);
       const place = (one) => ({
         branches: branches(conversation, one), results: resultsAfter(path, at), isLast: at === path.length - 1,
@@ -37,6 +39,14 @@ export class TurnsView {
     fill(this.element, el("div", { class: "column" }, rows.length ? rows : this.welcome()));
     this.element.setAttribute("aria-busy", String(path.some((turn) => turn.running)));
     if (this.follows) this.toEnd();
+  }
+
+  /** The line between the turns that are not sent and those that are. */
+  leftOut() {
+    return el(
+      "p", { class: "note small left-out" }, "The turns above are not sent: the conversation was longer than the model's context. ",
+      button(icon("retry"), "Send them again", () => this.acts.sendAll(), { label: true, class: "small-button" }),
+    );
   }
 
   view(turn, place, isChosen = false) {
