@@ -50,8 +50,8 @@ class GenerationApp:
         """Make the service, on the event loop. `arena`: the result of `preload.begin`, if it was called."""
         self._config = config
         self._arena = arena
-        name = "" if config.empty else config.served_model_name or model_name(config.model)
-        self._lifecycle = Lifecycle(name)
+        name, *aliases = [""] if config.empty else config.served_model_name or [model_name(config.model)]
+        self._lifecycle = Lifecycle(name, aliases=tuple(aliases))
         self._metrics = GenerationMetrics(registry, name)
         self._holder = ModelHolder(config, self._lifecycle, self._metrics)
         self.failed = self._holder.failed

@@ -73,7 +73,12 @@ class GenerationServiceConfig(ServerConfig):
     )
 
     model: str | None = option(None, "Folder or hub id of the model; the embedded one when left out.", group=MODEL)
-    served_model_name: str | None = option(None, "Name that callers use; by default the folder's own.", group=MODEL)
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "Name that callers use; by default the folder's own. Of several the first one stands in answers.",
+        group=MODEL,
+        metavar="NAME",
+    )
     tokenizer_path: str | None = option(
         None, "Folder or hub id of the tokenizer that belongs to MODEL, where it has none itself.", group=MODEL
     )

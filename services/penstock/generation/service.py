@@ -426,6 +426,8 @@ class Lifecycle:
     unloading: bool = False
     # True: a step of the engine hangs.
     hung: bool = False
+    # Further names of the model that the process was started with.
+    aliases: tuple[str, ...] = ()
     set_serving: Callable[[bool], Awaitable[None]] = field(default=_ignore)
     # The Reload that is under way, and True when the process takes new work after it.
     reloading: asyncio.Task[Reloaded] | None = None

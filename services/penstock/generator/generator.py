@@ -106,7 +106,7 @@ class Generator:
         from penstock.generator.requests import RequestMaker
         from penstock.generator.text import LocalTokenizer
 
-        self.name = config.served_model_name or model_name(config.model)
+        self.name = (*config.served_model_name, model_name(config.model))[0]
         self._engine: LocalEngine = LocalEngine(config, self.name, max_in_flight, show)
         # Also at the interpreter's end, and where nobody closed it.
         self._finalizer = weakref.finalize(self, self._engine.close)

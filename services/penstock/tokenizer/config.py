@@ -30,7 +30,9 @@ class TokenizerConfig(ServerConfig):
         maximum=256,
     )
     model: str | None = option(None, "Model folder or hub id; the embedded demo model when left out.", group=MODEL)
-    served_model_name: str | None = option(None, "Name that requests use; MODEL's own when left out.", group=MODEL)
+    served_model_name: tuple[str, ...] = option(
+        (), "Name that requests use, or several; MODEL's own when left out.", group=MODEL, metavar="NAME"
+    )
     allow_control_tokens_in_content: bool = option(
         False, "Let text that spells a control token become that token, as transformers does.", group=MODEL
     )

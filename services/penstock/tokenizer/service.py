@@ -45,7 +45,7 @@ class TokenizerService:
 
     def serves(self, model: str) -> bool:
         """True when a request that names `model` is for us; the empty name always is."""
-        return not model or model == self.model
+        return not model or model == self.model or model in self.config.served_model_name
 
     def check_model(self, model: str) -> None:
         """Check a request's model. Raises NotFound for another model's name."""
@@ -109,7 +109,7 @@ async def load_service(
         _log.warning("the chat template does not show tools: models are not told of them", model=config.model)
     return TokenizerService(
         config=config,
-        model=config.served_model_name or model_name(config.model),
+        model=(*config.served_model_name, model_name(config.model))[0],
         vocabulary=vocabulary,
         templates=templates,
         pool=pool,

@@ -63,6 +63,8 @@ class EmittingBackend:
 
     script: Script = field(default_factory=lambda: count_up(8))
     model: str = "penstock-demo"
+    # Further names of it.
+    aliases: Sequence[str] = ()
     fingerprint: str = ""
     block_size: int = 16
     kv_blocks: int = 1024
@@ -405,6 +407,7 @@ class _Servicer:
         backend.info_calls += 1
         return model_pb2.GetModelInfoResponse(
             model=backend.model,
+            aliases=backend.aliases,
             architecture="Emitting",
             kv=model_pb2.KvGeometry(num_blocks=backend.kv_blocks, block_size=backend.block_size),
             limits=model_pb2.Limits(max_context_tokens=backend.max_context, max_queued_requests=backend.max_queued),

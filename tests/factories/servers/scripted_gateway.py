@@ -50,13 +50,13 @@ class ScriptedGateway:
 
 @asynccontextmanager
 async def scripted_gateway(
-    text: str = "", *, tokenizer: tuple[str, str] = ("", ""), **settings: Any
+    text: str = "", *, tokenizer: tuple[str, str] = ("", ""), aliases: Sequence[str] = (), **settings: Any
 ) -> AsyncIterator[ScriptedGateway]:
-    """Run one whose model writes `text`. Settings are the gateway's. `tokenizer`: address and fingerprint of another
-    than the shared one."""
+    """Run one whose model writes `text` and has these further names. Settings are the gateway's. `tokenizer`: address
+    and fingerprint of another than the shared one."""
     address, fingerprint = tokenizer
     async with (
-        backend(**({"fingerprint": fingerprint} if fingerprint else {})) as one,
+        backend(aliases=aliases, **({"fingerprint": fingerprint} if fingerprint else {})) as one,
         running_router(one, tokenizer=address, fingerprint=fingerprint) as router,
         running_gateway(router.server.address, **settings) as gateway,
     ):

@@ -276,7 +276,7 @@ async def test_the_token_budget_is_told_whether_given_measured_or_fixed(checkpoi
 
 
 async def test_a_smaller_context_and_a_name_of_ones_own_are_served(checkpoint: Path) -> None:
-    async with generation_service(checkpoint, max_context=64, served_model_name="mine", block_size=8) as client:
+    async with generation_service(checkpoint, max_context=64, served_model_name=("mine",), block_size=8) as client:
         info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest(model="mine"))
         assert (info.model, info.limits.max_context_tokens, info.kv.block_size) == ("mine", 64, 8)
         assert info.kv.total_bytes == info.kv.num_blocks * info.kv.bytes_per_block <= 8 << 20

@@ -188,7 +188,7 @@ async def test_an_interval_sends_fewer_deltas_with_the_same_ids(client: Client) 
 async def test_the_demo_model_speaks_as_in_transformers(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n").ids
     expected = transformers_greedy(demo_folder(), prompt, 24)
-    async with generation_service(demo_folder(), dtype="float32", served_model_name="demo") as client:
+    async with generation_service(demo_folder(), dtype="float32", served_model_name=("demo",)) as client:
         outcome = await client.generate(request(prompt, config={"max_new_tokens": 24}, model="demo"))
     assert_whole(outcome)
     assert outcome.ids() == expected

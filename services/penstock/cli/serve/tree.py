@@ -326,7 +326,7 @@ def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
     front = cast("ServerConfig", read["router"])
     generation: Any = read["generation"]
     channel = cast("ChannelConfig", read["gateway"])
-    return front, channel, generation.served_model_name or model_name(generation.model)
+    return front, channel, (*generation.served_model_name, model_name(generation.model))[0]
 
 
 def _names(role: Role) -> set[str]:

@@ -175,7 +175,9 @@ class ModelHolder:
 
         executor = ThreadPoolExecutor(1, "load")
         try:
-            return executor.submit(load, config, config.served_model_name or self._lifecycle.model_name, note, arena)
+            return executor.submit(
+                load, config, (*config.served_model_name, self._lifecycle.model_name)[0], note, arena
+            )
         finally:
             executor.shutdown(wait=False)
 

@@ -96,7 +96,7 @@ class ModelLoad:
         self._is_done = False
         self._outcome = "cancelled"
         self._config = self._configured(place.config)
-        self.name = self._config.served_model_name or ""
+        self.name = self._config.served_model_name[0]
         if _NAME.fullmatch(self.name) is None:
             raise InvalidArgument("start.name", "must be 1 to 128 letters, digits and ./:@_-")
         if order.path is None:
@@ -221,8 +221,9 @@ class ModelLoad:
     def _configured(self, config: GenerationServiceConfig) -> GenerationServiceConfig:
         """Return the configuration of this load. Raises InvalidArgument naming the option."""
         order = self._order
-        name = order.name or config.served_model_name or ("" if order.path is None else Path(order.path).name)
-        made = replace(config, empty=False, served_model_name=name, **order.overrides)
+        own = "" if order.path is None else Path(order.path).name
+        name = order.name or (*config.served_model_name, own)[0]
+        made = replace(config, empty=False, served_model_name=(name,), **order.overrides)
         try:
             made.validate()
         except StartupError as error:

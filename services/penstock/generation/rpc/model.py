@@ -122,6 +122,7 @@ class ModelServicer(GraphCalls):
             load_number=lifecycle.num_loads,
             load_stage=lifecycle.load_stage,
             can_load=self._config.is_model_open,
+            aliases=lifecycle.aliases,
         )
         if lifecycle.core is not None:
             response.MergeFrom(self._describe(lifecycle.core))

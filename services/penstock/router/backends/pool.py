@@ -144,6 +144,7 @@ class BackendPool:
         `asked` may be an adapter's name. Raises NotFound; InvalidArgument when `model` must be set, or where `adapter`
         is another one than `asked`.
         """
+        asked = self._model_of_alias(asked)
         if asked and self._models and asked not in self._models:
             return self._model_of_adapter(asked, adapter)
         if not asked and adapter:
@@ -156,11 +157,17 @@ class BackendPool:
             raise InvalidArgument("model", "must be set: several models are served (ListModels names them)")
         return next(iter(served), ""), adapter
 
+    def _model_of_alias(self, asked: str) -> str:
+        """Return the name of the model that `asked` is a further name of; else `asked`."""
+        if not asked or asked in self._models:
+            return asked
+        return next((name for name, info in self._models.items() if asked in info.aliases), asked)
+
     def _model_of_adapter(self, asked: str, adapter: str) -> tuple[str, str]:
         """Return model and adapter for a `model` that is no model's name."""
         having = [name for name in self._models if asked in self.adapters(name)]
         if not having:
-            names = [one for name in self._models for one in (name, *self.adapters(name))]
+            names = [one for name in self._models for one in (name, *self._models[name].aliases, *self.adapters(name))]
             raise NotFound(
                 f"model: no backend serves a model or an adapter of this name; {those_there_are(names)}",
                 reason="MODEL_NOT_FOUND",

@@ -78,6 +78,9 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         for name, info in self._pool.models.items():
             fingerprint = self._link.fingerprint
             models.append(_model(info, len(self._pool.ready(name)), fingerprint))
+            for alias in info.aliases:
+                models.append(_model(info, len(self._pool.ready(name)), fingerprint))
+                models[-1].name = alias
             for adapter in self._pool.adapters(name):
                 part = _model(info, len(self._pool.ready(name, adapter)), fingerprint)
                 part.name, part.parent = adapter, name

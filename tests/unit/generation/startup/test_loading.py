@@ -62,7 +62,7 @@ async def test_the_stages_of_a_start_with_a_draft_model_and_the_percentage_of_bo
     config = GenerationServiceConfig(
         model=str(folder),
         assistant_model=str(folder),
-        served_model_name="both",
+        served_model_name=("both",),
         kv_memory="4MiB",
         assistant_kv_memory="1MiB",
         kernels="torch",
