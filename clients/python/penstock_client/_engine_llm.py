@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -66,14 +67,17 @@ class EngineLLM:
         """
         model = model if isinstance(model, bytes) else os.fspath(model)
         self.flags, wanted = _arguments(model, arguments)
-        is_address = isinstance(model, str) and _ADDRESS.fullmatch(model) is not None
+        place = model if isinstance(model, str) and _ADDRESS.fullmatch(model) is not None else None
+        is_address = place is not None
         if is_address and address is not None:
             raise TypeError("address: the model is given as one")
         # The model's service in this process; None: it is elsewhere.
         self._own: Any = None
         if not is_address and address is None and backend is None:
             self._own = _own_service(model if isinstance(model, str) else model[: arguments[0]])
-        target = self._own.address if self._own else model if is_address else address or DEFAULT_ADDRESS
+            # Also at the interpreter's end, and where nobody closed it.
+            weakref.finalize(self, self._own.close)
+        target: str = self._own.address if self._own else place or address or DEFAULT_ADDRESS
         self._calls = GraphCalls(target, config or ClientConfig(), backend)
         self._name = name
         self._lease_id = ""
@@ -83,7 +87,9 @@ class EngineLLM:
         try:
             if not is_address and self._own is None:
                 data = _sent_bytes(model) if isinstance(model, str) else model[: arguments[0]]
-                requests = load_requests(None, model, name, None) if data is None else archive_requests(data, name)
+                requests = (
+                    archive_requests(data, name) if data is not None else load_requests(None, str(model), name, None)
+                )
                 with Client(target, config) as client, naming_path():
                     client._load(requests, None, backend or "", None)
                 self._owns_model = True

@@ -73,7 +73,8 @@ def initial(name: str, shape: Sequence[int]) -> Array | None:
     if name == "attention_mask" and len(shape) == 4:
         rows, columns = shape[2:]
         made = np.where(np.tri(rows, columns, columns - rows, dtype=bool), 0.0, _HIDDEN).astype("f4")
-        return np.ascontiguousarray(np.broadcast_to(made, tuple(shape)))
+        made = np.ascontiguousarray(np.broadcast_to(made, tuple(shape)))
+        return made
     if name == "position_ids":
         made = np.ascontiguousarray(np.broadcast_to(np.arange(shape[-1]), tuple(shape)))
         return made

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.common.errors import PenstockError
 from penstock.generator.stream import TextStream
@@ -55,18 +55,14 @@ class GenerationOutput:
         return self.status >= RequestStatus.FINISHED
 
 
-class _Generates(Protocol):
-    def stream(self, prompt: Any = "", generation_config: Any = None, **options: Any) -> TextStream: ...
-
-
 class ContinuousBatchingManager:
     """Requests in the engine of a Generator, and their results, in the order in which they come.
 
     A thread reads each request. `stop` ends those that run; leaving a `with` block waits for them first.
     """
 
-    def __init__(self, generator: _Generates, generation_config: Any = None, **options: Any) -> None:
-        """`options` are those of every request, over `generation_config`."""
+    def __init__(self, generator: Any, generation_config: Any = None, **options: Any) -> None:
+        """`generator` is a Generator; `options` are those of every request, over `generation_config`."""
         self._generator = generator
         self._config = generation_config
         self._options = options

@@ -255,7 +255,7 @@ class Generator:
         progress_bar: bool = False,
         persistent_manager: bool = False,
         warmup: bool = True,
-        **options: Unpack[GenerateArguments],
+        **options: Any,
     ) -> Mapping[str, GenerationOutput]:
         """Answer prompts of ids as transformers' `generate_batch`: {request id: result}, in order; one that fails has
         its error there. Settings of its scheduler have no effect: the Generator's count."""

@@ -141,7 +141,8 @@ class DraftMaker:
             from transformers import AutoModelForCausalLM, AutoTokenizer
 
             try:
-                model = AutoModelForCausalLM.from_pretrained(key, local_files_only=True).eval()
+                model: Any = AutoModelForCausalLM.from_pretrained(key, local_files_only=True)
+                model.eval()
                 has_tokenizer = (folder / "tokenizer_config.json").exists() or (folder / "tokenizer.json").exists()
                 tokenizer = AutoTokenizer.from_pretrained(key, local_files_only=True) if has_tokenizer else None
             except Exception as error:
