@@ -255,7 +255,8 @@ COMBINATIONS: list[Refusal] = [
     # Contrastive search computes its candidates side by side.
     combination("top_k", penalty_alpha=0.6, top_k=4000),
     # Guidance.
-    combination("guidance_scale", guidance_scale=1.5, num_beams=2),
+    combination("guidance_scale", guidance_scale=1.5, num_beams=4, num_beam_groups=2, diversity_penalty=0.5),
+    combination("guidance_scale", guidance_scale=1.5, num_beams=2, force_words_ids=[word(ids(1))]),
     combination("guidance_scale", guidance_scale=1.5, penalty_alpha=0.6, top_k=4),
     combination("guidance_scale", guidance_scale=1.5, prompt_lookup_num_tokens=3),
     combination("guidance_scale", guidance_scale=1.5, ngram_memory_num_tokens=3),
@@ -277,10 +278,8 @@ OTHERS: list[Refusal] = [
     Refusal("constraint", {"num_beams": 4, "force_words_ids": [word(ids(1))]}, constraint={"json_object": True}),
     Refusal("config.token_healing", {"token_healing": True}, constraint={"json_object": True}),
     Refusal("config.token_healing", {"token_healing": True}, output={"prompt_logprobs": 1}),
-    *(
-        Refusal(f"output.{name}", {"num_beams": 2}, output={name: True})
-        for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-    ),
+    # Beams keep the tensors of all that may be returned.
+    Refusal("output.output_scores", {"num_beams": 64, "max_new_tokens": 300}, output={"output_scores": True}),
     Refusal("output.output_scores", {"max_new_tokens": 4000}, output={"output_scores": True, "output_logits": True}),
     Refusal("constraint", constraint={}),
     Refusal("constraint.json_object", constraint={"json_object": False}),

@@ -159,7 +159,7 @@ def test_every_option_of_the_file_is_taken(tmp_path: Path) -> None:
         {"num_beams": 4, "num_beam_groups": 2},
         {"force_words_ids": [[1]]},
         {"suppress_tokens": [7], "forced_bos_token_id": 7},
-        {"num_beams": 2, "guidance_scale": 1.5},
+        {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5, "guidance_scale": 1.5},
     ],
 )
 def test_a_broken_file_stops_the_start_and_names_the_model(tmp_path: Path, values: Any) -> None:

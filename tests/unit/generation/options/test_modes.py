@@ -205,8 +205,9 @@ def test_the_models_file_chooses_a_mode_and_the_request_another() -> None:
     assert resolved(beams, num_beams=1).params.generation_mode is GenerationMode.GREEDY_SEARCH
     assert resolved(beams, num_beams=1).warnings == ()
     guided = file_of(guidance_scale=1.5)
+    assert resolved(guided, num_beams=2).params.guidance.scale == 1.5
     with pytest.raises(InvalidArgument):
-        resolved(guided, num_beams=2)
+        resolved(guided, num_beams=2, num_beam_groups=2, diversity_penalty=0.5)
     assert resolved(guided, num_beams=2, guidance_scale=1.0).params.guidance == NO_GUIDANCE
 
 
