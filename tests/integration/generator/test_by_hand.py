@@ -378,6 +378,6 @@ def test_caches_are_cleared_whole_or_by_request(generator: Generator) -> None:
             next(stream)
         assert generator.clear_cache(["mine"]) >= 1
         assert stream.result().token_ids == wanted
-    with pytest.raises(NotFound, match=r"live_request_ids\[0\]") as caught:
+    with pytest.raises(NotFound, match=r"sequence_ids\[0\]") as caught:
         generator.clear_cache(["mine"])
     assert caught.value.reason == "REQUEST_NOT_FOUND"
