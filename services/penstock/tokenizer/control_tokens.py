@@ -112,8 +112,11 @@ def content_tokenizer(base: Tokenizer, marks: ControlMarks) -> Tokenizer:
     content = copy_tokenizer(base, model=model, rename=marks.add)
     # Even a tokenizer that never parses special tokens must do so here: their texts are marks.
     content.encode_special_tokens = False
-    for index, token in marks.control_tokens.items():
-        if index not in content.encode(marks.add(token), add_special_tokens=False).ids:
+    # In one call: some vocabularies have thousands.
+    controls = list(marks.control_tokens.items())
+    encoded = content.encode_batch([marks.add(token) for _, token in controls], add_special_tokens=False)
+    for (index, _), encoding in zip(controls, encoded, strict=True):
+        if index not in encoding.ids:
             raise ValueError(f"control token {index} cannot be kept apart from text")
     return content
 
@@ -141,4 +144,4 @@ def _renamed_model(base: Tokenizer, tokens: set[str], marks: ControlMarks) -> An
 
 def _makes(pair: str | list[str], tokens: set[str]) -> bool:
     left, right = pair.split(" ") if isinstance(pair, str) else pair
-    return bool({left, right, left + right} & tokens)
+    return left in tokens or right in tokens or left + right in tokens

@@ -24,9 +24,7 @@ def test_it_is_spelled_where_control_tokens_are_and_refused_elsewhere(
     folder = text_checkpoint(tmp_path)
     rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append(
-        {**tokenizer["added_tokens"][0], "id": rows, "content": TOKEN, "special": special}
-    )
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": rows, "content": TOKEN, "special": special})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     with local_generator(folder, allow_control_tokens_in_text=allowed) as generator:

@@ -16,6 +16,7 @@ from penstock.cli.infer.config import (
     OUTPUT,
     PROMPTS,
     InferConfig,
+    check_asked,
     connection_options,
     engine_options,
 )
@@ -61,7 +62,7 @@ def run_infer(given: Overrides) -> int:
     if config.gpus and not config.use_vllm:
         complain(f"--gpus {config.gpus} changes nothing and chooses no GPU: the engine runs where --device says")
     if config.interactive:
-        config.asked_options()
+        check_asked(config.asked_options())
         files = None
     else:
         files = BatchFiles(config)

@@ -9,9 +9,12 @@ from typing import Any
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.common.checkpoint import model_name
-from penstock.common.errors import StartupError
+from penstock.common.errors import InvalidArgument, StartupError
 from penstock.common.options import BoundOption, option, options_of
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.options.checks import check_options
+from penstock.generation.options.hf_json import options_of as options_of_json
+from penstock.generation.options.kinds import BadValue
 from penstock.generation.options.table import CONFIG, DRAFTS
 
 MODEL, PROMPTS, OUTPUT, ENDPOINT = "Model", "Prompts", "Output", "Endpoint"
@@ -166,6 +169,21 @@ class InferConfig(SamplingConfig):
                 if asked.get(name) in (0, defaults[name]):
                     asked.pop(name, None)
         return asked
+
+
+def check_asked(options: dict[str, Any]) -> None:
+    """Check each option by itself, before a model is loaded. Raises StartupError naming its flag.
+
+    Those in a form that only requests have are left to the engine.
+    """
+    for name, value in options.items():
+        try:
+            check_options(options_of_json({name: value}), prefix="")
+        except BadValue:
+            continue
+        except InvalidArgument as error:
+            flag = f"--{name.replace('_', '-')}"
+            raise StartupError(f"{flag} {error.message}", flag=flag) from error
 
 
 def generation_config(options: dict[str, Any]) -> dict[str, Any]:

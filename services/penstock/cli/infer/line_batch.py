@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.console import complain, say
-from penstock.cli.infer.config import InferConfig, generation_config
+from penstock.cli.infer.config import InferConfig, check_asked, generation_config
 from penstock.cli.infer.journal import Journal, json_list, write_whole
 from penstock.cli.infer.prompts import Line, Prompt, Prompter, PromptFile, with_terminators
 from penstock.cli.progress import LINE_SECONDS
@@ -55,7 +55,7 @@ class BatchFiles:
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise StartupError(f"{flag} {config.predictions_file}: {above} is no folder to write into", flag=flag)
         self.lines = PromptFile(config.data_file)
-        config.asked_options()
+        check_asked(config.asked_options())
 
 
 class Batch:

@@ -136,11 +136,10 @@ def _end_with(parent: int) -> None:
 
     The kernel's own signal would come at the end of the thread that started this process.
     """
-    with selectors.DefaultSelector() as selector:
-        with contextlib.suppress(ProcessLookupError):
-            selector.register(os.pidfd_open(parent), selectors.EVENT_READ)
-            if os.getppid() == parent:
-                selector.select()
+    with selectors.DefaultSelector() as selector, contextlib.suppress(ProcessLookupError):
+        selector.register(os.pidfd_open(parent), selectors.EVENT_READ)
+        if os.getppid() == parent:
+            selector.select()
     os._exit(0)
 
 
