@@ -6,6 +6,7 @@ everything else.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Bench:
     period: int
     turns: int
     needs_kernels: bool = False
+    # Seconds that no cell of this tree may take, whatever the base does.
+    most_seconds: float = math.inf
 
     def starts_with_base(self, number: int, turn: int) -> bool:
         """True when the base goes first in this turn of this round: in each cell the trees take it in turns (ABBA)."""
@@ -187,11 +190,39 @@ def wire_times(result: Mapping[str, Any]) -> Times:
     return times
 
 
+# The bound on the work of a tokenizer's start, behind transformers' own reading.
+TOKENIZER_SECONDS = 2.0
+
+
+def starts(effort: Effort) -> Bench:
+    """Starts of tokenizers, one with as many added tokens as Gemma 3 has; a turn is the whole script."""
+
+    def flags(setting: Setting, cycles: int, out: Path) -> list[str]:
+        return ["--only", "tokenizers", "--out", str(out)]
+
+    return Bench(
+        "starts",
+        "starts.py",
+        effort,
+        flags,
+        WHOLE_RUN,
+        start_times,
+        period=1,
+        turns=1,
+        most_seconds=TOKENIZER_SECONDS,
+    )
+
+
+def start_times(result: Mapping[str, Any]) -> Times:
+    """Seconds of the processor."""
+    return {f"start of a tokenizer, {cell['name']}": [cell["rest"]] for cell in result["cells"]}
+
+
 MODES = ("quick", "full")
 # More rounds of noisy cells are begun in quick mode only where they will end by then.
 QUICK_SECONDS = 340.0
 # Benchmarks by their first word, for --only.
-NAMES = ("decode_steps", "W1", "W5", "engine_overhead", "wire")
+NAMES = ("decode_steps", "W1", "W5", "engine_overhead", "wire", "starts")
 
 
 def benches(mode: str) -> list[Bench]:
@@ -201,6 +232,7 @@ def benches(mode: str) -> list[Bench]:
     many = [64, 256]
     if mode == "quick":
         return [
+            starts(Effort(1, 2, 4)),
             engine_overhead([1, 32], [128, 4096], Effort(1, 8, 12)),
             decode_steps([1, 8, 32], 6, Effort(2, 2, 3)),
             wire(few, tokens, Effort(2, 1, 2)),
@@ -209,6 +241,7 @@ def benches(mode: str) -> list[Bench]:
             workloads(["W5"], Effort(1, 1, 2)),
         ]
     return [
+        starts(Effort(1, 5, 10)),
         engine_overhead([1, 32], [128, 4096], Effort(1, 20, 40)),
         decode_steps([1, 8, 32], 10, Effort(3, 5, 10)),
         wire(few, tokens, Effort(2, 5, 10)),

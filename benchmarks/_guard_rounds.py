@@ -128,6 +128,9 @@ class Guard:
     def _take(self, bench: Bench, base: Times, tree: Times) -> None:
         if base.keys() != tree.keys():
             raise ValueError(f"cells of one tree alone: {', '.join(sorted(base.keys() ^ tree.keys()))}")
+        for name, seconds in tree.items():
+            if min(seconds) > bench.most_seconds:
+                raise ValueError(f"{name}: {min(seconds):.2f} s, and at most {bench.most_seconds:g} s are allowed")
         found = {name: ratios(tree[name], base[name]) for name in base}
         cells = self._cells.setdefault(bench.name, {})
         for name, values in found.items():

@@ -141,6 +141,9 @@ def prepare(options: argparse.Namespace, base: Tree, tree: Tree, progress: Progr
     say(obstacle or f"kernels: {base.kernels} of the base, {tree.kernels} of the tree")
     chosen = [bench for bench in benches(options.mode) if bench.name.split()[0] in options.only]
     left_out = {} if obstacle is None else {one.name: "needs C++ kernels" for one in chosen if one.needs_kernels}
+    for bench in chosen:
+        if not all((one.folder / "benchmarks" / bench.script).is_file() for one in (base, tree)):
+            left_out[bench.name] = f"the base has no {bench.script}"
     chosen = [bench for bench in chosen if bench.name not in left_out]
     seconds = QUICK_SECONDS if options.mode == "quick" else math.inf
     limits = Limits(options.bound / 100, seconds)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -24,11 +25,14 @@ from benchmarks._guard_benches import (
     benches,
     decode_step_times,
     engine_overhead_times,
+    start_times,
     wire_times,
     workload_times,
 )
 from benchmarks._guard_ratios import Cell, interval, ratios
 from benchmarks._guard_report import conclusion
+from benchmarks._guard_rounds import Guard, Limits
+from benchmarks._guard_trees import Tree
 from benchmarks._report import Table
 from benchmarks._wire_report import markdown
 
@@ -176,6 +180,18 @@ def test_rows_that_the_scripts_print_end_a_turn(capsys: pytest.CaptureFixture[st
 def test_decode_steps_are_read_by_batch_in_the_order_of_their_turns() -> None:
     cells = [{"batch": batch, "step_ms": ms} for batch, ms in ((1, 30.0), (8, 40.0), (1, 31.0), (8, 41.0))]
     assert decode_step_times({"cells": cells}) == {"decode step of 1": [30.0, 31.0], "decode step of 8": [40.0, 41.0]}
+
+
+def test_a_start_of_a_tokenizer_has_a_bound_of_its_own() -> None:
+    """Whatever the base takes: Gemma 3's took 49 seconds for as long as nobody compared it with anything."""
+    bench = chosen("starts")
+    times = start_times({"cells": [{"name": "made", "rest": 2.5, "weights": 1.0}]})
+    assert times == {"start of a tokenizer, made": [2.5]}
+    trees = [Tree(name, ROOT, "") for name in ("base", "tree")]
+    guard = Guard(trees[0], trees[1], SETTING, [bench], {}, Limits(0.02, 1.0), Progress())
+    guard._take(bench, times, {"start of a tokenizer, made": [1.9]})
+    with pytest.raises(ValueError, match="at most 2 s are allowed"):
+        guard._take(bench, times, times)
 
 
 def test_workloads_speeds_become_times() -> None:

@@ -1,4 +1,4 @@
-"""Every way to start, with each default as users have it: nothing is switched off, and no variable of the tests counts."""
+"""Every way to start, with each default as users have it: nothing is switched off, by flag or by variable."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -219,7 +219,8 @@ def _small_sizes(causal: Any, largest: int) -> Iterator[None]:
             configs[id(text)] = text
     old: list[tuple[Any, str, float]] = []
     for owner in (*configs.values(), *causal.modules()):
-        old += [(owner, name, size) for name in _SIZES if _is_above(size := getattr(owner, name, None), largest)]
+        sizes = ((name, getattr(owner, name, None)) for name in _SIZES)
+        old += [(owner, name, size) for name, size in sizes if _is_above(size, largest)]
     ropes = {id(rope): rope for config in configs.values() for rope in _scaling_ropes(config)}
     lengths = [(rope, rope[_ROPE_LENGTH]) for rope in ropes.values() if _is_above(rope.get(_ROPE_LENGTH), largest)]
     try:
@@ -235,7 +236,7 @@ def _small_sizes(causal: Any, largest: int) -> Iterator[None]:
             rope[_ROPE_LENGTH] = length
 
 
-def _is_above(size: object, largest: int) -> bool:
+def _is_above(size: object, largest: int) -> TypeGuard[float]:
     return isinstance(size, int | float) and not isinstance(size, bool) and size > largest
 
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _log = get_logger("penstock.generation")
 # Context of a model that names no largest position.
 _UNBOUNDED_CONTEXT = 32_768
-# Types of models that also see, which transformers has under another name than its causal language models. The text part
-# of these gives generate()'s ids without images; that of others does not, such as PaliGemma, whose prompts see ahead.
+# Types of models that also see, which transformers has under another name than its causal language models. The text
+# part of these gives generate()'s ids without images; that of others does not: PaliGemma's prompts see ahead.
 _SEEING = frozenset((
     "aria", "aya_vision", "cohere2_vision", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llava", "llava_next",
     "llava_onevision", "mistral3", "ovis2", "qwen2_5_vl", "qwen3_vl", "smolvlm", "step3p7", "video_llava", "vipllava",
