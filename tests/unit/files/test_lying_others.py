@@ -29,7 +29,7 @@ from penstock.generation.core.model_config import ModelRoute
 from penstock.generation.grammar.tokenizer import GrammarTokenizer
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.startup.draft_model import _token_ids
-from penstock.generation.startup.load import _token_bytes
+from penstock.generation.startup.vocabulary import read_token_bytes
 from penstock.generation.weights.files import INDEX_FILE, PACKED_FILE
 from penstock.generator.model_settings import ModelSettings
 from penstock.tokenizer.bundle import TokenizerBundle, checked
@@ -67,7 +67,7 @@ def test_tokenizer_json(tmp_path: Path) -> None:
 
     def use() -> None:
         check_folder(tmp_path)
-        if (table := _token_bytes(tmp_path, model)) is not None:
+        if (table := read_token_bytes(tmp_path, model)) is not None:
             table.bytes_of(0)
 
     read_all(tmp_path / "tokenizer.json", small_tokenizer(), use, 400, parts=3)
@@ -90,7 +90,7 @@ def test_tokenizer_config_json(tmp_path: Path) -> None:
 
     def use() -> None:
         check_folder(tmp_path)
-        _token_bytes(tmp_path, model)
+        read_token_bytes(tmp_path, model)
 
     read_all(tmp_path / "tokenizer_config.json", values, use, 100, parts=3)
 

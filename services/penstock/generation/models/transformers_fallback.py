@@ -18,7 +18,7 @@ from penstock.generation.attention.transformers_interface import (
     paged,
     register,
 )
-from penstock.generation.models.given_positions import give_positions
+from penstock.generation.models.row_positions import give_positions
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
