@@ -68,7 +68,13 @@ def _simple(schema: dict[str, Any], bounds: JsonBounds) -> str:
     """Return the JSON text of a schema made simple. Raises Untranslatable."""
     try:
         settings = take_settings(schema, bounds)
-        made = simplify(schema, is_strict=settings.is_strict, bounds=settings.bounds)
+        try:
+            made = simplify(schema, is_strict=settings.is_strict, bounds=settings.bounds)
+        except Refusal:
+            if not settings.guidance.get("lenient"):
+                raise
+            # llguidance leaves out what it does not know: that was asked for.
+            made = schema
         if not has_finite_document(made):
             raise Untranslatable("has no document that ends: it requires itself")
         return write_json({NAME: settings.for_llguidance, **made})

@@ -263,6 +263,12 @@ def test_values_are_not_repeated() -> None:
     assert "s3cret" not in said
 
 
+def test_lenient_leaves_out_what_cannot_be_held_to() -> None:
+    document = {"type": "array", "items": INTEGER, "uniqueItems": True}
+    assert refusal("json_schema", json.dumps(document)).startswith("at #: `uniqueItems` ")
+    assert accepts(compiled({**document, "x-guidance": {"lenient": True}}), "[1, 1]")
+
+
 def test_an_unused_definition_does_not_matter() -> None:
     assert accepts(compiled({**INTEGER, "$defs": {"unused": {"not": {"const": 1}}}}), "1")
 
