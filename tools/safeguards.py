@@ -157,7 +157,7 @@ SAFEGUARDS = (
     Safeguard(
         "connections without a token make room for one another",
         _PENSTOCK + "http2/strangers.py",
-        "        self.discard(oldest)\n        self.evicted += 1\n        oldest.evict()\n",
+        "        self.discard(oldest)\n        self._on_evicted()\n        oldest.evict()\n",
         "",
         "tests/unit/http2/test_strangers.py::test_of_too_many_the_oldest_without_calls_goes_and_then_the_oldest",
     ),

@@ -9,7 +9,7 @@ import { CONFIG, OUTPUT, STOP } from "./option_table.mjs";
 
 const CONSTRAINTS = ["json_schema", "json_object", "regex", "grammar", "choice"];
 // Fields of the request itself: of Generate, and of Chat.
-const REQUEST = ["add_special_tokens", "add_generation_prompt", "continue_final_message"];
+const REQUEST = ["add_special_tokens", "parse_special_tokens", "suffix", "add_generation_prompt", "continue_final_message"];
 
 const tokenIds = (ids) => ({ ids });
 // A phrase, or alternatives of which one must appear.

@@ -109,7 +109,11 @@ class Weights:
 
 def run_inspect(model: str | None, given: Overrides) -> None:
     """Show a model. Raises StartupError naming MODEL where there is none."""
+    from penstock.common.logging import configure_logging
+
     config = from_env_and_flags(InspectConfig, given)
+    # Standard output is for the facts; before this call warnings go there, too.
+    configure_logging("inspect", level="warning")
     facts = inspect_model(model, measures=config.measure, offline=config.offline)
     if config.json:
         say(json.dumps(facts, ensure_ascii=False, indent=2))
@@ -358,7 +362,9 @@ def _start(
     except StartupError as error:
         return False, error.message, _advice(values)
     try:
-        read_token_bytes(folder, config)
+        # Of a hub's model its files are not fetched.
+        if (folder / "tokenizer.json").is_file():
+            read_token_bytes(folder, config)
     except StartupError as error:
         return False, error.message, ["the tokenizer's files of the very model, beside its weights"]
     memory = facts["memory"]

@@ -155,6 +155,8 @@ class OutputItems:
         # Number of the call that the open item is.
         self._call = -1
         self._is_open = False
+        # Log-probabilities of tokens whose text is not whole yet, such as the first part of a character.
+        self._early: list[dict[str, Any]] = []
 
     def reason(self, text: str) -> list[Event]:
         """Add reasoning."""
@@ -163,7 +165,11 @@ class OutputItems:
         return [*found, ("response.reasoning_text.delta", {**self._place(), "content_index": 0, "delta": text})]
 
     def write(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
-        """Add text of the answer."""
+        """Add text of the answer, and the log-probabilities of its tokens; without text they go with the next one."""
+        if not text:
+            self._early += logprobs
+            return []
+        logprobs, self._early = [*self._early, *logprobs], []
         found = self._begin("message")
         part = self.items[-1]["content"][0]
         part["text"] += text
@@ -217,6 +223,8 @@ class OutputItems:
             part = item["content"][0]
             within = {**place, "content_index": 0}
             if item["type"] == "message":
+                part["logprobs"] += self._early
+                self._early = []
                 done = {**within, "text": part["text"], "logprobs": part["logprobs"]}
                 found.append(("response.output_text.done", done))
             else:

@@ -318,7 +318,7 @@ def _tool_choice(
 def _take(items: OutputItems, delta: Delta) -> list[Event]:
     """Add a delta to the items; return the events that tell of it."""
     found = items.reason(delta.reasoning) if delta.reasoning else []
-    if delta.text:
+    if delta.text or (delta.logprobs and not (delta.reasoning or delta.tool_calls)):
         found += items.write(delta.text, chat_logprobs(delta.logprobs)["content"] if delta.logprobs else [])
     for piece in delta.tool_calls:
         found += items.call(piece.index, piece.id, piece.name, piece.arguments)

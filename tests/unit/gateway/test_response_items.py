@@ -123,3 +123,15 @@ def test_events_and_items_say_the_same() -> None:
     done = [value["item"] for name, value in events if name == "response.output_item.done"]
     assert done == items.items
     assert items.end() == []
+
+
+def test_log_probabilities_of_tokens_without_text_go_with_the_next_text() -> None:
+    items = OutputItems()
+    first, second, last = ([{"token": name, "bytes": [number]}] for name, number in (("a", 1), ("b", 2), ("c", 3)))
+    assert items.write("", first) == []
+    (*_, (name, event)) = items.write("\u00e9", second)
+    assert (name, event["logprobs"]) == ("response.output_text.delta", [*first, *second])
+    # A character that the limit cut has no text at all.
+    assert items.write("", last) == []
+    items.end()
+    assert items.items[0]["content"][0]["logprobs"] == [*first, *second, *last]

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 from factories.source_tree import PACKAGE, circles, imports, modules, room_of, rooms
-
-# A reader who opens one of these wants it apart from its only importer: a family, a command.
-MOST_SMALL_FILES = 12
-SMALL = 70
 
 
 def test_every_file_has_a_room_and_every_room_a_file() -> None:
@@ -42,16 +37,6 @@ def test_no_file_imports_itself() -> None:
 def test_a_circle_would_be_seen() -> None:
     graph = {"a": frozenset({"b"}), "b": frozenset({"c"}), "c": frozenset({"b"}), "d": frozenset()}
     assert circles(graph) == [["b", "c"]]
-
-
-def test_few_small_files_serve_one_other_alone() -> None:
-    importers = Counter(other for others in imports().values() for other in others)
-    small = [
-        module
-        for module, path in modules().items()
-        if path.name != "__init__.py" and importers[module] == 1 and len(path.read_text().splitlines()) < SMALL
-    ]
-    assert len(small) <= MOST_SMALL_FILES, small
 
 
 def test_the_top_of_generation_is_a_short_list() -> None:

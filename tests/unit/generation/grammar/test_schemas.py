@@ -251,7 +251,7 @@ def test_a_refusal_without_a_keyword_or_by_llguidance_alone_has_a_place() -> Non
 def test_a_refusal_names_the_tool(name: str) -> None:
     chat = choose_format("", name, "none")
     bad = {"properties": {"age": {"type": "object", "properties": {"x": {"not": {"const": 1}}}}}}
-    text = forced_grammar(chat, {"fine": {}, "get_weather": bad}, {}, is_single=True, in_reasoning=False)
+    text = forced_grammar(chat, {"fine": {}, "get_weather": bad}, {}, max_calls=1, in_reasoning=False)
     said = refusal("grammar", text)
     assert said.startswith("tool get_weather, ")
     assert "properties/x: `not` is not supported" in said
