@@ -12,6 +12,8 @@ from penstock.gateway.request_fields import typed
 
 # Names of a message's reasoning, as servers and clients have them. The first that is set counts.
 _REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
+# All other fields that are read.
+_TAKEN = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "function_call"})
 
 
 def messages_of(value: Any, call: HttpCall) -> list[dict[str, Any]]:
@@ -31,11 +33,11 @@ def _message(message: Any, where: str, call: HttpCall) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(role, role)
     content = message.get("content")
     said = read_content(content, f"{where}.content", role, call) if content is not None else Said()
-    if (refusal := message.get("refusal")) is not None:
-        said.text += typed(refusal, str, f"{where}.refusal")
+    if isinstance(refusal := message.get("refusal"), str):
+        said.texts.append(refusal)
     made: dict[str, Any] = {"role": role}
-    if said.text or content is not None:
-        made["content"] = said.text
+    if (text := said.text) or content is not None:
+        made["content"] = text
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             made[name] = typed(message[name], str, f"{where}.{name}")
@@ -43,16 +45,22 @@ def _message(message: Any, where: str, call: HttpCall) -> dict[str, Any]:
         made["reasoning_content"] = reasoning
     if calls := _calls(message, where) or said.calls:
         made["tool_calls"] = calls
-    taken = {"role", "content", "refusal", "name", "tool_call_id", "tool_calls", "function_call", *_REASONING}
-    call.ignored += [f"messages[].{key}" for key in message if key not in taken and message[key] is not None]
+    left = (key for key, value in message.items() if value is not None and not _is_taken(key, value))
+    call.ignore(*(f"messages[].{key}" for key in left))
     return made
+
+
+def _is_taken(key: str, value: Any) -> bool:
+    """True for a field of a message that was read, or asks for nothing: others' servers have false or {} there."""
+    if key == "refusal" or key in _REASONING:
+        return not value or isinstance(value, str if key == "refusal" else str | list)
+    return key in _TAKEN
 
 
 def _reasoning(message: dict[str, Any], where: str, call: HttpCall) -> str:
     for name in _REASONING:
-        if given := message.get(name):
-            if not isinstance(given, str | list):
-                raise InvalidArgument(f"{where}.{name}", "must be a text")
+        given = message.get(name)
+        if given and isinstance(given, str | list):
             said: Said = read_content(given, f"{where}.{name}", "assistant", call)
             if text := said.reasoning or said.text:
                 return text
@@ -71,6 +79,6 @@ def _calls(message: dict[str, Any], where: str) -> list[dict[str, str]]:
             continue
         function = typed(within.get("function"), dict, f"{at}.function")
         made.append({**call_of(function, f"{at}.function"), "id": typed(within.get("id") or "", str, f"{at}.id")})
-    if not made and (old := message.get("function_call")) is not None:
+    if not made and (old := message.get("function_call")):
         made.append(call_of(typed(old, dict, f"{where}.function_call"), f"{where}.function_call"))
     return made

@@ -28,7 +28,7 @@ def take_tools(
             names.custom.add(made["name"])
             functions.append({"type": "function", "function": made})
         elif is_elsewhere(kind):
-            call.ignored.append(f"tools[].{kind[:64]}")
+            call.ignore(f"tools[].{kind[:64]}")
         else:
             functions.append(tool)
     tools: list[Any] = list(tools_of(functions))

@@ -63,8 +63,7 @@ def as_function(tool: Mapping[str, Any], at: str, call: HttpCall) -> dict[str, A
     definition = grammar.get("definition")
     if form.get("type") == "grammar" and isinstance(definition, str):
         words.append(f"The input is a text of this grammar ({grammar.get('syntax')}):\n{definition}")
-        if "tools[].format" not in call.ignored:
-            call.ignored.append("tools[].format")
+        call.ignore("tools[].format")
     return {"name": name, "description": "\n\n".join(filter(None, words)), "parameters": _INPUT}
 
 

@@ -76,8 +76,10 @@ class HttpCall:
     tail: str = ""
     # Option -> the name by which the request set it.
     names: dict[str, str] = field(default_factory=dict)
-    # Fields that nothing reads.
+    # Fields that nothing reads, as far as the answer names them. `ignore` adds to them.
     ignored: list[str] = field(default_factory=list)
+    # The same, to be found by name: a body may have thousands.
+    _ignored: set[str] = field(default_factory=set)
     # That of the caller, or a new one; later that of the router, where several requests are made of this one.
     request_id: str = ""
     # The first of these, for headers and the log where a body's own id is not fit for them.
@@ -98,12 +100,20 @@ class HttpCall:
         """Id for headers and the log."""
         return self.request_id if is_request_id(self.request_id) else self.header_id
 
+    def ignore(self, *names: str) -> None:
+        """List fields as ignored, each once: those that a header can name, up to --max-ignored-fields."""
+        for name in names:
+            if len(self.ignored) >= self.config.max_ignored_fields:
+                return
+            if name not in self._ignored and name.isascii() and name.isprintable():
+                self._ignored.add(name)
+                self.ignored.append(name)
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers that every answer has."""
         found = _id_header(self.shown_id)
         if self.ignored:
-            shown = [name for name in self.ignored if name.isascii() and name.isprintable()]
-            listed = ", ".join(name[:64] for name in shown[: self.config.max_ignored_fields])
+            listed = ", ".join(name[:64] for name in self.ignored)
             found.append((b"x-penstock-ignored-fields", listed.encode()))
         return found
 

@@ -37,8 +37,8 @@ _THOUGHTS: Mapping[str, tuple[str, ...]] = {
 _CALLS = ("tool_use", "tool_call", "function_call")
 # Encrypted by another server, for itself.
 _SEALED = ("redacted_thinking", "reasoning.encrypted", "compaction", "encrypted_content")
-# Roles whose messages a caller writes anew, and can change.
-_ASKING = ("user", "system", "developer")
+# Roles whose messages a caller cannot take back. All others' a caller writes anew, and can change.
+_HISTORY = ("assistant", "tool")
 _MOST_NAME = 80
 _PLACE = re.compile(r"\[\d+\]")
 _TEXT_TYPES = ("text/", "application/json", "application/xml", "application/yaml")
@@ -48,9 +48,20 @@ _TEXT_TYPES = ("text/", "application/json", "application/xml", "application/yaml
 class Said:
     """A content that was read."""
 
-    text: str = ""
-    reasoning: str = ""
+    # Thousands of parts are joined once.
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All text."""
+        return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        """All thoughts."""
+        return "".join(self.thoughts)
 
 
 def read_content(content: Any, where: str, role: str, call: HttpCall, *, word: str = "parts") -> Said:
@@ -59,14 +70,14 @@ def read_content(content: Any, where: str, role: str, call: HttpCall, *, word: s
     `word`: that of the API for parts. Raises InvalidArgument naming the part.
     """
     said = Said()
-    if isinstance(content, str) or (content is None and role not in _ASKING):
-        said.text = content or ""
+    if isinstance(content, str) or (content is None and role in _HISTORY):
+        said.texts.append(content or "")
     elif isinstance(content, list):
         for number, part in enumerate(content):
             _take(said, part, f"{where}[{number}]", role, call, word)
     elif role == "tool":
         # Results are often sent as they are.
-        said.text = json.dumps(content, ensure_ascii=False)
+        said.texts.append(json.dumps(content, ensure_ascii=False))
     else:
         raise InvalidArgument(where, f"must be a text or a list of {word}")
     return said
@@ -101,7 +112,7 @@ def call_of(given: Mapping[str, Any], where: str) -> dict[str, str]:
 def _take(said: Said, part: Any, where: str, role: str, call: HttpCall, word: str) -> None:
     """Add a part to what was said."""
     if isinstance(part, str):
-        said.text += part
+        said.texts.append(part)
         return
     if not isinstance(part, dict):
         raise InvalidArgument(where, "must be an object")
@@ -109,27 +120,25 @@ def _take(said: Said, part: Any, where: str, role: str, call: HttpCall, word: st
     if not isinstance(kind, str):
         raise InvalidArgument(f"{where}.type", "must be a text")
     if kind in _TEXTS:
-        said.text += _text(part, _TEXTS[kind], where, role)
-    elif kind in _THOUGHTS and role not in _ASKING:
-        said.reasoning += _text(part, _THOUGHTS[kind], where, role)
+        said.texts.append(_text(part, _TEXTS[kind], where, role))
+    elif kind in _THOUGHTS and role in _HISTORY:
+        said.thoughts.append(_text(part, _THOUGHTS[kind], where, role))
     elif kind in _CALLS and role == "assistant":
         said.calls.append(call_of(part, where))
-    elif kind in _SEALED and role not in _ASKING:
+    elif kind in _SEALED and role in _HISTORY:
         _list_ignored(call, where, kind)
     elif (text := _document(part, kind)) is not None:
-        said.text += text
-    elif role in _ASKING:
+        said.texts.append(text)
+    elif role not in _HISTORY:
         raise InvalidArgument(where, f"{kind[:64]} {word} are not supported: Penstock's models read text")
     else:
         _list_ignored(call, where, kind)
-        said.text += _placeholder(part, kind)
+        said.texts.append(_placeholder(part, kind))
 
 
 def _list_ignored(call: HttpCall, where: str, kind: str) -> None:
     """List a kind of part as ignored, once for all places."""
-    name = f"{_PLACE.sub('[]', where)}.{kind}"
-    if name not in call.ignored:
-        call.ignored.append(name)
+    call.ignore(f"{_PLACE.sub('[]', where)}.{kind}")
 
 
 def _text(part: Mapping[str, Any], names: tuple[str, ...], where: str, role: str) -> str:
@@ -139,7 +148,7 @@ def _text(part: Mapping[str, Any], names: tuple[str, ...], where: str, role: str
         return "".join(str(one.get("text") or "") if isinstance(one, dict) else str(one) for one in found)
     if isinstance(found, str):
         return found
-    if found is None and (role not in _ASKING or any(part.get(name) == "" for name in names)):
+    if found is None and (role in _HISTORY or any(part.get(name) == "" for name in names)):
         return ""
     raise InvalidArgument(f"{where}.{names[0]}", "must be a text")
 

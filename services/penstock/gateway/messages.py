@@ -130,7 +130,7 @@ def _tools(fields: Fields, call: HttpCall) -> tuple[list[dict[str, Any]], str | 
         at = f"tools[{number}]"
         kind = typed(tool, dict, at).get("type")
         if is_elsewhere(kind):
-            call.ignored.append(f"tools[].{kind[:64]}")
+            call.ignore(f"tools[].{kind[:64]}")
             continue
         if kind not in (None, "custom"):
             raise InvalidArgument(f"{at}.type", f"must be custom: {str(kind)[:64]} is a tool of another server")
@@ -172,7 +172,7 @@ def _conversation(fields: Fields, call: HttpCall) -> list[dict[str, Any]]:
         role = typed(message, dict, where).get("role")
         if role not in ("user", "assistant", "system"):
             raise InvalidArgument(f"{where}.role", "must be user or assistant")
-        call.ignored += [f"messages[].{key}" for key in message if key not in ("role", "content")]
+        call.ignore(*(f"messages[].{key}" for key in message if key not in ("role", "content")))
         content = message.get("content")
         if role == "assistant":
             found.append(_assistant(content, f"{where}.content", call))
@@ -186,11 +186,11 @@ def _user(role: str, content: Any, where: str, call: HttpCall) -> list[dict[str,
     results: list[dict[str, Any]] = []
     if not isinstance(content, list):
         return [{"role": role, "content": read_content(content, where, role, call, word="blocks").text}]
-    text, is_empty = "", True
+    texts: list[str] = []
     for number, block in enumerate(content):
         at = f"{where}[{number}]"
         if not isinstance(block, dict) or block.get("type") != "tool_result":
-            text, is_empty = text + read_block(block, at, role, call, word="blocks").text, False
+            texts.append(read_block(block, at, role, call, word="blocks").text)
             continue
         results.append(
             {
@@ -199,7 +199,7 @@ def _user(role: str, content: Any, where: str, call: HttpCall) -> list[dict[str,
                 "content": read_content(block.get("content"), f"{at}.content", "tool", call, word="blocks").text,
             }
         )
-    return [*results, {"role": role, "content": text}] if not is_empty or not results else results
+    return [*results, {"role": role, "content": "".join(texts)}] if texts or not results else results
 
 
 def _assistant(content: Any, where: str, call: HttpCall) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Fields:
         change the answer, and any where the configuration refuses unknown fields."""
         left = [name for name, value in self._body.items() if name not in self._taken and value is not None]
         note_fields(unknown_fields(left, self._taken | _OWN_NAMES, refuse=self._call.config.unknown_fields == "refuse"))
-        self._call.ignored += left
+        self._call.ignore(*left)
 
 
 def typed(value: Any, kind: type[T], name: str) -> T:

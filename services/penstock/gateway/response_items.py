@@ -84,8 +84,7 @@ def conversation_of(items: Sequence[dict[str, Any]], first: int, call: HttpCall)
             said = read_content(item.get("content") or item.get("summary"), f"{where}.content", "assistant", call)
             reasoning.append(said.reasoning or said.text)
         elif kind in _KEPT:
-            if (name := f"input[].{kind}") not in call.ignored:
-                call.ignored.append(name)
+            call.ignore(f"input[].{kind}")
         elif kind.endswith("_output"):
             found.append(
                 {

@@ -250,7 +250,7 @@ def _take_text(fields: Fields, options: dict[str, Any], call: HttpCall) -> dict[
 def _take_include(fields: Fields, options: dict[str, Any], call: HttpCall) -> None:
     """Take include and top_logprobs, either of which asks for log-probabilities."""
     include, top = fields.get("include", list, []), fields.maybe("top_logprobs", int)
-    call.ignored += [f"include:{one}" for one in include if isinstance(one, str) and one != _LOGPROBS]
+    call.ignore(*(f"include:{one}" for one in include if isinstance(one, str) and one != _LOGPROBS))
     if _LOGPROBS in include or top:
         options["top_logprobs"], call.names["top_logprobs"] = top or 0, "top_logprobs"
 
@@ -274,8 +274,7 @@ def _add_tool(
             _add_tool(tools, names, one, f"{at}.tools[{number}]", call, space)
         return
     if is_elsewhere(kind):
-        if (name := f"tools[].{kind[:64]}") not in call.ignored:
-            call.ignored.append(name)
+        call.ignore(f"tools[].{kind[:64]}")
         return
     if kind == "custom":
         made = as_function(tool, at, call)

@@ -11,6 +11,7 @@ from penstock.common.errors import InvalidArgument
 from penstock.gateway.chat_history import messages_of
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import HttpCall
+from penstock.gateway.history import read_content
 from penstock.gateway.messages import _conversation
 from penstock.gateway.request_fields import Fields
 from penstock.gateway.response_items import conversation_of, read_items
@@ -233,3 +234,47 @@ def test_fields_of_a_chats_message_by_all_their_names(case: str) -> None:
 def test_a_function_is_a_tool() -> None:
     found, _ = read("chat", [{"role": "function", "name": "f", "content": {"n": 1}}])
     assert found == [{"role": "tool", "name": "f", "content": json.dumps({"n": 1})}]
+
+
+def test_a_part_of_its_own_kind_costs_what_others_cost() -> None:
+    call = HttpCall({}, cast("Any", None), GatewayConfig())
+    parts = [{"type": f"kind{number}"} for number in range(2000)] * 2
+    said = read_content(parts, "messages[0].content", "assistant", call)
+    assert said.text.count("[left out: kind7]") == 2
+    most = call.config.max_ignored_fields
+    assert call.ignored == [f"messages[].content[].kind{number}" for number in range(most)]
+
+
+def test_texts_of_parts_are_joined_once() -> None:
+    """Adding each to those before it, 16,000 parts copy gigabytes, while the loop answers nobody."""
+    call = HttpCall({}, cast("Any", None), GatewayConfig())
+    parts = [{"type": "text", "text": "abc"}, {"type": "thinking", "thinking": "hm"}] * 50
+    said = read_content(parts, "messages[0].content", "assistant", call)
+    assert (said.texts, said.thoughts) == (["abc"] * 50, ["hm"] * 50)
+    assert (said.text, said.reasoning) == ("abc" * 50, "hm" * 50)
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer", "critic"])
+def test_an_image_is_left_out_of_history_alone(role: str) -> None:
+    with pytest.raises(InvalidArgument, match="image parts are not supported"):
+        read("chat", [{"role": role, "content": [IMAGE]}])
+    for known in ("assistant", "tool", "function"):
+        assert "[left out: image" in read("chat", [{"role": known, "content": [IMAGE]}])[0][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("more", "ignored"),
+    [
+        ({"function_call": {}}, []),
+        ({"function_call": False, "refusal": False, "thinking": False, "tool_calls": False}, []),
+        ({"refusal": True}, ["messages[].refusal"]),
+        ({"refusal": {"why": "x"}}, ["messages[].refusal"]),
+        ({"thinking": True}, ["messages[].thinking"]),
+        ({"reasoning": {"effort": "low"}}, ["messages[].reasoning"]),
+    ],
+)
+def test_a_field_that_says_nothing_is_absent(more: dict[str, Any], ignored: list[str]) -> None:
+    assert read("chat", [{"role": "assistant", "content": "a", **more}]) == (
+        [{"role": "assistant", "content": "a"}],
+        ignored,
+    )
