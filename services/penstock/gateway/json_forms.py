@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.common.errors import InvalidArgument
+from penstock.gateway.closed_objects import close_objects
 
 # Member of a schema that holds settings of structured output.
 _SETTINGS = "x-guidance"
@@ -62,7 +63,10 @@ def read_settings(outputs: Mapping[str, Any], pattern: Any) -> dict[str, Any]:
 
 
 def with_settings(schema: Any, settings: Mapping[str, Any]) -> Any:
-    """Return a schema with settings, which go before its own. What is no schema stays as it is, to be refused later."""
+    """Return a schema with settings, which go before its own. What is no schema stays as it is, to be refused later.
+
+    `strict` is done here, as far as words of JSON Schema tell it: generation services of earlier releases refuse it.
+    """
     if not settings:
         return schema
     if isinstance(schema, str):
@@ -70,10 +74,15 @@ def with_settings(schema: Any, settings: Mapping[str, Any]) -> Any:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
             return schema
-    if schema is True:
+    if schema is True and set(settings) - {"strict"}:
         schema = {}
     if not isinstance(schema, dict):
         return schema
+    if settings.get("strict"):
+        schema, is_done = close_objects(schema)
+        settings = {word: value for word, value in settings.items() if word != "strict" or not is_done}
+        if not settings:
+            return schema
     own = schema.get(_SETTINGS)
     return {**schema, _SETTINGS: {**(own if isinstance(own, dict) else {}), **settings}}
 

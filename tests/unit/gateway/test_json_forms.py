@@ -9,7 +9,7 @@ from penstock.common.errors import InvalidArgument
 from penstock.gateway.json_forms import apply_settings, read_form, read_settings, with_settings
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-STRICT = {**SCHEMA, "x-guidance": {"strict": True}}
+STRICT = {**SCHEMA, "additionalProperties": False}
 CHAT = "response_format"
 FORMS: list[tuple[dict[str, Any], bool, tuple[str, str, Any] | None]] = [
     ({"type": "text"}, True, None),
@@ -68,6 +68,56 @@ def test_vllms_settings_have_words_of_ours() -> None:
         with pytest.raises(InvalidArgument) as raised:
             read_settings(wrong, None)
         assert raised.value.field == f"structured_outputs.{next(iter(wrong))}"
+
+
+SHUT = {"additionalProperties": False}
+BARE = {"type": "object"}
+OTHER = {"type": "object", "properties": {"b": {"type": "null"}}}
+REFERENCE = {"$ref": "#/$defs/a"}
+# Schemas, and what strict makes of them: words that earlier generation services know, too.
+CLOSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "closed": (STRICT, STRICT),
+    "no object": ({"type": "null"}, {"type": "null"}),
+    "no named key": (BARE, {**BARE, **SHUT}),
+    "within": (
+        {"type": "array", "items": SCHEMA, "prefixItems": [BARE]},
+        {"type": "array", "items": STRICT, "prefixItems": [{**BARE, **SHUT}]},
+    ),
+    "alternatives": ({"anyOf": [SCHEMA, {"type": "null"}]}, {"anyOf": [STRICT, {"type": "null"}]}),
+    "values": ({**BARE, "additionalProperties": SCHEMA}, {**BARE, "additionalProperties": STRICT}),
+    "open": ({**SCHEMA, "additionalProperties": True}, {**SCHEMA, "additionalProperties": True}),
+    "names": ({**BARE, "propertyNames": {"enum": ["a"]}}, {**BARE, "propertyNames": {"enum": ["a"]}}),
+    "required alone": ({**BARE, "required": ["a"]}, {**BARE, "required": ["a"]}),
+    "definitions": ({**REFERENCE, "$defs": {"a": SCHEMA}}, {**REFERENCE, "$defs": {"a": STRICT}}),
+    "pydantic's": ({"allOf": [REFERENCE], "$defs": {"a": SCHEMA}}, {"allOf": [REFERENCE], "$defs": {"a": STRICT}}),
+    "parts": ({"allOf": [SCHEMA, OTHER]}, {"allOf": [SCHEMA, OTHER]}),
+    "parts by name": (
+        {"allOf": [REFERENCE, OTHER], "$defs": {"a": SCHEMA}},
+        {"allOf": [REFERENCE, OTHER], "$defs": {"a": SCHEMA}},
+    ),
+    "a part": ({**SCHEMA, "anyOf": [OTHER]}, {**SCHEMA, "anyOf": [OTHER]}),
+    "a key of that name": (
+        {**BARE, "properties": {"additionalProperties": SCHEMA}},
+        {**BARE, **SHUT, "properties": {"additionalProperties": STRICT}},
+    ),
+    "values that are none": ({"enum": [BARE], "default": BARE}, {"enum": [BARE], "default": BARE}),
+    # What only the generation service can tell is left to it.
+    "a part that names none": (
+        {"allOf": [REFERENCE, OTHER], "$defs": {"a": BARE}},
+        {"allOf": [REFERENCE, OTHER], "$defs": {"a": BARE}, "x-guidance": {"strict": True}},
+    ),
+    "a part that is the whole": (
+        {**BARE, "allOf": [{"$ref": "#"}, OTHER]},
+        {**BARE, "allOf": [{"$ref": "#"}, OTHER], "x-guidance": {"strict": True}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLOSED)
+def test_strict_closes_objects_in_words_of_json_schema(case: str) -> None:
+    given, closed = CLOSED[case]
+    assert with_settings(given, {"strict": True}) == closed
+    assert with_settings(given, {"strict": True, "compact": True})["x-guidance"]["compact"] is True
 
 
 @pytest.mark.parametrize("schema", [{"type": "null"}, '{"type": "null"}'])
