@@ -48,7 +48,8 @@ TOKENS = tuple(dict.fromkeys(token for form in FORMS for token in form.tokens))
 def form_of(ids: Mapping[str, int]) -> FillInMiddle:
     """Return the form whose tokens a tokenizer has. Raises InvalidArgument naming `suffix` where it has none's."""
     for form in FORMS:
-        if all(token in ids for token in form.tokens):
+        # One id for several of them is that of an unknown token.
+        if len({ids[token] for token in form.tokens if token in ids}) == len(form.tokens):
             return form
     raise InvalidArgument(
         "suffix", "is not supported by this model: its tokenizer has no tokens for filling in the middle"

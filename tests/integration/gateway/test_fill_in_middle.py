@@ -13,11 +13,14 @@ import pytest
 from factories.servers import stack
 from factories.servers.scripted_gateway import scripted_gateway
 from penstock.common.checkpoint import demo_folder
+from penstock.common.errors import InvalidArgument
 from penstock.generator.requests import RequestMaker
 from penstock.generator.text import LocalTokenizer
+from penstock.router.config import RouterConfig
+from penstock.router.frontend.convert import check
 from penstock.text.fill_in_middle import FORMS, form_of
 from penstock.tokenizer.load_process import load
-from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from penstock.v1 import common_pb2, text_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from penstock_client._options import generate_request
 from tokenizers import Tokenizer
 
@@ -62,6 +65,9 @@ async def test_a_suffix_makes_the_prompt_that_the_model_was_trained_on(folder: P
         answer = await served.json("/v1/completions", {"prompt": PREFIX, "suffix": SUFFIX})
         assert answer["choices"][0]["text"] == "1"
         assert list(served.backend.submitted[-1].prompt_token_ids) == encoded(folder)
+        ids = list(await served.router.encode(PREFIX))
+        await served.json("/v1/completions", {"prompt": ids, "suffix": SUFFIX})
+        assert list(served.backend.submitted[-1].prompt_token_ids) == encoded(folder)
         await served.json("/v1/completions", {"prompt": PREFIX, "suffix": ""})
         assert list(served.backend.submitted[-1].prompt_token_ids) == list(await served.router.encode(PREFIX))
 
@@ -89,12 +95,27 @@ async def test_a_model_without_such_tokens_refuses_a_suffix() -> None:
         error = json.loads(text)["error"]
         assert (status, error["param"]) == (400, "suffix")
         assert "no tokens for filling in the middle" in error["message"]
+        status, _, text = await served.ask("/v1/completions", {"prompt": [1, 2], "suffix": SUFFIX})
+        assert (status, json.loads(text)["error"]["param"]) == (400, "suffix")
 
 
 def test_a_prompt_in_this_process_is_the_same(folder: Path) -> None:
     maker = RequestMaker(LocalTokenizer(load(folder)), None)
     made = maker.make(PREFIX, {"suffix": SUFFIX})
     assert list(made.message.prompt_token_ids) == encoded(folder)
+
+
+def test_a_suffix_stands_behind_no_embeddings() -> None:
+    asked = text_pb2.GenerateTextRequest(suffix="x", inputs_embeds=common_pb2.Tensor(shape=[1, 1]))
+    with pytest.raises(InvalidArgument, match="inputs_embeds") as raised:
+        check(asked, RouterConfig())
+    assert raised.value.field == "suffix"
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.prefix)
+def test_an_unknown_token_is_none_of_a_family(form: Any) -> None:
+    with pytest.raises(InvalidArgument, match="no tokens for filling in the middle"):
+        form_of(dict.fromkeys(form.tokens, 7))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.prefix)

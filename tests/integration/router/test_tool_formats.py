@@ -248,3 +248,24 @@ async def test_calls_of_an_answer_are_bounded_whoever_asked_for_them() -> None:
         assert "{0,2}" in served.submitted[-1].constraint.grammar
         await answered(router, request(tool_choice=FORCED, parallel_tool_calls=False))
         assert "call){" not in served.submitted[-1].constraint.grammar
+
+
+async def test_a_stop_string_takes_nothing_of_the_text_before_it() -> None:
+    script = Writer()
+    async with backend(script=script) as served, running_router(served) as router:
+        served.finish_reason, served.stop_string = common_pb2.FINISH_REASON_STOP_STRING, "b"
+        await script.write(router, "hello <b")
+        asked = request(stop=config_pb2.StopConfig(stop_strings=["b"]))
+        assert await answered(router, asked) == ("hello <", [], "FINISH_REASON_STOP_STRING")
+        served.finish_reason, served.stop_string = common_pb2.FINISH_REASON_LENGTH, None
+        await script.write(router, "if a <")
+        assert await answered(router, request()) == ("if a <", [], "FINISH_REASON_LENGTH")
+
+
+async def test_an_answer_that_is_over_ended_in_calls_whatever_cut_the_rest() -> None:
+    script, call = Writer(), '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    async with backend(script=script, tokens_per_step=500) as served, running_router(served) as router:
+        served.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        await script.write(router, f"{call}\n{call}")
+        expected = ("", [("get_weather", '{"city": "Oslo"}')], "FINISH_REASON_TOOL_CALLS")
+        assert await answered(router, request(parallel_tool_calls=False)) == expected

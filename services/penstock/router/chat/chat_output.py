@@ -136,19 +136,21 @@ class ChatParser:
             pass
         return piece
 
-    def finish(self, *, is_cut: bool = False) -> ChatPiece:
+    def finish(self, *, is_cut: bool = False, is_stopped: bool = False) -> ChatPiece:
         """Return what was held back: no more text comes.
 
-        `is_cut`: the model did not end the answer itself. Half a call is then left out; else it is text.
+        `is_cut`: the model did not end the answer itself. Half a call is then left out; else it is text. `is_stopped`:
+        it is cut by a stop string, which stands where a marker would have gone on: its beginning is text.
         """
         piece = ChatPiece()
+        may_be_tag = is_cut and not is_stopped
         held, self._held = self._held, ""
         if self.is_over:
             return piece
         if self._state is _State.REASONING:
-            half = _overlap(held, self._thought.closes) if is_cut else 0
-            # Words may be the beginning of a marker, too, and are more likely text.
-            held = held[: len(held) - half] if not held[len(held) - half :].isalpha() else held
+            half = _overlap(held, self._thought.closes) if may_be_tag else 0
+            if not _is_likely_text(held[len(held) - half :]):
+                held = held[: len(held) - half]
             piece.reasoning = held if self._reasoning_started else held.lstrip("\n")
         elif self._state is _State.DRAFT and self._draft is not None:
             self._finish_draft(self._draft, held, piece, is_cut=is_cut)
@@ -159,9 +161,9 @@ class ChatParser:
                 piece.text, self._ends_in_calls = piece.text + result.rest, False
         elif self._state is _State.AFTER_CALL:
             # The held text is white space, or white space and the beginning of another tag.
-            if held.strip() and not is_cut:
+            if held.strip() and not may_be_tag:
                 piece.text, self._ends_in_calls = held, False
-        elif is_cut and self._is_half_a_tag(held):
+        elif may_be_tag and self._is_half_a_tag(held):
             pass
         elif self._state is not _State.AFTER_REASONING:
             piece.text = held
@@ -172,8 +174,8 @@ class ChatParser:
         if self._state is _State.START:
             is_call = self._parse_tools and any(one.startswith(held.strip()) for one in self._opens)
             return bool(held.strip()) and (self._chat.thinks or is_call)
-        # A word that a marker begins with is that where nothing came before it.
-        return self._state is _State.CONTENT and not (held.isalpha() and self._has_text)
+        # What a marker begins with is that where nothing came before it.
+        return self._state is _State.CONTENT and not (self._has_text and _is_likely_text(held.strip()))
 
     def _finish_draft(self, draft: _DraftedCalls, held: str, piece: ChatPiece, *, is_cut: bool) -> None:
         """Take the calls that ended a thought, or as reasoning what is none."""
@@ -395,9 +397,9 @@ class HarmonyParser(ChatParser):
     def is_plain(self) -> bool:
         return False
 
-    def finish(self, *, is_cut: bool = False) -> ChatPiece:
+    def finish(self, *, is_cut: bool = False, is_stopped: bool = False) -> ChatPiece:
         if self.is_over or self._state not in (_State.HEADER, _State.BODY):
-            return super().finish(is_cut=is_cut)
+            return super().finish(is_cut=is_cut, is_stopped=is_stopped)
         piece, held = ChatPiece(), self._held
         self._held = ""
         if self._state is _State.BODY:
@@ -458,6 +460,8 @@ class HarmonyParser(ChatParser):
     }
 
 
+# Fewest characters that are taken for half a marker.
+_LEAST_HALF = 2
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", _START)
 _RECIPIENT = re.compile(r"(?:^|\s|>)to=([^\s<]+)")
@@ -473,6 +477,11 @@ def _find_first(text: str, tags: tuple[str, ...], begin: int = 0) -> tuple[int, 
     """Place of the first of `tags` in `text`, from `begin` on, and that one; -1 when there is none."""
     found = [(place, tag) for tag in tags if (place := text.find(tag, begin)) >= 0]
     return min(found) if found else (-1, "")
+
+
+def _is_likely_text(half: str) -> bool:
+    """True for the beginning of a marker behind text that is text, too, where the answer ends: `if a <`, a word."""
+    return len(half) < _LEAST_HALF or half.isalpha()
 
 
 def _overlap(text: str, *tags: str) -> int:

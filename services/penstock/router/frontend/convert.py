@@ -55,6 +55,8 @@ def check(request: PublicRequest, config: RouterConfig) -> None:
         _check_tool_choice(request)
     elif request.WhichOneof("prompt") is None and not request.HasField("inputs_embeds"):
         raise InvalidArgument("prompt", "text or token_ids must be set, or inputs_embeds")
+    elif request.suffix and request.HasField("inputs_embeds"):
+        raise InvalidArgument("suffix", "is for a prompt of text or ids, which stands before it: not for inputs_embeds")
 
 
 def _check_tool_choice(request: text_pb2.ChatRequest) -> None:

@@ -247,7 +247,11 @@ class StreamWriter:
             copy.token_count = len(sequence.token_ids)
             # The last backend knows only its own part of the sum.
             copy.ClearField("cumulative_logprob")
-        if sequence.parser is not None and sequence.parser.ends_in_tool_calls and copy.finish_reason in _ENDED_BY_MODEL:
+        parser = sequence.parser
+        # An answer that is over has ended, whatever the backend went on with until it was cut.
+        if parser is not None and (
+            parser.is_over or (parser.ends_in_tool_calls and copy.finish_reason in _ENDED_BY_MODEL)
+        ):
             copy.finish_reason = common_pb2.FINISH_REASON_TOOL_CALLS
         return copy
 

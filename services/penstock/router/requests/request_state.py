@@ -282,7 +282,9 @@ class RequestState:
             return
         part = sequence.reasoning.feed(parser, text, len(piece.token_ids))
         if piece.result is not None:
-            rest = parser.finish(is_cut=piece.result.finish_reason not in _ENDED_BY_MODEL)
+            reason = piece.result.finish_reason
+            is_stopped = reason == common_pb2.FINISH_REASON_STOP_STRING
+            rest = parser.finish(is_cut=reason not in _ENDED_BY_MODEL, is_stopped=is_stopped)
             sequence.reasoning.decide(rest)
             part.text += rest.text
             part.reasoning += rest.reasoning

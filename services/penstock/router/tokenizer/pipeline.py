@@ -74,7 +74,9 @@ class Pipeline:
         """Return the prompt of Generate, empty without one. Raises InvalidArgument naming `prompt`, and as
         TokenizerLink.encode."""
         if request.WhichOneof("prompt") != "text":
-            return Prompt(list(request.token_ids.ids))
+            if not request.suffix:
+                return Prompt(list(request.token_ids.ids))
+            return await self._ids_before(request, timeout)
         begin = time.monotonic()
         add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         parse = request.parse_special_tokens if request.HasField("parse_special_tokens") else self._parse_special
@@ -89,6 +91,17 @@ class Pipeline:
             ids, spelled = list(found.ids), tuple(found.spelled_control_tokens)
         return Prompt(ids, text=request.text, tokenize_seconds=time.monotonic() - begin, spelled=spelled)
 
+    async def _ids_before(self, request: text_pb2.GenerateTextRequest, timeout: float | None) -> Prompt:
+        """Return a prompt for the text between ids and a text. Raises as `text`."""
+        begin = time.monotonic()
+        parse = request.parse_special_tokens if request.HasField("parse_special_tokens") else self._parse_special
+        (last,) = await self._encode([request.suffix], timeout, add_special=False, parse=parse, field="suffix")
+        # Ids are a prompt as it is: nothing is put before them unasked.
+        ids = await self._between(
+            list(request.token_ids.ids), list(last.ids), timeout, add_special=request.add_special_tokens
+        )
+        return Prompt(ids, tokenize_seconds=time.monotonic() - begin, spelled=tuple(last.spelled_control_tokens))
+
     async def _between(
         self, prefix: list[int], suffix: list[int], timeout: float | None, *, add_special: bool
     ) -> list[int]:
@@ -102,7 +115,11 @@ class Pipeline:
     async def _ids_of(self, tokens: Sequence[str], timeout: float | None) -> dict[str, int]:
         """Return the ids of those texts that are tokens. Raises as TokenizerLink.encode."""
         found = await self._encode(tokens, timeout, add_special=False, parse=True, field="prompt")
-        return {token: one.ids[0] for token, one in zip(tokens, found, strict=True) if len(one.ids) == 1}
+        info = self._link.info
+        # Some tokenizers have one token for all that they do not know.
+        unknown = info.unk_token_id if info is not None and info.HasField("unk_token_id") else -1
+        alone = {token: one.ids[0] for token, one in zip(tokens, found, strict=True) if len(one.ids) == 1}
+        return {token: number for token, number in alone.items() if number != unknown}
 
     async def chat(self, request: text_pb2.ChatRequest, timeout: float | None) -> Prompt:
         """Return the prompt of Chat. Raises as TokenizerLink.apply_chat_template; its fields are the request's own."""
