@@ -11,7 +11,7 @@ from penstock_client import ToolCall
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.custom_tools import ToolNames, allowed_of, as_function, check_forced, input_of, is_elsewhere, only
 from penstock.gateway.endpoint import HttpCall
-from penstock.gateway.request_fields import Fields, tools_of, typed
+from penstock.gateway.request_fields import Fields, function_of, typed
 
 
 def take_tools(
@@ -19,25 +19,31 @@ def take_tools(
 ) -> tuple[Sequence[Mapping[str, Any]], str | dict[str, str] | None, frozenset[str]]:
     """Take tools and tool_choice, as the client takes them, and the names of custom tools. Raises InvalidArgument."""
     given = fields.raw("tools")
-    functions, names = [], ToolNames()
+    made: Mapping[str, Any]
+    tools, names = list[Any](), ToolNames()
     for number, tool in enumerate(typed(given, list, "tools") if given is not None else []):
         at = f"tools[{number}]"
         kind = typed(tool, dict, at).get("type", "function")
         if kind == "custom":
             made = as_function(typed(tool.get("custom"), dict, f"{at}.custom"), f"{at}.custom", call)
             names.custom.add(made["name"])
-            functions.append({"type": "function", "function": made})
         elif is_elsewhere(kind):
             call.ignore(f"tools[].{kind[:64]}")
+            continue
         else:
-            functions.append(tool)
-    tools: list[Any] = list(tools_of(functions))
+            made = function_of(tool, at)
+        names.add(made["name"], at)
+        tools.append(made)
     choice = fields.raw("tool_choice")
+    made_choice: str | dict[str, str] | None
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed, mode = allowed_of(choice, names, "tool_choice")
-        return only(tools, allowed, "tool_choice"), mode, frozenset(names.custom)
-    made_choice = _choice(choice)
-    check_forced(tools, made_choice, given or [])
+        allowed, made_choice = allowed_of(choice, names, "tool_choice")
+        tools = only(tools, names, allowed, "tool_choice")
+    else:
+        made_choice = _choice(choice)
+        kind = choice.get("type", "function") if isinstance(choice, dict) else ""
+        check_forced(tools, made_choice, given or [], f"tool_choice.{kind}")
+    call.names |= names.renamed()
     return tools, made_choice, frozenset(names.custom)
 
 

@@ -28,7 +28,7 @@ from penstock.gateway.answers import (
 from penstock.gateway.chat import include_usage
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.followed import Followed
-from penstock.gateway.request_fields import Fields, checked, options_of, token_lists
+from penstock.gateway.request_fields import Fields, checked, options_of, token_lists, typed
 
 
 @dataclass(slots=True)
@@ -136,10 +136,12 @@ def _take_best_of(fields: Fields, options: dict[str, Any], call: HttpCall, *, is
     """Ask for best_of answers with their log-probabilities; return how many of them are wanted. None: all that are
     made. Raises InvalidArgument naming it."""
     best_of = fields.maybe("best_of", int)
-    wanted = options.get("num_return_sequences") or 1
-    if best_of is None or best_of == wanted or "num_beams" in options:
+    if best_of is None or "num_beams" in options:
         return None
-    if best_of < 1 or (isinstance(wanted, int) and best_of < wanted):
+    wanted = typed(options.get("num_return_sequences") or 1, int, call.names.get("num_return_sequences", "n"))
+    if best_of == wanted:
+        return None
+    if best_of < 1 or best_of < wanted:
         raise InvalidArgument("best_of", "must be at least n")
     if is_stream:
         raise InvalidArgument("best_of", "is for whole answers: which is the best is known at the end")
@@ -148,7 +150,7 @@ def _take_best_of(fields: Fields, options: dict[str, Any], call: HttpCall, *, is
         # As several answers do.
         options["do_sample"] = True
     options.setdefault("top_logprobs", 0)
-    return int(wanted)
+    return wanted
 
 
 async def _all(plan: _Plan) -> list[Completion]:

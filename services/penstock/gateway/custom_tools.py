@@ -36,6 +36,24 @@ class ToolNames:
     custom: set[str] = field(default_factory=set)
     # Name -> namespace and name within it.
     spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # All names, and where the tools stand in the request: those that are left out make them other numbers.
+    taken: set[str] = field(default_factory=set)
+    places: list[str] = field(default_factory=list)
+
+    def add(self, name: str, at: str, namespace: str = "", own: str = "") -> None:
+        """Add a tool's name. Raises InvalidArgument where a namespace makes one of two: calls would not tell them
+        apart."""
+        if name in self.taken and (namespace or name in self.spaces):
+            raise InvalidArgument(f"{at}.name", "is taken: another tool has it, with or without a namespace")
+        if namespace:
+            self.spaces[name] = namespace, own
+        self.taken.add(name)
+        self.places.append(at)
+
+    def renamed(self) -> dict[str, str]:
+        """Return the places of tools as later errors number them, with those in the request."""
+        made = {f"tools[{number}]": at for number, at in enumerate(self.places)}
+        return {place: at for place, at in made.items() if place != at}
 
     def fields_of(self, name: str) -> dict[str, str]:
         """Fields of a call that name its tool."""
@@ -104,7 +122,7 @@ def allowed_of(given: Mapping[str, Any], names: ToolNames, where: str) -> tuple[
     for number, tool in enumerate(typed(held.get("tools"), list, f"{where}.tools")):
         at = f"{where}.tools[{number}]"
         shown = typed(tool, dict, at)
-        kind = shown.get("type", "function")
+        kind = typed(shown.get("type") or "function", str, f"{at}.type")
         if is_elsewhere(kind):
             continue
         inner = shown.get(kind) if isinstance(shown.get(kind), dict) else shown
@@ -116,14 +134,25 @@ def allowed_of(given: Mapping[str, Any], names: ToolNames, where: str) -> tuple[
     return found, mode
 
 
-def only(tools: list[dict[str, Any]], allowed: set[str], where: str) -> list[dict[str, Any]]:
+def only(tools: list[Any], names: ToolNames, allowed: set[str], where: str) -> list[Any]:
     """Return the tools that are allowed. Raises InvalidArgument for a name that is none's."""
     if unknown := allowed - {tool["name"] for tool in tools}:
         raise InvalidArgument(f"{where}.tools", f"{len(unknown)} of them are not among the request's tools")
-    return [tool for tool in tools if tool["name"] in allowed]
+    kept = [(tool, at) for tool, at in zip(tools, names.places, strict=True) if tool["name"] in allowed]
+    names.places = [at for _, at in kept]
+    return [tool for tool, _ in kept]
 
 
-def check_forced(tools: list[Any], choice: Any, given: list[Any]) -> None:
-    """Raise InvalidArgument where a call is forced and every tool was left out: none would come, in silence."""
-    if given and not tools and choice not in (None, "auto", "none"):
+def check_forced(tools: list[Any], choice: Any, given: list[Any], where: str) -> None:
+    """Raise InvalidArgument where a call is forced of a tool that there is not, or that was left out: none would come.
+
+    `where`: field of the choice that has a tool's name.
+    """
+    if not given or choice in (None, "auto", "none"):
+        return
+    if isinstance(choice, dict) and all(tool["name"] != choice["name"] for tool in tools):
+        left = [tool.get("name") for tool in given if isinstance(tool, dict) and is_elsewhere(tool.get("type"))]
+        words = "is a tool that this server does not run" if choice["name"] in left else "is the name of none of the tools"
+        raise InvalidArgument(where, words)
+    if not tools:
         raise InvalidArgument("tool_choice", "forces a call, and this server runs none of the request's tools")

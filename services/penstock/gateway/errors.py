@@ -37,6 +37,7 @@ _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "inva
 # Anthropic's types where they are others: https://docs.anthropic.com/en/api/errors
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 501: "api_error", 503: "overloaded_error"}
 # Messages of the protos, which HTTP's fields are not in.
+_TOOL = re.compile(r"tools\[\d+\]")
 _CALL = re.compile(r"(\.tool_calls\[\d+\]\.)(name|arguments)$")
 _SECTIONS = ("config", "stop", "output", "constraint")
 
@@ -132,6 +133,8 @@ def http_name(field: str, names: Mapping[str, str]) -> str:
     """Name of a proto's field as the request has it: `config.max_new_tokens` may be `max_tokens`."""
     section, _, rest = field.partition(".")
     name = _CALL.sub(r"\1function.\2", rest if section in _SECTIONS and rest[:1].isalpha() else field)
+    if (place := _TOOL.match(name)) is not None and place[0] in names:
+        return names[place[0]] + name[place.end() :]
     head, bracket, tail = name.partition("[")
     return names.get(head, head) + bracket + tail
 

@@ -13,7 +13,7 @@ from penstock_client import AsyncStream, Choice, Completion, Delta, Usage
 
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.answers import dumps, extras, merged, named_event
-from penstock.gateway.custom_tools import check_forced, is_elsewhere
+from penstock.gateway.custom_tools import ToolNames, check_forced, is_elsewhere
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.history import read_block, read_content
 from penstock.gateway.request_fields import Fields, checked, checked_call, options_of, typed
@@ -125,8 +125,8 @@ def _variables(fields: Fields) -> dict[str, Any]:
 
 def _tools(fields: Fields, call: HttpCall) -> tuple[list[dict[str, Any]], str | dict[str, str] | None, bool | None]:
     """Take tools and tool_choice: functions, choice and whether calls may be several, as the client takes them."""
-    tools = []
-    for number, tool in enumerate(fields.get("tools", list, [])):
+    tools, names, given = list[dict[str, Any]](), ToolNames(), fields.get("tools", list, [])
+    for number, tool in enumerate(given):
         at = f"tools[{number}]"
         kind = typed(tool, dict, at).get("type")
         if is_elsewhere(kind):
@@ -137,19 +137,24 @@ def _tools(fields: Fields, call: HttpCall) -> tuple[list[dict[str, Any]], str | 
         made = {"name": typed(tool.get("name"), str, f"{at}.name")}
         if tool.get("description") is not None:
             made["description"] = typed(tool["description"], str, f"{at}.description")
+        names.add(made["name"], at)
         tools.append({**made, "parameters": typed(tool.get("input_schema") or {}, dict, f"{at}.input_schema")})
+    call.names |= names.renamed()
     choice = fields.maybe("tool_choice", dict)
     if choice is None:
         return tools, None, None
-    check_forced(tools, choice.get("type"), fields.get("tools", list, []))
     one_only = typed(choice.get("disable_parallel_tool_use") or False, bool, "tool_choice.disable_parallel_tool_use")
     parallel = False if one_only else None
-    if choice.get("type") == "tool":
-        return tools, {"name": typed(choice.get("name"), str, "tool_choice.name")}, parallel
     kind = choice.get("type")
-    if not isinstance(kind, str) or kind not in _CHOICES:
+    made_choice: str | dict[str, str]
+    if kind == "tool":
+        made_choice = {"name": typed(choice.get("name"), str, "tool_choice.name")}
+    elif isinstance(kind, str) and kind in _CHOICES:
+        made_choice = _CHOICES[kind]
+    else:
         raise InvalidArgument("tool_choice.type", "must be auto, any, tool or none")
-    return tools, _CHOICES[kind], parallel
+    check_forced(tools, made_choice, given, "tool_choice.name")
+    return tools, made_choice, parallel
 
 
 def _ending(conversation: list[dict[str, Any]]) -> dict[str, Any]:

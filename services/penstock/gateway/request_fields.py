@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from penstock_client import GenerationOptions, check_options
 
 from penstock.common.errors import InvalidArgument
+from penstock.common.hf_fields import REFUSED, is_nothing
 from penstock.gateway.endpoint import HttpCall
 from penstock.gateway.json_forms import SETTING_NAMES, apply_settings, read_form, read_settings
 from penstock.gateway.unknown_fields import note_fields, unknown_fields
@@ -87,11 +88,16 @@ class Fields:
         return None if value is None else typed(value, kind, name)
 
     def done(self) -> None:
-        """Report the fields that nothing has taken; null asks for nothing. Raises InvalidArgument naming one that would
-        change the answer, and any where the configuration refuses unknown fields."""
-        left = [name for name, value in self._body.items() if name not in self._taken and value is not None]
+        """Report the fields that nothing has taken and that ask for something. Raises InvalidArgument naming one that
+        would change the answer, and any where the configuration refuses unknown fields."""
+        left = [name for name, value in self._body.items() if name not in self._taken and not _is_off(name, value)]
         note_fields(unknown_fields(left, self._taken | _OWN_NAMES, refuse=self._call.config.unknown_fields == "refuse"))
         self._call.ignore(*left)
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """True for null, and for a field that is refused with a value that asks for nothing, as in process."""
+    return value is None or (name in REFUSED and (is_nothing(value) or value == ""))
 
 
 def typed(value: Any, kind: type[T], name: str) -> T:
@@ -275,12 +281,15 @@ def ids_of(value: Any, name: str) -> list[int]:
 def tools_of(value: Any) -> Sequence[Mapping[str, Any]]:
     """Return tools as the client takes them. Raises InvalidArgument naming tool and field."""
     tools = typed(value, list, "tools") if value is not None else []
-    for number, tool in enumerate(tools):
-        at = f"tools[{number}]"
-        if typed(tool, dict, at).get("type", "function") != "function":
-            raise InvalidArgument(f"{at}.type", "must be function")
-        function = typed(tool.get("function"), dict, f"{at}.function")
-        typed(function.get("name"), str, f"{at}.function.name")
-        typed(function.get("description") or "", str, f"{at}.function.description")
-        typed(function.get("parameters") or {}, dict, f"{at}.function.parameters")
-    return [{name: given for name, given in tool["function"].items() if given is not None} for tool in tools]
+    return [function_of(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+
+
+def function_of(tool: Any, at: str) -> Mapping[str, Any]:
+    """Return the function that a tool is, as the client takes it. Raises InvalidArgument naming the field."""
+    if typed(tool, dict, at).get("type", "function") != "function":
+        raise InvalidArgument(f"{at}.type", "must be function")
+    function = typed(tool.get("function"), dict, f"{at}.function")
+    typed(function.get("name"), str, f"{at}.function.name")
+    typed(function.get("description") or "", str, f"{at}.function.description")
+    typed(function.get("parameters") or {}, dict, f"{at}.function.parameters")
+    return {name: given for name, given in function.items() if given is not None}

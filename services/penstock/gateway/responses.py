@@ -153,7 +153,8 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
         variables.setdefault("reasoning_effort", typed(effort, str, "reasoning.effort"))
     tools, given_tools, names = _tools(fields, call)
     tools, choice, given_choice = _tool_choice(fields, tools, names)
-    check_forced(tools, choice, given_tools)
+    check_forced(tools, choice, given_tools, "tool_choice.name")
+    call.names |= names.renamed()
     parallel = fields.maybe("parallel_tool_calls", bool)
     instructions = fields.maybe("instructions", str)
     options["model"] = fields.get("model", str, "")
@@ -285,10 +286,10 @@ def _add_tool(
         made["parameters"] = typed(tool.get("parameters") or {}, dict, f"{at}.parameters")
     else:
         raise InvalidArgument(f"{at}.type", f"must be function, custom or namespace: {str(kind)[:64]} is unknown")
+    own = made["name"]
     if namespace:
-        own = made["name"]
         made["name"] = joined(namespace, own)
-        names.spaces[made["name"]] = namespace, own
+    names.add(made["name"], at, namespace, own)
     if kind == "custom":
         names.custom.add(made["name"])
     tools.append(made)
@@ -304,7 +305,7 @@ def _tool_choice(
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "allowed_tools":
         allowed, mode = allowed_of(choice, names, "tool_choice")
-        return only(tools, allowed, "tool_choice"), mode, choice
+        return only(tools, names, allowed, "tool_choice"), mode, choice
     name = choice.get("name") if kind in ("function", "custom") else None
     if not isinstance(name, str) or not name:
         raise InvalidArgument(

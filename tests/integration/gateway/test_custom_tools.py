@@ -172,3 +172,83 @@ async def test_calls_that_a_client_ran_without_a_function_are_history() -> None:
         await served.json("/v1/responses", {"input": items})
         prompt = await served.prompt()
         assert all(text in prompt for text in ('"local_shell"', '["ls", "-l"]', "a.txt", "delete_file", "gone"))
+
+
+FUNCTION = {"type": "function", "function": WEATHER}
+# Only the client, which has the tools that are left, finds that it is out of range.
+NOT_TAKEN = {"type": "object", "maxProperties": 10**400}
+ITEM = {"type": "function", **WEATHER}
+SPACE = {"type": "namespace", "name": "a", "tools": [{"type": "function", "name": "b"}]}
+HTTP_TOOL = {"name": "f", "input_schema": {"type": "object"}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+# What is wrong with a request, and the field of it that an answer names.
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a name behind a tool that is left out": (
+        "chat/completions",
+        {"tools": [{"type": "web_search"}, FUNCTION, {"type": "function", "function": {"name": 3}}]},
+        "tools[2].function.name",
+    ),
+    "a schema behind one": (
+        "chat/completions",
+        {
+            "tools": [{"type": "web_search"}, {"type": "function", "function": {"name": "f", "parameters": NOT_TAKEN}}],
+            "tool_choice": "required",
+        },
+        "tools[1].function.parameters.maxProperties",
+    ),
+    "a schema in a namespace": (
+        "responses",
+        {
+            "tools": [ITEM, {**SPACE, "tools": [ITEM, {**ITEM, "name": "b", "parameters": NOT_TAKEN}]}],
+            "tool_choice": "required",
+        },
+        "tools[1].tools[1].parameters.maxProperties",
+    ),
+    "a schema of the only one that is allowed": (
+        "chat/completions",
+        {
+            "tools": [FUNCTION, {"type": "function", "function": {"name": "f", "parameters": NOT_TAKEN}}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [{"function": {"name": "f"}}]},
+            },
+        },
+        "tools[1].function.parameters.maxProperties",
+    ),
+    "a kind that is none": (
+        "chat/completions",
+        {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": ["x"]}]}}},
+        "tool_choice.tools[0].type",
+    ),
+    "a forced tool that is left out": (
+        "messages",
+        {"tools": [SEARCH, HTTP_TOOL], "tool_choice": {"type": "tool", "name": "web_search"}, "max_tokens": 9},
+        "tool_choice.name",
+    ),
+    "a forced tool that there is not": (
+        "responses",
+        {"tools": [ITEM], "tool_choice": {"type": "function", "name": "other"}},
+        "tool_choice.name",
+    ),
+    "a name that a namespace has": ("responses", {"tools": [SPACE, {**ITEM, "name": "a__b"}]}, "tools[1].name"),
+    "a namespace's name that is taken": (
+        "responses",
+        {"tools": [{**ITEM, "name": "a__b"}, SPACE]},
+        "tools[1].tools[0].name",
+    ),
+    "answers in letters": ("completions", {"n": "x", "best_of": 3}, "n"),
+    "half an answer": ("completions", {"n": 2.5, "best_of": 3}, "n"),
+    "answers of truth": ("completions", {"n": True, "best_of": 3}, "n"),
+}
+
+
+async def test_a_wrong_request_is_told_in_its_own_places() -> None:
+    told = {}
+    async with scripted_gateway("Fine.") as served:
+        for case, (route, body, _) in WRONG.items():
+            asked = {"responses": "input", "completions": "prompt"}.get(route, "messages")
+            status, _, text = await served.ask(
+                f"/v1/{route}", {asked: "x" if route == "completions" else [ASKED], **body}
+            )
+            told[case] = (status, json.loads(text)["error"].get("param"))
+    assert told == {case: (400, field) for case, (_, _, field) in WRONG.items()}

@@ -90,5 +90,12 @@ def test_a_field_that_would_change_the_answer_is_refused(name: str) -> None:
         read({name: 2})
 
 
+@pytest.mark.parametrize("way", ["report", "refuse"])
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_field_that_asks_for_nothing_is_absent(name: str, way: str) -> None:
+    for value in (None, False, "", [], {}):
+        assert read({name: value}, unknown_fields=way) == ((), [])
+
+
 def test_a_name_that_cannot_be_shown_is_not() -> None:
     assert read({"temperatur\u00e9": 1, "x" * 5000: 1})[0] == ()
