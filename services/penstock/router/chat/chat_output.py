@@ -17,6 +17,7 @@ from penstock.router.chat.call_block import CallBlock, Program, Schemas
 from penstock.router.chat.call_filter import CallFilter
 from penstock.router.chat.call_programs import harmony
 from penstock.router.chat.formats import DEFAULT, THINK, ChatFormat, ReasoningFormat
+from penstock.router.chat.marks import marks_of
 from penstock.router.chat.tool_calls import CallResult, ToolCallPiece, ToolCallReader
 
 
@@ -85,6 +86,9 @@ class ChatParser:
         self._chat, self._format = chat, chat.tools
         self._opens = (*chat.tools.opens, *chat.tools.inline)
         self._thought = chat.reasoning or THINK
+        opens = self._opens if parse_tools else ()
+        self._marks, self._close = marks_of(*opens), marks_of(self._thought.closes)
+        self._thought_marks = marks_of(self._thought.closes, *opens)
         self._schemas = schemas or {}
         self._filter = CallFilter(max_calls, distinct=distinct_calls)
         self._max_calls, self._distinct_calls = max_calls, distinct_calls
@@ -92,6 +96,8 @@ class ChatParser:
         self._reasoning_started = self._has_text = False
         # Characters of `_held`, within a thought, in which no call begins any more.
         self._passed = 0
+        # Newlines that `_held` begins with, within a thought: they are not looked at again.
+        self._newlines = 0
         self._draft: _DraftedCalls | None = None
         self._held = ""
         self._call: ToolCallReader | CallBlock | None = None
@@ -148,9 +154,9 @@ class ChatParser:
         if self.is_over:
             return piece
         if self._state is _State.REASONING:
-            half = _overlap(held, self._thought.closes) if may_be_tag else 0
-            if not _is_likely_text(held[len(held) - half :]):
-                held = held[: len(held) - half]
+            half = self._close.half(held) if may_be_tag else len(held)
+            if not _is_likely_text(held[half:]):
+                held = held[:half]
             piece.reasoning = held if self._reasoning_started else held.lstrip("\n")
         elif self._state is _State.DRAFT and self._draft is not None:
             self._finish_draft(self._draft, held, piece, is_cut=is_cut)
@@ -218,22 +224,25 @@ class ChatParser:
             self._held = self._held.lstrip("\n")
             if not self._held:
                 return False
-        end = self._held.find(self._thought.closes)
-        opens = self._opens if self._parse_tools else ()
-        begin, opened = _find_first(self._held, opens, self._passed) if end < 0 else (-1, "")
+        # The end may begin in a marker that was passed, and not before that.
+        first = max(self._newlines, self._passed - len(self._thought.closes))
+        end = self._close.find(self._held, first)[0]
+        begin, opened = self._marks.find(self._held, max(first, self._passed)) if end < 0 else (-1, "")
         keep = max(begin, end)
         if keep < 0:
-            keep = len(self._held) - _overlap(self._held[self._passed :], self._thought.closes, *opens)
-            keep = min(keep, len(self._held) - _overlap(self._held, self._thought.closes))
-        thought = self._held[:keep].rstrip("\n")
+            keep = self._thought_marks.half(self._held, max(first, self._passed))
+            keep = min(keep, self._close.half(self._held, first)) if self._passed > first else keep
+        new = self._held[self._newlines : keep].rstrip("\n")
+        thought = "\n" * self._newlines + new if new else ""
         if thought:
             piece.reasoning += thought
             self._reasoning_started = True
         if end >= 0:
-            self._held, self._passed = self._held[end + len(self._thought.closes) :], 0
+            self._held, self._passed, self._newlines = self._held[end + len(self._thought.closes) :], 0, 0
             self._state = _State.AFTER_REASONING
             return True
         self._held, self._passed = self._held[len(thought) :], max(0, self._passed - len(thought))
+        self._newlines = keep - len(thought)
         if begin < 0:
             return False
         calls = ChatParser(
@@ -256,7 +265,7 @@ class ChatParser:
             return False
         closes = self._thought.closes
         is_closed = self._held.find(closes, max(0, draft.read - len(closes))) >= 0
-        if not is_closed and draft.feed(self._held, len(self._held) - _overlap(self._held, closes)):
+        if not is_closed and draft.feed(self._held, self._close.half(self._held)):
             return False
         # No call, or one that the model thought about: it goes on behind the marker.
         self._passed, self._draft, self._state = draft.behind_marker, None, _State.REASONING
@@ -273,8 +282,8 @@ class ChatParser:
             piece.text += self._held
             self._held = ""
             return False
-        begin, opened = _find_first(self._held, self._opens)
-        keep = begin if begin >= 0 else len(self._held) - _overlap(self._held, *self._opens)
+        begin, opened = self._marks.find(self._held)
+        keep = begin if begin >= 0 else self._marks.half(self._held)
         piece.text += self._held[:keep]
         self._has_text = self._has_text or keep > 0
         self._held = self._held[keep:]
@@ -430,8 +439,8 @@ class HarmonyParser(ChatParser):
         return True
 
     def _body(self, piece: ChatPiece) -> bool:
-        begin, end = _find_first(self._held, _ENDS)
-        keep = begin if begin >= 0 else len(self._held) - _overlap(self._held, *_ENDS)
+        begin, end = _ENDS.find(self._held)
+        keep = begin if begin >= 0 else _ENDS.half(self._held)
         self._put(piece, self._held[:keep])
         self._held = self._held[keep:]
         if begin < 0:
@@ -463,7 +472,7 @@ class HarmonyParser(ChatParser):
 # Fewest characters that are taken for half a marker.
 _LEAST_HALF = 2
 _START, _MESSAGE = "<|start|>", "<|message|>"
-_ENDS = ("<|end|>", "<|return|>", "<|call|>", _START)
+_ENDS = marks_of("<|end|>", "<|return|>", "<|call|>", _START)
 _RECIPIENT = re.compile(r"(?:^|\s|>)to=([^\s<]+)")
 
 
@@ -473,21 +482,6 @@ def _may_be_header(text: str) -> bool:
     return any(text.startswith(one) or one.startswith(text) for one in (_START, "<|channel|>", "to=", _MESSAGE))
 
 
-def _find_first(text: str, tags: tuple[str, ...], begin: int = 0) -> tuple[int, str]:
-    """Place of the first of `tags` in `text`, from `begin` on, and that one; -1 when there is none."""
-    found = [(place, tag) for tag in tags if (place := text.find(tag, begin)) >= 0]
-    return min(found) if found else (-1, "")
-
-
 def _is_likely_text(half: str) -> bool:
     """True for the beginning of a marker behind text that is text, too, where the answer ends: `if a <`, a word."""
     return len(half) < _LEAST_HALF or half.isalpha()
-
-
-def _overlap(text: str, *tags: str) -> int:
-    """Length of the longest proper prefix of one of `tags` that `text` ends with."""
-    for length in range(min(max(map(len, tags), default=1) - 1, len(text)), 0, -1):
-        tail = text[-length:]
-        if any(len(tag) > length and tag.startswith(tail) for tag in tags):
-            return length
-    return 0
