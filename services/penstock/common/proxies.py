@@ -63,6 +63,10 @@ def _host_of(address: str) -> str:
         return ""
     for scheme in _SCHEMES:
         address = address.removeprefix(scheme)
+    if "," in address:
+        # Several addresses of one server, which is here where they all are.
+        hosts = [_host_of(one) for one in address.split(",")]
+        return next((host for host in hosts if not is_this_machine(host)), hosts[0])
     # dns://AUTHORITY/HOST:PORT names a server to ask.
     address = address.rpartition("/")[2]
     host, _, port = address.rpartition(":")
@@ -91,5 +95,9 @@ def _is_within(host: str, network: str) -> bool:
 
 def _shown(url: str) -> str:
     """Return a proxy's URL without user and password."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+    except ValueError:
+        # It may hold a password all the same.
+        return "(which is no URL)"
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,15 +68,15 @@ def plan_of(decoder: dict[str, Any] | None) -> Plan | None:
     return None
 
 
-def piece_of(tokenizer: Tokenizer, decoder: dict[str, Any] | None, index: int) -> bytes:
+def piece_of(tokenizer: Tokenizer, decoder: dict[str, Any] | None, added: Container[int], index: int) -> bytes:
     """Bytes that an id contributes inside a text, by a decoder that is no table: what it would do to this token alone.
 
-    Empty for an id without a token.
+    `added`: ids of added tokens. Empty for an id without a token.
     """
     token = tokenizer.id_to_token(index)
     if token is None:
         return b""
-    if index in tokenizer.get_added_tokens_decoder():
+    if index in added:
         return str(token).encode("utf-8", "replace")
     for step in _steps(decoder):
         if step["type"] == "ByteLevel":

@@ -153,6 +153,8 @@ class DetokenizerFactory:
         self._decoder = json.loads(tokenizer.to_str())["decoder"]
         plan = plan_of(self._decoder)
         self._table = None if plan is None else plan.table(tokenizer, id_limit, special_ids)
+        # The tokenizer makes all of them anew when it is asked.
+        self._added = frozenset(tokenizer.get_added_tokens_decoder()) if plan is None else frozenset()
 
     @property
     def kind(self) -> str:
@@ -170,7 +172,7 @@ class DetokenizerFactory:
             return self._table.table.piece(index)
         if index >= self._id_limit:
             raise IndexError(index)
-        return piece_of(self._tokenizer, self._decoder, index)
+        return piece_of(self._tokenizer, self._decoder, self._added, index)
 
     def make(self, skip_special_tokens: bool, kept: Sequence[str] = ()) -> Detokenizer:
         """Make a detokenizer for one sequence. `kept`: special tokens that are not skipped."""

@@ -94,7 +94,8 @@ def _readable(folder: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="penstock-tokenizer-") as scratch:
         for path in folder.iterdir():
-            if path.name != "config.json" and path.is_file() and path.suffix != ".safetensors":
+            # Chat templates with names are in a folder of their own.
+            if path.name != "config.json" and path.suffix != ".safetensors":
                 (Path(scratch) / path.name).symlink_to(path.resolve())
         text = json.dumps({name: value for name, value in config.items() if name != "eos_token_id"})
         (Path(scratch) / "config.json").write_text(text, encoding="utf-8")

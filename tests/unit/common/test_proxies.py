@@ -19,11 +19,12 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 HERE = ("127.0.0.1:8000", "127.9.9.9:1", "localhost:50051", "LOCALHOST:1", "a.localhost:1", "[::1]:50051", "::1")
 NAMED = ("dns:///localhost:50051", "dns://8.8.8.8/localhost:1", "ipv4:127.0.0.1:1", "ipv6:[::1]:1", "unix:/tmp/x")
+SEVERAL = ("ipv4:127.0.0.1:80,127.0.0.1:81", "ipv6:[::1]:80,[::1]:81")
 ANYWHERE = ("0.0.0.0:1", "[::]:1", "[::ffff:127.0.0.1]:1", "unix-abstract:x")
 FAR = ("10.0.0.5:8000", "router.corp:50051", "dns:///router.corp:50051", "[2001:db8::1]:1")
 
 
-@pytest.mark.parametrize("address", [*HERE, *NAMED, *ANYWHERE])
+@pytest.mark.parametrize("address", [*HERE, *NAMED, *SEVERAL, *ANYWHERE])
 def test_this_machine_is_behind_no_proxy(address: str) -> None:
     assert proxy_of(address) is None
     assert proxy_options(address) == [("grpc.enable_http_proxy", 0)]
@@ -38,6 +39,17 @@ def test_another_machine_is_and_the_password_is_not_told(address: str) -> None:
     assert proxy_options(address) == []
     told = through_proxy(address)
     assert "http://proxy.corp:3128 of http_proxy" in told
+    assert "secret" not in told
+
+
+def test_one_of_several_addresses_may_be_elsewhere() -> None:
+    assert "connections to 10.0.0.5 go through" in through_proxy("ipv4:127.0.0.1:80,10.0.0.5:80")
+
+
+def test_a_variable_that_is_no_url_is_told_and_not_repeated(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("http_proxy", "http://me:secret@[proxy:3128")
+    told = through_proxy("router.corp:50051")
+    assert "http_proxy" in told
     assert "secret" not in told
 
 

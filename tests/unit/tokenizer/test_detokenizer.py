@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from factories.models.tokenizer_folders import (
@@ -67,6 +68,31 @@ def test_a_token_alone_is_its_own_bytes_within_a_text(vocabulary: Vocabulary, pi
     assert {token: factory.piece(index) for token, index in ids.items()} == pieces
     with pytest.raises(IndexError):
         factory.piece(1 << 20)
+
+
+class CountedTokenizer:
+    """A tokenizer that counts how often it makes its added tokens, which are thousands in some."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.asked = 0
+
+    def get_added_tokens_decoder(self) -> Any:
+        self.asked += 1
+        return self._tokenizer.get_added_tokens_decoder()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def test_added_tokens_are_made_once_for_all_ids() -> None:
+    vocabulary = vocabulary_of(word_piece_tokenizer())
+    counted = CountedTokenizer(vocabulary.tokenizer)
+    factory = detokenizers_of(replace(vocabulary, tokenizer=cast("Tokenizer", counted)))
+    begun = counted.asked
+    for index in range(vocabulary.tokenizer.get_vocab_size()):
+        factory.piece(index)
+    assert (begun, counted.asked) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", VOCABULARIES)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from penstock.tokenizer.load_process import read_sources_once
+from penstock.common.checkpoint import demo_folder
+from penstock.tokenizer.load_process import load, read_sources_once
 from transformers.utils import import_utils
 
 
@@ -24,3 +27,16 @@ def test_the_names_that_models_export_are_those_that_transformers_reads(monkeypa
     # Those of one model are its own affair.
     one = str(Path(init).parent / "qwen2" / "__init__.py")
     assert given(one) == reads(one)
+
+
+@pytest.mark.parametrize("ends", [2, [2, [3, 4]]], ids=["an id", "a run of ids"])
+def test_templates_with_names_are_read_whatever_the_ends_are(tmp_path: Path, ends: Any) -> None:
+    for path in demo_folder().glob("*token*"):
+        shutil.copy(path, tmp_path)
+    config = json.loads((demo_folder() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": ends}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    named = tmp_path / "additional_chat_templates"
+    named.mkdir()
+    (named / "tool_use.jinja").write_text("{{ tools }}")
+    assert dict(load(tmp_path).templates) == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
