@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from penstock.text.decode_table import Table
 from penstock.text.detokenizer import ByteLevelDetokenizer, Detokenizer
 from penstock.tokenizer.decoder_plan import byte_level_bytes
+from penstock.tokenizer.detokenizer import DetokenizerFactory
 from penstock.tokenizer.tokenizer import TextTokenizer, Vocabulary
 from tokenizers import AddedToken, Tokenizer, normalizers
 
@@ -88,7 +89,9 @@ class CountedTokenizer:
 def test_added_tokens_are_made_once_for_all_ids() -> None:
     vocabulary = vocabulary_of(word_piece_tokenizer())
     counted = CountedTokenizer(vocabulary.tokenizer)
-    factory = detokenizers_of(replace(vocabulary, tokenizer=cast("Tokenizer", counted)))
+    factory = DetokenizerFactory(
+        cast("Tokenizer", counted), id_limit=vocabulary.bundle.id_limit, special_ids=(), clean_up=None
+    )
     begun = counted.asked
     for index in range(vocabulary.tokenizer.get_vocab_size()):
         factory.piece(index)
