@@ -33,8 +33,16 @@ ShowProgress = Callable[[StageProgress], None]
 CountBytes = Callable[[int, int], None]
 
 
+# Takes a function that ends what a start waits for, to be called once the start is cancelled.
+IfCancelled = Callable[[Callable[[], None]], None]
+
+
 def show_nothing(_: StageProgress) -> None:
     """Drop the progress."""
+
+
+def never_cancelled(_: Callable[[], None]) -> None:
+    """Drop the function: nobody cancels the start."""
 
 
 class Stage:
@@ -77,10 +85,25 @@ class CancellableProgress:
     def __init__(self) -> None:
         self.show: ShowProgress = show_nothing
         self._is_cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._endings: list[Callable[[], None]] = []
 
     def cancel(self) -> None:
-        """Let the next call raise StartCancelled."""
-        self._is_cancelled.set()
+        """Let the next call raise StartCancelled, and end what the thread may wait for."""
+        with self._lock:
+            self._is_cancelled.set()
+            endings, self._endings = self._endings, []
+        for end in endings:
+            end()
+
+    def if_cancelled(self, end: Callable[[], None]) -> None:
+        """Let `cancel` call `end`, on its own thread, which lets a wait of the loading thread fail; at once where the
+        start is cancelled already."""
+        with self._lock:
+            if not self._is_cancelled.is_set():
+                self._endings.append(end)
+                return
+        end()
 
     def check(self) -> None:
         """Raise StartCancelled once the start is cancelled."""

@@ -442,10 +442,10 @@ def held_load(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event
     """Hold loads before they begin: (reached, let go)."""
     reached, go_on, real = threading.Event(), threading.Event(), model_holder.load
 
-    def held(config: Any, name: str, show: Callable[[StageProgress], None], arena: Any = None) -> Any:
+    def held(config: Any, name: str, show: Callable[[StageProgress], None], *more: Any) -> Any:
         reached.set()
         assert go_on.wait(PATIENCE_SECONDS)
-        return real(config, name, show, arena)
+        return real(config, name, show, *more)
 
     with monkeypatch.context() as patch:
         patch.setattr(model_holder, "load", held)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 import time
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.common.errors import FailedPrecondition, Internal, Unavailable
 from penstock.common.heap import trim_heap
@@ -35,6 +37,8 @@ from penstock.generation.startup.load import LoadedModel, load
 
 # Time that streams get to send their INTERNAL before a broken process goes, and to end before their model does.
 END_STREAMS_SECONDS = 1.0
+# Seconds that a thread has to give up loading before the process ends without it.
+GIVE_UP_SECONDS = 2.0
 # Seconds that an unload waits for calls that still hold the engine.
 FREE_SECONDS = 5.0
 _log = get_logger("penstock.generation")
@@ -140,9 +144,9 @@ class ModelHolder:
             progress, loading = self._starting
             progress.cancel()
             # Its error was the start's own, which told it.
-            await asyncio.gather(asyncio.wrap_future(loading), return_exceptions=True)
+            await _wait_for_load(asyncio.wrap_future(loading))
         if self._load is not None:
-            await self._load.end()
+            await _wait_for_load(asyncio.ensure_future(self._load.end()))
         if self._lifecycle.reloading is not None:
             self._lifecycle.reloading.cancel()
         if self._unloading is not None:
@@ -158,28 +162,37 @@ class ModelHolder:
         await self._remove_folder()
 
     def load_on_thread(
-        self, config: GenerationServiceConfig, show: ShowProgress, arena: Arena | None = None
+        self, config: GenerationServiceConfig, progress: CancellableProgress, arena: Arena | None = None
     ) -> Future[LoadedModel]:
-        """Load on a thread of its own: with it go the threads that its kernels started."""
+        """Load on a thread of its own: with it go the threads that its kernels started. The process ends without it."""
         num_models, num_loaded = 1 if config.assistant_model is None else 2, 0
 
-        def note(progress: StageProgress) -> None:
+        def note(stage: StageProgress) -> None:
             """Store the progress and show it. Called on the loading thread, and on those of a download."""
             nonlocal num_loaded
-            if progress.stage == LOAD_WEIGHTS:
-                part = 0.0 if progress.ended or not progress.total else progress.done / progress.total
-                num_loaded += progress.ended
+            if stage.stage == LOAD_WEIGHTS:
+                part = 0.0 if stage.ended or not stage.total else stage.done / stage.total
+                num_loaded += stage.ended
                 self._lifecycle.percent_loaded = 100.0 * (num_loaded + part) / num_models
-            self._lifecycle.load_stage = progress.stage
-            show(progress)
+            self._lifecycle.load_stage = stage.stage
+            progress(stage)
 
-        executor = ThreadPoolExecutor(1, "load")
-        try:
-            return executor.submit(
-                load, config, (*config.served_model_name, self._lifecycle.model_name)[0], note, arena
-            )
-        finally:
-            executor.shutdown(wait=False)
+        loading: Future[LoadedModel] = Future()
+        # As an executor does: whoever no longer waits for it does not take its place.
+        loading.set_running_or_notify_cancel()
+        name = (*config.served_model_name, self._lifecycle.model_name)[0]
+
+        def run() -> None:
+            try:
+                loaded = load(config, name, note, arena, progress.if_cancelled)
+            except BaseException as error:
+                loading.set_exception(error)
+            else:
+                loading.set_result(loaded)
+
+        # Not of an executor, which would wait for it at the process's end.
+        threading.Thread(target=run, name="load", daemon=True).start()
+        return loading
 
     def begin(
         self, loaded: LoadedModel, config: GenerationServiceConfig, began: float, folder: UploadFolder | None
@@ -326,3 +339,14 @@ def free_memory() -> None:
     else:
         gc.collect()
     trim_heap()
+
+
+async def _wait_for_load(load: asyncio.Future[Any]) -> None:
+    """Wait until a load that was told to give up has, or hangs: in a library's call, or on a disk that does not
+    answer."""
+    _, hangs = await asyncio.wait([load], timeout=GIVE_UP_SECONDS)
+    if hangs:
+        _log.error("the load hangs: the process ends without it")
+    elif not load.cancelled():
+        # Marks its error as seen.
+        load.exception()

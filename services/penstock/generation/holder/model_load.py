@@ -57,8 +57,8 @@ class Place(Protocol):
 
     config: GenerationServiceConfig
 
-    def load_on_thread(self, config: GenerationServiceConfig, show: ShowProgress) -> Future[LoadedModel]:
-        """Load on a thread of its own. `show` may raise to give up."""
+    def load_on_thread(self, config: GenerationServiceConfig, progress: CancellableProgress) -> Future[LoadedModel]:
+        """Load on a thread of its own, which gives up once `progress` is cancelled."""
 
     def begin(
         self, loaded: LoadedModel, config: GenerationServiceConfig, began: float, folder: UploadFolder | None

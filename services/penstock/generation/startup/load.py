@@ -17,7 +17,16 @@ from penstock.common.errors import InvalidArgument, PenstockError, StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
-from penstock.common.progress import LOAD_WEIGHTS, TUNE, WARM_UP, CountBytes, ShowProgress, Stage
+from penstock.common.progress import (
+    LOAD_WEIGHTS,
+    TUNE,
+    WARM_UP,
+    CountBytes,
+    IfCancelled,
+    ShowProgress,
+    Stage,
+    never_cancelled,
+)
 from penstock.common.units import format_size
 from penstock.generation.adapters.peft_folder import PeftFolder
 from penstock.generation.adapters.store import AdapterStore, OpenAdapter
@@ -125,11 +134,18 @@ class LoadedModel:
         ]
 
 
-def load(config: GenerationServiceConfig, name: str, show: ShowProgress, arena: Arena | None = None) -> LoadedModel:
+def load(
+    config: GenerationServiceConfig,
+    name: str,
+    show: ShowProgress,
+    arena: Arena | None = None,
+    if_cancelled: IfCancelled = never_cancelled,
+) -> LoadedModel:
     """Load `config.model`, size the KV pool by the memory that is left, and run the model once.
 
-    `show` gets the progress and may raise to give up. Weights go into `arena` while it has room; it is closed when they
-    are loaded, or cannot be. Raises StartupError naming the flag to change.
+    `show` gets the progress and may raise to give up; `if_cancelled` gets what ends a wait for other processes. Weights
+    go into `arena` while it has room; it is closed when they are loaded, or cannot be. Raises StartupError naming the
+    flag to change.
     """
     with (
         contextlib.ExitStack() as after_weights,
@@ -138,7 +154,7 @@ def load(config: GenerationServiceConfig, name: str, show: ShowProgress, arena: 
     ):
         if arena is not None:
             after_weights.callback(arena.close)
-        loaded = _load(config, name, show, arena, after_weights.close, beside, if_failed)
+        loaded = _load(config, name, show, arena, after_weights.close, beside, if_failed, if_cancelled)
         if_failed.pop_all()
         return loaded
 
@@ -184,6 +200,7 @@ def _load(
     weights_are_loaded: Callable[[], None],
     beside: Executor,
     if_failed: contextlib.ExitStack,
+    if_cancelled: IfCancelled,
 ) -> LoadedModel:
     timer = StartupTimer()
     kv_memory = parse_memory(config.kv_memory)
@@ -207,6 +224,7 @@ def _load(
     ranks = _ranks(config, folder, model_config, device)
     if ranks is not None:
         if_failed.callback(ranks.close)
+        if_cancelled(ranks.close)
     device.start(num_threads=config.rank_threads, kernels=config.kernels, arena=arena)
     # Memory that is already taken for the weights counts as free.
     available = device.memory().available + (0 if arena is None else arena.num_touched)
