@@ -77,14 +77,20 @@ def _may_close(schema: Mapping[str, Any]) -> bool:
         return False
     required, known = schema.get("required"), schema.get("properties")
     # What must be there is a named key, too.
-    return not required or (isinstance(required, list) and isinstance(known, dict) and {*map(str, required)} <= {*known})
+    return not required or (
+        isinstance(required, list) and isinstance(known, dict) and {*map(str, required)} <= {*known}
+    )
 
 
 def _is_joined(schema: Mapping[str, Any]) -> bool:
     """True where several schemas are about one value."""
     joined = schema.get("allOf")
     composing = [word for word in _COMPOSING if word in schema]
-    return len(composing) > 1 or bool(composing and schema.keys() & _WORDS) or (isinstance(joined, list) and len(joined) > 1)
+    return (
+        len(composing) > 1
+        or bool(composing and schema.keys() & _WORDS)
+        or (isinstance(joined, list) and len(joined) > 1)
+    )
 
 
 def _parts(schema: Any, *, is_part: bool = False) -> Iterator[Mapping[str, Any]]:

@@ -152,7 +152,9 @@ def check_forced(tools: list[Any], choice: Any, given: list[Any], where: str) ->
         return
     if isinstance(choice, dict) and all(tool["name"] != choice["name"] for tool in tools):
         left = [tool.get("name") for tool in given if isinstance(tool, dict) and is_elsewhere(tool.get("type"))]
-        words = "is a tool that this server does not run" if choice["name"] in left else "is the name of none of the tools"
+        words = (
+            "is a tool that this server does not run" if choice["name"] in left else "is the name of none of the tools"
+        )
         raise InvalidArgument(where, words)
     if not tools:
         raise InvalidArgument("tool_choice", "forces a call, and this server runs none of the request's tools")

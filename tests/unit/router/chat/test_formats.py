@@ -620,7 +620,7 @@ def test_no_half_of_a_call_is_text_wherever_an_answer_is_cut(example: Example) -
         text, reasoning, calls, _ = parse(example.format, [example.text[:place]], thought=thought, is_cut=True)
         # One character behind text may be text.
         for whole, part in ((example.content, text), (example.reasoning, reasoning.strip())):
-            assert whole.startswith(part) or whole.startswith(part[:-1].strip()), place
+            assert whole.startswith((part, part[:-1].strip())), place
         assert [name for name, _, _ in calls] == [name for name, _ in example.calls][: len(calls)], place
 
 

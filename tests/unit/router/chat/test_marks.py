@@ -15,9 +15,7 @@ TAGS = [(*row.opens, *row.inline, "</think>") for row in TOOLS]
 def half_of(text: str, tags: tuple[str, ...]) -> int:
     """Place of the longest beginning of a tag that ends the text, by trying all."""
     places = range(len(text) + 1)
-    return next(
-        place for place in places if any(tag != text[place:] and tag.startswith(text[place:]) for tag in tags)
-    )
+    return next(place for place in places if any(tag != text[place:] and tag.startswith(text[place:]) for tag in tags))
 
 
 @pytest.mark.parametrize("tags", TAGS, ids=[row.name for row in TOOLS])
