@@ -86,9 +86,10 @@ class ChatParser:
         self._chat, self._format = chat, chat.tools
         self._opens = (*chat.tools.opens, *chat.tools.inline)
         self._thought = chat.reasoning or THINK
-        opens = self._opens if parse_tools else ()
-        self._marks, self._close = marks_of(*opens), marks_of(self._thought.closes)
-        self._thought_marks = marks_of(self._thought.closes, *opens)
+        closes = self._thought.closes
+        self._close = marks_of(closes)
+        self._marks = chat.tools.call_marks() if parse_tools else marks_of()
+        self._thought_marks = chat.tools.call_marks(closes) if parse_tools else self._close
         self._schemas = schemas or {}
         self._filter = CallFilter(max_calls, distinct=distinct_calls)
         self._max_calls, self._distinct_calls = max_calls, distinct_calls

@@ -8,6 +8,7 @@ from typing import TypeVar
 from penstock.common.errors import StartupError
 from penstock.router.chat import call_programs as programs
 from penstock.router.chat.call_block import Program
+from penstock.router.chat.marks import Marks, marks_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class ToolFormat:
     inner: tuple[str, ...] = ()
     # Messages of channels, which have a parser of their own.
     is_harmony: bool = False
+
+    def call_marks(self, *more: str) -> Marks:
+        """Markers of where calls begin, and further ones."""
+        return marks_of(*more, *self.opens, *self.inline)
 
 
 @dataclass(frozen=True)
