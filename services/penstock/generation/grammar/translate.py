@@ -69,7 +69,12 @@ def _simple(schema: dict[str, Any], bounds: JsonBounds) -> str:
     try:
         settings = take_settings(schema, bounds)
         try:
-            made = simplify(schema, is_strict=settings.is_strict, bounds=settings.bounds)
+            made = simplify(
+                schema,
+                is_strict=settings.is_strict,
+                bounds=settings.bounds,
+                takes_any_of=settings.guidance.get("coerce_one_of") is True,
+            )
         except Refusal:
             if not settings.guidance.get("lenient"):
                 raise

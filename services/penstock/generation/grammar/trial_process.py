@@ -23,7 +23,7 @@ from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.matching import new_matcher, shorten
 from penstock.generation.grammar.schemas.document import write_json
 from penstock.generation.grammar.schemas.place import find_place
-from penstock.generation.grammar.schemas.refusal import describe
+from penstock.generation.grammar.schemas.refusal import ONE_OF, describe
 from penstock.generation.grammar.spec import ConstraintKind
 from penstock.generation.grammar.tokenizer import GrammarTokenizer
 from penstock.generation.grammar.translate import OPTIONS, Untranslatable, schemas_of, to_lark, tool_of
@@ -32,8 +32,7 @@ from penstock.generation.grammar.translate import OPTIONS, Untranslatable, schem
 _WALK = 4
 # Reasons in place of llguidance's, which name options of its own.
 _REASONS = {
-    "oneOf": "is supported where no value can satisfy two of its schemas, as types, values of required keys or bounds "
-    'show; "x-guidance": {"coerce_one_of": true} takes it as anyOf',
+    "oneOf": ONE_OF,
     "patternProperties": "has patterns that may match the same key, or that are no regular expressions",
 }
 _BOUNDS = JsonBounds()
@@ -43,6 +42,17 @@ def answer_to(
     tokenizer: GrammarTokenizer, request: dict[str, Any], mask_seconds: float, bounds: JsonBounds = _BOUNDS
 ) -> dict[str, str]:
     """Return {lark, around} of a constraint that compiles, else {refused} or {too_complex} with a message."""
+    try:
+        return _answer_to(tokenizer, request, mask_seconds, bounds)
+    except MemoryError:  # the limit, which the parent tells by the end of the process
+        raise
+    except Exception as error:  # a text that nobody thought of is no reason for the process to end
+        return {"refused": f"is not supported: {type(error).__name__} while it was made simple"}
+
+
+def _answer_to(
+    tokenizer: GrammarTokenizer, request: dict[str, Any], mask_seconds: float, bounds: JsonBounds
+) -> dict[str, str]:
     try:
         lark = to_lark(ConstraintKind(request["kind"]), request["text"], tuple(request["choices"]), bounds)
     except Untranslatable as error:

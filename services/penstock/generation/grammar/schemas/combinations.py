@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from penstock.generation.grammar.schemas.document import write_json
 from penstock.generation.grammar.schemas.refusal import Refusal
 
 # Most combinations of keys, and of items, that are listed.
 _MAX_LISTED = 128
-_MAX_ARRAYS = 256
+# Ten values have 1024 sets, and five 326 orders of them.
+_MAX_ARRAYS = 1024
+_MAX_ORDERED = 512
 
 
 def rewrite_counts(schema: dict[str, Any], path: str) -> None:
@@ -96,16 +98,28 @@ def _count(schema: dict[str, Any], name: str) -> int | None:
 def subsets(values: list[Any], least: int, most: int | None) -> list[dict[str, Any]] | None:
     """Return schemas of arrays without an equal pair; None where they would be too many.
 
-    As many lengths as there is room for: any output is right, but not any right output is made.
+    In any order where these are few, else in the order of the values: every set is there, if not every way to write it.
     """
-    distinct = list({write_json(value): value for value in values}.values())
-    most = len(distinct) if most is None else min(most, len(distinct))
-    found: list[dict[str, Any]] = []
-    for length in range(least, most + 1):
-        if len(found) + math.comb(len(distinct), length) > _MAX_ARRAYS:
-            break
-        for chosen in itertools.combinations(distinct, length):
-            items = [{"const": value} for value in chosen]
-            one: dict[str, Any] = {"type": "array", "items": False, "minItems": length, "maxItems": length}
-            found.append(one | ({"prefixItems": items} if items else {}))
-    return found or None
+    distinct = list({_identity(value): value for value in reversed(values)}.values())[::-1]
+    lengths = range(least, (len(distinct) if most is None else min(most, len(distinct))) + 1)
+    if sum(math.perm(len(distinct), length) for length in lengths) <= _MAX_ORDERED:
+        arrays = [chosen for length in lengths for chosen in itertools.permutations(distinct, length)]
+    elif sum(math.comb(len(distinct), length) for length in lengths) <= _MAX_ARRAYS:
+        arrays = [chosen for length in lengths for chosen in itertools.combinations(distinct, length)]
+    else:
+        return None
+    return [_array_of(chosen) for chosen in arrays] or None
+
+
+def _array_of(values: Sequence[Any]) -> dict[str, Any]:
+    one: dict[str, Any] = {"type": "array", "items": False, "minItems": len(values), "maxItems": len(values)}
+    return one | ({"prefixItems": [{"const": value} for value in values]} if values else {})
+
+
+def _identity(value: Any) -> Any:
+    """Return what is the same for equal JSON values, and for no others: 1 is 1.0, but not true."""
+    if isinstance(value, dict):
+        return frozenset((name, _identity(one)) for name, one in value.items())
+    if isinstance(value, list):
+        return tuple(map(_identity, value))
+    return (isinstance(value, bool), value)

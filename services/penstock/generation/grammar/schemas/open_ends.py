@@ -53,14 +53,19 @@ def bound_items(schema: dict[str, Any], bounds: JsonBounds) -> None:
 
 
 def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
-    """Bound the keys of an object in place, besides those that it names, which come first."""
+    """Bound the keys of an object in place, besides those that it requires.
+
+    llguidance counts only where no named key may be left out. Another object stays without a bound: to count its keys,
+    all the named ones would have to come before any other.
+    """
     is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
     if not bounds.keys or not is_open or "type" not in schema or "object" not in types_of(schema):
         return
-    named = len({*(schema.get("properties") or ()), *(schema.get("required") or ())})
-    least = schema.get("minProperties", 0)
-    if "maxProperties" not in schema and isinstance(least, int | float) and least <= named + bounds.keys:
-        schema["maxProperties"] = named + bounds.keys
+    required = {*(schema.get("required") or ())}
+    if any(name not in required and one is not False for name, one in (schema.get("properties") or {}).items()):
+        return
+    if "maxProperties" not in schema and schema.get("minProperties", 0) <= len(required) + bounds.keys:
+        schema["maxProperties"] = len(required) + bounds.keys
 
 
 def anything(depth: int, bounds: JsonBounds) -> dict[str, Any]:

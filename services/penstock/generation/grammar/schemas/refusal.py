@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+ONE_OF = (
+    "is supported where no value can satisfy two of its schemas, as types, values of required keys or bounds "
+    'show; "x-guidance": {"coerce_one_of": true} takes it as anyOf'
+)
 # Room for a path in a message.
 _MAX_PATH = 120
 

@@ -33,7 +33,12 @@ def _is_names(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond doubles, which nothing here reckons with
+        return False
 
 
 def _is_count(value: Any) -> bool:
@@ -67,7 +72,7 @@ _SHAPES: Mapping[str, _Shape] = {
     **dict.fromkeys(("minContains", "maxContains"), _COUNT),
     **dict.fromkeys(("minimum", "maximum"), _NUMBER),
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _LIMIT),
-    **dict.fromkeys(("pattern", "$ref", "$dynamicRef", "$recursiveRef"), _TEXT),
+    **dict.fromkeys(("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef"), _TEXT),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
     "items": (lambda value: _is_schema(value) or _is_list(value), "a schema, or a list of schemas"),
     "required": (_is_names, "a list of names"),

@@ -16,12 +16,13 @@ from typing import Any
 from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.schemas.combinations import rewrite_counts, subsets
 from penstock.generation.grammar.schemas.disjoint import are_disjoint
+from penstock.generation.grammar.schemas.document import write_json
 from penstock.generation.grammar.schemas.formats import NATIVE, pattern_of
 from penstock.generation.grammar.schemas.multiples import exact_multiples
 from penstock.generation.grammar.schemas.open_ends import anything, bound_items, bound_keys, bound_number, bound_text
 from penstock.generation.grammar.schemas.place import ORIGIN
 from penstock.generation.grammar.schemas.references import References
-from penstock.generation.grammar.schemas.refusal import Refusal, step
+from penstock.generation.grammar.schemas.refusal import ONE_OF, Refusal, step
 from penstock.generation.grammar.schemas.shapes import check_shapes
 from penstock.generation.grammar.schemas.words import (
     ALL_TYPES,
@@ -29,6 +30,7 @@ from penstock.generation.grammar.schemas.words import (
     NUMBER_WORDS,
     OBJECT_WORDS,
     TYPES_OF,
+    is_of,
     says_nothing,
     types_of,
 )
@@ -48,21 +50,24 @@ class Placed(dict[str, Any]):
         self.path = path
 
 
-def simplify(root: dict[str, Any], *, is_strict: bool, bounds: JsonBounds) -> dict[str, Any]:
+def simplify(
+    root: dict[str, Any], *, is_strict: bool, bounds: JsonBounds, takes_any_of: bool = False
+) -> dict[str, Any]:
     """Return the simple schema. Each of its definitions says in a `$comment` which place it comes from.
 
-    `is_strict`: also objects without any named key are closed. Raises Refusal, and RecursionError for a schema that is
-    nested too deeply.
+    `is_strict`: also objects without any named key are closed. `takes_any_of`: `oneOf` counts as `anyOf`. Raises
+    Refusal, and RecursionError for a schema that is nested too deeply.
     """
-    return _Simplifier(root, is_strict, bounds).run()
+    return _Simplifier(root, is_strict, bounds, takes_any_of).run()
 
 
 class _Simplifier:
-    def __init__(self, root: dict[str, Any], is_strict: bool, bounds: JsonBounds) -> None:
+    def __init__(self, root: dict[str, Any], is_strict: bool, bounds: JsonBounds, takes_any_of: bool) -> None:
         self._root = root
         self._bounds = bounds
         self._has_any = False
         self._is_strict = is_strict
+        self._takes_any_of = takes_any_of
         self._references = References(root)
 
     def run(self) -> dict[str, Any]:
@@ -122,6 +127,9 @@ class _Simplifier:
             self._bound(made)
         self._parts(made, path, is_part=is_joined)
         rewrite_counts(made, path)
+        if not is_joined and not any(word in made for word in _COMPOSING):
+            # Not before: the bound is none that the schema asks to count.
+            bound_keys(made, self._bounds)
         if is_composed and names is not None:
             made["allOf"] = [*made.get("allOf", ()), names]
         return made
@@ -136,12 +144,12 @@ class _Simplifier:
         return {"$ref": f"#/$defs/any{self._bounds.depth}"}
 
     def _bound(self, made: dict[str, Any]) -> None:
-        """Bound what a schema of its own leaves open."""
-        if made.keys() & {"const", "enum"}:
+        """Bound what a schema of its own leaves open. With another one beside it, that may ask for more."""
+        if made.keys() & {"const", "enum", *_COMPOSING}:
             return
-        for bound in (bound_number, bound_text, bound_items, bound_keys):
+        for bound in (bound_number, bound_text, bound_items):
             bound(made, self._bounds)
-        if not self._references.are_plain or any(word in made for word in _COMPOSING) or not self._bounds.depth:
+        if not self._references.are_plain or not self._bounds.depth:
             return
         types = types_of(made) if "type" in made else frozenset()
         for kind, word in (("object", "additionalProperties"), ("array", "items")):
@@ -153,15 +161,15 @@ class _Simplifier:
     def _parts(self, made: dict[str, Any], path: str, is_part: bool) -> None:
         for word in ("additionalProperties", "additionalItems", "items"):
             if word in made and not isinstance(made[word], list):
-                made[word] = self._node(made[word], step(path, word), is_part=False)
+                made[word] = self._part(made[word], step(path, word))
         for word in ("prefixItems", "items"):
             if isinstance(made.get(word), list):
-                made[word] = [self._node(one, step(path, word, at), False) for at, one in enumerate(made[word])]
+                made[word] = [self._part(one, step(path, word, at)) for at, one in enumerate(made[word])]
         if not self._references.are_plain:
             self._definitions(made, path)
         for word in ("properties", "patternProperties"):
             if isinstance(made.get(word), dict):
-                made[word] = {name: self._node(one, step(path, word, name), False) for name, one in made[word].items()}
+                made[word] = {name: self._part(one, step(path, word, name)) for name, one in made[word].items()}
         if self._references.are_plain:
             made.pop("$id", None)
             made.pop("$defs", None)
@@ -171,6 +179,10 @@ class _Simplifier:
         for word in ("allOf", "anyOf", "oneOf"):
             if isinstance(made.get(word), list):
                 self._choose(made, word, path, is_part)
+
+    def _part(self, schema: Any, path: str) -> Any:
+        """Return a schema of a value of its own made simple: `true` is anything, of bounded depth."""
+        return self._node({} if schema is True else schema, path, is_part=False)
 
     def _definitions(self, made: dict[str, Any], path: str) -> None:
         """Make definitions simple where they stand. One that cannot be matters only if something refers to it."""
@@ -183,13 +195,18 @@ class _Simplifier:
         options = made[word]
         resolve = self._references.resolve
         if word == "oneOf":
-            if all(are_disjoint(one, other, resolve) for at, one in enumerate(options) for other in options[at + 1 :]):
-                if "anyOf" not in made:
-                    del made["oneOf"]
-                    word = "anyOf"
+            # What is closed or bounded here would seem to have nothing in common: it is told before.
+            if not self._takes_any_of and not all(
+                are_disjoint(one, other, resolve) for at, one in enumerate(options) for other in options[at + 1 :]
+            ):
+                raise Refusal(path, word, ONE_OF)
+            del made["oneOf"]
+            made_options = [self._node(one, step(path, word, at), is_part) for at, one in enumerate(options)]
+            if "anyOf" in made:
+                made["allOf"] = [*made.get("allOf", ()), {"anyOf": made_options}]
             else:
-                # Closed, they would seem to have nothing in common.
-                is_part = True
+                made["anyOf"] = made_options
+            return
         made[word] = [self._node(one, step(path, word, at), is_part) for at, one in enumerate(options)]
 
     def _reference(self, reference: Any, path: str, is_part: bool) -> str:
@@ -217,7 +234,6 @@ class _Simplifier:
             "if": lambda value: says_nothing(made.get("then", True)) and says_nothing(made.get("else", True)),
             "then": lambda value: "if" not in made,
             "else": lambda value: "if" not in made,
-            "$recursiveRef": lambda value: False,
         }
         if made.get("minContains") == 0 and "maxContains" not in made:
             made.pop("contains", None)
@@ -238,7 +254,7 @@ class _Simplifier:
             made["minItems"] = max(made.get("minItems", 0), made.pop("minContains", 1))
             if "maxContains" in made:
                 made["maxItems"] = min(made.get("maxItems", made["maxContains"]), made.pop("maxContains"))
-        if "contains" in made and made["contains"] == made.get("items") and "maxContains" not in made:
+        if _asks_only_for_an_item(made):
             del made["contains"]
             made["minItems"] = max(made.get("minItems", 0), made.pop("minContains", 1))
 
@@ -257,6 +273,9 @@ class _Simplifier:
         for word in ("unevaluatedProperties", "unevaluatedItems"):
             if word in made:
                 other = "additionalProperties" if word == "unevaluatedProperties" else "items"
+                if other == "items" and isinstance(made.get("items"), list):
+                    # The list is of the first items, as in drafts before 2020-12.
+                    other = "additionalItems"
                 if made.keys() & {*_COMPOSING, "dependentSchemas", "dependencies", "contains", "if"}:
                     raise Refusal(path, word, "is not supported beside other schemas of the same value")
                 made.setdefault(other, made[word])
@@ -297,6 +316,10 @@ class _Simplifier:
         known = made.get("properties") or {}
         if made.get("patternProperties") or not isinstance(rule, dict) or not isinstance(known, dict):
             raise Refusal(path, "propertyNames", "is not supported here")
+        check_shapes(rule, step(path, "propertyNames"))
+        words = rule.keys() & ASSERTIONS
+        if "string" not in types_of(rule) or (words & {"enum", "const"} and len(words - {"type"}) > 1):
+            raise Refusal(path, "propertyNames", _NAMES)
         listed = [rule["const"]] if "const" in rule else rule.get("enum")
         if isinstance(listed, list):
             names = [name for name in listed if isinstance(name, str)]
@@ -304,9 +327,13 @@ class _Simplifier:
         else:
             names, pattern = [], _name_pattern(rule)
             if pattern is None:
-                raise Refusal(path, "propertyNames", "is supported for one of enum, const, pattern, format and lengths")
+                raise Refusal(path, "propertyNames", _NAMES)
             fits = _searcher(pattern, path)
             if values is not False and not (known and "additionalProperties" not in made):
+                if any(map(fits, known)) and not says_nothing(values):
+                    # A pattern's schema is about the named keys, too.
+                    reason = "of a pattern is not supported with named keys and a schema of the others"
+                    raise Refusal(path, "propertyNames", reason)
                 made["patternProperties"] = {pattern: values}
         del made["propertyNames"]
         made["properties"] = {name: one if fits(name) else False for name, one in known.items()}
@@ -338,15 +365,25 @@ class _Simplifier:
         item = self._references.resolve(made.get("items", True))
         values = None
         if isinstance(item, dict):
-            values = [item["const"]] if "const" in item else item.get("enum")
-            if item.get("type") in ("boolean", ["boolean"]) and values is None:
+            check_shapes(item, step(path, "items"))
+            words = item.keys() & ASSERTIONS
+            # Other words would have to hold, too. A type is only there to say what the values show.
+            if words <= {"const", "type"} or words <= {"enum", "type"}:
+                values = [item["const"]] if "const" in item else item.get("enum")
+            if words == {"type"} and item["type"] in ("boolean", ["boolean"]):
                 values = [False, True]
-        least, most = made.get("minItems", 0), made.get("maxItems")
-        if types == {"array"} and isinstance(values, list) and "prefixItems" not in made and isinstance(least, int):
-            found = subsets(values, least, most if isinstance(most, int) else None)
+            if values is not None and "type" in item:
+                values = [value for value in values if is_of(value, item["type"])]
+        least, most = int(made.get("minItems", 0)), made.get("maxItems")
+        is_plain = made.keys() & ASSERTIONS <= {"type", "items", "minItems", "maxItems", "uniqueItems"}
+        if types == {"array"} and is_plain and values is not None:
+            found = subsets(values, least, None if most is None else int(most))
             if found is not None:
                 return {"anyOf": found}
-        reason = "is not supported but for items of an enum, and cannot be left out: an item may come twice"
+        reason = (
+            "is not supported but for items of an enum of up to ten values, and cannot be left out: an item may come "
+            "twice"
+        )
         raise Refusal(path, "uniqueItems", reason)
 
     # -- other keys
@@ -399,6 +436,13 @@ class _Simplifier:
         return all(found_all)
 
 
+def _asks_only_for_an_item(schema: dict[str, Any]) -> bool:
+    """True where `contains` is what every item is: by text, for Python takes 1 for true."""
+    if "contains" not in schema or "items" not in schema or schema.keys() & {"prefixItems", "maxContains"}:
+        return False
+    return write_json(schema["contains"]) == write_json(schema["items"])
+
+
 def _at_most_one(schema: dict[str, Any]) -> bool:
     return schema.get("maxItems") in (0, 1)
 
@@ -429,6 +473,7 @@ def _name_pattern(rule: dict[str, Any]) -> str | None:
 
 
 _ANY = "^(?s:.)*$"
+_NAMES = "is supported for one of enum, const, pattern, format and lengths"
 _HEX = "[0-9a-fA-F]"
 _NATIVE_NAMES = {"uuid": rf"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$"}
 

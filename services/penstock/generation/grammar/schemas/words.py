@@ -67,6 +67,17 @@ def types_of(schema: dict[str, Any]) -> frozenset[str]:
     return found if found <= ALL_TYPES else ALL_TYPES
 
 
+def is_of(value: Any, named: Any) -> bool:
+    """True where a JSON value is of one of the types that `type` names."""
+    if isinstance(value, bool):
+        mine = {"boolean"}
+    elif isinstance(value, int | float):
+        mine = {"number", "integer"} if value == int(value) else {"number"}
+    else:
+        mine = {{str: "string", list: "array", dict: "object"}.get(type(value), "null")}
+    return bool(mine & {*([named] if isinstance(named, str) else named)})
+
+
 def says_nothing(schema: Any) -> bool:
     """True for a schema that every value satisfies, as far as its own words show."""
     if isinstance(schema, bool):

@@ -1,0 +1,158 @@
+"""Bounds and rewritings of schemas leave out no valid document without need, and let in no invalid one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from factories.engine.grammars import accepts, grammar_tokenizer
+from penstock.generation.grammar.matching import new_matcher
+from penstock.generation.grammar.state import CompiledGrammar
+from penstock.generation.grammar.trial_process import answer_to
+
+INTEGER, TEXT, NUMBER = {"type": "integer"}, {"type": "string"}, {"type": "number"}
+TWO: dict[str, Any] = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}
+MANY = {
+    "type": "object",
+    "properties": {f"k{at}": {"type": "null"} for at in range(70)},
+    "required": [f"k{at}" for at in range(70)],
+}
+ALL_OF_MANY = json.dumps(dict.fromkeys(MANY["required"]))
+NESTED = '{"a": ' + "[" * 30 + "]" * 30 + "}"
+# Schema -> documents that may be written, and that may not.
+TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    # Keys that the schema does not name come without all those that it does.
+    ({**TWO, "additionalProperties": TEXT}, ['{"c": "x"}', '{"a": 1, "c": "x"}', '{"b": 1}'], ['{"c": 1}']),
+    ({**TWO, "additionalProperties": True}, ['{"c": "x"}', '{"a": 1, "c": "x"}'], ['{"a": "x"}']),
+    ({**TWO, "additionalProperties": TEXT, "minProperties": 1}, ['{"c": "x"}', '{"b": 1}'], ["{}"]),
+    ({**TWO, "patternProperties": {"^x": TEXT}, "additionalProperties": False}, ['{"xc": "x"}'], ['{"c": "x"}']),
+    # A bound is none beside a schema that may ask for more.
+    ({"type": "object", "allOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": MANY}}, [ALL_OF_MANY], ["{}"]),
+    ({"type": "object", "$ref": "#/$defs/B", "$defs": {"B": MANY}}, [ALL_OF_MANY], ["{}"]),
+    (
+        {**INTEGER, "$ref": "#/$defs/B", "$defs": {"B": {"minimum": 10**16}}},
+        ["10000000000000000"],
+        ["9999999999999999"],
+    ),
+    # Anything has a depth, however it is written.
+    ({"type": "object", "properties": {"a": True}, "required": ["a"]}, ['{"a": [1]}'], [NESTED]),
+    ({"type": "array", "prefixItems": [True], "items": False}, ["[[1]]"], ["[" * 30 + "]" * 30]),
+    # What every item is, by JSON's own measure of equality.
+    ({"type": "array", "items": {"const": 1}, "contains": {"const": 1}}, ["[1]"], ["[]"]),
+    # The first items, as drafts before 2020-12 list them.
+    ({"type": "array", "items": [TEXT], "unevaluatedItems": False}, ['["x"]'], ['["x", 1]']),
+    # Names of keys.
+    ({"type": "object", "propertyNames": {"enum": ["a", 1], "type": "string"}}, ['{"a": 1}'], ['{"b": 1}']),
+    (
+        {"type": "object", "properties": {"a": INTEGER}, "propertyNames": {"pattern": "^[a-c]$"}},
+        ['{"a": 1}'],
+        ['{"a": "x"}', '{"b": 1}'],
+    ),
+    # Sets: in any order where these are few, of any size.
+    ({"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b"]}}, ['["b", "a"]'], ['["b", "b"]']),
+    (
+        {"type": "array", "uniqueItems": True, "items": {"enum": [*range(10)]}},
+        ["[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]", "[]", "[9]"],
+        ["[1, 1]"],
+    ),
+    ({"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0, True]}}, ["[1, true]", "[true, 1]"], ["[1, 1.0]"]),
+    ({"type": "array", "uniqueItems": True, "items": {"enum": ["a", 1], **INTEGER}}, ["[1]"], ['["a"]']),
+    # Alternatives that are known to be apart.
+    ({"oneOf": [INTEGER, TEXT], "anyOf": [{"const": 1}, {"const": "a"}]}, ["1", '"a"'], ["2", '"b"']),
+    (
+        {"oneOf": [INTEGER, {"minimum": 3}], "x-guidance": {"coerce_one_of": True}},
+        ["5"],
+        ["-1.5"],
+    ),
+]
+P_A = {"type": "object", "properties": {"a": INTEGER}}
+P_B = {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]}
+# What cannot be told without a loss: schema -> what the message says.
+REFUSED: list[tuple[Any, str]] = [
+    ({"type": "string", "format": ["x"]}, "at #: `format` must be a text"),
+    ({"type": "string", "format": {}}, "at #: `format` must be a text"),
+    ({**INTEGER, "minimum": 10**400}, "at #: `minimum` must be a number"),
+    ({**TEXT, "maxLength": 10**400}, "at #: `maxLength` must be a whole number"),
+    ({"type": "object", "propertyNames": {"format": []}}, "at #/propertyNames: `format` must be a text"),
+    ({"type": "array", "items": {"const": 1}, "contains": {"const": True}}, "at #: `contains` is not supported"),
+    (
+        {"type": "array", "prefixItems": [TEXT], "items": INTEGER, "contains": INTEGER},
+        "at #: `contains` is not supported",
+    ),
+    (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"p": P_A}, "required": ["p"]},
+                {"type": "object", "properties": {"p": P_B}, "required": ["p"]},
+            ]
+        },
+        "at #: `oneOf` is supported where no value can satisfy two",
+    ),
+    ({"type": "object", "propertyNames": {"enum": ["a", "bb"], "maxLength": 1}}, "at #: `propertyNames` is supported"),
+    (
+        {"type": "object", "propertyNames": {"const": "a", "pattern": "b"}, "additionalProperties": TEXT},
+        "at #: `propertyNames` is supported for one of",
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"a": INTEGER},
+            "additionalProperties": TEXT,
+            "propertyNames": {"pattern": "^[a-z]$"},
+        },
+        "at #: `propertyNames` of a pattern is not supported with named keys",
+    ),
+    ({"type": "array", "uniqueItems": True, "items": {"enum": ["a", "bb"], "maxLength": 1}}, "at #: `uniqueItems` "),
+    (
+        {"type": "array", "uniqueItems": True, "items": {"enum": ["a"]}, "allOf": [{"minItems": 1}]},
+        "at #: `uniqueItems` ",
+    ),
+    ({"type": "array", "uniqueItems": True, "items": {"enum": [*range(30)]}}, "at #: `uniqueItems` is not supported"),
+]
+
+
+def answer_of(document: Any) -> dict[str, str]:
+    return answer_to(grammar_tokenizer(), {"kind": "json_schema", "text": json.dumps(document), "choices": ()}, 10.0)
+
+
+def compiled(document: Any) -> CompiledGrammar:
+    answer = answer_of(document)
+    assert "lark" in answer, answer
+    return CompiledGrammar(new_matcher(grammar_tokenizer(), answer["lark"]), grammar_tokenizer(), "constraint")
+
+
+@pytest.mark.parametrize(("document", "right", "wrong"), TOLD, ids=[json.dumps(one)[:60] for one, _, _ in TOLD])
+def test_valid_documents_are_possible_and_invalid_ones_are_not(
+    document: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    grammar = compiled(document)
+    assert [text for text in right if not accepts(grammar, text)] == []
+    assert [text for text in wrong if accepts(grammar, text)] == []
+
+
+@pytest.mark.parametrize(("document", "message"), REFUSED, ids=[json.dumps(one)[:60] for one, _ in REFUSED])
+def test_what_would_lose_documents_is_refused_by_name(document: Any, message: str) -> None:
+    assert answer_of(document).get("refused", "").startswith(message), answer_of(document)
+
+
+def test_the_bound_of_keys_stays_where_no_named_one_may_be_left_out() -> None:
+    document = {"type": "object", "properties": {"a": INTEGER}, "required": ["a"], "additionalProperties": INTEGER}
+    grammar = compiled({**document, "x-guidance": {"max_keys": 1}})
+    assert accepts(grammar, '{"a": 1, "c": 1}')
+    assert not accepts(grammar, '{"a": 1, "c": 1, "d": 1}')
+
+
+def test_a_hundred_models_of_twenty_fields_compile() -> None:
+    fields = [
+        {"type": "string", "format": "date-time"} if at % 3 == 0 else {"anyOf": [INTEGER, {"type": "null"}]}
+        for at in range(20)
+    ]
+    names = [f"p{at}" for at in range(20)]
+    models: dict[str, Any] = {
+        f"M{at}": {"type": "object", "properties": dict(zip(names, fields, strict=True)), "required": names}
+        for at in range(100)
+    }
+    for at in range(1, 100):
+        models[f"M{at - 1}"]["properties"]["next"] = {"$ref": f"#/$defs/M{at}"}
+    assert "lark" in answer_of({"$ref": "#/$defs/M0", "$defs": models})
