@@ -554,10 +554,11 @@ class GenerationServiceConfig(ServerConfig):
     )
     max_json_digits: int = option(
         JsonBounds.digits,
-        "Digits of numbers that a JSON schema leaves open, of which 9 may be behind the point; 0: any number of them.",
+        "Digits of integers that a JSON schema leaves open; numbers that may have a point have at most 15, and 9 "
+        "behind it; 0: any number of them.",
         group=CONSTRAINTS,
         minimum=0,
-        maximum=15,
+        maximum=19,
     )
     max_json_keys: int = option(
         JsonBounds.keys,

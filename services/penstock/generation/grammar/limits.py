@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class JsonBounds:
     """Bounds of what a schema leaves open; 0: no bound. A schema's own word goes first."""
 
-    # Digits before the point, and up to nine behind it. More are more than a double has.
-    digits: int = 15
+    # Digits of an integer, of 64 bits. Numbers that may have a point: at most 15 before it, and nine behind it.
+    digits: int = 19
     # Keys of an object besides those that its schema names.
     keys: int = 64
     # Values within values where anything may stand.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+from fractions import Fraction
 from typing import Any
 
 import pytest
 from factories.engine.grammars import accepts, grammar_tokenizer
 from penstock.generation.grammar.matching import new_matcher
+from penstock.generation.grammar.schemas.document import read_json, write_json
+from penstock.generation.grammar.schemas.multiples import exact_multiples
 from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.trial_process import answer_to
 
@@ -58,6 +62,25 @@ TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ),
     ({"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0, True]}}, ["[1, true]", "[true, 1]"], ["[1, 1.0]"]),
     ({"type": "array", "uniqueItems": True, "items": {"enum": ["a", 1], **INTEGER}}, ["[1]"], ['["a"]']),
+    # Integers of 64 bits, and the bounds that a schema names.
+    (INTEGER, ["1234567890123456789", "9223372036854775807", "-1234567890123456789"], ["1" * 20]),
+    ({**INTEGER, "format": "int64", "minimum": 0}, ["9223372036854775807", "0"], ["-1", "9" * 19]),
+    (
+        {**INTEGER, "minimum": -(2**63), "maximum": 2**63 - 1},
+        ["9223372036854775807", "-9223372036854774784"],
+        ["9223372036854775808", "-9223372036854775809"],
+    ),
+    ({**INTEGER, "minimum": 0, "maximum": 2**64 - 1}, ["9223372036854775807"], ["18446744073709551616", "-1"]),
+    ({**INTEGER, "minimum": 10**18}, ["1721999999999999999"], ["999999999999999999", "9" * 30]),
+    ({**INTEGER, "maximum": 10**18, "x-guidance": {"max_digits": 2}}, ["1000000000000000000"], ["1" * 19]),
+    (NUMBER, ["3.14159265", "999999999999999"], ["1" * 16]),
+    ({}, ["1234567890123456789", "1.5"], ["9" * 20]),
+    # Multiples of values that are listed are those of them that validators take.
+    ({"enum": [0.1, 0.2, 1.2, "a"], "multipleOf": 0.1}, ["0.1", "0.2", '"a"'], ["1.2"]),
+    ({"const": 3, "multipleOf": 0.1, **NUMBER}, ["3"], ["0.3"]),
+    ({**NUMBER, "multipleOf": 0.01, "minimum": 0}, ["99.98", "19.75", "1000000.25"], ["19.99", "0.29", "1000000.26"]),
+    ({"type": ["integer", "null"], "multipleOf": 0.1}, ["7", "null"], ["0.5"]),
+    ({**NUMBER, "multipleOf": 0.7, "minimum": 0, "maximum": 20}, ["1.4"], ["10.5", "2"]),
     # Alternatives that are known to be apart.
     ({"oneOf": [INTEGER, TEXT], "anyOf": [{"const": 1}, {"const": "a"}]}, ["1", '"a"'], ["2", '"b"']),
     (
@@ -70,6 +93,9 @@ P_A = {"type": "object", "properties": {"a": INTEGER}}
 P_B = {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]}
 # What cannot be told without a loss: schema -> what the message says.
 REFUSED: list[tuple[Any, str]] = [
+    ({**NUMBER, "multipleOf": 0.7}, "at #: `multipleOf` of this fraction is supported between a minimum and"),
+    ({**NUMBER, "multipleOf": 1.1, "minimum": 0}, "at #: `multipleOf` of this fraction is supported between"),
+    ({**INTEGER, "multipleOf": 1.1}, "at #: `multipleOf` of this fraction is supported between a minimum and"),
     ({"type": "string", "format": ["x"]}, "at #: `format` must be a text"),
     ({"type": "string", "format": {}}, "at #: `format` must be a text"),
     ({**INTEGER, "minimum": 10**400}, "at #: `minimum` must be a number"),
@@ -134,6 +160,18 @@ def test_valid_documents_are_possible_and_invalid_ones_are_not(
 @pytest.mark.parametrize(("document", "message"), REFUSED, ids=[json.dumps(one)[:60] for one, _ in REFUSED])
 def test_what_would_lose_documents_is_refused_by_name(document: Any, message: str) -> None:
     assert answer_of(document).get("refused", "").startswith(message), answer_of(document)
+
+
+@pytest.mark.parametrize("factor", ["0.1", "0.2", "0.01", "0.05", "0.001", "0.3", "0.03"])
+def test_multiples_that_are_written_are_those_of_a_validator(factor: str) -> None:
+    found = exact_multiples(read_json(f'{{"type": "number", "multipleOf": {factor}}}'), "#")
+    assert found is not None
+    listed, beyond = found["anyOf"]
+    draw, step = random.Random(7), Fraction(write_json(beyond["multipleOf"]))
+    far = [draw.randrange(10**digits) * step for digits in range(1, 14) for _ in range(200)]
+    for value in (*map(float, listed["enum"]), *map(float, far)):
+        quotient = value / float(factor)
+        assert quotient == int(quotient), (value, factor)
 
 
 def test_the_bound_of_keys_stays_where_no_named_one_may_be_left_out() -> None:

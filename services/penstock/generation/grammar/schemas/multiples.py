@@ -1,13 +1,13 @@
 """`multipleOf` of fractions that binary numbers do not have, as 0.1: what is written must be a multiple for validators.
 
 They divide binary numbers: 1.2 / 0.1 is 11.999999999999998. So of the decimal multiples only those are written whose
-quotient is whole in binary, too.
+quotient is whole in binary, too: the nearest to 0 are listed, and far from it those remain that binary numbers have.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -15,11 +15,16 @@ from typing import Any
 from penstock.generation.grammar.schemas.document import WrittenFloat
 from penstock.generation.grammar.schemas.refusal import Refusal
 
-# Most multiples that are listed one by one, and the denominator of those that are written in an unbounded range.
-_MAX_LISTED = 2000
+# Most multiples that are listed one by one.
+_MAX_LISTED = 10_000
+# Denominator of the multiples that are written beyond those: binary numbers have them.
 _BINARY = 4
 # Most states of the automaton that tells the multiples of a number.
 _MAX_STATES = 10_000
+# Largest number that is written with such a fraction: a double has it exactly.
+_MOST = 10**15 - 1
+# A quotient rounds to a whole number, however large, where the factor's own error is no more than this part of it.
+_SURE = Fraction(1, 2**54)
 
 
 def exact_multiples(schema: Mapping[str, Any], path: str) -> dict[str, Any] | None:
@@ -31,15 +36,61 @@ def exact_multiples(schema: Mapping[str, Any], path: str) -> dict[str, Any] | No
     if factor is None or factor <= 0 or Fraction(float(factor)) == factor:
         return None
     low, high = _bound(schema, "minimum", factor), _bound(schema, "maximum", factor)
-    is_whole = schema.get("type") in ("integer", ["integer"])
+    is_whole = only_whole(schema)
     if low is not None and high is not None and high - low < _MAX_LISTED:
-        values = [_written(number * factor) for number in range(low, high + 1) if _divides(number * factor, factor)]
-        return {"enum": [value for value in values if not is_whole or isinstance(value, int)]}
+        return {"enum": _listed(factor, low, high, is_whole)}
     step = Fraction(factor.numerator, 1 if is_whole else math.gcd(factor.denominator, _BINARY))
     if step.numerator > _MAX_STATES:
         raise Refusal(path, "multipleOf", "is not supported with so many digits")
+    if abs(Fraction(float(factor)) / factor - 1) > _SURE:
+        reason = f"of this fraction is supported between a minimum and a maximum with up to {_MAX_LISTED} multiples"
+        raise Refusal(path, "multipleOf", f"{reason}: of larger ones binary numbers tell some to be none")
+    beyond = {"type": "integer" if is_whole else "number", **_within(schema), "multipleOf": _written(step)}
+    if is_whole:
+        return beyond
+    first, last = _nearest(low, high)
+    return {"anyOf": [{"enum": _listed(factor, first, last, is_whole)}, beyond]}
+
+
+def only_whole(schema: Mapping[str, Any]) -> bool:
+    """True where the numbers of a schema are integers."""
+    named = schema.get("type")
+    return named == "integer" or (isinstance(named, list) and "integer" in named and "number" not in named)
+
+
+def keep_multiples(values: Sequence[Any], factor: Any) -> list[Any] | None:
+    """Return the values of an enum that are no numbers, or multiples for validators; None: `factor` is exact."""
+    exact = _fraction(factor)
+    if exact is None or exact <= 0 or Fraction(float(exact)) == exact:
+        return None
+    return [value for value in values if (number := _fraction(value)) is None or _divides(number, exact)]
+
+
+def _listed(factor: Fraction, first: int, last: int, is_whole: bool) -> list[int | WrittenFloat]:
+    values = [_written(times * factor) for times in range(first, last + 1) if _divides(times * factor, factor)]
+    return [value for value in values if not is_whole or isinstance(value, int)]
+
+
+def _nearest(low: int | None, high: int | None) -> tuple[int, int]:
+    """Return the multiples nearest to 0, as many as are listed, of those within the bounds."""
+    first, last = -(_MAX_LISTED // 2), _MAX_LISTED // 2
+    if low is not None and low > first:
+        first, last = low, low + _MAX_LISTED
+    if high is not None and high < last:
+        first, last = high - _MAX_LISTED if low is None else max(low, high - _MAX_LISTED), high
+    return first, last
+
+
+def _within(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema's bounds, and those of exact numbers where it has none, or further ones."""
     bounds = {name: schema[name] for name in _BOUNDS if name in schema}
-    return {**bounds, "multipleOf": _written(step)}
+    for words, limit in ((_BOUNDS[::2], -_MOST), (_BOUNDS[1::2], _MOST)):
+        named = [bounds[word] for word in words if _fraction(bounds.get(word)) is not None]
+        if not named or (max(named) < limit if limit < 0 else min(named) > limit):
+            for word in words:
+                bounds.pop(word, None)
+            bounds[words[0]] = limit
+    return bounds
 
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")

@@ -12,8 +12,11 @@ from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.schemas.document import WrittenFloat
 from penstock.generation.grammar.schemas.words import types_of
 
-# Most digits behind the point that llguidance counts, with a margin for its doubles.
+# Most digits before the point that a double is sure to have, and behind it that llguidance counts, with a margin.
+_MOST_BEFORE = 15
 _MOST_BEHIND = 9
+# llguidance reckons with 64 bits, of which the least numbers would become others in its doubles.
+_LEAST_INTEGER, _MOST_INTEGER = -(2**63) + 1024, 2**63 - 1
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
@@ -23,8 +26,12 @@ def bound_number(schema: dict[str, Any], bounds: JsonBounds) -> None:
     listed = [named] if isinstance(named, str) else named if isinstance(named, list) else []
     if not bounds.digits or not {"integer", "number"} & {*listed}:
         return
-    most = 10**bounds.digits - 1
-    behind = min(bounds.digits, _MOST_BEHIND)
+    if "number" not in listed:
+        _bound_integer(schema, 10**bounds.digits - 1)
+        return
+    digits = min(bounds.digits, _MOST_BEFORE)
+    most = 10**digits - 1
+    behind = min(digits, _MOST_BEHIND)
     limits = [schema[word] for word in (*_LOWER, *_UPPER) if _is_number(schema.get(word))]
     if any(abs(limit) >= most or 0 < abs(limit) < 10 ** (3 - behind) for limit in limits):
         return
@@ -32,8 +39,23 @@ def bound_number(schema: dict[str, Any], bounds: JsonBounds) -> None:
         schema["minimum"] = -most
     if not any(_is_number(schema.get(word)) for word in _UPPER):
         schema["maximum"] = most
-    if "number" in listed:
-        schema.setdefault("multipleOf", WrittenFloat(f"{Decimal(1).scaleb(-behind):f}"))
+    schema.setdefault("multipleOf", WrittenFloat(f"{Decimal(1).scaleb(-behind):f}"))
+
+
+def _bound_integer(schema: dict[str, Any], most: int) -> None:
+    """Bound an integer in place. Bounds of the schema that are further off than `most` widen that."""
+    low = [schema[word] for word in _LOWER if _is_number(schema.get(word))]
+    high = [schema[word] for word in _UPPER if _is_number(schema.get(word))]
+    if any(abs(limit) >= most for limit in (*low, *high)):
+        most = _MOST_INTEGER
+    if not high and not any(limit >= _MOST_INTEGER for limit in low):
+        schema["maximum"] = min(most, _MOST_INTEGER)
+    if not low and not any(limit <= _LEAST_INTEGER for limit in high):
+        schema["minimum"] = max(-most, _LEAST_INTEGER)
+    elif low and max(low) < _LEAST_INTEGER:
+        # Beyond what llguidance takes.
+        schema.pop("exclusiveMinimum", None)
+        schema["minimum"] = _LEAST_INTEGER
 
 
 def bound_text(schema: dict[str, Any], bounds: JsonBounds) -> None:
@@ -71,10 +93,13 @@ def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
 def anything(depth: int, bounds: JsonBounds) -> dict[str, Any]:
     """Return the schema of any value with at most `depth` values within values: its parts are any0, any1 and so on."""
     number: dict[str, Any] = {"type": "number"}
+    # With more digits than a number that may have a point.
+    whole: dict[str, Any] = {"type": "integer"}
     text: dict[str, Any] = {"type": "string"}
     bound_number(number, bounds)
+    bound_number(whole, bounds)
     bound_text(text, bounds)
-    options: list[dict[str, Any]] = [{"type": "null"}, {"type": "boolean"}, number, text]
+    options: list[dict[str, Any]] = [{"type": "null"}, {"type": "boolean"}, number, whole, text]
     if depth:
         part = {"$ref": f"#/$defs/any{depth - 1}"}
         array, members = {"type": "array", "items": part}, {"type": "object", "additionalProperties": part}

@@ -18,7 +18,7 @@ from penstock.generation.grammar.schemas.combinations import rewrite_counts, sub
 from penstock.generation.grammar.schemas.disjoint import are_disjoint
 from penstock.generation.grammar.schemas.document import write_json
 from penstock.generation.grammar.schemas.formats import NATIVE, pattern_of
-from penstock.generation.grammar.schemas.multiples import exact_multiples
+from penstock.generation.grammar.schemas.multiples import exact_multiples, keep_multiples, only_whole
 from penstock.generation.grammar.schemas.open_ends import anything, bound_items, bound_keys, bound_number, bound_text
 from penstock.generation.grammar.schemas.place import ORIGIN
 from penstock.generation.grammar.schemas.references import References
@@ -345,13 +345,18 @@ class _Simplifier:
 
     def _split_numbers(self, made: dict[str, Any], types: frozenset[str], path: str) -> dict[str, Any] | None:
         """Return the schema as one of its numbers and one of the rest, where `multipleOf` needs other words."""
-        exact = exact_multiples(made, path) if "number" in types else None
+        if "number" not in types or "multipleOf" not in made:
+            return None
+        if made.keys() & {"enum", "const"}:
+            kept = keep_multiples([made["const"]] if "const" in made else made["enum"], made["multipleOf"])
+            rest = {word: value for word, value in made.items() if word not in ("multipleOf", "enum", "const")}
+            return None if kept is None else {**rest, "enum": kept}
+        exact = exact_multiples(made, path)
         if exact is None:
             return None
         rest = {word: value for word, value in made.items() if word not in NUMBER_WORDS}
-        named = made.get("type")
-        is_whole = named == "integer" or (isinstance(named, list) and "integer" in named and "number" not in named)
-        number: dict[str, Any] = {"type": "integer" if is_whole else "number", **exact}
+        kind = "integer" if only_whole(made) else "number"
+        number: dict[str, Any] = exact if "anyOf" in exact else {"type": kind, **exact}
         others = {"type": sorted(types - {"number"})}
         alternative = number if len(types) == 1 else {"anyOf": [number, others]}
         rest.pop("type", None)
