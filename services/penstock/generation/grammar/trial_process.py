@@ -22,7 +22,7 @@ from penstock.common.child_limits import limit_cpu, limit_memory
 from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.matching import new_matcher, shorten
 from penstock.generation.grammar.schemas.document import write_json
-from penstock.generation.grammar.schemas.place import find_place
+from penstock.generation.grammar.schemas.place import MAX_SECONDS, find_place
 from penstock.generation.grammar.schemas.refusal import ONE_OF, describe
 from penstock.generation.grammar.spec import ConstraintKind
 from penstock.generation.grammar.tokenizer import GrammarTokenizer
@@ -97,8 +97,12 @@ def _placed(refusal: dict[str, str], tokenizer: GrammarTokenizer, lark: str) -> 
 
     if "refused" not in refusal:
         return refusal
-    for schema in schemas_of(lark):
-        if isinstance(schema, dict) and is_refused(write_json(schema)):
+    schemas = [schema for schema in schemas_of(lark) if isinstance(schema, dict)]
+    until = time.thread_time() + MAX_SECONDS
+    for schema in schemas:
+        if time.thread_time() > until:
+            break
+        if len(schemas) == 1 and lark.startswith("start: %json") or is_refused(write_json(schema)):
             path, keyword = find_place(schema, is_refused)
             return {"refused": tool_of(schema) + describe(path, keyword, _REASONS.get(keyword, refusal["refused"]))}
     return refusal

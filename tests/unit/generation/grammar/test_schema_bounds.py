@@ -12,6 +12,7 @@ from factories.engine.grammars import accepts, grammar_tokenizer
 from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.schemas.document import read_json, write_json
 from penstock.generation.grammar.schemas.multiples import exact_multiples
+from penstock.generation.grammar.schemas.place import find_place
 from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.trial_process import answer_to
 
@@ -179,6 +180,38 @@ def test_the_bound_of_keys_stays_where_no_named_one_may_be_left_out() -> None:
     grammar = compiled({**document, "x-guidance": {"max_keys": 1}})
     assert accepts(grammar, '{"a": 1, "c": 1}')
     assert not accepts(grammar, '{"a": 1, "c": 1, "d": 1}')
+
+
+def chain_of(length: int, fault: Any) -> dict[str, Any]:
+    models: dict[str, Any] = {
+        f"M{at}": {"type": "object", "properties": {"next": {"$ref": f"#/$defs/M{at + 1}"}, "when": NUMBER}}
+        for at in range(length)
+    }
+    models[f"M{length}"] = {"type": "object", "properties": {"fine": TEXT, "z": fault}}
+    return {"$ref": "#/$defs/M0", "$defs": models}
+
+
+@pytest.mark.parametrize("length", [1, 60])
+def test_a_fault_behind_references_has_its_place(length: int) -> None:
+    said = answer_of(chain_of(length, {**TEXT, "pattern": "(?=a)b"}))["refused"]
+    assert said.startswith(f"at #/$defs/M{length}/properties/z: `pattern` invalid regex"), said
+
+
+def test_the_search_for_a_place_tries_little_and_has_an_end() -> None:
+    schema = chain_of(60, {**TEXT, "pattern": "(?=a)b"})
+    tried: list[str] = []
+
+    def is_refused(text: str) -> bool:
+        tried.append(text)
+        return new_matcher(grammar_tokenizer(), f"start: %json {text}").is_error()
+
+    assert find_place(schema, is_refused, max_seconds=60.0) == ("#/$defs/M60/properties/z", "pattern")
+    # One trial for each definition, and none of them with the others in it.
+    assert len(tried) < 70
+    assert all(len(text) < 2000 for text in tried)
+    tried.clear()
+    assert find_place(schema, is_refused, max_seconds=-1.0) == ("#", "")
+    assert tried == []
 
 
 def test_a_hundred_models_of_twenty_fields_compile() -> None:

@@ -1,58 +1,81 @@
 """Place in a schema of what llguidance refuses: the deepest part that it refuses alone, and the keyword that is why.
 
-llguidance says what is wrong, but not where. The place is found by trying the parts, a bounded number of them.
+llguidance says what is wrong, but not where. The place is found by trying the parts, within a bounded time. A part is
+tried alone first, with definitions that allow anything: that costs little, and tells a fault that is its own from one
+of a definition that it refers to.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from penstock.generation.grammar.schemas.document import write_json
+from penstock.generation.grammar.schemas.formats import is_pattern_of_format
+from penstock.generation.grammar.schemas.open_ends import is_bound
 from penstock.generation.grammar.schemas.refusal import step
 from penstock.generation.grammar.schemas.settings import NAME
 from penstock.generation.grammar.schemas.words import ASSERTIONS, parts
 
 # Name of the annotation that tells where a definition comes from.
 ORIGIN = "$comment"
-_MAX_TRIALS = 200
+# Most processor time of the search for a place, in seconds: the refusal is known already.
+MAX_SECONDS = 0.3
 
 
-class OutOfTrials(Exception):
-    """No trial is left."""
+class OutOfTime(Exception):
+    """No time is left for another trial."""
 
 
-def find_place(schema: dict[str, Any], is_refused: Callable[[str], bool]) -> tuple[str, str]:
+def find_place(
+    schema: dict[str, Any], is_refused: Callable[[str], bool], max_seconds: float = MAX_SECONDS
+) -> tuple[str, str]:
     """Return the path and the keyword of what is refused in a schema that is; both may be less exact than they could.
 
     `is_refused` tries the text of a schema. Paths of definitions are those that their `$comment` has.
     """
-    return _Search(schema, is_refused).find()
+    return _Search(schema, is_refused, max_seconds).find()
 
 
 class _Search:
-    def __init__(self, root: dict[str, Any], is_refused: Callable[[str], bool]) -> None:
+    def __init__(self, root: dict[str, Any], is_refused: Callable[[str], bool], max_seconds: float) -> None:
         self._root = root
-        self._shared = {word: root[word] for word in (NAME, "$schema", "$defs", "definitions") if word in root}
+        self._definitions = {word: root[word] for word in ("$defs", "definitions") if isinstance(root.get(word), dict)}
+        self._settings = {word: root[word] for word in (NAME, "$schema") if word in root}
+        self._shared: dict[str, Any] = {}
+        self._is_alone = False
         self._is_refused = is_refused
-        self._left = _MAX_TRIALS
+        self._until = time.thread_time() + max_seconds
+        self._path, self._node = "#", {word: value for word, value in root.items() if word not in self._definitions}
 
     def find(self) -> tuple[str, str]:
-        path, node = "#", {word: value for word, value in self._root.items() if word not in self._shared}
         keyword = ""
         try:
-            deeper = self._deeper(node, path) or self._definition()
-            while deeper is not None:
-                path, node = deeper
-                deeper = self._deeper(node, path)
-            keyword = self._keyword(node)
-        except OutOfTrials:
+            self._shared = self._settings | {
+                word: dict.fromkeys(named, True) for word, named in self._definitions.items()
+            }
+            self._is_alone = True
+            if not self._fails(self._node) and not self._go_to(self._definition()):
+                # Nothing is wrong alone: each with what it refers to.
+                self._shared, self._is_alone = self._settings | self._definitions, False
+                if not self._go_to(self._deeper(self._node, self._path)):
+                    self._go_to(self._definition())
+            while self._go_to(self._deeper(self._node, self._path)):
+                pass
+            keyword = self._keyword(self._node)
+        except OutOfTime:
             pass
-        return path, keyword
+        return self._path, keyword
+
+    def _go_to(self, found: tuple[str, dict[str, Any]] | None) -> bool:
+        if found is not None:
+            self._path, self._node = found
+        return found is not None
 
     def _definition(self) -> tuple[str, dict[str, Any]] | None:
-        for word in ("$defs", "definitions"):
-            for name, one in self._root.get(word, {}).items():
+        for word, named in self._definitions.items():
+            for name, one in named.items():
                 if isinstance(one, dict) and self._fails(one):
                     origin = one.get(ORIGIN)
                     return (origin if isinstance(origin, str) else step("#", word, name)), one
@@ -78,7 +101,21 @@ class _Search:
         return ""
 
     def _fails(self, node: dict[str, Any]) -> bool:
-        if not self._left:
-            raise OutOfTrials
-        self._left -= 1
-        return self._is_refused(write_json({**self._shared, **node}))
+        if time.thread_time() > self._until:
+            raise OutOfTime
+        return self._is_refused(write_json({**self._shared, **(_cheap(node) if self._is_alone else node)}))
+
+
+def _cheap(schema: Any) -> Any:
+    """Return a schema without the words that were added to it and never are wrong: their automata are the cost."""
+    if isinstance(schema, list):
+        return [_cheap(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {word: _cheap(value) for word, value in schema.items() if not _is_added(word, value)}
+
+
+def _is_added(word: str, value: Any) -> bool:
+    if word == "pattern":
+        return isinstance(value, str) and is_pattern_of_format(value)
+    return word in ("minimum", "maximum", "multipleOf") and is_bound(value)
