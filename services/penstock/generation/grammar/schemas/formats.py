@@ -48,14 +48,8 @@ PATTERNS = {
     "base64url": r"(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?",
     "byte": r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
 }
-_WRITTEN = frozenset(f"^(?:{pattern})$" for pattern in PATTERNS.values())
 # Those that llguidance writes.
 NATIVE = frozenset({"email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-
-
-def is_pattern_of_format(pattern: str) -> bool:
-    """Return True for a pattern of `pattern_of`."""
-    return pattern in _WRITTEN
 
 
 def pattern_of(name: object) -> str | None:

@@ -109,10 +109,5 @@ def anything(depth: int, bounds: JsonBounds) -> dict[str, Any]:
     return {"anyOf": options}
 
 
-def is_bound(value: Any) -> bool:
-    """Return True for a number as the bounds of numbers are, without a word of the schema's own, by default."""
-    return _is_number(value) and (abs(value) >= 10**_MOST_BEFORE - 1 or 0 < abs(value) <= 10.0**-_MOST_BEHIND)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.generation.grammar.schemas.document import write_json
-from penstock.generation.grammar.schemas.formats import is_pattern_of_format
-from penstock.generation.grammar.schemas.open_ends import is_bound
 from penstock.generation.grammar.schemas.refusal import step
 from penstock.generation.grammar.schemas.settings import NAME
 from penstock.generation.grammar.schemas.words import ASSERTIONS, parts
@@ -22,6 +20,8 @@ from penstock.generation.grammar.schemas.words import ASSERTIONS, parts
 ORIGIN = "$comment"
 # Most processor time of the search for a place, in seconds: the refusal is known already.
 MAX_SECONDS = 0.3
+# Definitions that are tried together before they are tried one by one.
+_GROUP = 16
 
 
 class OutOfTime(Exception):
@@ -44,7 +44,6 @@ class _Search:
         self._definitions = {word: root[word] for word in ("$defs", "definitions") if isinstance(root.get(word), dict)}
         self._settings = {word: root[word] for word in (NAME, "$schema") if word in root}
         self._shared: dict[str, Any] = {}
-        self._is_alone = False
         self._is_refused = is_refused
         self._until = time.thread_time() + max_seconds
         self._path, self._node = "#", {word: value for word, value in root.items() if word not in self._definitions}
@@ -55,10 +54,9 @@ class _Search:
             self._shared = self._settings | {
                 word: dict.fromkeys(named, True) for word, named in self._definitions.items()
             }
-            self._is_alone = True
             if not self._fails(self._node) and not self._go_to(self._definition()):
                 # Nothing is wrong alone: each with what it refers to.
-                self._shared, self._is_alone = self._settings | self._definitions, False
+                self._shared = self._settings | self._definitions
                 if not self._go_to(self._deeper(self._node, self._path)):
                     self._go_to(self._definition())
             while self._go_to(self._deeper(self._node, self._path)):
@@ -75,10 +73,15 @@ class _Search:
 
     def _definition(self) -> tuple[str, dict[str, Any]] | None:
         for word, named in self._definitions.items():
-            for name, one in named.items():
-                if isinstance(one, dict) and self._fails(one):
-                    origin = one.get(ORIGIN)
-                    return (origin if isinstance(origin, str) else step("#", word, name)), one
+            ones = [(name, one) for name, one in named.items() if isinstance(one, dict)]
+            for at in range(0, len(ones), _GROUP):
+                group = ones[at : at + _GROUP]
+                if len(group) > 1 and not self._fails({"properties": dict(group)}):
+                    continue
+                for name, one in group:
+                    if self._fails(one):
+                        origin = one.get(ORIGIN)
+                        return (origin if isinstance(origin, str) else step("#", word, name)), one
         return None
 
     def _deeper(self, node: dict[str, Any], path: str) -> tuple[str, dict[str, Any]] | None:
@@ -103,19 +106,4 @@ class _Search:
     def _fails(self, node: dict[str, Any]) -> bool:
         if time.thread_time() > self._until:
             raise OutOfTime
-        return self._is_refused(write_json({**self._shared, **(_cheap(node) if self._is_alone else node)}))
-
-
-def _cheap(schema: Any) -> Any:
-    """Return a schema without the words that were added to it and never are wrong: their automata are the cost."""
-    if isinstance(schema, list):
-        return [_cheap(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {word: _cheap(value) for word, value in schema.items() if not _is_added(word, value)}
-
-
-def _is_added(word: str, value: Any) -> bool:
-    if word == "pattern":
-        return isinstance(value, str) and is_pattern_of_format(value)
-    return word in ("minimum", "maximum", "multipleOf") and is_bound(value)
+        return self._is_refused(write_json({**self._shared, **node}))

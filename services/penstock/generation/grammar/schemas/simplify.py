@@ -35,6 +35,7 @@ from penstock.generation.grammar.schemas.words import (
     types_of,
 )
 
+_SCALARS = frozenset({"null", "boolean", "number", "string"})
 # Words that put several schemas of an object together.
 _COMPOSING = ("$ref", "allOf", "anyOf", "oneOf")
 _UNSUPPORTED = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")
@@ -66,6 +67,7 @@ class _Simplifier:
         self._root = root
         self._bounds = bounds
         self._has_any = False
+        self._common: dict[str, tuple[str, dict[str, Any]]] = {}
         self._is_strict = is_strict
         self._takes_any_of = takes_any_of
         self._references = References(root)
@@ -88,6 +90,7 @@ class _Simplifier:
             )
         if self._has_any:
             definitions |= {f"any{at}": anything(at, self._bounds) for at in range(self._bounds.depth + 1)}
+        definitions |= dict(self._common.values())
         return made | ({"$defs": definitions} if definitions else {})
 
     def _node(self, schema: Any, path: str, is_part: bool) -> Any:
@@ -132,7 +135,18 @@ class _Simplifier:
             bound_keys(made, self._bounds)
         if is_composed and names is not None:
             made["allOf"] = [*made.get("allOf", ()), names]
-        return made
+        return self._shared(made) if not is_part and self._is_common(schema, types) else made
+
+    def _is_common(self, schema: dict[str, Any], types: frozenset[str]) -> bool:
+        """True for a number, or a text of a format, of which the caller says no more: there are many of them."""
+        words = {word for word in schema if word in ASSERTIONS or word.startswith("$")}
+        return self._references.are_plain and types <= _SCALARS and (
+            words == {"type", "format"} or (words == {"type"} and "number" in types)
+        )
+
+    def _shared(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Return a reference to the one definition of equal schemas: llguidance makes one automaton of it."""
+        return {"$ref": f"#/$defs/{self._common.setdefault(write_json(made), (f'common{len(self._common)}', made))[0]}"}
 
     # -- open ends
 
