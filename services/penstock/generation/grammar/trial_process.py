@@ -102,7 +102,7 @@ def _placed(refusal: dict[str, str], tokenizer: GrammarTokenizer, lark: str) -> 
     for schema in schemas:
         if time.thread_time() > until:
             break
-        if len(schemas) == 1 and lark.startswith("start: %json") or is_refused(write_json(schema)):
+        if (len(schemas) == 1 and lark.startswith("start: %json")) or is_refused(write_json(schema)):
             path, keyword = find_place(schema, is_refused)
             return {"refused": tool_of(schema) + describe(path, keyword, _REASONS.get(keyword, refusal["refused"]))}
     return refusal

@@ -120,7 +120,11 @@ TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({**INTEGER, "if": True, "then": {"minimum": 3}, "else": False}, ["3"], ["2"]),
     ({"type": ["string", "null"], "not": {"type": "null"}}, ['"a"'], ["null"]),
     # Multiples are multiples in binary, too.
-    ({"type": "number", "multipleOf": 0.1}, ["0.5", "1", "-2.5", "1.1", "-1.1", "123456.5"], ["1.2", "0.3", "0.7", "0.55"]),
+    (
+        {"type": "number", "multipleOf": 0.1},
+        ["0.5", "1", "-2.5", "1.1", "-1.1", "123456.5"],
+        ["1.2", "0.3", "0.7", "0.55"],
+    ),
     ({"type": "number", "multipleOf": 0.1, "minimum": 0, "maximum": 2}, ["0.1", "1.1", "2"], ["1.2", "0.3", "2.1"]),
     ({"type": ["number", "null"], "multipleOf": 0.01}, ["null", "0.25", "19.98", "3"], ["0.29", "19.99", '"a"']),
     ({"type": "number", "multipleOf": 0.25}, ["1.25", "0.50"], ["0.1"]),

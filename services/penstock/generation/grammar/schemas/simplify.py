@@ -140,8 +140,10 @@ class _Simplifier:
     def _is_common(self, schema: dict[str, Any], types: frozenset[str]) -> bool:
         """True for a number, or a text of a format, of which the caller says no more: there are many of them."""
         words = {word for word in schema if word in ASSERTIONS or word.startswith("$")}
-        return self._references.are_plain and types <= _SCALARS and (
-            words == {"type", "format"} or (words == {"type"} and "number" in types)
+        return (
+            self._references.are_plain
+            and types <= _SCALARS
+            and (words == {"type", "format"} or (words == {"type"} and "number" in types))
         )
 
     def _shared(self, made: dict[str, Any]) -> dict[str, Any]:

@@ -69,13 +69,17 @@ def types_of(schema: dict[str, Any]) -> frozenset[str]:
 
 def is_of(value: Any, named: Any) -> bool:
     """True where a JSON value is of one of the types that `type` names."""
-    if isinstance(value, bool):
-        mine = {"boolean"}
-    elif isinstance(value, int | float):
-        mine = {"number", "integer"} if value == int(value) else {"number"}
-    else:
-        mine = {{str: "string", list: "array", dict: "object"}.get(type(value), "null")}
-    return bool(mine & {*([named] if isinstance(named, str) else named)})
+    listed = [named] if isinstance(named, str) else named
+    match value:
+        case bool():
+            return "boolean" in listed
+        case int() | float():
+            return "number" in listed or ("integer" in listed and value == int(value))
+        case str():
+            return "string" in listed
+        case None:
+            return "null" in listed
+    return ("array" if isinstance(value, list) else "object") in listed
 
 
 def says_nothing(schema: Any) -> bool:
