@@ -124,7 +124,8 @@ class AnswerReader:
         counter = self._reasoning.setdefault(emission.index, ReasoningTokens())
         piece = counter.feed(parser, text, len(emission.token_ids))
         if emission.finish is not None:
-            rest = parser.finish(is_cut=emission.finish.reason not in _NOT_CUT)
+            reason = emission.finish.reason
+            rest = parser.finish(is_cut=reason not in _NOT_CUT, is_stopped=reason is FinishReason.STOP_STRING)
             counter.decide(rest)
             piece.text += rest.text
             piece.reasoning += rest.reasoning

@@ -146,13 +146,13 @@ def test_inspect(tmp_path: Path) -> None:
         json.dumps(facts)
         list(_lines(facts))
 
-    read_all(folder / "config.json", values, inspect, 100, parts=12)
+    read_all(folder / "config.json", values, inspect, 25, parts=48)
     (folder / "config.json").write_text(json.dumps(values))
     small = {**small_tokenizer(), "truncation": None}
-    read_all(folder / "tokenizer.json", small, inspect, 100, parts=8)
+    read_all(folder / "tokenizer.json", small, inspect, 25, parts=32)
     (folder / "tokenizer.json").write_text(json.dumps(small))
     settings = {"bos_token": "x", "eos_token": {"content": "x"}, "chat_template": "x"}
-    read_all(folder / "tokenizer_config.json", settings, inspect, 40, parts=3)
+    read_all(folder / "tokenizer_config.json", settings, inspect, 10, parts=12)
 
 
 def test_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

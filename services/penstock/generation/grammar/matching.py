@@ -11,8 +11,8 @@ from penstock.generation.grammar.tokenizer import GrammarTokenizer
 
 # llguidance's defaults, except a lexer of 100 MB instead of 500, and messages without the grammar in them. They bound
 # the cost of a mask or a token while a request runs. The fuel of a lexer's first state is a cost of compiling: fifty
-# models of twenty bounded numbers take more than a million. Costs of compiling that they do not bound, the trial process
-# does.
+# models of twenty bounded numbers take more than a million. Costs of compiling that they do not bound, the trial
+# process does.
 LIMITS = LLParserLimits(max_lexer_states=50_000, initial_lexer_fuel=20_000_000, verbose_errors=False)
 _MAX_MESSAGE = 200
 _QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|`[^`]*`|/(?:[^/\\\n]|\\.)*/|@\S+)""")
