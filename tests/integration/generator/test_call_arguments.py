@@ -11,7 +11,7 @@ import torch
 from factories.engine.local_generators import local_generator
 from factories.servers.generation import text_checkpoint
 from penstock import Generator
-from penstock.common.errors import FailedPrecondition, Internal, InvalidArgument
+from penstock.common.errors import FailedPrecondition, Internal, InvalidArgument, ResourceExhausted
 from penstock.common.hf_fields import REFUSED, WITHOUT_EFFECT
 from transformers import (
     AutoModelForCausalLM,
@@ -281,3 +281,27 @@ def test_a_held_prefix_is_given_back_by_the_garbage_collector_and_refused_withou
     with local_generator(folder, prefix_cache=False) as made, pytest.raises(FailedPrecondition) as caught:
         made.hold_prefix([1, 2, 3])
     assert caught.value.reason == "NO_PREFIX_CACHE"
+
+
+def test_a_held_prefix_of_more_than_half_of_the_pool_is_room_for_what_begins_with_it(folder: Path) -> None:
+    with local_generator(folder, kv_memory="1MiB") as made:
+        blocks = made.cache_pool.num_blocks
+        size = made.cache_pool.block_size
+        # One more token than whole blocks; the rest of the pool is less than it.
+        prefix = [5 + number % 200 for number in range((blocks * 3 // 5) * size + 1)]
+        # A prompt as long that shares nothing.
+        other = [7, *prefix[1:]]
+        wanted = made.generate([*prefix, 9], **GREEDY).token_ids
+        with made.hold_prefix(prefix) as handle:
+            assert handle.num_held_tokens > blocks * size // 2
+            answer = made.generate([*prefix, 9], past_key_values=handle, **GREEDY)
+            assert answer.token_ids == wanted
+            assert answer.usage.cached_tokens == handle.num_held_tokens
+            together = made.generate([[*prefix, 9], [*prefix, 10]], **GREEDY)
+            assert together[0].token_ids == wanted
+            # Two sequences share the prompt; what is its own fits the rest.
+            assert len(made.generate([*prefix, 9], num_beams=2, **GREEDY).token_ids) == 8
+            for options in ({}, {"prompt_logprobs": 0}, {"cache_salt": "another"}):
+                with pytest.raises(ResourceExhausted, match="KV blocks and the pool has"):
+                    made.generate([*(prefix if options else other), 9], **options, **GREEDY)
+        assert made.generate([*other, 9], **GREEDY).token_ids

@@ -94,6 +94,20 @@ def check_capacity(config: EngineConfig, modes: ModeRegistry, request: Request) 
     _check_pool(config, needed, "lower max_new_tokens, num_return_sequences or the prompt's length")
 
 
+def shareable(config: EngineConfig, request: Request) -> tuple[list[int], str]:
+    """Return the tokens of a prompt whose blocks are surely taken over where they are held, and the blocks' salt.
+
+    One token is always computed, and so is every row that is needed. A model of states goes on from a snapshot, which
+    may be gone, and a window holds few blocks anyway: nothing is sure there.
+    """
+    if config.keeps_states or config.window:
+        return [], ""
+    limit, needed = len(request.prompt_token_ids) - 1, request.first_needed_row
+    if request.params.prompt_logprobs is not None and request.purpose is not Purpose.SCORE:
+        needed = 0
+    return request.prompt_token_ids[: limit if needed is None else min(limit, needed)], request.block_salt
+
+
 def most_output_tokens(config: EngineConfig, modes: ModeRegistry, params: SamplingParams, prompt_tokens: int) -> int:
     """Most new tokens per sequence that context and pool allow; an unset length means this. May be 0."""
     room = config.max_context_tokens - prompt_tokens

@@ -279,6 +279,14 @@ class HeldPrefixes:
             found.append(block)
         return found
 
+    def num_shared(self, token_ids: Sequence[int], salt: str) -> int:
+        """Return how many leading blocks of `token_ids` are held ones, which a request takes over. O(blocks).
+
+        It reads only, so any thread may call it.
+        """
+        found = self.find(token_ids, salt) if self._holders else ()
+        return next((place for place, block in enumerate(found) if block not in self._holders), len(found))
+
     def hold(self, blocks: Iterable[int]) -> None:
         """Hold blocks, each once more."""
         for block in blocks:

@@ -27,6 +27,7 @@ from penstock.generation.engine.admission import (
     demand_of,
     must_end_in_time,
     output_limit,
+    shareable,
 )
 from penstock.generation.engine.deadlines import DeadlineQueue
 from penstock.generation.engine.decoding.base import no_token_left
@@ -135,7 +136,10 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise when `request` is too large for this engine; see `admission.check_capacity`. Thread-safe."""
-        check_capacity(self._room, self._modes, request)
+        room = self._room
+        # Held blocks are no room for others, but a request that begins with them has them.
+        shared = self._scheduler.held_prefixes.num_shared(*shareable(room, request)) if room is not self.config else 0
+        check_capacity(replace(room, num_blocks=room.num_blocks + shared) if shared else room, self._modes, request)
 
     def check_deadline(self, request: Request, pace: Pace, coming: Mapping[str, float]) -> float:
         """Raise when `request` would end too late; see `admission.check_deadline`. Thread-safe."""
