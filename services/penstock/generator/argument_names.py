@@ -25,7 +25,11 @@ def whole(name: str, value: Any) -> int:
 
 def ids_of(values: Any) -> list[int]:
     """Return token ids as plain numbers. Raises TypeError and ValueError for what is none; see `reading`."""
-    ids = [operator.index(one.item() if hasattr(one, "item") else one) for one in values]
+    try:
+        ids = [operator.index(one.item() if hasattr(one, "item") else one) for one in values]
+    except RuntimeError:
+        # torch's word for a row in place of a number.
+        raise ValueError from None
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 32:
         raise ValueError
     return ids
@@ -61,9 +65,11 @@ def reading(name: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Put an error's field into the caller's words: `names` are those of the services by the field."""
+    """Put an error's field into the caller's words: `names` are those of the services by the field, or its begin."""
 
     def own(field: str | None) -> str:
+        if field in names:
+            return names[field]
         return re.sub(r"^\w+", lambda match: names.get(match[0], match[0]), field or "")
 
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from penstock_client._wrong_values import found
 
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.modes import SynthIdOptions
@@ -16,8 +17,11 @@ _FIELDS = ("ngram_len", "keys", "context_history_size", "sampling_table_seed", "
 
 
 def read_detector(detector: Any) -> Any:
-    """Return transformers' model: `detector` itself, or what a folder holds. Raises ValueError naming the folder."""
+    """Return transformers' model: `detector` itself, or what a folder holds. Raises ValueError naming the folder,
+    InvalidArgument for anything else."""
     if not isinstance(detector, str | Path):
+        if not callable(detector) or not hasattr(detector, "config"):
+            raise InvalidArgument("detector", f"must be a BayesianDetectorModel or its folder, found {found(detector)}")
         return detector
     from transformers import BayesianDetectorModel
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
-import queue
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from penstock.common.errors import PenstockError
+from penstock.generator.argument_names import ids_of, reading
 from penstock.generator.stream import TextStream
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class GenerationOutput:
 class ContinuousBatchingManager:
     """Requests in the engine of a Generator, and their results, in the order in which they come.
 
-    A thread reads each request. `stop` ends those that run; leaving a `with` block waits for them first.
+    Threads read the requests, no more of them than requests are in the engine at once. `stop` ends those that run;
+    leaving a `with` block waits for them first.
     """
 
     def __init__(self, generator: Any, generation_config: Any = None, **options: Any) -> None:
@@ -66,12 +67,15 @@ class ContinuousBatchingManager:
         self._generator = generator
         self._config = generation_config
         self._options = options
-        self._results: queue.Queue[GenerationOutput] = queue.Queue()
+        self._results = _Results()
         self._handlers: dict[str, tuple[Callable[[GenerationOutput], Any], asyncio.AbstractEventLoop]] = {}
-        self._streams: dict[str, TextStream] = {}
-        self._threads: set[threading.Thread] = set()
+        # Requests that have not ended; None: it is being begun.
+        self._streams: dict[str, TextStream | None] = {}
+        self._unread: deque[_Reading] = deque()
+        self._num_threads = 0
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        # Held for every change of the fields above; notified of each result and end.
+        self._changed = threading.Condition()
         self._is_stopped = False
 
     def start(self) -> None:
@@ -95,22 +99,34 @@ class ContinuousBatchingManager:
         **options: Any,
     ) -> str:
         """Begin a request and return its id. `streaming`: a result comes with every token. Raises as `generate`."""
-        if self._is_stopped:
-            raise ValueError("the manager is stopped: no request is taken any more")
-        name = request_id or f"req_{next(self._numbers)}"
-        if name in self._streams:
-            raise ValueError(f"request_id: {name} is that of a request that runs")
-        asked = {**self._options, **options, "max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        ids = [int(one) for one in input_ids]
-        stream = self._generator.stream(
-            ids, self._config, **{name: value for name, value in asked.items() if value is not None}
-        )
+        with reading("input_ids", "a list of ids"):
+            ids = ids_of(input_ids)
+        named = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        told = {option: value for option, value in {**options, **named}.items() if value is not None}
+        # What a request does not tell is the manager's.
+        asked = {**self._options, **told}
+        with self._changed:
+            if self._is_stopped:
+                raise ValueError("the manager is stopped: no request is taken any more")
+            name = request_id or f"req_{next(self._numbers)}"
+            if name in self._streams:
+                raise ValueError(f"request_id: {name} is that of a request that runs")
+            self._streams[name] = None
+        try:
+            stream = self._generator.stream(ids, self._config, **asked)
+        except BaseException:
+            self._ended(name)
+            raise
         first = GenerationOutput(name, ids, timestamps=[] if record_timestamps else None)
-        thread = threading.Thread(target=self._follow, args=(stream, first, streaming), daemon=True)
-        with self._lock:
+        with self._changed:
             self._streams[name] = stream
-            self._threads.add(thread)
-        thread.start()
+            self._unread.append(_Reading(stream, first, streaming))
+            is_stopped = self._is_stopped
+            if self._num_threads < self._generator._engine.max_in_flight:
+                self._num_threads += 1
+                threading.Thread(target=self._read, name="continuous-batching", daemon=True).start()
+        if is_stopped:
+            stream.close()
         return name
 
     def add_requests(self, inputs: Iterable[Sequence[int]], **options: Any) -> list[str]:
@@ -119,57 +135,52 @@ class ContinuousBatchingManager:
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; its result has the tokens so far. Nothing for one that has ended."""
-        with self._lock:
+        with self._changed:
             stream = self._streams.get(request_id)
         if stream is not None:
             stream.close()
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """Return the next result, waiting at most `timeout` seconds; None: there is none, or not of this request."""
-        try:
-            result = self._results.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        if request_id is not None and result.request_id != request_id:
-            self._results.put(result)
-            return None
-        return result
+        """Return the next result, of this request where one is named, waiting at most `timeout` seconds.
+
+        None: there is none in that time, or none can come, since the named request does not run.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._results.has(request_id) or self._is_over(request_id), timeout)
+            return self._results.take(request_id)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Yield results as they come, until nothing runs."""
-        while self._threads or not self._results.empty():
-            result = self.get_result(timeout=_POLL_SECONDS)
-            if result is not None:
-                yield result
+        while (result := self._next()) is not None:
+            yield result
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
         """Yield the results of one request, the last one included."""
-        while request_id in self._streams or not self._results.empty():
-            result = self.get_result(request_id, timeout=_POLL_SECONDS)
-            if result is not None:
-                yield result
-                if result.is_finished():
-                    return
+        while (result := self.get_result(request_id)) is not None:
+            yield result
+            if result.is_finished():
+                return
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], Any]) -> None:
-        """Call `callback` on the running event loop with each result of a request, in place of the queue."""
-        with self._lock:
+        """Call `callback` on the running event loop with each result of a request, in place of the queue; one that
+        comes when the loop is closed goes into the queue."""
+        with self._changed:
             self._handlers[request_id] = callback, asyncio.get_running_loop()
 
     def stop(self, block: bool = True, timeout: float | None = None, **_: Any) -> None:
-        """End all that runs. `block`: wait for it, at most `timeout` seconds for each request."""
-        self._is_stopped = True
-        with self._lock:
-            streams = list(self._streams.values())
+        """End all that runs. `block`: wait for it, at most `timeout` seconds."""
+        with self._changed:
+            self._is_stopped = True
+            streams = [stream for stream in self._streams.values() if stream is not None]
         for stream in streams:
             stream.close()
         if block:
             self.join(timeout=timeout)
 
     def join(self, stop_trigger_time: float = 0.0, timeout: float | None = None) -> None:
-        """Wait for what runs, at most `timeout` seconds for each request."""
-        for thread in list(self._threads):
-            thread.join(timeout)
+        """Wait for what runs, at most `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._streams, timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -181,36 +192,108 @@ class ContinuousBatchingManager:
             self.join()
             self._is_stopped = True
 
-    def _follow(self, stream: TextStream, output: GenerationOutput, streaming: bool) -> None:
-        """Read a request to its end, on a thread of its own."""
+    def _is_over(self, request_id: str | None) -> bool:
+        """True for a named request that does not run: nothing more comes of it. The lock is held."""
+        return request_id is not None and request_id not in self._streams
+
+    def _next(self) -> GenerationOutput | None:
+        """Return the next result; None: nothing runs."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._results.has() or not self._streams)
+            return self._results.take()
+
+    def _read(self) -> None:
+        """Read requests to their ends, one after the other, until none is left. A thread's work."""
+        while True:
+            with self._changed:
+                if not self._unread:
+                    self._num_threads -= 1
+                    return
+                given = self._unread.popleft()
+            self._follow(given)
+
+    def _follow(self, given: _Reading) -> None:
+        """Read a request to its end."""
+        output = given.first
         try:
-            for delta in stream:
+            for delta in given.stream:
                 output = _with_delta(output, delta)
-                if streaming:
+                if given.streaming:
                     self._give(output)
             finished = replace(output, status=RequestStatus.FINISHED)
-        except PenstockError as error:
+        except Exception as error:
+            # Nobody else hears of it: the result tells it.
             finished = replace(output, status=RequestStatus.FAILED, error=str(error))
         finished.lifespan = (output.lifespan[0], time.perf_counter())
-        with self._lock:
-            self._streams.pop(output.request_id, None)
         self._give(finished)
-        self._threads.discard(threading.current_thread())
 
     def _give(self, output: GenerationOutput) -> None:
-        with self._lock:
+        """Hand out a result; with the last one the request ends, and not before it is there."""
+        is_queued = not self._handle(output)
+        if output.is_finished():
+            self._ended(output.request_id, output if is_queued else None)
+        elif is_queued:
+            with self._changed:
+                self._results.put(output)
+                self._changed.notify_all()
+
+    def _ended(self, request_id: str, last: GenerationOutput | None = None) -> None:
+        with self._changed:
+            if last is not None:
+                self._results.put(last)
+            del self._streams[request_id]
+            self._handlers.pop(request_id, None)
+            self._changed.notify_all()
+
+    def _handle(self, output: GenerationOutput) -> bool:
+        """Call the request's handler. False: there is none, or its event loop is closed."""
+        with self._changed:
             handler = self._handlers.get(output.request_id)
-            if handler is not None and output.is_finished():
-                del self._handlers[output.request_id]
         if handler is None:
-            self._results.put(output)
-        else:
-            call, loop = handler
+            return False
+        call, loop = handler
+        try:
             loop.call_soon_threadsafe(call, output)
+        except RuntimeError:
+            return False
+        return True
 
 
-# Time after which somebody who waits for a result looks whether any can come.
-_POLL_SECONDS = 0.1
+class _Reading(NamedTuple):
+    """A request that is to be read, and the result that it begins with."""
+
+    stream: TextStream
+    first: GenerationOutput
+    streaming: bool
+
+
+class _Results:
+    """Results in their order, of all requests and of each."""
+
+    def __init__(self) -> None:
+        self._all: OrderedDict[int, GenerationOutput] = OrderedDict()
+        self._places: dict[str, deque[int]] = {}
+        self._numbers = itertools.count()
+
+    def put(self, result: GenerationOutput) -> None:
+        place = next(self._numbers)
+        self._all[place] = result
+        self._places.setdefault(result.request_id, deque()).append(place)
+
+    def has(self, request_id: str | None = None) -> bool:
+        """True where there is one, of this request if one is named."""
+        return bool(self._all) if request_id is None else request_id in self._places
+
+    def take(self, request_id: str | None = None) -> GenerationOutput | None:
+        """Return the first one, and forget it; None: there is none."""
+        if not self.has(request_id):
+            return None
+        name = next(iter(self._all.values())).request_id if request_id is None else request_id
+        places = self._places[name]
+        result = self._all.pop(places.popleft())
+        if not places:
+            del self._places[name]
+        return result
 
 
 def _with_delta(output: GenerationOutput, delta: Any) -> GenerationOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,77 @@ async def test_a_handler_gets_the_results_of_its_request(generator: Generator) -
     assert len(result.generated_tokens) == 3
     assert manager.get_result(timeout=0.0) is None
     manager.stop()
+
+
+def test_results_of_one_request_do_not_wait_for_those_of_others(generator: Generator) -> None:
+    manager = generator.init_continuous_batching(**GREEDY)
+    first, second = manager.add_requests(PROMPTS[:2])
+    manager.join()
+    # They wait in the queue; nothing can come of a request that never was.
+    assert list(manager.request_id_iter("another")) == []
+    assert manager.get_result("another") is None
+    results = [manager.get_result(second), manager.get_result(), manager.get_result(timeout=0.0)]
+    assert [one and one.request_id for one in results] == [second, first, None]
+
+
+def test_a_request_runs_until_its_last_result_is_there(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = generator.init_continuous_batching(**GREEDY)
+    give, were_running = manager._give, list[bool]()
+
+    def watched(output: Any) -> None:
+        were_running.append(output.request_id in manager._streams)
+        give(output)
+
+    monkeypatch.setattr(manager, "_give", watched)
+    name = manager.add_request(PROMPTS[0])
+    assert [one.is_finished() for one in manager.request_id_iter(name)] == [True]
+    assert were_running == [True]
+
+
+def test_a_handler_whose_loop_is_closed_loses_no_result(generator: Generator) -> None:
+    manager = generator.init_continuous_batching(**GREEDY)
+
+    async def register() -> None:
+        manager.register_result_handler("one", lambda _: None)
+
+    asyncio.run(register())
+    manager.add_request(PROMPTS[0], "one")
+    manager.add_request(PROMPTS[1], "two")
+    assert {one.request_id: len(one.generated_tokens) for one in manager} == {"one": 6, "two": 6}
+
+
+def test_whatever_a_request_ends_with_is_its_result(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise LookupError("no such thing")
+
+    monkeypatch.setattr("penstock.generator.continuous_batching._with_delta", broken)
+    manager = generator.init_continuous_batching(**GREEDY)
+    manager.add_requests(PROMPTS)
+    assert [(one.status.name, one.error) for one in manager] == [("FAILED", "no such thing")] * 3
+
+
+def test_threads_are_no_more_than_requests_in_the_engine(tmp_path: Path) -> None:
+    with local_generator(text_checkpoint(tmp_path), max_in_flight=2) as made:
+        manager = made.init_continuous_batching(**GREEDY)
+        names = manager.add_requests(PROMPTS * 6)
+        assert sum(one.name == "continuous-batching" for one in threading.enumerate()) <= 2
+        assert sorted(one.request_id for one in manager) == sorted(names)
+
+
+def test_wrong_arguments_are_named(generator: Generator) -> None:
+    manager = generator.init_continuous_batching(**GREEDY)
+    for wrong in ("hello", 5, [1.5], [None]):
+        with pytest.raises(InvalidArgument, match="input_ids: must be a list of ids"):
+            manager.add_request(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'max_lengt'"):
+        manager.add_request([5], "again", max_lengt=3)
+    # One that was refused is not live.
+    assert list(manager) == []
+    assert manager.add_request([5], "again") == "again"
+    assert len([*manager]) == 1
+    for detector in (None, 5, object()):
+        with pytest.raises(InvalidArgument, match="detector: must be a BayesianDetectorModel or its folder"):
+            generator.detect_watermark([1] * 9, detector=detector)
 
 
 def test_the_bayesian_detector_is_transformers(generator: Generator, tmp_path: Path) -> None:
