@@ -71,8 +71,13 @@ class CallArguments:
         return self.objects._replace(allowing=(Plugin("prefix_allowed_tokens_fn", _Allowing(self.allows, row)),))
 
 
-def take_apart(prompt: Any, options: Mapping[str, Any]) -> CallArguments:
-    """Take a call's arguments apart. Raises TypeError and ValueError naming an argument, InvalidArgument."""
+def take_apart(
+    prompt: Any, options: Mapping[str, Any], *, pad_token_id: int | None = None, eos_token_ids: Sequence[int] = ()
+) -> CallArguments:
+    """Take a call's arguments apart. `pad_token_id` and `eos_token_ids` are the model's own.
+
+    Raises TypeError and ValueError naming an argument, InvalidArgument.
+    """
     left = dict(options)
     warnings = []
     for name in [one for one in left if one in REFUSED or one in WITHOUT_EFFECT]:
@@ -81,7 +86,9 @@ def take_apart(prompt: Any, options: Mapping[str, Any]) -> CallArguments:
             raise TypeError(f"option {name!r}: {REFUSED[name]}")
         if name in WITHOUT_EFFECT and value is not None:
             warnings.append(no_effect(name))
-    prompt = _prompt(prompt, left)
+    known = {"pad_token_id": pad_token_id, "eos_token_id": list(eos_token_ids)}
+    special = {name: value if left.get(name) is None else left[name] for name, value in known.items()}
+    prompt = _prompt(prompt, left, special)
     if left.pop("tokenizer", None) is not None:
         warnings.append("tokenizer has no effect: stop strings are matched with the model's own")
     if "negative_prompt_ids" in left or "negative_prompt_attention_mask" in left:
@@ -134,7 +141,7 @@ def _best_of(left: dict[str, Any]) -> int | None:
     return int(wanted)
 
 
-def _prompt(prompt: Any, left: dict[str, Any]) -> Any:
+def _prompt(prompt: Any, left: dict[str, Any], special: Mapping[str, Any]) -> Any:
     """Return the prompt or prompts without padding; `left` loses what is about them."""
     if is_row_of_mappings(prompt):
         # generate(tokenizer(text)), without the stars.
@@ -152,14 +159,40 @@ def _prompt(prompt: Any, left: dict[str, Any]) -> Any:
         if len(given) > 1 or not (isinstance(prompt, str) and not prompt):
             raise TypeError(f"option {given[0]!r}: the prompt is given twice")
         prompt = ids
+    if mask is None and (given or hasattr(prompt, "shape")):
+        mask = _mask_of_padding(prompt, special)
     if mask is None and positions is None:
         return prompt
-    if isinstance(prompt, str) or not len(prompt):
+    if isinstance(prompt, str) or not hasattr(prompt, "__len__") or not len(prompt):
         if left.get("inputs_embeds") is not None:
             _check_ones(mask)
             return prompt
         raise TypeError("option 'attention_mask': goes with input_ids")
     return _without_padding(prompt, mask, positions)
+
+
+def _mask_of_padding(prompt: Any, special: Mapping[str, Any]) -> list[list[int]] | None:
+    """Return the mask that transformers' generate() infers: by a pad_token_id that the ids have and that ends nothing.
+
+    None: there is nothing to infer, or the ids are wrong, which is told where they are read. Raises ValueError for one
+    behind other tokens.
+    """
+    pad, ends = special["pad_token_id"], special["eos_token_id"]
+    if not isinstance(pad, int) or isinstance(pad, bool):
+        return None
+    try:
+        rows = _rows("input_ids", prompt)
+    except TypeError:
+        return None
+    told = ends.tolist() if hasattr(ends, "tolist") else ends
+    if pad in ([*told] if isinstance(told, list | tuple) else [told]) or not any(pad in row for row in rows):
+        return None
+    masks = [[int(one != pad) for one in row] for row in rows]
+    if any(row != sorted(row) or not any(row) for row in masks):
+        raise ValueError(
+            f"option 'input_ids': has pad_token_id {pad} behind other tokens, or nothing else: give attention_mask"
+        )
+    return masks
 
 
 def _check_ones(mask: Any) -> None:

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 _log = get_logger("penstock.generator")
 _PROMPT = "a text, a list of ids, a list of messages, or a list of any of these"
+_TEXT_OR_IDS = "a text or a list of ids"
+_ONE_PROMPT = "a text, a list of ids, or a list of messages"
 # Fields of the service's WarmUp by the arguments that MindIE has for them.
 _WARM_UP_NAMES = {
     "prefill_tokens": "max_prefill_tokens",
@@ -210,6 +212,7 @@ class Generator:
         the loop aborts what is in the engine.
         """
         asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs))
+        _refuse_streamer(asked, "follows one prompt after the other, use generate")
         total = len(prompts) if isinstance(prompts, Sequence) else None
         return self._many(prompts, asked, progress, total)
 
@@ -223,7 +226,9 @@ class Generator:
 
         def begin(request: tuple[Any, Mapping[str, Any]]) -> tuple[Future[None], Callable[[], Completion]]:
             prompt, options = request
-            return self._begin(prompt, self._options(None, options, ((), (), None)))
+            asked = self._options(None, options, ((), (), None))
+            _refuse_streamer(asked, "follows one prompt after the other, use generate")
+            return self._begin(prompt, asked)
 
         batch: OrderedBatch[Completion] = OrderedBatch(requests, begin, self._engine.max_in_flight, lambda _: None)
         return batch.ended()
@@ -242,7 +247,8 @@ class Generator:
         asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs), prompt)
         if asked.call.num_best is not None:
             raise ValueError("option 'best_of': needs whole answers, use generate")
-        return self._begin_stream(self._local(asked.call.prompt, asked))
+        _refuse_streamer(asked, "a stream is read instead")
+        return self._begin_stream(self._local(_single(asked.call.prompt), asked))
 
     # transformers' names.
 
@@ -318,7 +324,7 @@ class Generator:
         with _reading("items", "pairs (prompt, continuation), each a text or a list of ids"):
             pairs = [(prompt, continuation) for prompt, continuation in items]
         for index, (prompt, continuation) in enumerate(pairs):
-            with _naming(f"items[{index}]"), _reading("prompt", "a text or a list of ids, as the continuation"):
+            with _naming(f"items[{index}]"):
                 made.append(ScoreItem(*self._divided(prompt, continuation)))
         core = self._engine.core
         limits = core.limits
@@ -530,7 +536,13 @@ class Generator:
     ) -> _Asked:
         from penstock.generator.requests import ChatExtras, keyword_options
 
-        call = take_apart(prompt, keyword_options(config, options))
+        defaults = self._engine.loaded.defaults
+        call = take_apart(
+            prompt,
+            keyword_options(config, options),
+            pad_token_id=defaults.pad_token_id,
+            eos_token_ids=defaults.eos_token_ids,
+        )
         # A folder that is no draft model of the server's is the caller's.
         assistant = call.assistant
         named = call.options.get("assistant_model")
@@ -547,6 +559,8 @@ class Generator:
         local = self._requests.make(prompt, asked.request, asked.extras)
         call = asked.call
         local.own, local.warnings = call.of_row(row), call.warnings
+        if call.num_best is not None:
+            local.names = {"config.num_return_sequences": "best_of"}
         if asked.assistant is not None:
             # Its keys and values are those of one request.
             local.own = local.own._replace(drafts=self._drafts.make(asked.assistant, call.assistant_tokenizer))
@@ -583,10 +597,10 @@ class Generator:
         asked = self._options(
             None, {**options, "max_new_tokens": 1, "do_sample": False, "ignore_eos": True}, ((), (), None), prompt
         )
-        local = self._local(asked.call.prompt, asked)
+        local = self._local(_single(asked.call.prompt), asked)
         ids, salt = list(local.message.prompt_token_ids), local.message.cache_salt
         self._begin_stream(local).result()
-        blocks = self._engine.when_idle(lambda engine: engine.hold_prefix(ids, salt))
+        blocks = self._engine.on_engine(lambda engine: engine.hold_prefix(ids, salt))
         size = self._engine.loaded.kv.block_size
         return PrefixHandle(ids, len(blocks) * size, partial(_release_prefix, weakref.ref(self._engine), blocks))
 
@@ -649,11 +663,12 @@ class Generator:
             loaded = self._engine.loaded
             bos, ends = loaded.defaults.bos_token_id, loaded.defaults.eos_token_ids
             return self._needed().divide(prompt, continuation, beginning=(bos,) if bos is not None else ends[:1])
-        before = self._tokens(prompt) if isinstance(prompt, str) else ids_of(prompt)
-        after = continuation
-        if isinstance(after, str):
-            return before, self._needed().encode(after, add_special_tokens=False)
-        return before, ids_of(after)
+        with _reading("prompt", _TEXT_OR_IDS):
+            before = self._tokens(prompt) if isinstance(prompt, str) else ids_of(prompt)
+        if isinstance(continuation, str):
+            return before, self._needed().encode(continuation, add_special_tokens=False)
+        with _reading("continuation", _TEXT_OR_IDS):
+            return before, ids_of(continuation)
 
     def _tokens(self, text: str) -> list[int]:
         return self._needed().encode(text)
@@ -680,6 +695,24 @@ class _Asked:
     def chosen(self, answer: Completion) -> Completion:
         """Return the answer with the choices that are wanted of it."""
         return answer if self.call.num_best is None else answer.best(self.call.num_best)
+
+
+def _single(prompt: Any) -> Any:
+    """Return one prompt, out of a batch that is only that: what a tokenizer returns has rows. Raises InvalidArgument."""
+    from penstock.generator.requests import is_batch
+
+    with _reading("prompt", _ONE_PROMPT):
+        if not is_batch(prompt):
+            return prompt
+        rows = [*prompt]
+    if len(rows) != 1:
+        raise InvalidArgument("prompt", f"must be {_ONE_PROMPT}: one")
+    return rows[0]
+
+
+def _refuse_streamer(asked: _Asked, why: str) -> None:
+    if asked.call.streamer is not None:
+        raise ValueError(f"option 'streamer': {why}")
 
 
 def _release_prefix(engine: weakref.ref[LocalEngine], blocks: list[int]) -> None:

@@ -43,7 +43,6 @@ class GraphService:
         self._scratch: Path | None = None
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
-        self._stop: asyncio.Event | None = None
         try:
             path = self._path_of(model)
             self._thread = threading.Thread(target=self._loop.run_forever, name="graphs", daemon=True)

@@ -24,6 +24,7 @@ from penstock.generation.running import RunningEngine
 from penstock.generation.service import GenerationCore
 from penstock.generation.startup.load import LoadedModel, load
 from penstock.generation.wire.convert import Event, to_generate_options
+from penstock.generator.argument_names import renaming
 from penstock.generator.requests import LocalRequest
 from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.loader import load_bundle
@@ -108,11 +109,6 @@ class LocalEngine:
         """Run `call(engine)` on the engine's thread between two steps, and wait for it. Raises what it raises."""
         return self.core.loop.run_on_engine(call).result()
 
-    def when_idle(self, call: Callable[[Engine], T]) -> T:
-        """Run `call` as `on_engine` does, once requests that have ended are gone from the engine."""
-        self.call(self.core.hub.wait_idle())
-        return self.on_engine(call)
-
     def soon(self, call: Callable[[Engine], Any]) -> None:
         """Run `call` on the engine's thread without waiting, unless nothing runs any more. Any thread, also one that
         collects garbage."""
@@ -125,7 +121,8 @@ class LocalEngine:
         Waits for a place first. Cancelling it aborts the request. Raises what the request ends with.
         """
         async with self._places:
-            hub, stream = await self._submit(local, receive)
+            with renaming(local.names):
+                hub, stream = await self._submit(local, receive)
             try:
                 await stream.ended
             finally:

@@ -66,6 +66,8 @@ class LocalRequest:
     # Objects of the caller, and warnings about arguments of the call.
     own: CallerObjects = NO_OBJECTS
     warnings: tuple[str, ...] = ()
+    # The caller's own names of fields, where an argument stands for another one.
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def parser(self) -> ChatParser | None:
         """Return a parser of one answer's reasoning and tool calls; None where it is no chat."""

@@ -200,10 +200,17 @@ class LocalTokenizer:
         return context[-_MAX_CONTEXT_IDS:] if table is None else table.context(context, skip_special)
 
     def token_text(self, token_id: int) -> TokenText:
-        """Return the text of one token alone, special ones spelled out: for log-probabilities."""
+        """Return the text of one token alone, special ones spelled out: for log-probabilities.
+
+        Empty for an id that the tokenizer does not have: a model may have more rows.
+        """
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = TokenText.of(self._decoders.piece(token_id))
+            try:
+                piece = self._decoders.piece(token_id)
+            except IndexError:
+                piece = b""
+            text = self._token_texts[token_id] = TokenText.of(piece)
         return text
 
     def divide(self, prompt: str, continuation: str, *, beginning: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -251,6 +251,77 @@ def test_a_folder_that_is_no_model_is_named(generator: Generator, tmp_path: Path
         generator.generate(TEXT, assistant_model=str(tmp_path))
 
 
+@pytest.mark.parametrize("rows", [[[0, 0, 5, 6, 7, 8]], [[0, 0, 0, 9], [5, 6, 7, 8]], [[5, 6, 7]]])
+def test_padding_without_a_mask_is_what_transformers_infers(generator: Generator, model: Any, rows: Any) -> None:
+    ids, ends = torch.tensor(rows), [1, 2]
+    wanted = expected(model, {"input_ids": ids}, pad_token_id=0, eos_token_id=ends)
+    asked = {**GREEDY, "pad_token_id": 0, "eos_token_id": ends}
+    for answers in (generator.generate(input_ids=ids, **asked), generator.generate(ids, **asked)):
+        assert [row + [0] * (len(wanted[0]) - len(row)) for row in ids_of(answers)] == wanted
+    # One that ends a sequence is no padding, and a mask says otherwise.
+    for more in ({"eos_token_id": [0, 1]}, {"attention_mask": torch.ones_like(ids)}):
+        asked = {"pad_token_id": 0, "eos_token_id": ends, **more}
+        answers = generator.generate(input_ids=ids, **{**GREEDY, **asked})
+        wanted = expected(model, {"input_ids": ids}, **asked)
+        assert [row + [0] * (len(wanted[0]) - len(row)) for row in ids_of(answers)] == wanted
+
+
+def test_padding_in_the_middle_is_named(generator: Generator) -> None:
+    for ids in ([[5, 0, 6]], [[5, 0]], [[0, 0]]):
+        with pytest.raises(ValueError, match="'input_ids': has pad_token_id 0 behind other tokens"):
+            generator.generate(input_ids=ids, pad_token_id=0, eos_token_id=2)
+
+
+def test_a_stream_takes_what_generate_takes_of_one_prompt(generator: Generator, tokenizer: Any) -> None:
+    encoded = tokenizer(TEXT, return_tensors="pt")
+    wanted = generator.generate(TEXT, **GREEDY).token_ids
+    ids = encoded["input_ids"]
+    for arguments in ({**encoded}, {"input_ids": ids}, {"prompt": encoded}, {"prompt": ids}, {"prompt": ids.tolist()}):
+        assert generator.stream(**arguments, **GREEDY).result().token_ids == wanted
+    for prompt in ([TEXT, LONGER], torch.ones((2, 3), dtype=torch.int64), 5):
+        with pytest.raises(InvalidArgument, match="prompt: must be a text, a list of ids"):
+            generator.stream(prompt)
+    with generator.hold_prefix(ids) as handle:
+        assert handle.token_ids == tuple(ids[0].tolist())
+
+
+def test_a_streamer_that_nobody_would_call_is_refused(generator: Generator) -> None:
+    for begin in (
+        lambda: generator.stream(TEXT, streamer=Streamer()),
+        lambda: generator.generate_many([TEXT], streamer=Streamer()),
+        lambda: generator.init_continuous_batching().add_request([5], streamer=Streamer()),
+    ):
+        with pytest.raises(ValueError, match="'streamer'"):
+            begin()
+    ((_, answer),) = generator.generate_each([(TEXT, {"streamer": Streamer()})])
+    assert isinstance(answer, ValueError)
+
+
+def test_words_are_about_what_the_caller_gave(generator: Generator) -> None:
+    for many in (3, 10**6):
+        with pytest.raises(InvalidArgument, match="^best_of: must be"):
+            generator.generate(TEXT, best_of=many, do_sample=many > 3, max_new_tokens=2)
+    answer = generator.generate(TEXT, **GREEDY)
+    with pytest.raises(ValueError, match="'output_scores'"):
+        generator.compute_transition_scores(answer)
+    with pytest.raises(TypeError, match="'attention_mask': goes with input_ids"):
+        generator.generate(5, attention_mask=[1])  # type: ignore[call-overload]
+    for items, place in (([("a", [-1])], "continuation"), ([("a", 5)], "continuation"), ([([-1], "a")], "prompt")):
+        with pytest.raises(InvalidArgument, match=rf"items\[0\]\.{place}: must be a text or a list of ids"):
+            generator.score(items)  # type: ignore[arg-type]
+    assert generator.tokenizer is not None
+    assert generator.tokenizer.token_text(10**6) == ("", b"")
+
+
+def test_a_prefix_is_refused_at_once_while_a_request_is_live(generator: Generator) -> None:
+    with generator.stream(TEXT, max_new_tokens=4000, ignore_eos=True) as live:
+        next(live)
+        with pytest.raises(FailedPrecondition) as caught:
+            generator.hold_prefix([5, 6, 7])
+        assert caught.value.reason == "BUSY"
+    generator.hold_prefix([5, 6, 7]).close()
+
+
 def test_a_held_prefix_outlives_the_pools_need(generator: Generator) -> None:
     prefix = list(range(100, 165))
     with generator.hold_prefix(prefix) as handle:
