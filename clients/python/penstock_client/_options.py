@@ -15,7 +15,7 @@ from penstock_client._config_values import CONSTRAINTS, has_runs, set_constraint
 from penstock_client._option_table import CONFIG, OUTPUT, STOP, OptionKeywords
 from penstock_client._structs import Structs
 from penstock_client._tensors import set_rows
-from penstock_client._wrong_values import WrongType, expected, naming, naming_prompt, unknown
+from penstock_client._wrong_values import WrongType, expected, found, naming, naming_prompt, unknown
 
 
 class GenerationOptions(OptionKeywords, total=False):
@@ -100,7 +100,7 @@ def _expected(request: TextRequest, name: str) -> str:
 
 def _set(request: TextRequest, name: str, value: Any) -> None:
     if name == "seed" and isinstance(value, int) and _LEAST_SEED <= value < 0:
-        # OpenAI's are signed: each has one of its own here.
+        # OpenAI's are signed. Half of the range has no number of its own: -1 is the same seed as 2**63 - 1.
         value -= _LEAST_SEED
     if name == "eos_token_id" and has_runs(value):
         set_ends(request.config, request.stop, value)
@@ -132,6 +132,8 @@ def check_options(**options: Unpack[GenerationOptions]) -> None:
 def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) -> text_pb2.GenerateTextRequest:
     """Return a GenerateTextRequest for text or token ids; an empty text beside `inputs_embeds` is none."""
     request = text_pb2.GenerateTextRequest()
+    if not hasattr(prompt, "__len__"):
+        raise TypeError(f"prompt: must be a text or a list of ids, found {found(prompt)}")
     if isinstance(prompt, str):
         if prompt or options.get("inputs_embeds") is None:
             with naming_prompt():
@@ -150,7 +152,7 @@ def generate_requests(
     prompts: Iterable[str | Sequence[int]], options: Mapping[str, Any]
 ) -> list[text_pb2.GenerateTextRequest]:
     """Return a request for each prompt. Raises as `generate_request`, and TypeError for one prompt alone."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
         raise TypeError("prompts: several texts or runs of ids; generate takes one")
     if options.get("request_id"):
         raise ValueError("option 'request_id' is for one prompt")
@@ -167,6 +169,8 @@ def chat_request(
     options: Mapping[str, Any],
 ) -> text_pb2.ChatRequest:
     """Return a ChatRequest; a plain string is one user message. Tools may be OpenAI-shaped or bare functions."""
+    if not hasattr(messages, "__iter__"):
+        raise TypeError(f"messages: must be a list of messages or a text, found {found(messages)}")
     request = text_pb2.ChatRequest()
     for number, message in enumerate(
         [{"role": "user", "content": messages}] if isinstance(messages, str) else messages

@@ -209,6 +209,8 @@ class Choice:
         `normalize_logits`: the log-probability among all tokens, where the scores are none. Raises ValueError where a
         token's score was not asked for.
         """
+        if len(self.tensors) != len(self.token_ids):
+            raise ValueError("option 'output_scores': the answer has no score of each token, ask with it true")
         return [
             score_of(tensors, token_id, normalize=normalize_logits)
             for tensors, token_id in zip(self.tensors, self.token_ids, strict=True)

@@ -56,8 +56,13 @@ class LogLevel(enum.Enum):
 
 def set_loglevel(loglevel: LogLevel) -> int:
     """Let Python's loggers of penstock and its client log from this level on; returns 0."""
+    try:
+        level = LogLevel(loglevel)
+    except ValueError:
+        names = ", ".join(f"LogLevel.{one.name}" for one in LogLevel)
+        raise ValueError(f"loglevel: must be one of {names}") from None
     for name in ("penstock", "penstock_client"):
-        logging.getLogger(name).setLevel(LogLevel(loglevel).value)
+        logging.getLogger(name).setLevel(level.value)
     return 0
 
 

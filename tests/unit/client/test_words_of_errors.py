@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ from factories.wire.foreign_words import FOREIGN, WRONG_VALUES
 from penstock.common.errors import PenstockError
 from penstock.common.hf_fields import REFUSED, WITHOUT_EFFECT
 from penstock_client._option_table import CONFIG, OUTPUT, STOP
-from penstock_client._options import GenerationOptions, check_options, generate_request
+from penstock_client._options import (
+    GenerationOptions,
+    chat_request,
+    check_options,
+    generate_request,
+    generate_requests,
+)
+from penstock_client._types import Choice
+from penstock_client.sail import set_loglevel
 
 NAMES = sorted(GenerationOptions.__annotations__)
 
@@ -76,3 +85,25 @@ def test_a_field_of_caches_and_compilers_warns(name: str) -> None:
 def test_a_field_that_would_change_the_answer_is_refused_with_what_helps(name: str) -> None:
     with pytest.raises(TypeError, match=f"option {name!r}: .{{20,}}"):
         check_options(**{name: 2})  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: generate_request(5, {}), "prompt: must be a text or a list of ids, found 5"),  # type: ignore[arg-type]
+        (lambda: generate_request(None, {}), "prompt: must be a text .*, found None"),  # type: ignore[arg-type]
+        (lambda: generate_requests(5, {}), "prompts: several texts"),  # type: ignore[arg-type]
+        (lambda: chat_request(5, (), (), None, {}), "messages: must be a list .*, found 5"),  # type: ignore[arg-type]
+        (lambda: set_loglevel("x"), "loglevel: must be one of LogLevel.TRACE, "),  # type: ignore[arg-type]
+        (lambda: Choice(0, token_ids=[5]).transition_scores(), "'output_scores'"),
+    ],
+)
+def test_what_cannot_be_read_at_all_is_named(make: Callable[[], object], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()
+
+
+def test_half_of_the_seeds_are_two() -> None:
+    """Signed ones are taken for OpenAI's clients, and the range has no more numbers."""
+    seeds = [generate_request("x", {"seed": seed}).config.seed for seed in (-1, 2**63 - 1, -(2**63), 0)]
+    assert seeds == [2**63 - 1, 2**63 - 1, 0, 0]
