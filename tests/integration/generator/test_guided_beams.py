@@ -58,10 +58,36 @@ def test_guided_beams_do_not_depend_on_the_batch(generator: Generator) -> None:
     alone = [generator.generate([start, 6], **options).token_ids for start in (5, 15, 25)]
     together = generator.generate([[start, 6] for start in (5, 15, 25)], **options)
     assert [one.token_ids for one in together] == alone
-    negative = generator.generate([5, 6], negative_prompt_ids=[7, 8, 9], **options)
-    assert len(negative.token_ids) == 8
-    sampled = generator.generate([5, 6], **{**options, "do_sample": True, "seed": 4})
-    assert len(sampled.token_ids) == 8
+    sampling = {**options, "do_sample": True, "seed": 4}
+    sampled = [generator.generate([start, 6], **sampling).token_ids for start in (5, 15, 25)]
+    together = generator.generate([[start, 6] for start in (5, 15, 25)], **sampling)
+    assert [one.token_ids for one in together] == sampled
+    # Another seed and another scale draw otherwise.
+    for more in ({"seed": 5}, {"guidance_scale": 9.0}):
+        assert [generator.generate([start, 6], **{**sampling, **more}).token_ids for start in (5, 15, 25)] != sampled
+
+
+@pytest.mark.parametrize("negative", [[7, 8, 9], [40], list(range(50, 80))])
+def test_a_negative_prompt_guides_beams_as_in_transformers(
+    generator: Generator, folder: Path, negative: list[int]
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    options: dict[str, Any] = {"guidance_scale": 3.0, "max_new_tokens": 8, "do_sample": False}
+    differs = False
+    for prompt in ([5, 6], [15, 6, 30], [9]):
+        for beams in (1, 3):
+            theirs = model.generate(
+                torch.tensor([prompt]),
+                # One row a beam: transformers does not spread it.
+                negative_prompt_ids=torch.tensor([negative] * beams),
+                num_beams=beams,
+                pad_token_id=0,
+                **options,
+            )
+            ours = generator.generate(prompt, negative_prompt_ids=negative, num_beams=beams, **options).token_ids
+            assert ours == theirs[0, len(prompt) : len(prompt) + len(ours)].tolist()
+            differs |= ours != generator.generate(prompt, num_beams=beams, **options).token_ids
+    assert differs
 
 
 @pytest.mark.parametrize(

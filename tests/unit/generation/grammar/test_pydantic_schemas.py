@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import random
 
+import factories.wire.pydantic_models as models
 import pytest
 from factories.engine.grammars import EOS, VOCAB_SIZE, allowed, grammar_tokenizer, ids_of, text_tokenizer
 from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.trial_process import answer_to
 
-models = pytest.importorskip("factories.wire.pydantic_models", reason="pydantic is not installed")
 COUNT, IN_A_TEST = 200, 20
 # Tokens of free choice, and most of a walk: with the bounds of numbers and keys no end is as far as that.
 FREE, MOST = 60, 3000
