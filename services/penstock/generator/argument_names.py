@@ -68,7 +68,7 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     """Put an error's field into the caller's words: `names` are those of the services by the field, or its begin."""
 
     def own(field: str | None) -> str:
-        if field in names:
+        if field is not None and field in names:
             return names[field]
         return re.sub(r"^\w+", lambda match: names.get(match[0], match[0]), field or "")
 

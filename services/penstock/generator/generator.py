@@ -698,7 +698,7 @@ class _Asked:
 
 
 def _single(prompt: Any) -> Any:
-    """Return one prompt, out of a batch that is only that: what a tokenizer returns has rows. Raises InvalidArgument."""
+    """Return one prompt, out of a batch of it alone: what a tokenizer returns has rows. Raises InvalidArgument."""
     from penstock.generator.requests import is_batch
 
     with _reading("prompt", _ONE_PROMPT):
