@@ -68,7 +68,7 @@ def test_guided_beams_do_not_depend_on_the_batch(generator: Generator) -> None:
 
 
 @pytest.mark.parametrize("negative", [[7, 8, 9], [40], list(range(50, 80))])
-def test_a_negative_prompt_guides_beams_as_in_transformers(
+def test_a_negative_text_leads_beams_as_in_transformers(
     generator: Generator, folder: Path, negative: list[int]
 ) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
