@@ -54,11 +54,3 @@ def form_of(ids: Mapping[str, int]) -> FillInMiddle:
     raise InvalidArgument(
         "suffix", "is not supported by this model: its tokenizer has no tokens for filling in the middle"
     )
-
-
-def spelled_warning(tokens: Sequence[str]) -> str:
-    """Warning about control tokens that a prompt spells and that stay text."""
-    return (
-        f"the prompt spells control tokens ({' '.join(tokens)}), which stay text: parse_special_tokens true makes them "
-        "tokens"
-    )

@@ -8,9 +8,8 @@ from penstock.text.thoughts import Thought
 from penstock.v1 import common_pb2
 
 # Messages of gpt-oss: any may come before those that are the answer's text.
-_HARMONY = common_pb2.Thought(
-    opens="<|channel|>", closes=["<|channel|>final<|message|>", "<|channel|>commentary<|message|>"]
-)
+_HARMONY_OPENS = "<|channel|>"
+_HARMONY_CLOSES = ("<|channel|>final<|message|>", "<|channel|>commentary<|message|>")
 
 
 def thought_before(chat: ChatFormat, prompt: str, *, goes_on: bool) -> common_pb2.Thought | None:
@@ -19,7 +18,7 @@ def thought_before(chat: ChatFormat, prompt: str, *, goes_on: bool) -> common_pb
     `goes_on`: the prompt ends with the beginning of the answer.
     """
     if chat.tools.is_harmony:
-        return None if goes_on else _copy(_HARMONY)
+        return None if goes_on else common_pb2.Thought(opens=_HARMONY_OPENS, closes=_HARMONY_CLOSES)
     thought = chat.reasoning
     if thought is None:
         return None
@@ -34,9 +33,3 @@ def thought_before(chat: ChatFormat, prompt: str, *, goes_on: bool) -> common_pb
 def to_thought(message: common_pb2.Thought) -> Thought:
     """Return the thought as plain data."""
     return Thought(message.opens, tuple(message.closes), message.is_open)
-
-
-def _copy(message: common_pb2.Thought) -> common_pb2.Thought:
-    copy = common_pb2.Thought()
-    copy.CopyFrom(message)
-    return copy

@@ -17,7 +17,6 @@ from penstock.router.config import RouterConfig
 from penstock.router.requests import prompt_length
 from penstock.router.requests.delta_buffer import PendingDelta
 from penstock.router.tokenizer.pipeline import Prompt
-from penstock.text.fill_in_middle import spelled_warning
 from penstock.v1 import config_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
 
 PublicRequest = text_pb2.GenerateTextRequest | text_pb2.ChatRequest
@@ -239,7 +238,10 @@ def warnings_of(request: PublicRequest, prompt: Prompt, *, hides_tools: bool = F
         isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("parse_special_tokens")
     )
     if is_told:
-        found.append(spelled_warning(prompt.spelled))
+        found.append(
+            f"the prompt spells control tokens ({' '.join(prompt.spelled)}), which stay text: parse_special_tokens "
+            "true makes them tokens"
+        )
     return tuple(found)
 
 

@@ -22,8 +22,8 @@ from penstock.router.requests.suspect import Suspect
 from penstock.v1 import common_pb2, generation_pb2, tokenizer_pb2
 
 _log = get_logger("penstock.router")
-# Ends by which the model itself, or what it may write, ended an answer. Any other cut it.
-_ENDED_BY_MODEL = (
+# Ends of answers that the model, or what it may write, brought about. Any other cut the answer.
+_NOT_CUT = (
     common_pb2.FINISH_REASON_STOP_EOS,
     common_pb2.FINISH_REASON_STOP_TOKEN,
     common_pb2.FINISH_REASON_CONSTRAINT_DONE,
@@ -284,7 +284,7 @@ class RequestState:
         if piece.result is not None:
             reason = piece.result.finish_reason
             is_stopped = reason == common_pb2.FINISH_REASON_STOP_STRING
-            rest = parser.finish(is_cut=reason not in _ENDED_BY_MODEL, is_stopped=is_stopped)
+            rest = parser.finish(is_cut=reason not in _NOT_CUT, is_stopped=is_stopped)
             sequence.reasoning.decide(rest)
             part.text += rest.text
             part.reasoning += rest.reasoning
