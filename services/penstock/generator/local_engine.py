@@ -54,6 +54,8 @@ class LocalEngine:
         self._closed = False
         self._hung = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        # The last call that nobody waits for.
+        self._soon: Future[Any] | None = None
         try:
             self.loaded: LoadedModel = load(config, name, show)
             most = 2 * config.max_running_sequences if max_in_flight is None else max_in_flight
@@ -111,9 +113,9 @@ class LocalEngine:
 
     def soon(self, call: Callable[[Engine], Any]) -> None:
         """Run `call` on the engine's thread without waiting, unless nothing runs any more. Any thread, also one that
-        collects garbage."""
+        collects garbage. Requests that are made later see what it did."""
         with contextlib.suppress(PenstockError):
-            self.core.loop.run_on_engine(call)
+            self._soon = self.core.loop.run_on_engine(call)
 
     async def run(self, local: LocalRequest, receive: Receive) -> None:
         """Run a request to its end; `receive` gets its events on the event loop.
@@ -131,6 +133,10 @@ class LocalEngine:
 
     async def _submit(self, local: LocalRequest, receive: Receive) -> tuple[OutputHub, LocalStream]:
         """Check a request, make what takes time, and hand it to the engine."""
+        soon = self._soon
+        if soon is not None and not soon.done():
+            # A prefix that was let go of is room for this request.
+            await asyncio.wait((asyncio.wrap_future(soon),))
         while True:
             core = self.core
             options = to_generate_options(local.message, core.limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -375,4 +376,8 @@ def test_a_held_prefix_of_more_than_half_of_the_pool_is_room_for_what_begins_wit
             for options in ({}, {"prompt_logprobs": 0}, {"cache_salt": "another"}):
                 with pytest.raises(ResourceExhausted, match="KV blocks and the pool has"):
                     made.generate([*(prefix if options else other), 9], **options, **GREEDY)
+            # A thread that is busy elsewhere when the handle closes.
+            goes_on = threading.Event()
+            made._engine.core.loop.run_on_engine(lambda _: goes_on.wait(60))
+            threading.Timer(0.2, goes_on.set).start()
         assert made.generate([*other, 9], **GREEDY).token_ids
