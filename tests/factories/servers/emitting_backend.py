@@ -251,8 +251,9 @@ class EmittingBackend:
 
     def ids_for(self, request: generation_pb2.GenerateRequest) -> Sequence[int]:
         """Ids of the answer."""
-        ids, most = self.script(request), request.config.max_new_tokens
-        return ids[:most] if most and self.obeys_budget else ids
+        ids = self.script(request)
+        has_budget = self.obeys_budget and request.config.HasField("max_new_tokens")
+        return ids[: request.config.max_new_tokens] if has_budget else ids
 
     def may_step(self) -> bool:
         """True when the next step may be taken now."""
@@ -282,6 +283,9 @@ class Session:
             self._handles[request.request_id, request.attempt_epoch] = handle
         backend.submitted.append(request)
         refusal = backend.refuse(request) if callable(backend.refuse) else backend.refuse
+        if refusal is None and backend.vocab_size and max(request.prompt_token_ids, default=0) >= backend.vocab_size:
+            # Nobody has a text for it.
+            refusal = InvalidArgument("prompt_token_ids", f"must be ids below {backend.vocab_size}")
         if request.adapter and request.adapter not in backend.adapters:
             refusal = NotFound("adapter: not here", reason="ADAPTER_NOT_FOUND", field="adapter")
         elif request.adapter_digest not in ("", backend.digests.get(request.adapter, "")):
@@ -366,8 +370,9 @@ class Session:
             self._finish(running, message)
 
     def _result(self, running: Running, index: int) -> common_pb2.SequenceResult:
-        most = running.request.config.max_new_tokens
-        is_cut = self._backend.obeys_budget and len(running.ids) == most
+        config = running.request.config
+        has_budget = self._backend.obeys_budget and config.HasField("max_new_tokens")
+        is_cut = has_budget and len(running.ids) == config.max_new_tokens
         reason: Any = common_pb2.FINISH_REASON_LENGTH if is_cut else self._backend.finish_reason
         result = common_pb2.SequenceResult(index=index, finish_reason=reason, token_count=len(running.ids))
         if self._backend.stop_string is not None:
