@@ -24,6 +24,8 @@ LONG, MOST_MEMORY = 20_000, 64
 MOST_LOG_BYTES = 1_000_000
 # Answers are kept for callers who build on them: few, so that what else grows is seen.
 FLAGS = ("--max-responses", "100")
+# A run of hours: a line of each kind as often as in one minute.
+LONG_FLAGS = ("--log-seconds", "86400") if COUNT > LONG else ()
 
 
 def test_every_route_that_takes_a_body_is_asked() -> None:
@@ -56,7 +58,7 @@ async def test_random_http(way: str) -> None:
     # TLS changes little of what is read: a tenth over it.
     count = max(100, COUNT // 10) if is_tls else COUNT
     memory: list[int] = []
-    with gateway_tree(*FLAGS, is_tls=is_tls, tokens=8, step_seconds=0.0) as tree:
+    with gateway_tree(*FLAGS, *LONG_FLAGS, is_tls=is_tls, tokens=8, step_seconds=0.0) as tree:
         fuzzer = HttpFuzzer(tree.address, SEED, TOKEN, tree.tls)
         begin = time.process_time()
 
