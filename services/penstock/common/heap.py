@@ -36,7 +36,7 @@ def trim_heap() -> None:
 
 
 # Things that have gone until their garbage is looked for: a flood's at once would hold the loop up for 10 ms and more.
-_SOME = 64
+_SOME = 16
 
 
 class HeapTrimmer:

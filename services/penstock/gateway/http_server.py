@@ -28,8 +28,9 @@ from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
 # Key of a request's scope by which `connection_of` finds its connection.
 _CONNECTION = "penstock.connection"
 # Bytes that the parser is given at a time, of a body and of the rest, which may be a request for every 20 bytes: what
-# it makes of them, and the time that it took, is looked at before it gets more.
-_BODY_SLICE_BYTES, _SLICE_BYTES = 16 << 10, 512
+# it makes of them, and the time that it took, is looked at before it gets more. A body in chunks may have one for
+# every six bytes.
+_BODY_SLICE_BYTES, _CHUNKED_SLICE_BYTES, _SLICE_BYTES = 16 << 10, 2 << 10, 512
 # Bytes around a body (sizes of its chunks) that each of its bytes may have: six for the shortest chunk.
 _FRAMING_PER_BYTE = 8
 # Requests behind the one at work. No client of today sends any.
@@ -85,6 +86,10 @@ class ClientConnection(HttpToolsProtocol):
         # Of the message that is being read: its bytes but for the body's, those of the body, and how far it is.
         self._framing_bytes = self._body_bytes = 0
         self._has_head = self._is_within = False
+        # Bytes of its body that the parser gets at a time.
+        self._body_slice_bytes = _BODY_SLICE_BYTES
+        # It has asked for something.
+        self._has_asked = False
         # Error of the head that is being read.
         self._fault: HttpError | None = None
         # Bytes thrown away after an answer that did not wait for the whole request.
@@ -177,7 +182,7 @@ class ClientConnection(HttpToolsProtocol):
             if at and time.perf_counter() > until:
                 return data[at:]
             is_body = self._has_head and self._is_within
-            part = data[at : at + (_BODY_SLICE_BYTES if is_body else _SLICE_BYTES)]
+            part = data[at : at + (self._body_slice_bytes if is_body else _SLICE_BYTES)]
             at += len(part)
             is_idle = self.cycle is None or self.cycle.response_complete
             if self._head_timer is None and is_idle and not self._is_within:
@@ -250,6 +255,8 @@ class ClientConnection(HttpToolsProtocol):
         self._fault = check_head(self.parser.get_http_version(), self.headers)
         if self._fault is not None:
             raise self._fault
+        is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        self._body_slice_bytes = _CHUNKED_SLICE_BYTES if is_chunked else _BODY_SLICE_BYTES
         if len(self.pipeline) >= _MOST_WAITING_REQUESTS:
             self.abort()
             return
@@ -285,6 +292,11 @@ class ClientConnection(HttpToolsProtocol):
     def _wait_of(self, cycle: RequestResponseCycle) -> float:
         """Seconds that a stranger's request waits for its turn."""
         turns = self.goes_first(cycle.scope)
+        is_first, self._has_asked = not self._has_asked, True
+        if turns is not None and is_first:
+            # It counts, but a flood of probes on few connections does not hold up those that ask once.
+            turns.delay()
+            return 0.0
         return turns.delay() if turns is not None and turns.is_free() else self.everyone.answers.delay()
 
     def _start_delayed(self) -> None:

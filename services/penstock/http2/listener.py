@@ -18,11 +18,11 @@ from penstock.http2.strangers import network_of_peer
 # Connections that may wait to be accepted; beyond asyncio's 100 they would come a second later.
 _BACKLOG = 1024
 # Connections accepted in one turn of the event loop: live streams have their turn, too.
-_PER_TURN = 64
+_PER_TURN = 16
 # First and longest wait for descriptors or memory; waits double up to this.
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
-# Bytes that a connection over TLS reads at once: two records.
-_TLS_READ_BYTES = 32 << 10
+# Bytes that a connection over TLS reads at once: a record.
+_TLS_READ_BYTES = 16 << 10
 # Shortest time between two log lines about it.
 _LOG_SECONDS = 10.0
 _LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
@@ -54,6 +54,9 @@ class Listener:
         self._tls = tls
         self._handshake_seconds = handshake_seconds if tls is not None else None
         self._loop = asyncio.get_running_loop()
+        # What asyncio's own servers call: without TLS there is nothing to wait for, and a task is a turn of the loop
+        # more.
+        self._begin_plain = getattr(self._loop, "_make_socket_transport", None) if tls is None else None
         self._most_handshakes = most_handshakes
         self._most_handshakes_each = most_handshakes if most_handshakes_each is None else most_handshakes_each
         # Networks of those that open, and those of each; from the oldest.
@@ -123,6 +126,10 @@ class Listener:
                 return
             self._wait = _FIRST_WAIT
             connection.setblocking(False)
+            if self._begin_plain is not None:
+                with contextlib.suppress(OSError):
+                    self._begin_plain(connection, self._make_protocol())
+                continue
             task = self._loop.create_task(self._open(connection))
             if self._tls is not None:
                 self._begin_handshake(task, network_of_peer(peer))

@@ -11,6 +11,8 @@ from typing import Protocol
 
 # Seconds of work that one stranger is given in a turn of the event loop, however much it has sent.
 SLICE_SECONDS = 0.0005
+# Seconds of work that all strangers are given in a turn, about: whoever else there is waits for the turn's end.
+_TURN_SECONDS = 0.0005
 # Seconds of work that strangers may have saved up by being quiet, or owe.
 _SAVED_SECONDS = 0.05
 # Work of a stranger that is next to nothing, in seconds.
@@ -91,6 +93,9 @@ class Strangers:
         self._left = _SAVED_SECONDS
         self._filled_at = time.monotonic()
         self._waiting: deque[Stranger] = deque()
+        # Those that wait for the next turn of the event loop, and what is left of this one.
+        self._next_turn: deque[Stranger] = deque()
+        self._turn_left, self._is_turn_noted = _TURN_SECONDS, False
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -142,19 +147,33 @@ class Strangers:
         now = self._fill()
         # A flood that ended is not to be paid for by those who come later.
         self._left = max(-_SAVED_SECONDS, self._left - seconds)
+        self._turn_left -= seconds
+        if not self._is_turn_noted:
+            self._is_turn_noted = True
+            asyncio.get_running_loop().call_soon(self._begin_turn)
         stranger.work = self._work_of(stranger, now) + seconds
         stranger.worked_at = now
 
     def may_go_on(self, stranger: Stranger) -> bool:
         """True when bytes of `stranger` may be looked at now; where not, its `go_on` is called once they may."""
         now = self._fill()
+        work = self._work_of(stranger, now)
         # An equal part of what all get within the time that work is remembered.
         part = max(_LITTLE_SECONDS, self._share / max(1, len(self._all)))
-        if self._left > 0 or self._work_of(stranger, now) <= part:
-            return True
-        self._waiting.append(stranger)
-        self._arm()
-        return False
+        if self._left <= 0 and work > part:
+            self._waiting.append(stranger)
+            self._arm()
+            return False
+        if self._turn_left <= 0 and work > _LITTLE_SECONDS:
+            self._next_turn.append(stranger)
+            return False
+        return True
+
+    def _begin_turn(self) -> None:
+        """Begin a turn of the event loop with those that waited for it."""
+        self._is_turn_noted, self._turn_left = False, _TURN_SECONDS
+        while self._next_turn and self._turn_left > 0:
+            self._next_turn.popleft().go_on()
 
     def _arm(self) -> None:
         if self._timer is None and self._waiting:

@@ -18,6 +18,7 @@ from factories.servers.gateway import Gateway, running_gateway
 from factories.servers.http_connection import Connection
 from factories.servers.router import backend, running_router, until
 from penstock.gateway import endpoint
+from penstock.gateway.http_server import ClientConnection
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
@@ -148,6 +149,37 @@ async def test_requests_behind_too_many_others_are_not_looked_at(tmp_path: Path)
         await connection.until_closed()
         # It hangs up behind the 64th, and the parser stops within the bytes that it has.
         assert len(heads) < 80
+
+
+async def test_a_flood_of_probes_on_few_connections_holds_up_no_other_probe(tmp_path: Path) -> None:
+    # A turn of strangers takes minutes.
+    async with guarded(tmp_path, anonymous_cpu_share=0.00001) as gateway:
+        server = gateway.app._server
+        for turns in (gateway.app._probe_turns, server._everyone.answers):
+            while turns.is_free():
+                turns.delay()
+        for _ in range(3):
+            assert await status_of(gateway, HEALTH) == 200
+        (flood,) = await connections(gateway, 1, HEALTH)
+        assert await flood.status() == 200
+        flood.writer.write(HEALTH)
+        await until(lambda: any(one._delayed is not None for one in server._state.connections))
+
+
+async def test_a_body_of_short_chunks_is_parsed_in_short_slices(tmp_path: Path, monkeypatch: Any) -> None:
+    async with guarded(tmp_path) as gateway:
+        slices: list[int] = []
+        feed = ClientConnection._feed
+
+        def counted(connection: ClientConnection, data: bytes) -> None:
+            slices.append(len(data))
+            feed(connection, data)
+
+        monkeypatch.setattr(ClientConnection, "_feed", counted)
+        connection = await Connection.to(gateway)
+        connection.writer.write(CHUNKED % b"" + b"1\r\n \r\n" * 3000)
+        assert await connection.status() == 401
+        assert max(slices) <= 2 << 10
 
 
 async def test_all_that_a_connection_held_is_free_when_it_closes(tmp_path: Path) -> None:

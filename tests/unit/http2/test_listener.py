@@ -32,3 +32,23 @@ async def test_handshakes_of_one_network_push_out_their_own() -> None:
         for _, writer in opened:
             writer.transport.abort()
         await until(lambda: not listener._opening and not listener._opening_of)
+
+
+async def test_a_connection_without_tls_needs_no_task() -> None:
+    made: list[asyncio.Protocol] = []
+
+    def protocol() -> asyncio.Protocol:
+        made.append(asyncio.Protocol())
+        return made[-1]
+
+    (listener,), port = await Listener.bind(HERE, 0, protocol, None, 60.0, 6)
+    tasks = asyncio.all_tasks()
+    listener.start()
+    opened = [await asyncio.open_connection(HERE, port) for _ in range(20)]
+    try:
+        await until(lambda: len(made) == len(opened))
+        assert asyncio.all_tasks() == tasks
+    finally:
+        listener.close()
+        for _, writer in opened:
+            writer.transport.abort()

@@ -51,7 +51,31 @@ async def test_nobody_waits_while_all_ask_for_little(clock: list[float]) -> None
         assert strangers.may_go_on(one)
         strangers.spend(one, 0.004)
         clock[0] += 0.05
+        await asyncio.sleep(0)
     assert not strangers.are_many
+
+
+async def test_a_turn_of_the_loop_has_little_of_their_work(clock: list[float]) -> None:
+    strangers = Strangers(10, 0.5)
+    at_work = some(strangers, 5)
+    for one in at_work:
+        strangers.spend(one, 0.0005)
+    # What they may in a turn is used up, though no share of a processor is.
+    assert not any(strangers.may_go_on(one) for one in at_work)
+    # One that has asked for nothing does not wait.
+    (fresh,) = some(strangers, 1)
+    assert strangers.may_go_on(fresh)
+    turns: list[int] = []
+    for number, one in enumerate(at_work):
+
+        def go_on(one: Stranger = one, number: int = number) -> None:
+            strangers.spend(one, 0.0005)
+            turns.append(number)
+
+        one.go_on = go_on  # type: ignore[method-assign]
+    for number in range(5):
+        assert turns == list(range(number))
+        await asyncio.sleep(0)
 
 
 async def test_a_flood_of_one_network_pushes_out_itself(clock: list[float]) -> None:
@@ -133,6 +157,7 @@ async def test_work_is_forgotten_with_time(clock: list[float]) -> None:
     strangers.spend(loud, 0.5)
     assert not strangers.may_go_on(loud)
     clock[0] += 10
+    await asyncio.sleep(0)
     assert strangers.may_go_on(loud)
 
 
