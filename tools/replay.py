@@ -94,8 +94,8 @@ class Replay:
         elif "claimed" in event:
             # With other blocks than the trace had, some of them may not be there.
             with contextlib.suppress(PenstockError):
-                self.engine.release_blocks()
-                self.engine.claim_blocks(event["claimed"], host_blocks=event.get("claimed_host", ()))
+                self.engine.caller_blocks.release()
+                self.engine.caller_blocks.claim(event["claimed"], host_blocks=event.get("claimed_host", ()))
         elif "cut" in event:
             self.engine.abort(str(event["cut"]))
         else:

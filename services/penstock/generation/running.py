@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -22,9 +23,11 @@ from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.delivery.watchdog import Watchdog
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.failpoints import FailingRunner
+from penstock.generation.engine.listener import EngineListener
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
 from penstock.generation.engine.status_log import StatusLog
+from penstock.generation.engine.step_trace import StepTrace
 from penstock.generation.engine.trace_file import TraceFile
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.graphs.access import ModelAccess
@@ -65,7 +68,10 @@ class RunningEngine:
         path = config.trace_steps
         self._trace = TraceFile(path, config.trace_bytes) if path else None
         runner = self._runner(loaded)
-        engine = Engine(loaded.engine_config, runner, loaded.token_bytes, drafter=drafter, trace=self._trace)
+        listeners: list[EngineListener] = []
+        if self._trace is not None:
+            listeners.append(StepTrace(loaded.engine_config, self._trace, time.monotonic()))
+        engine = Engine(loaded.engine_config, runner, loaded.token_bytes, drafter=drafter, listeners=listeners)
         # The first steps of a slow model must not seem to hang.
         for rows, seconds in loaded.batch.measured:
             engine.watch.note(rows, seconds)

@@ -382,7 +382,7 @@ def _warm_up(engine: Engine, loaded: LoadedModel, work: WarmUpWork | None) -> No
     """Warm up, on the engine's thread. It writes into blocks of the pool, so none may be in use or cached."""
     if engine.has_work:
         raise FailedPrecondition("requests are live: warm up while there are none", reason="BUSY")
-    if engine.claimed_blocks:
+    if engine.caller_blocks.device:
         raise FailedPrecondition("a caller holds blocks of the pool: release them first", reason="BUSY")
     engine.clear_cache()
     loaded.warm_up(work)

@@ -1,6 +1,6 @@
 """The model and the sampler by hand, as callers of MindIE's GeneratorTorch drive them: blocks and slots are theirs.
 
-A caller's blocks are claimed from the engine's pool under their own numbers (Engine.claim_blocks), so the engine's own
+A caller's blocks are claimed from the engine's pool under their own numbers (CallerBlocks.claim), so the engine's own
 requests neither read nor overwrite them; every call takes its turn on the engine's thread, between two steps.
 """
 
@@ -106,10 +106,10 @@ class ForwardPass:
     def run(self, engine: Engine, given: ModelInput) -> Tensor:
         """Compute the rows, write their keys and values, and return logits (N, vocabulary) in float32. Engine thread.
 
-        Raises InvalidArgument naming a field, NotFound for an adapter, and what `Engine.claim_blocks` raises.
+        Raises InvalidArgument naming a field, NotFound for an adapter, and what `CallerBlocks.claim` raises.
         """
         rows = self._read(given)
-        engine.claim_blocks(rows.blocks, "block_tables")
+        engine.caller_blocks.claim(rows.blocks, "block_tables")
         device = self._model.device
         hidden = self._model.forward(
             torch.from_numpy(rows.input_ids).to(device),

@@ -496,14 +496,14 @@ class Generator:
         """
         with _reading("blocks", "a list of whole numbers"):
             wanted = [_whole("blocks", one) for one in blocks]
-        self._engine.on_engine(lambda engine: engine.claim_blocks(wanted))
+        self._engine.on_engine(lambda engine: engine.caller_blocks.claim(wanted))
 
     def release_blocks(self, blocks: Iterable[int] | None = None, *, host_blocks: Iterable[int] | None = None) -> int:
         """Give blocks of `forward`, `copy_blocks` and `swap_cache` back to the engine; without arguments all, of both
         pools. Returns their number."""
         given = None if blocks is None else list(blocks)
         on_host = None if host_blocks is None else list(host_blocks)
-        return self._engine.on_engine(lambda engine: engine.release_blocks(given, on_host))
+        return self._engine.on_engine(lambda engine: engine.caller_blocks.release(given, on_host))
 
     def load_lora(self, lora_id: str, path: str | Path) -> LoraStatus:
         """Load a PEFT folder as adapter `lora_id`, for requests with adapter=`lora_id`.
@@ -600,7 +600,7 @@ class Generator:
         local = self._local(_single(asked.call.prompt), asked)
         ids, salt = list(local.message.prompt_token_ids), local.message.cache_salt
         self._begin_stream(local).result()
-        blocks = self._engine.on_engine(lambda engine: engine.hold_prefix(ids, salt))
+        blocks = self._engine.on_engine(lambda engine: engine.caller_blocks.hold_prefix(ids, salt))
         size = self._engine.loaded.kv.block_size
         return PrefixHandle(ids, len(blocks) * size, partial(_release_prefix, weakref.ref(self._engine), blocks))
 
@@ -719,7 +719,7 @@ def _release_prefix(engine: weakref.ref[LocalEngine], blocks: list[int]) -> None
     """Give a handle's blocks back, if the engine is still there."""
     found = engine()
     if found is not None:
-        found.soon(lambda running: running.release_prefix(blocks))
+        found.soon(lambda running: running.caller_blocks.release_prefix(blocks))
 
 
 def _config(

@@ -173,7 +173,7 @@ def test_a_wrong_input_is_named(generator: Generator, field: str, changed: dict[
     with pytest.raises(InvalidArgument, match=text) as caught:
         generator.forward(ModelInput(**{**fields, **changed}))
     assert caught.value.field == field
-    assert generator._engine.on_engine(lambda engine: engine.claimed_blocks) == frozenset()
+    assert generator._engine.on_engine(lambda engine: engine.caller_blocks.device) == frozenset()
 
 
 def test_adapters_by_hand_and_by_request_are_the_same(generator: Generator, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_blocks_go_to_the_host_pool_and_back(tmp_path: Path) -> None:
         assert made.swap_cache([[0, 7, 4], [0, 8, 5], [0, 9, 6]]) == 3
         following = decode(made, token, len(PROMPT) + 1, [4, 5, 6])
         assert [token, int(following.argmax())] == wanted[:2]
-        assert made._engine.on_engine(lambda engine: engine.claimed_host_blocks) == {7, 8, 9}
+        assert made._engine.on_engine(lambda engine: engine.caller_blocks.host) == {7, 8, 9}
         assert made.release_blocks(host_blocks=[8, 100]) == 1
         assert made.release_blocks([0, 4]) == 2
         assert made.release_blocks() == 6

@@ -328,13 +328,13 @@ class World:
         if self.claimed and self.random.random() < 0.7:
             self._check_claims()
             given = self.random.sample(list(self.claimed), self.random.randint(1, len(self.claimed)))
-            assert self.engine.release_blocks(given) == len(given)
+            assert self.engine.caller_blocks.release(given) == len(given)
             for one in given:
                 del self.claimed[one]
             return
         if len(self.claimed) > 3:
             return
-        if refusal(lambda: self.engine.claim_blocks([block])) == "BUSY":
+        if refusal(lambda: self.engine.caller_blocks.claim([block])) == "BUSY":
             assert self.engine.has_work
             return
         mark = self.random.random()
@@ -350,9 +350,9 @@ class World:
         if len(self.claimed_on_host) > 1:
             self._check_claims()
             block = self.random.choice(list(self.claimed_on_host))
-            assert self.engine.release_blocks(host_blocks=[block]) == 1
+            assert self.engine.caller_blocks.release(host_blocks=[block]) == 1
             del self.claimed_on_host[block]
-        elif not refusal(lambda: self.engine.claim_blocks((), host_blocks=[block])):
+        elif not refusal(lambda: self.engine.caller_blocks.claim((), host_blocks=[block])):
             mark = self.claimed_on_host[block] = self.random.random()
             for part in self.host.block(block):
                 part.fill_(mark)
@@ -432,12 +432,12 @@ class World:
             # As after a drain.
             while self.engine.has_work:
                 self._step()
-            self.engine.release_blocks()
+            self.engine.caller_blocks.release()
             self.claimed.clear()
             self.claimed_on_host.clear()
             for one in list(self.named):
                 self.end_named(one)
-        is_busy = self.engine.has_work or bool(self.engine.claimed_blocks or self.engine.claimed_host_blocks)
+        is_busy = self.engine.has_work or bool(self.engine.caller_blocks.device or self.engine.caller_blocks.host)
         if self.named and not is_busy:
             # Its callers' streams would hold the model.
             return
@@ -492,7 +492,7 @@ class World:
         engine, runner = self.engine, self.runner
         assert not self.live
         assert not self.store._users
-        engine.release_blocks()
+        engine.caller_blocks.release()
         load = engine.load()
         assert (load.kv_blocks_used, load.host_blocks_used, load.swapped_requests) == (0, 0, 0)
         assert self.blocks.num_used == 0

@@ -23,6 +23,7 @@ from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.step_trace import StepTrace
 from penstock.generation.engine.trace_file import TraceFile
 from structlog.testing import capture_logs
 
@@ -95,7 +96,14 @@ def traced(
     path: Path, config: EngineConfig, clock: Callable[[], float] = time.monotonic, **runner: Any
 ) -> tuple[Engine, TraceFile]:
     file = TraceFile(str(path), 1 << 24)
-    return Engine(config, Runner(config, **runner), None, drafter=FakeDrafter(0.7), trace=file, clock=clock), file
+    return Engine(
+        config,
+        Runner(config, **runner),
+        None,
+        drafter=FakeDrafter(0.7),
+        listeners=[StepTrace(config, file, clock())],
+        clock=clock,
+    ), file
 
 
 def run_mixed(
@@ -116,7 +124,7 @@ def run_mixed(
     engine.policy = AnyPolicy(config, random)
     items = []
     if sets_back:
-        engine.claim_blocks(random.sample(range(config.num_blocks), 3))
+        engine.caller_blocks.claim(random.sample(range(config.num_blocks), 3))
     for _ in range(count):
         item = random_request(random, random.choice(modes), config.block_size)
         try:
@@ -135,7 +143,7 @@ def run_mixed(
             engine.release_cache([random.choice([*engine._groups])])
             engine.check_integrity()
         if sets_back and random.random() < 0.1:
-            engine.release_blocks()
+            engine.caller_blocks.release()
     while engine.has_work:
         steps, is_due = engine.stats.steps, engine._scheduler.has_work
         engine.step()
@@ -362,7 +370,7 @@ def test_a_trace_tells_no_token_and_no_id(tmp_path: Path) -> None:
 def test_a_full_file_ends_and_its_beginning_can_be_replayed(tmp_path: Path) -> None:
     config = engine_config()
     file = TraceFile(str(tmp_path / "trace"), 6000)
-    engine = Engine(config, FakeRunner(config), None, trace=file)
+    engine = Engine(config, FakeRunner(config), None, listeners=[StepTrace(config, file, time.monotonic())])
     with capture_logs() as logs:
         for number in range(6):
             engine.add(request([number] * 9, max_new_tokens=30))
@@ -385,7 +393,7 @@ def test_a_disk_that_is_too_slow_is_told_at_the_end_and_the_beginning_can_be_rep
     monkeypatch.setattr(trace_file, "_MAX_QUEUED_LINES", 4)
     config = engine_config()
     file = TraceFile(str(tmp_path / "trace"), 1 << 20)
-    engine = Engine(config, FakeRunner(config), None, trace=file)
+    engine = Engine(config, FakeRunner(config), None, listeners=[StepTrace(config, file, time.monotonic())])
     engine.add(request([1, 2, 3], max_new_tokens=9))
     with capture_logs() as logs:
         while engine.has_work:

@@ -27,7 +27,7 @@ class BlockCommands:
     """Orders to copy blocks of one engine."""
 
     def __init__(self, engine: Engine, *, claims: bool = False) -> None:
-        """`claims`: all blocks are claimed for the caller first (Engine.claim_blocks), and stay so."""
+        """`claims`: all blocks are claimed for the caller first (CallerBlocks.claim), and stay so."""
         self._engine = engine
         self._claims = claims
 
@@ -46,7 +46,7 @@ class BlockCommands:
 
         Raises InvalidArgument naming `swaps` for a kind, block or number of blocks that cannot be,
         FailedPrecondition NO_HOST_POOL, and FailedPrecondition BLOCK_IN_USE listing blocks that the engine holds; where
-        it claims blocks also BUSY, see Engine.claim_blocks.
+        it claims blocks also BUSY, see CallerBlocks.claim.
         """
         for place, (kind, _, _) in enumerate(swaps):
             if kind not in (CopyKind.IN, CopyKind.OUT):
@@ -75,7 +75,7 @@ class BlockCommands:
                 raise InvalidArgument(f"{field}[{place}].destination", "is written twice")
             written.add((side, block))
         if self._claims:
-            engine.claim_blocks(used["device"], field, host_blocks=used["host"])
+            engine.caller_blocks.claim(used["device"], field, host_blocks=used["host"])
         else:
             _refuse(
                 {side: [block for block in blocks if pools[side].ref_count(block)] for side, blocks in used.items()}

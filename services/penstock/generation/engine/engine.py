@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import (
     Aborted,
     Cancelled,
-    DeadlineExceeded,
     FailedPrecondition,
     Internal,
     NotFound,
@@ -25,15 +23,14 @@ from penstock.generation.engine.admission import (
     check_capacity,
     check_deadline,
     demand_of,
-    must_end_in_time,
     output_limit,
-    shareable,
 )
-from penstock.generation.engine.deadlines import DeadlineQueue
+from penstock.generation.engine.caller_blocks import CallerBlocks
 from penstock.generation.engine.decoding.base import no_token_left
 from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.dump import dump_engine
+from penstock.generation.engine.end_times import EndTimes, wait_too_long
 from penstock.generation.engine.fair_turns import FairTurns
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.ngram_memory import NgramMemory
@@ -41,7 +38,6 @@ from penstock.generation.engine.pace_meter import PaceMeter
 from penstock.generation.engine.report import RequestReport
 from penstock.generation.engine.scheduler import Scheduler
 from penstock.generation.engine.stats import EngineLoad, EngineStats, MemorySize, StepSample
-from penstock.generation.engine.step_trace import StepTrace
 from penstock.generation.engine.step_watch import StepWatch
 from penstock.generation.engine.stopping import stop_criteria
 
@@ -54,8 +50,8 @@ if TYPE_CHECKING:
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.dump import EngineDump
+    from penstock.generation.engine.listener import EngineListener
     from penstock.generation.engine.preemption import PreemptionPolicy
-    from penstock.generation.engine.trace_file import TraceFile
     from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger(__name__)
@@ -78,12 +74,10 @@ class Engine:
         modes: ModeRegistry = MODES,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
-        trace: TraceFile | None = None,
+        listeners: Iterable[EngineListener] = (),
     ) -> None:
         """`stop_text` None: no request may have stop strings. `clock` gives times comparable with those of Request."""
         self.config = config
-        # The same with the blocks that requests can have: callers may hold some.
-        self._room = config
         self.stats = EngineStats()
         self.watch = StepWatch(config)
         self._runner = runner
@@ -92,12 +86,11 @@ class Engine:
         self._modes = modes
         self._clock = clock
         self._scheduler = Scheduler(config, self.stats)
-        self._trace = None if trace is None else StepTrace(config, trace, clock())
+        self._listeners = tuple(listeners)
+        # Blocks that callers hold, and what is left for requests.
+        self.caller_blocks = CallerBlocks(config, self._scheduler, lambda: self.has_work, self._listeners)
         self._groups: dict[str, SequenceGroup] = {}
-        self._deadlines: DeadlineQueue[SequenceGroup] = DeadlineQueue()
-        self._max_times: DeadlineQueue[SequenceGroup] = DeadlineQueue()
-        # Times after which a request that never started cannot end before its deadline.
-        self._latest_starts: DeadlineQueue[SequenceGroup] = DeadlineQueue()
+        self._end_times = EndTimes()
         self._meter = PaceMeter(config)
         self._memory = NgramMemory(config, clock)
         # Replaced by the replay of a trace.
@@ -136,10 +129,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise when `request` is too large for this engine; see `admission.check_capacity`. Thread-safe."""
-        room = self._room
-        # Held blocks are no room for others, but a request that begins with them has them.
-        shared = self._scheduler.held_prefixes.num_shared(*shareable(room, request)) if room is not self.config else 0
-        check_capacity(replace(room, num_blocks=room.num_blocks + shared) if shared else room, self._modes, request)
+        check_capacity(self.caller_blocks.room_of(request), self._modes, request)
 
     def check_deadline(self, request: Request, pace: Pace, coming: Mapping[str, float]) -> float:
         """Raise when `request` would end too late; see `admission.check_deadline`. Thread-safe."""
@@ -153,7 +143,7 @@ class Engine:
         """
         if request.request_id in self._groups:
             raise ValueError("request id is live")
-        if self._room is not self.config:
+        if self.caller_blocks.are_any:
             # It may have been checked before the blocks were claimed.
             self.check(request)
         if request.params.mode.recalls_outputs:
@@ -179,14 +169,9 @@ class Engine:
         self._groups[request.request_id] = group
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         self._scheduler.add(group)
-        if self._trace is not None:
-            self._trace.added(group)
-        if request.deadline is not None:
-            self._deadlines.set(group, request.deadline)
-            latest_start = group.expected.latest_start(request.deadline, group.expected.step_seconds)
-            # One that has no time from the start is begun all the same: its caller may want the first tokens.
-            if latest_start > request.arrival_time and must_end_in_time(request):
-                self._latest_starts.set(group, latest_start)
+        for listener in self._listeners:
+            listener.added(group)
+        self._end_times.accept(group)
         if not sequences:
             self._emit(group, [])
             self._close(group)
@@ -206,7 +191,7 @@ class Engine:
         """Run at most one forward pass. Return outputs by request, of this step and of the calls before it."""
         started = self._clock()
         self._end_overdue(started)
-        if self._latest_starts:
+        if self._end_times.have_latest_starts:
             self._end_hopeless(started)
         rejected, hits = self.stats.rejected_draft_tokens, self.stats.prefix_hit_tokens
         generated = self.stats.generated_tokens
@@ -214,8 +199,8 @@ class Engine:
         self._scheduler.resting = self._resting()
         output = self._scheduler.schedule()
         if output.scheduled:
-            if self._trace is not None:
-                self._trace.scheduled(self._scheduler)
+            for listener in self._listeners:
+                listener.scheduled(self._scheduler)
             self._note_admitted(started)
             num_tokens = self.watch.num_tokens = output.num_tokens
             if output.copies:
@@ -235,8 +220,8 @@ class Engine:
             drafted = self._draft(group for group, _ in progress if group.state is not GroupState.GONE)
             draft_seconds = self._clock() - updated if drafted else 0.0
             self._record(len(output.scheduled), num_tokens, started, scheduled, executed, draft_seconds)
-            if self._trace is not None:
-                self._trace.stepped(self._scheduler, self.stats, started, self._clock())
+            for listener in self._listeners:
+                listener.stepped(self._scheduler, self.stats, started, self._clock())
             # Tokens that the prefix cache had count: they are in what requests cost, too. Wrong drafts do not.
             tokens = num_tokens + self.stats.prefix_hit_tokens - hits
             self._measure(
@@ -276,8 +261,8 @@ class Engine:
 
     def clear_cache(self) -> int:
         """Forget every prefix that no request holds, of both pools, and return the number of its blocks."""
-        if self._trace is not None:
-            self._trace.cleared()
+        for listener in self._listeners:
+            listener.cleared()
         return self._scheduler.clear_cache()
 
     @property
@@ -306,8 +291,8 @@ class Engine:
         stats.host_in_blocks += kinds.count(CopyKind.IN)
         stats.host_out_seconds += result.out_seconds
         stats.host_in_seconds += result.in_seconds
-        if self._trace is not None:
-            self._trace.commanded(*written, stats)
+        for listener in self._listeners:
+            listener.commanded(*written, stats)
         return self._clock() - begun
 
     def forget_prefixes(self, device: Iterable[int], host: Iterable[int]) -> None:
@@ -326,7 +311,7 @@ class Engine:
         """
         if self.has_work:
             raise FailedPrecondition("requests are live: drain first", reason="BUSY")
-        if self.claimed_blocks or self.claimed_host_blocks:
+        if self.caller_blocks.device or self.caller_blocks.host:
             raise FailedPrecondition("a caller holds blocks of the pool: release them first", reason="BUSY")
         self.clear_cache()
         warm_up()
@@ -351,80 +336,10 @@ class Engine:
         for group in dict.fromkeys(groups):
             held = group.state is GroupState.RUNNING or group.is_swapped
             released += self._scheduler.set_back(group)
-            if held and self._trace is not None:
-                self._trace.set_back(group)
+            if held:
+                for listener in self._listeners:
+                    listener.set_back(group)
         return released
-
-    def claim_blocks(self, blocks: Iterable[int], field: str = "blocks", *, host_blocks: Iterable[int] = ()) -> None:
-        """Hold blocks of the pool, and of the host pool, for the caller, by their numbers, until `release_blocks`.
-
-        All or none; claimed ones stay claimed. Raises InvalidArgument naming `field` for numbers that a pool does not
-        have, and FailedPrecondition: BUSY for new ones of the device while requests are live, BLOCK_IN_USE.
-        """
-        claims, host = self._scheduler.claims, self._scheduler.host
-        missing = claims.missing(blocks, field)
-        missing_on_host = set() if host is None else host.claims.missing(host_blocks, field)
-        if missing and self.has_work:
-            raise FailedPrecondition("requests are live: claim blocks while there are none", reason="BUSY")
-        if missing and len(claims) + len(missing) + len(self._scheduler.held_prefixes) >= self.config.num_blocks:
-            raise FailedPrecondition("one block at least is left for requests", reason="BLOCK_IN_USE")
-        if host is not None:
-            host.claims.check(missing_on_host)
-        claims.claim(missing)
-        if host is not None:
-            host.claims.claim(missing_on_host)
-        if missing or missing_on_host:
-            self._claimed()
-
-    def release_blocks(self, blocks: Iterable[int] | None = None, host_blocks: Iterable[int] | None = None) -> int:
-        """Give claimed blocks back; with neither argument all of both pools. Returns their number; others are
-        ignored."""
-        is_all = blocks is None and host_blocks is None
-        released = self._scheduler.claims.release(None if is_all else blocks or ())
-        if self._scheduler.host is not None:
-            released += self._scheduler.host.claims.release(None if is_all else host_blocks or ())
-        self._claimed()
-        return released
-
-    def hold_prefix(self, token_ids: list[int], salt: str) -> list[int]:
-        """Hold the blocks that keep the beginning of `token_ids` until `release_prefix`, and return them.
-
-        Raises FailedPrecondition: BUSY while requests are live, NO_PREFIX_CACHE, and where no block would be left.
-        """
-        if not self.config.prefix_cache:
-            raise FailedPrecondition("the prefix cache is off: start with --prefix-cache", reason="NO_PREFIX_CACHE")
-        if self.has_work:
-            raise FailedPrecondition("requests are live: hold a prefix while there are none", reason="BUSY")
-        held = self._scheduler.held_prefixes
-        found = held.find(token_ids, salt)
-        if len({*found, *held.holders}) + len(self._scheduler.claims) >= self.config.num_blocks:
-            raise FailedPrecondition("one block at least is left for requests", reason="BLOCK_IN_USE")
-        held.hold(found)
-        self._claimed()
-        return found
-
-    def release_prefix(self, blocks: list[int]) -> None:
-        """Give back the blocks that `hold_prefix` returned."""
-        self._scheduler.held_prefixes.release(blocks)
-        self._claimed()
-
-    @property
-    def claimed_blocks(self) -> frozenset[int]:
-        """Blocks of the device that callers hold. Engine thread only."""
-        return self._scheduler.claims.blocks
-
-    @property
-    def claimed_host_blocks(self) -> frozenset[int]:
-        """Blocks of the host pool that callers hold. Engine thread only."""
-        return frozenset() if self._scheduler.host is None else self._scheduler.host.claims.blocks
-
-    def _claimed(self) -> None:
-        """Let requests be checked against the blocks that are left."""
-        claims = self._scheduler.claims
-        taken = len(claims) + len(self._scheduler.held_prefixes)
-        self._room = replace(self.config, num_blocks=self.config.num_blocks - taken) if taken else self.config
-        if self._trace is not None:
-            self._trace.claimed(claims.blocks, self.claimed_host_blocks)
 
     def load(self) -> EngineLoad:
         """Return queue lengths and pool use. O(running requests)."""
@@ -462,13 +377,9 @@ class Engine:
         self._scheduler.check_integrity()
 
     def _end_overdue(self, now: float) -> None:
-        for group in self._deadlines.due(now):
-            stage = "queue" if group.report.scheduled_at is None else "generation"
-            error = DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": stage})
+        for group, error in self._end_times.too_late(now):
             self._cut_off(group, error)
-        for group in self._latest_starts.due(now):
-            self._cut_off(group, _too_late())
-        for group in self._max_times.due(now):
+        for group in self._end_times.over_max_time(now):
             try:
                 emissions = group.strategy.end(FinishReason.MAX_TIME)
             except Exception as error:
@@ -483,21 +394,14 @@ class Engine:
         Begun all the same, they would take the places of others that can.
         """
         waiting, step_seconds = self._scheduler.waiting, self._meter.surest_step_seconds
-        while (group := waiting.first()) is not None and group in self._latest_starts:
-            deadline = group.request.deadline
-            if deadline is None or now <= group.expected.latest_start(deadline, step_seconds):
-                break
-            self._cut_off(group, _too_late())
+        while (group := waiting.first()) is not None and self._end_times.is_hopeless(group, now, step_seconds):
+            self._cut_off(group, wait_too_long())
 
     def _note_admitted(self, now: float) -> None:
-        """Start the max_time of newly admitted requests: it counts from a request's first step."""
         for group in self._scheduler.admitted:
-            self._latest_starts.discard(group)
             group.begun_at = now
+            self._end_times.begin(group)
             self._meter.started(group.expected, group.request.arrival_time, now)
-            max_time, scheduled_at = group.request.params.max_time, group.report.scheduled_at
-            if max_time is not None and scheduled_at is not None:
-                self._max_times.set(group, scheduled_at + max_time)
 
     def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken], result: RunnerOutput) -> None:
         if result.failed and any(sequence.seq_id in result.failed for sequence in _drawers(group, sampled)):
@@ -520,8 +424,8 @@ class Engine:
             return
         self._count(group, decision)
         self._emit(group, decision.emissions)
-        if self._trace is not None:
-            self._trace.advanced(group, sampled, decision)
+        for listener in self._listeners:
+            listener.advanced(group, sampled, decision)
         self._scheduler.apply(group, decision)
         if group.state is GroupState.GONE:
             self._close(group)
@@ -602,12 +506,10 @@ class Engine:
         self, group: SequenceGroup, unfinished: Iterable[SequenceFinish] = (), error: PenstockError | None = None
     ) -> None:
         """End a request, `unfinished` or with `error` before its time. No request ends in another way."""
-        if self._trace is not None:
-            self._trace.closed(group)
+        for listener in self._listeners:
+            listener.closed(group)
         self._scheduler.remove(group)
-        self._deadlines.discard(group)
-        self._max_times.discard(group)
-        self._latest_starts.discard(group)
+        self._end_times.forget(group)
         cut = tuple(unfinished)
         group.report.finish(cut, error)
         if group.request.past_outputs is not None:
@@ -666,8 +568,8 @@ class Engine:
         generated = group.report.num_generated / request.params.num_return_sequences
         spent = self._spent(group, generated)
         self._scheduler.waiting.close(group, spent)
-        if self._trace is not None:
-            self._trace.charged(group, spent)
+        for listener in self._listeners:
+            listener.charged(group, spent)
         self._meter.ended(group.expected, request.arrival_time, group.begun_at, self._clock(), generated)
         if request.purpose is Purpose.GENERATE and group.report.scheduled_at is not None:
             self._meter.answered(generated, output_limit(self.config, request), is_whole=is_whole)
@@ -728,11 +630,6 @@ def _drawers(group: SequenceGroup, sampled: Mapping[Sequence, SampledToken]) -> 
 
 def _finishes(group: SequenceGroup, reason: FinishReason) -> list[SequenceFinish]:
     return [end.finish for end in group.strategy.end(reason) if end.finish is not None]
-
-
-def _too_late() -> DeadlineExceeded:
-    message = "the deadline would pass before the answer is complete"
-    return DeadlineExceeded(message, reason="DEADLINE_EXCEEDED", metadata={"stage": "queue"})
 
 
 def _broken(group: SequenceGroup, *, is_in_step: bool) -> PenstockError:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from penstock import __version__
 from penstock.generation.core.draw import DrawKind
 from penstock.generation.engine.group import GroupState
+from penstock.generation.engine.listener import EngineListener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -56,14 +57,14 @@ def _ends_trace_on_error(
     def guarded(trace: StepTrace, /, *arguments: P.args, **options: P.kwargs) -> None:
         try:
             record(trace, *arguments, **options)
-        except Exception as error:  # an observer's fault is none of the engine's
+        except Exception as error:  # a listener's fault is none of the engine's
             trace.fail(error)
 
     return guarded
 
 
-class StepTrace:
-    """Observer of the engine, on its thread. It changes nothing there, and is silent once the file has ended."""
+class StepTrace(EngineListener):
+    """Listener that writes what happens to a file, and is silent once that has ended."""
 
     def __init__(self, config: EngineConfig, file: TraceFile, now: float) -> None:
         """`now` is the engine's clock: times in the trace count from it."""

@@ -106,7 +106,7 @@ def test_an_unknown_request_is_named_and_none_is_touched() -> None:
 
 
 def claimed(engine: Engine, blocks: Iterable[int]) -> int:
-    engine.claim_blocks(blocks)
+    engine.caller_blocks.claim(blocks)
     engine.check_integrity()
     return engine.load().kv_blocks_used
 
@@ -118,9 +118,9 @@ def test_claimed_blocks_are_the_callers_until_they_are_released() -> None:
     run(engine, request(PROMPT, max_new_tokens=6))
     for block in (0, 3, 5):
         assert runner.kv[block] == [None] * 4, "a request wrote into a claimed block"
-    assert engine.release_blocks([5, 6]) == 1
-    assert engine.release_blocks() == 2
-    assert not engine.claimed_blocks
+    assert engine.caller_blocks.release([5, 6]) == 1
+    assert engine.caller_blocks.release() == 2
+    assert not engine.caller_blocks.device
     engine.check_integrity()
     assert engine.load().kv_blocks_used == 0
 
@@ -131,7 +131,7 @@ def test_a_claimed_block_loses_its_prefix() -> None:
     assert engine.load().kv_blocks_evictable > 0
     claimed(engine, range(63))
     assert engine.load().kv_blocks_evictable <= 1
-    engine.release_blocks()
+    engine.caller_blocks.release()
     assert engine.load().kv_blocks_free >= 63
 
 
@@ -146,7 +146,7 @@ def test_requests_are_checked_against_the_blocks_that_are_left() -> None:
     with pytest.raises(ResourceExhausted, match="the pool has 6"):
         engine.add(large)
     assert not engine.has_work
-    engine.release_blocks()
+    engine.caller_blocks.release()
     run(engine, large)
 
 
@@ -154,18 +154,18 @@ def test_wrong_claims_are_refused_whole() -> None:
     engine, _ = make_engine(engine_config(num_blocks=8))
     for bad in ([1, 8], [-1]):
         with pytest.raises(InvalidArgument, match="slots: every block must be from 0 to 7"):
-            engine.claim_blocks(bad, "slots")
+            engine.caller_blocks.claim(bad, "slots")
     with pytest.raises(FailedPrecondition, match="one block at least") as caught:
-        engine.claim_blocks(range(8))
+        engine.caller_blocks.claim(range(8))
     assert caught.value.reason == "BLOCK_IN_USE"
     claimed(engine, [2])
     engine.add(request(PROMPT, max_new_tokens=4))
     with pytest.raises(FailedPrecondition, match="requests are live") as caught:
-        engine.claim_blocks([2, 4])
+        engine.caller_blocks.claim([2, 4])
     assert caught.value.reason == "BUSY"
     # Those that are claimed already need no idle engine.
-    engine.claim_blocks([2])
-    assert engine.claimed_blocks == {2}
+    engine.caller_blocks.claim([2])
+    assert engine.caller_blocks.device == {2}
     run(engine)
 
 
@@ -181,7 +181,7 @@ def test_weights_are_not_replaced_under_claimed_blocks() -> None:
     assert not warmed
     assert run(engine, request(PROMPT, max_new_tokens=3))
     assert len(runner.steps) > before
-    engine.release_blocks()
+    engine.caller_blocks.release()
     engine.reinitialise(fresh, lambda: warmed.append(True))
     assert warmed
     # Nothing that was computed so far counts any more.

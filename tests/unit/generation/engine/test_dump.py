@@ -21,6 +21,7 @@ from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.dump import EngineDump, GroupDump, request_key
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.step_trace import StepTrace
 from penstock.generation.engine.trace_file import TraceFile
 from structlog.testing import capture_logs
 
@@ -300,7 +301,8 @@ def test_a_step_may_be_read_while_it_is_put_together(monkeypatch: pytest.MonkeyP
 
 def test_an_idle_engine_holds_nothing_of_requests_that_ended(tmp_path: Path) -> None:
     trace = TraceFile(str(tmp_path / "trace"), 1 << 20)
-    engine, _ = make_engine(trace=trace)
+    config = engine_config()
+    engine, _ = make_engine(config, listeners=[StepTrace(config, trace, 0.0)])
     engine.add(item := request([1, 2, 3], max_new_tokens=3))
     strategy = weakref.ref(engine._groups[item.request_id].strategy)
     while engine.has_work:

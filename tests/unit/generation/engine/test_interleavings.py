@@ -203,7 +203,7 @@ class World:
             self.check_marks()
             side, block = self.random.choice(list(self.marks))
             given = {"host_blocks": [block]} if side == "host" else {"blocks": [block]}
-            assert self.engine.release_blocks(**given) == 1
+            assert self.engine.caller_blocks.release(**given) == 1
             del self.marks[side, block]
             return
         side = self.random.choice(["device", "host"])
@@ -212,7 +212,7 @@ class World:
             return
         block = self.random.randrange(pool.num_blocks)
         chosen = {"blocks": (), "host_blocks": [block]} if side == "host" else {"blocks": [block]}
-        if not refusal(lambda: self.engine.claim_blocks(**chosen)):
+        if not refusal(lambda: self.engine.caller_blocks.claim(**chosen)):
             mark = self.marks[side, block] = (-self.random.randrange(1 << 30), -1)
             self._contents(side)[block] = [mark] * self.config.block_size
             self.seen["claimed"] += 1
@@ -229,7 +229,7 @@ class World:
         if self.random.random() < 0.7:
             while self.engine.has_work:
                 self.step()
-            self.engine.release_blocks()
+            self.engine.caller_blocks.release()
             self.marks.clear()
         is_busy = self.engine.has_work or bool(self.marks)
         fresh = FakeRunner(self.config)
@@ -250,7 +250,7 @@ class World:
             self.step()
             self.engine.check_integrity()
         self.check_marks()
-        self.engine.release_blocks()
+        self.engine.caller_blocks.release()
         self.engine.clear_cache()
         self.engine.check_integrity()
         load = self.engine.load()

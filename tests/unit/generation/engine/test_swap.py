@@ -348,7 +348,7 @@ def test_blocks_that_a_caller_claims_are_its_own_in_both_pools() -> None:
     mine = BlockCommands(engine, claims=True)
     runner.kv[5] = [(8, 0)] * 4
     mine.swap([(1, 5, 4)])
-    assert (engine.claimed_blocks, engine.claimed_host_blocks) == ({5}, {4})
+    assert (engine.caller_blocks.device, engine.caller_blocks.host) == ({5}, {4})
     engine.check_integrity()
     for refused in ([(1, 5, 6)], [(0, 4, 6)]):
         with pytest.raises(FailedPrecondition, match="requests hold"):
@@ -365,10 +365,10 @@ def test_blocks_that_a_caller_claims_are_its_own_in_both_pools() -> None:
     assert runner.kv[7] == [(8, 0)] * 4
     with pytest.raises(FailedPrecondition, match="a caller holds blocks"):
         engine.reinitialise(FakeRunner(engine.config), lambda: None)
-    assert engine.release_blocks([5, 7]) == 2
+    assert engine.caller_blocks.release([5, 7]) == 2
     with pytest.raises(FailedPrecondition, match="a caller holds blocks"):
         engine.reinitialise(FakeRunner(engine.config), lambda: None)
-    assert engine.release_blocks(host_blocks=[4, 5]) == 1
+    assert engine.caller_blocks.release(host_blocks=[4, 5]) == 1
     nothing_is_held(engine)
 
 
@@ -381,19 +381,19 @@ def test_a_host_block_may_be_claimed_while_requests_are_live_unless_one_holds_it
     assert engine.host_blocks is not None
     free = next(block for block in range(100) if not engine.host_blocks.ref_count(block))
     held = next(block for block in range(100) if engine.host_blocks.ref_count(block))
-    engine.claim_blocks((), host_blocks=[free])
+    engine.caller_blocks.claim((), host_blocks=[free])
     with pytest.raises(FailedPrecondition, match=f"^host block {held}: a request") as told:
-        engine.claim_blocks((), host_blocks=[free, held])
+        engine.caller_blocks.claim((), host_blocks=[free, held])
     assert told.value.reason == "BLOCK_IN_USE"
     with pytest.raises(InvalidArgument, match="every host block must be from 0 to 99"):
-        engine.claim_blocks((), host_blocks=[100])
+        engine.caller_blocks.claim((), host_blocks=[100])
     # All or none: the device's are not to be had while requests are live.
     with pytest.raises(FailedPrecondition, match="requests are live"):
-        engine.claim_blocks([0], host_blocks=[free + 50])
-    assert engine.claimed_host_blocks == {free}
+        engine.caller_blocks.claim([0], host_blocks=[free + 50])
+    assert engine.caller_blocks.host == {free}
     engine.check_integrity()
     run(engine, answers=answers)
-    assert engine.release_blocks() == 1
+    assert engine.caller_blocks.release() == 1
     nothing_is_held(engine)
 
 

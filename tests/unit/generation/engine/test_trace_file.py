@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from factories.engine.fake_engine import FakeRunner, engine_config, request
 from penstock.generation.engine import step_trace
 from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.step_trace import StepTrace
 from penstock.generation.engine.trace_file import TraceFile
 from structlog.testing import capture_logs
 
@@ -20,7 +22,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_the_engine_goes_on(tmp_p
     config = engine_config()
     with capture_logs() as logs:
         file = TraceFile(str(tmp_path / "no" / "such" / "folder"), 1 << 20)
-        engine = Engine(config, FakeRunner(config), None, trace=file)
+        engine = Engine(config, FakeRunner(config), None, listeners=[StepTrace(config, file, time.monotonic())])
         engine.add(request([1, 2, 3]))
         while engine.has_work:
             engine.step()
@@ -34,7 +36,7 @@ def test_a_full_disk_is_told_once_and_the_engine_goes_on() -> None:
     config = engine_config()
     with capture_logs() as logs:
         file = TraceFile("/dev/full", 1 << 20)
-        engine = Engine(config, FakeRunner(config), None, trace=file)
+        engine = Engine(config, FakeRunner(config), None, listeners=[StepTrace(config, file, time.monotonic())])
         engine.add(request([1, 2, 3]))
         while engine.has_work:
             engine.step()
@@ -93,7 +95,7 @@ def test_a_fault_of_the_trace_ends_the_trace_and_no_step(
     config = engine_config()
     with capture_logs() as logs:
         file = TraceFile(str(tmp_path / "trace"), 1 << 20)
-        engine = Engine(config, FakeRunner(config), None, trace=file)
+        engine = Engine(config, FakeRunner(config), None, listeners=[StepTrace(config, file, time.monotonic())])
         owner: Any = TraceFile if "." in name else step_trace
         attribute = name.rpartition(".")[2]
         monkeypatch.setattr(owner, attribute, failing_from(getattr(owner, attribute), number))

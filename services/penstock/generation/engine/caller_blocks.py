@@ -1,0 +1,125 @@
+"""Blocks of the pools that callers hold themselves: claimed by number, or kept as a prefix for later prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.common.errors import FailedPrecondition
+from penstock.generation.engine.admission import shareable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from penstock.generation.core.request import Request
+    from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.listener import EngineListener
+    from penstock.generation.engine.scheduler import Scheduler
+
+
+class CallerBlocks:
+    """Blocks of one engine's pools that are no request's. On the engine's thread, `room_of` excepted."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        has_work: Callable[[], bool],
+        listeners: Sequence[EngineListener],
+    ) -> None:
+        """Make it. `has_work` tells whether requests are live, or outputs wait."""
+        self._config = config
+        # The same with the blocks that requests can have.
+        self._room = config
+        self._scheduler = scheduler
+        self._has_work = has_work
+        self._listeners = listeners
+
+    def room_of(self, request: Request) -> EngineConfig:
+        """Return the configuration with the blocks that a request may have. Thread-safe."""
+        room = self._room
+        if room is self._config:
+            return room
+        # Held blocks are no room for others, but a request that begins with them has them.
+        shared = self._scheduler.held_prefixes.num_shared(*shareable(room, request))
+        return replace(room, num_blocks=room.num_blocks + shared) if shared else room
+
+    @property
+    def are_any(self) -> bool:
+        """True while callers hold blocks of the device."""
+        return self._room is not self._config
+
+    @property
+    def device(self) -> frozenset[int]:
+        """Blocks of the device that were claimed."""
+        return self._scheduler.claims.blocks
+
+    @property
+    def host(self) -> frozenset[int]:
+        """Blocks of the host pool that were claimed."""
+        return frozenset() if self._scheduler.host is None else self._scheduler.host.claims.blocks
+
+    def claim(self, blocks: Iterable[int], field: str = "blocks", *, host_blocks: Iterable[int] = ()) -> None:
+        """Hold blocks of the pool, and of the host pool, for the caller, by their numbers, until `release`.
+
+        All or none; claimed ones stay claimed. Raises InvalidArgument naming `field` for numbers that a pool does not
+        have, and FailedPrecondition: BUSY for new ones of the device while requests are live, BLOCK_IN_USE.
+        """
+        claims, host = self._scheduler.claims, self._scheduler.host
+        missing = claims.missing(blocks, field)
+        missing_on_host = set() if host is None else host.claims.missing(host_blocks, field)
+        if missing and self._has_work():
+            raise FailedPrecondition("requests are live: claim blocks while there are none", reason="BUSY")
+        if missing and len(claims) + len(missing) + len(self._scheduler.held_prefixes) >= self._config.num_blocks:
+            raise _last_block()
+        if host is not None:
+            host.claims.check(missing_on_host)
+        claims.claim(missing)
+        if host is not None:
+            host.claims.claim(missing_on_host)
+        if missing or missing_on_host:
+            self._changed()
+
+    def release(self, blocks: Iterable[int] | None = None, host_blocks: Iterable[int] | None = None) -> int:
+        """Give claimed blocks back; with neither argument all of both pools. Returns their number; others are
+        ignored."""
+        is_all = blocks is None and host_blocks is None
+        released = self._scheduler.claims.release(None if is_all else blocks or ())
+        if self._scheduler.host is not None:
+            released += self._scheduler.host.claims.release(None if is_all else host_blocks or ())
+        self._changed()
+        return released
+
+    def hold_prefix(self, token_ids: list[int], salt: str) -> list[int]:
+        """Hold the blocks that keep the beginning of `token_ids` until `release_prefix`, and return them.
+
+        Raises FailedPrecondition: BUSY while requests are live, NO_PREFIX_CACHE, and where no block would be left.
+        """
+        if not self._config.prefix_cache:
+            raise FailedPrecondition("the prefix cache is off: start with --prefix-cache", reason="NO_PREFIX_CACHE")
+        if self._has_work():
+            raise FailedPrecondition("requests are live: hold a prefix while there are none", reason="BUSY")
+        held = self._scheduler.held_prefixes
+        found = held.find(token_ids, salt)
+        if len({*found, *held.holders}) + len(self._scheduler.claims) >= self._config.num_blocks:
+            raise _last_block()
+        held.hold(found)
+        self._changed()
+        return found
+
+    def release_prefix(self, blocks: list[int]) -> None:
+        """Give back the blocks that `hold_prefix` returned."""
+        self._scheduler.held_prefixes.release(blocks)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Let requests be checked against the blocks that are left."""
+        taken = len(self._scheduler.claims) + len(self._scheduler.held_prefixes)
+        config = self._config
+        self._room = replace(config, num_blocks=config.num_blocks - taken) if taken else config
+        for listener in self._listeners:
+            listener.claimed(self.device, self.host)
+
+
+def _last_block() -> FailedPrecondition:
+    return FailedPrecondition("one block at least is left for requests", reason="BLOCK_IN_USE")

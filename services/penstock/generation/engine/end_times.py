@@ -1,0 +1,81 @@
+"""Times at which requests end that have not ended by themselves: deadlines, latest starts, max_time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.common.errors import DeadlineExceeded
+from penstock.generation.engine.admission import must_end_in_time
+from penstock.generation.engine.deadlines import DeadlineQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.generation.engine.group import SequenceGroup
+
+
+class EndTimes:
+    """Times of the live requests of one engine."""
+
+    def __init__(self) -> None:
+        self._deadlines: DeadlineQueue[SequenceGroup] = DeadlineQueue()
+        self._max_times: DeadlineQueue[SequenceGroup] = DeadlineQueue()
+        # Times after which a request that never started cannot end before its deadline.
+        self._latest_starts: DeadlineQueue[SequenceGroup] = DeadlineQueue()
+
+    @property
+    def have_latest_starts(self) -> bool:
+        """True while a request waits that must start in time."""
+        return bool(self._latest_starts)
+
+    def accept(self, group: SequenceGroup) -> None:
+        """Note a request that waits from now on."""
+        request = group.request
+        if request.deadline is None:
+            return
+        self._deadlines.set(group, request.deadline)
+        latest_start = group.expected.latest_start(request.deadline, group.expected.step_seconds)
+        # One that has no time from the start is begun all the same: its caller may want the first tokens.
+        if latest_start > request.arrival_time and must_end_in_time(request):
+            self._latest_starts.set(group, latest_start)
+
+    def begin(self, group: SequenceGroup) -> None:
+        """Note that a request is admitted: its max_time counts from its first step."""
+        self._latest_starts.discard(group)
+        max_time, scheduled_at = group.request.params.max_time, group.report.scheduled_at
+        if max_time is not None and scheduled_at is not None:
+            self._max_times.set(group, scheduled_at + max_time)
+
+    def forget(self, group: SequenceGroup) -> None:
+        """Forget a request that has ended."""
+        self._deadlines.discard(group)
+        self._max_times.discard(group)
+        self._latest_starts.discard(group)
+
+    def too_late(self, now: float) -> Iterator[tuple[SequenceGroup, DeadlineExceeded]]:
+        """Yield requests that passed their deadline or latest start, each with its error."""
+        for group in self._deadlines.due(now):
+            stage = "queue" if group.report.scheduled_at is None else "generation"
+            yield group, _too_late("the deadline passed", stage)
+        for group in self._latest_starts.due(now):
+            yield group, wait_too_long()
+
+    def over_max_time(self, now: float) -> Iterator[SequenceGroup]:
+        """Yield requests that have had their max_time."""
+        yield from self._max_times.due(now)
+
+    def is_hopeless(self, group: SequenceGroup, now: float, step_seconds: float) -> bool:
+        """True for a waiting request that must end in time, and cannot at this speed."""
+        deadline = group.request.deadline
+        if deadline is None or group not in self._latest_starts:
+            return False
+        return now > group.expected.latest_start(deadline, step_seconds)
+
+
+def wait_too_long() -> DeadlineExceeded:
+    """Return the error of a request that has waited until it cannot end in time."""
+    return _too_late("the deadline would pass before the answer is complete", "queue")
+
+
+def _too_late(message: str, stage: str) -> DeadlineExceeded:
+    return DeadlineExceeded(message, reason="DEADLINE_EXCEEDED", metadata={"stage": stage})
