@@ -40,10 +40,10 @@ from penstock.generation.engine.config import AUTO, EngineConfig
 from penstock.generation.engine.decoding.base import DecodingStrategy
 from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.fair_turns import FairTurns
+from penstock.generation.engine.fairness.fair_turns import FairTurns
 from penstock.generation.engine.group import SequenceGroup
-from penstock.generation.engine.preemption import PreemptionPolicy
 from penstock.generation.engine.stopping import StopCriteria
+from penstock.generation.engine.swap_or_recompute import SwapPolicy
 
 from tools._recorded import Line, RecordedStrategy, StandIn, Tokens, Trace, TraceError, params_of
 
@@ -183,7 +183,7 @@ class _RecordedCosts(Engine):
         return self._recorded.get(int(group.request.request_id), 0) or super()._spent(group, generated)
 
 
-class _RecordedPolicy(PreemptionPolicy):
+class _RecordedPolicy(SwapPolicy):
     """Ways of preemptions as they were: they depend on how long steps and copies took."""
 
     swapped: frozenset[int] = frozenset()
@@ -193,7 +193,7 @@ class _RecordedPolicy(PreemptionPolicy):
         return group.key[1] in self.swapped
 
 
-class _FittedPolicy(PreemptionPolicy):
+class _FittedPolicy(SwapPolicy):
     """Judge of preemptions in simulated time, by what rows and copies took in the trace."""
 
     def __init__(self, way: str, row_seconds: float, block_seconds: float) -> None:
@@ -202,7 +202,7 @@ class _FittedPolicy(PreemptionPolicy):
         self._block_seconds = block_seconds
 
     def swaps(self, group: SequenceGroup, blocks: int, tokens: int) -> bool:
-        """See PreemptionPolicy."""
+        """See SwapPolicy."""
         if self._way != AUTO:
             return super().swaps(group, blocks, tokens)
         return 2 * blocks * self._block_seconds <= tokens * self._row_seconds

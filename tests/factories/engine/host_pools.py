@@ -9,7 +9,7 @@ from factories.engine.fake_engine import engine_config
 from hypothesis import strategies as st
 from penstock.generation.engine.config import AUTO, RECOMPUTE, SWAP, EngineConfig
 from penstock.generation.engine.group import SequenceGroup
-from penstock.generation.engine.preemption import PreemptionPolicy
+from penstock.generation.engine.swap_or_recompute import SwapPolicy
 
 # (blocks, way, whether evicted prefixes are kept): none, too small for a group, and roomy ones.
 HOSTS: tuple[tuple[int, str, bool], ...] = (
@@ -35,7 +35,7 @@ def host_fields(blocks: int, way: str, keeps_prefixes: bool = True) -> dict[str,
     return {"num_host_blocks": blocks, "preemption": way, "host_prefix_cache": keeps_prefixes}
 
 
-class AnyPolicy(PreemptionPolicy):
+class AnyPolicy(SwapPolicy):
     """Judge for whom swapping is the cheaper way now and then: what it costs depends on time, and must change no id."""
 
     def __init__(self, config: EngineConfig, draw: Random) -> None:
@@ -43,7 +43,7 @@ class AnyPolicy(PreemptionPolicy):
         self._draw = draw
 
     def swaps(self, group: SequenceGroup, blocks: int, tokens: int) -> bool:
-        """See PreemptionPolicy."""
+        """See SwapPolicy."""
         assert blocks >= 0
         assert tokens > 0
         return self._draw.random() < 0.5 if self._way == AUTO else super().swaps(group, blocks, tokens)

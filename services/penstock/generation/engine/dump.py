@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import ScheduledSequence
     from penstock.generation.engine.config import EngineConfig
-    from penstock.generation.engine.fair_queue import FairQueue
+    from penstock.generation.engine.fairness.fair_queue import FairQueue
     from penstock.generation.engine.group import SequenceGroup
     from penstock.generation.engine.group_queue import GroupQueue
     from penstock.generation.engine.scheduler import Scheduler

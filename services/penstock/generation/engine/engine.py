@@ -31,7 +31,7 @@ from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.dump import dump_engine
 from penstock.generation.engine.end_times import EndTimes, wait_too_long
-from penstock.generation.engine.fair_turns import FairTurns
+from penstock.generation.engine.fairness.fair_turns import FairTurns
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.ngram_memory import NgramMemory
 from penstock.generation.engine.pace_meter import PaceMeter
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.dump import EngineDump
     from penstock.generation.engine.listener import EngineListener
-    from penstock.generation.engine.preemption import PreemptionPolicy
+    from penstock.generation.engine.swap_or_recompute import SwapPolicy
     from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger(__name__)
@@ -105,12 +105,12 @@ class Engine:
         self._seq_ids = itertools.count()
 
     @property
-    def policy(self) -> PreemptionPolicy:
+    def policy(self) -> SwapPolicy:
         """Judge of preemptions where there is a host pool; the replay of a trace puts another in its place."""
         return self._scheduler.policy
 
     @policy.setter
-    def policy(self, policy: PreemptionPolicy) -> None:
+    def policy(self, policy: SwapPolicy) -> None:
         self._scheduler.policy = policy
 
     @property

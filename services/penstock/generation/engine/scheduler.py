@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from penstock.generation.core.step import Fork
@@ -12,15 +11,15 @@ from penstock.generation.engine.block_copies import BlockCopies
 from penstock.generation.engine.block_pool import BlockClaims, BlockPool, HeldPrefixes
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.config import RECOMPUTE
-from penstock.generation.engine.fair_queue import FairQueue
-from penstock.generation.engine.fair_turns import CROWD
+from penstock.generation.engine.fairness.fair_queue import FairQueue
+from penstock.generation.engine.fairness.victims import Victims
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
 from penstock.generation.engine.host_pool import HostBlock, HostPool
-from penstock.generation.engine.preemption import PreemptionPolicy
 from penstock.generation.engine.prefix_sharing import SharedPrefixes
 from penstock.generation.engine.state_snapshots import StateSnapshots
 from penstock.generation.engine.step_plan import HeldBack, StepPlan
+from penstock.generation.engine.swap_or_recompute import SwapPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,7 +59,7 @@ class Scheduler:
         self.held_prefixes = HeldPrefixes(self.pool)
         self.copies = BlockCopies()
         self.host = HostPool(config, self.pool, self.copies) if config.num_host_blocks else None
-        self.policy = PreemptionPolicy(config.preemption, config.block_bytes)
+        self.policy = SwapPolicy(config.preemption, config.block_bytes)
         self.tables = BlockTables(
             self.pool,
             prefix_cache=config.prefix_cache,
@@ -75,6 +74,7 @@ class Scheduler:
         self.prefixes = SharedPrefixes(self.tables, self.snapshots)
         self.waiting = FairQueue(config.tenant_memory_seconds)
         self.running = GroupQueue()
+        self._victims = Victims(self.running, self.waiting)
         # Groups that the last `schedule` started for the first time, groups that it preempted to be computed again,
         # and groups that it swapped out.
         self.admitted: list[SequenceGroup] = []
@@ -418,8 +418,7 @@ class Scheduler:
         start = sequence.num_computed_tokens
         end = start + num_tokens
         while self.tables.blocks_to_write(sequence, end) > self.pool.num_free:
-            crowd, _ = self._crowd()
-            victim = crowd[-1] if crowd else self.running.last
+            victim = self._victims.victim()
             self._preempt(victim)
             if victim is group:
                 return False
@@ -580,35 +579,14 @@ class Scheduler:
     def _start_in_place_of_crowd(self, group: SequenceGroup, starts: Starts) -> bool:
         """Start a waiting group for which the last groups of another tenant's crowd give way. False: they do not."""
         needed = self._config.reserve_blocks + self._blocks_to_start(group, starts)
-        crowd, blocks = self._crowd()
-        if not crowd or _tenant(crowd[0]) == _tenant(group) or needed > self.pool.num_free + blocks:
+        if needed > self.pool.num_free + self._victims.blocks_for(group):
             return False
-        while crowd and _tenant(crowd[0]) != _tenant(group):
-            self._preempt(crowd[-1])
+        while (victim := self._victims.victim_for(group)) is not None:
+            self._preempt(victim)
             # What it would have computed in this step is not there.
             if self._start(group, self._starts(group)):
                 return True
-            crowd, _ = self._crowd()
         return False
-
-    def _crowd(self) -> tuple[list[SequenceGroup], int]:
-        """Return running groups of the tenant that holds far more blocks than the others, and blocks to get from them.
-
-        Without the first group of all, which never gives way. Empty when there is none. O(running sequences) where
-        there are several tenants, else O(1).
-        """
-        tenants = self.waiting.tenants
-        if len(tenants) < 2:
-            return [], 0
-        held = dict.fromkeys(tenants, 0)
-        for group in self.running:
-            held[_tenant(group)] += group.num_blocks
-        largest = max(held, key=lambda tenant: held[tenant])
-        surplus = held[largest] - CROWD * (sum(held.values()) - held[largest]) / (len(held) - 1)
-        if surplus <= 0:
-            return [], 0
-        crowd = [group for group in islice(self.running, 1, None) if _tenant(group) == largest]
-        return crowd, min(int(surplus), sum(group.num_blocks for group in crowd))
 
     def _host_tokens(self, starts: Starts) -> int:
         if self.host is None:
@@ -633,7 +611,3 @@ def _computed_tokens(group: SequenceGroup) -> int:
         shared[sequence.family] = max(shared.get(sequence.family, 0), prompt)
         own += sequence.num_computed_tokens - prompt
     return own + sum(shared.values())
-
-
-def _tenant(group: SequenceGroup) -> str:
-    return group.request.fair_share_key

@@ -12,7 +12,7 @@ from penstock.common.errors import DeadlineExceeded
 from penstock.common.pace import Demand, Pace
 from penstock.generation.core.request import Purpose
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.fair_turns import FairTurns
+from penstock.generation.engine.fairness.fair_turns import FairTurns
 
 SECONDS = 12.0
 

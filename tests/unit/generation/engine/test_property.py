@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.request import Request
 from penstock.generation.core.sampling_params import derive_seed
-from penstock.generation.engine.fair_turns import FairTurns
+from penstock.generation.engine.fairness.fair_turns import FairTurns
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
 

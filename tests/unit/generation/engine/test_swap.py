@@ -15,7 +15,7 @@ from penstock.generation.engine.block_commands import BlockCommands
 from penstock.generation.engine.config import AUTO, RECOMPUTE, SWAP, EngineConfig
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.preemption import LineFit, PreemptionPolicy
+from penstock.generation.engine.swap_or_recompute import LineFit, SwapPolicy
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
 
@@ -249,7 +249,7 @@ def test_numbers_that_are_none_are_in_neither_pool() -> None:
 
 
 def test_the_cheaper_way_is_taken() -> None:
-    policy = PreemptionPolicy(AUTO, 0)
+    policy = SwapPolicy(AUTO, 0)
     assert policy.swaps(None, 10, 1), "nothing is known: a swap teaches"  # type: ignore[arg-type]
     for rows in (10, 100, 300):
         policy.stepped(rows, 0.010 + rows * 0.001)
@@ -262,7 +262,7 @@ def test_the_cheaper_way_is_taken() -> None:
 
 
 def test_a_way_that_was_slow_once_is_tried_again() -> None:
-    policy = PreemptionPolicy(AUTO, 0)
+    policy = SwapPolicy(AUTO, 0)
     for rows in (10, 100):
         policy.stepped(rows, 0.01 + rows * 0.001)
     policy.copied(10, 5.0, 0, 0.0)

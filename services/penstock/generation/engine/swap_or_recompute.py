@@ -67,7 +67,7 @@ class LineFit:
         return max(self._y / self._n - slope * self._x / self._n, 0.0) + slope * size
 
 
-class PreemptionPolicy:
+class SwapPolicy:
     """Judge of each preemption where there is a host pool. Engine thread only."""
 
     def __init__(self, way: str, block_bytes: int) -> None:

@@ -1,0 +1,66 @@
+"""Choice of the running group that gives way where blocks are short: the one place where a victim is chosen."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from penstock.generation.engine.fairness.fair_turns import CROWD
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.fairness.fair_queue import FairQueue
+    from penstock.generation.engine.group import SequenceGroup
+    from penstock.generation.engine.group_queue import GroupQueue
+
+
+class Victims:
+    """Chooser of victims among the running groups of one scheduler.
+
+    The first group of all never gives way, so that something always ends.
+    """
+
+    def __init__(self, running: GroupQueue, waiting: FairQueue) -> None:
+        """Make it for the scheduler's queues; it changes neither."""
+        self._running = running
+        self._waiting = waiting
+
+    def victim(self) -> SequenceGroup:
+        """Return the group that gives way to a running one that needs a block; it may be that one itself.
+
+        It is the last of a crowd, else the last of all.
+        """
+        crowd, _ = self._crowd()
+        return crowd[-1] if crowd else self._running.last
+
+    def victim_for(self, group: SequenceGroup) -> SequenceGroup | None:
+        """Return the group that gives way to a waiting one: the last of another tenant's crowd. None: nobody does."""
+        crowd, _ = self._crowd()
+        return crowd[-1] if crowd and _tenant(crowd[0]) != _tenant(group) else None
+
+    def blocks_for(self, group: SequenceGroup) -> int:
+        """Return the blocks that a waiting group can get so."""
+        crowd, blocks = self._crowd()
+        return blocks if crowd and _tenant(crowd[0]) != _tenant(group) else 0
+
+    def _crowd(self) -> tuple[list[SequenceGroup], int]:
+        """Return running groups of the tenant that holds far more blocks than the others, and blocks to get from them.
+
+        Without the first group of all. Empty when there is none. O(running sequences) where there are several tenants,
+        else O(1).
+        """
+        tenants = self._waiting.tenants
+        if len(tenants) < 2:
+            return [], 0
+        held = dict.fromkeys(tenants, 0)
+        for group in self._running:
+            held[_tenant(group)] += group.num_blocks
+        largest = max(held, key=lambda tenant: held[tenant])
+        surplus = held[largest] - CROWD * (sum(held.values()) - held[largest]) / (len(held) - 1)
+        if surplus <= 0:
+            return [], 0
+        crowd = [group for group in islice(self._running, 1, None) if _tenant(group) == largest]
+        return crowd, min(int(surplus), sum(group.num_blocks for group in crowd))
+
+
+def _tenant(group: SequenceGroup) -> str:
+    return group.request.fair_share_key
