@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,11 +30,24 @@ class Stream:
         self.num_tokens += tokens
 
 
+@dataclass
+class Place:
+    """A backend, and who came back to it. `in_flight`: two, with others that nobody suspects."""
+
+    key: str
+    in_flight: int = 2
+    is_full: bool = False
+    back: list[Suspect] = field(default_factory=list)
+
+    def suspects(self) -> list[Suspect]:
+        return self.back
+
+
 class World:
     """Backends that are all idle, a ledger, and a queue before them."""
 
     def __init__(self, *keys: str, **settings: Any) -> None:
-        self.backends = [SimpleNamespace(key=key, in_flight=2, is_full=False) for key in keys]
+        self.backends = [Place(key) for key in keys]
         self.woken = asyncio.Event()
         self.pool: Any = SimpleNamespace(
             usable=lambda *_: self.backends, changed=self._changed, wake=self.woken.set, is_any_starting=lambda _: False
@@ -68,6 +82,7 @@ class World:
         backend = await self.trials.wait(turn, lambda: self.blame(stream), patience)
         if backend is not None:
             stream.start()
+            backend.back.append(stream.suspect)  # type: ignore[attr-defined]
         self.back.append(stream)
         return backend
 
@@ -135,6 +150,43 @@ async def test_who_passed_alone_or_is_where_it_was_lost_may_still_be_the_one() -
         world.death(maybe, tried)
         assert (world.blame(maybe), world.blame(tried)) == (Blame.SHARED, Blame.SHARED)
         await asyncio.gather(*waits)
+
+
+async def test_the_next_is_not_tried_beside_one_that_passed_alone_where_there_is_another_place() -> None:
+    world = World("a", "b")
+    alone, other, poison = Stream(0, 2.0), Stream(0, 1.0), Stream(5)
+    world.death(alone, other, poison)
+    world.backends[0].in_flight = 1
+    waits = [asyncio.ensure_future(world.come_back(each)) for each in (alone, other, poison)]
+    await world.until_back(2)
+    alone.make(1)
+    assert world.trials.taken() == {"b"}
+    # Whoever was woken by that has had its turn.
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert world.back == [alone, other]
+    other.make(1)
+    assert not world.trials.taken()
+    assert await waits[2] is world.backends[1]
+    # It is beside one that was cleared, so that two deaths tell.
+    world.death(other, poison)
+    assert world.blame(poison) is Blame.OWN
+    await asyncio.gather(*waits)
+
+
+async def test_where_each_place_has_one_that_passed_alone_nobody_waits() -> None:
+    world = World("a", "b")
+    one, two, three = Stream(0, 2.0), Stream(0, 1.0), Stream(5)
+    world.death(one, two, three)
+    waits = [asyncio.ensure_future(world.come_back(each)) for each in (one, two, three)]
+    for backend in world.backends:
+        backend.in_flight = 1
+    await world.until_back(2)
+    one.make(1)
+    two.make(1)
+    assert not world.trials.taken()
+    assert await waits[2] is world.backends[0]
+    await asyncio.gather(*waits)
 
 
 async def test_one_that_is_near_to_where_it_was_lost_goes_past_it() -> None:

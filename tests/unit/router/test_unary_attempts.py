@@ -27,7 +27,14 @@ class Backends:
         self._losses = losses
         self._all: list[Any] = [
             SimpleNamespace(
-                key=key, call=self.call, load=0.0, in_flight=0, is_full=False, kv_pressure=0.0, match=lambda _: 0
+                key=key,
+                call=self.call,
+                load=0.0,
+                in_flight=0,
+                is_full=False,
+                kv_pressure=0.0,
+                match=lambda _: 0,
+                suspects=list,
             )
             for key in "abcd"
         ]
@@ -87,7 +94,13 @@ class Together:
         self._count = count
         self._all: list[Any] = [
             SimpleNamespace(
-                key=key, call=partial(self._call, key), load=0.0, in_flight=0, is_full=False, kv_pressure=0.0
+                key=key,
+                call=partial(self._call, key),
+                load=0.0,
+                in_flight=0,
+                is_full=False,
+                kv_pressure=0.0,
+                suspects=list,
             )
             for key in self.running
         ]

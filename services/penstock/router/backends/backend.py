@@ -146,6 +146,10 @@ class Backend:
         """Number of our requests at this backend, calls with a single answer included."""
         return len(self._callers) + (self._session.in_flight if self._session is not None else 0)
 
+    def suspects(self) -> list[Suspect]:
+        """Return our requests at this backend, in the eyes of those who look for the cause of a death."""
+        return [*self._callers, *(self._session.suspects() if self._session is not None else ())]
+
     @property
     def load(self) -> float:
         """Number of requests in its last report, corrected by ours that were sent and finished since."""
@@ -296,7 +300,7 @@ class Backend:
         """Note that the process may have died: a connection of it ended, with work of ours."""
         if self._told_death is not None:
             return
-        running = [*self._callers, *(self._session.suspects() if self._session is not None else ())]
+        running = self.suspects()
         if self._doubts and self._doubts[-1].is_death is None:
             self._deaths.add(self._doubts[-1], running)
             return

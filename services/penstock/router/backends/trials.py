@@ -2,7 +2,9 @@
 
 On each backend one suspect is being tried at a time; the others of its death wait. Whoever is most likely to be to
 blame comes first, so that innocents seldom wait for long: who was there at most deaths, then who had made the fewest
-tokens (what runs for long has shown that it can), then the newest.
+tokens (what runs for long has shown that it can), then the newest. One that passed alone is cleared by nothing yet (it
+may do harm in company), so that of two that were there a death would not tell which: where another backend will do,
+the next are tried there.
 """
 
 from __future__ import annotations
@@ -112,6 +114,8 @@ class Trials:
         taken = self.taken()
         free = [one for one in usable if one.key not in taken]
         before = sum(one.where == turn.where and one.rank < turn.rank for one in self._waiting)
+        if len(free) > before:
+            free = self._apart(turn.suspect, usable, free)
         if len(free) <= before:
             return None
         backend = turn.choose(free)
@@ -120,6 +124,17 @@ class Trials:
         if self._look_timer is None:
             self._look_timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
         return backend
+
+    def _apart(self, suspect: Suspect, usable: Sequence[Backend], free: list[Backend]) -> list[Backend]:
+        """Return those of the free backends where a death would tell that it was this suspect; all of them, where no
+        backend is such. One with a trial counts by who was there before: whoever is tried there will be cleared."""
+        apart = {one.key for one in usable if not any(map(suspect.is_suspected_with, self._others(one)))}
+        return [one for one in free if one.key in apart] if apart else free
+
+    def _others(self, backend: Backend) -> list[Suspect]:
+        """Return who runs at a backend, but for the one that is being tried there."""
+        _, trial = self._running.get(backend.key, (backend, None))
+        return [one for one in backend.suspects() if trial is None or one is not trial.suspect]
 
     def _look(self) -> None:
         """Look for trials that are over, again and again while there is one."""

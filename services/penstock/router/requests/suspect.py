@@ -68,6 +68,12 @@ class Suspect:
         # Of the present attempt, if it is one.
         self.trial: SuspectTrial | None = None
 
+    def is_suspected_with(self, other: Suspect) -> bool:
+        """True where another one may be to blame for a death in its place, for all that is known by now."""
+        if other.trial is not None and other.trial.clears:
+            return False
+        return any(death.is_open and other.number in death.suspects for death in self.deaths)
+
     @property
     def excused(self) -> int:
         """Number of losses that another was to blame for, or was being tried at: not its own bad luck."""
