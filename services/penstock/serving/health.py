@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 HEALTH_SERVICE = "grpc.health.v1.Health"
 REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 OVERALL = ""
-_V1_FILE = "grpc/reflection/v1/reflection.proto"
+_V1_FILE = "grpc_reflection/v1/reflection.proto"
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types

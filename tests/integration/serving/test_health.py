@@ -12,6 +12,7 @@ import pytest
 from factories.servers.tiny_service import NAME, NOT_SERVING, SERVING, TinyService, health_of, tiny
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.config import ServerConfig
+from penstock.serving import health
 from penstock.serving.channels import open_channel
 from penstock.serving.server import RunningServer
 
@@ -71,6 +72,12 @@ async def buf(*arguments: str) -> str:
     output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()
     return output.decode()
+
+
+async def test_a_process_makes_the_description_of_reflection_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    health.add_reflection(grpc.aio.server(), ())
+    monkeypatch.setattr(health.text_format, "Parse", lambda *_: pytest.fail("it is made again"))
+    health.add_reflection(grpc.aio.server(), ())
 
 
 async def test_reflection_describes_itself_and_health() -> None:
