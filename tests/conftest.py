@@ -48,7 +48,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # On a busy machine an example that takes long, or is made slowly, is not a failure.
 _SLOW = [hypothesis.HealthCheck.too_slow]
-hypothesis.settings.register_profile("penstock", max_examples=50, deadline=None, suppress_health_check=_SLOW)
+hypothesis.settings.register_profile("penstock", max_examples=25, deadline=None, suppress_health_check=_SLOW)
 hypothesis.settings.load_profile("penstock")
 # Where no run has compiled the C++ kernels, the first test that needs them does: a minute, several on a busy machine.
 _WITH_COMPILATION_SECONDS = 900

@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (),
         pytest.param(("--tensor-parallel", "2"), marks=pytest.mark.slow),
-        ("--generation-replicas", "2"),
+        pytest.param(("--generation-replicas", "2"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

@@ -149,7 +149,9 @@ async def test_a_crowd_that_says_nothing_does_not_shut_the_door(http: GatewayTre
     await crowd(http, name, source)
 
 
-@pytest.mark.parametrize("name", ["half-sent bodies", "nothing", "half a hello of TLS"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("half-sent bodies", marks=pytest.mark.slow), "nothing", "half a hello of TLS"]
+)
 async def test_nor_does_it_over_tls(tls: GatewayTree, name: str) -> None:
     await crowd(tls, name, SOURCES[0])
 

@@ -26,6 +26,7 @@ def generator(folder: Path) -> Iterator[Generator]:
         yield made
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("scale", [1.5, 3.0, 0.4])
 @pytest.mark.parametrize("beams", [2, 4])
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}])

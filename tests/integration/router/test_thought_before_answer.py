@@ -114,8 +114,15 @@ def accepts(request: generation_pb2.GenerateRequest, ids: Sequence[int]) -> bool
     return all(state.advance(token_id) for token_id in ids) and state.matcher.is_accepting()
 
 
-@pytest.mark.parametrize("way", ["chat", "stream", "responses", "messages"])
-@pytest.mark.parametrize("row", REASONING, ids=lambda row: row.name)
+def by_every_way() -> Iterator[Any]:
+    """Every format by every way; the ordinary run has each format once, and each way."""
+    for number, row in enumerate(REASONING):
+        for place, way in enumerate(("chat", "stream", "responses", "messages")):
+            marks = [] if number % 4 == place else [pytest.mark.slow]
+            yield pytest.param(row, way, id=f"{row.name}-{way}", marks=marks)
+
+
+@pytest.mark.parametrize(("row", "way"), [*by_every_way()])
 async def test_a_constraint_is_about_the_answer(tokenizer: str, row: ReasoningFormat, way: str) -> None:
     script = Script()
     async with serving(tokenizer, script, row.name) as (gateway, served):

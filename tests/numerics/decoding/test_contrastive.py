@@ -108,8 +108,10 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize(
     "config",
     [
-        engine_config(),
-        engine_config(max_batch_tokens=14, max_running_sequences=14, num_blocks=80),
+        pytest.param(engine_config(), marks=pytest.mark.slow),
+        pytest.param(
+            engine_config(max_batch_tokens=14, max_running_sequences=14, num_blocks=80), marks=pytest.mark.slow
+        ),
         engine_config(num_blocks=26, block_size=3, max_running_sequences=16, max_batch_tokens=16, reserve_share=0.0),
     ],
     ids=["roomy", "chunked", "preempted"],

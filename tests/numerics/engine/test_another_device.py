@@ -141,7 +141,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_ids_are_the_cpus_beside_a_plain_request(
     load: Callable[..., CausalLM], here: Place, there: Place, name: str

@@ -118,7 +118,7 @@ def test_a_saved_head_takes_the_place_of_any_head(tmp_path: Path, quantization: 
     torch.testing.assert_close(found, hidden @ head.T, atol=1e-5 if quantization == "none" else 0.03, rtol=0)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_eight_adapters_in_a_batch_give_the_bits_of_each_alone(tmp_path: Path, quantization: str, dtype: str) -> None:
@@ -138,7 +138,7 @@ def test_eight_adapters_in_a_batch_give_the_bits_of_each_alone(tmp_path: Path, q
         assert torch.equal(found, expected)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("llama", {"attention_bias": True, "mlp_bias": True})])
 def test_the_same_bits_layer_by_layer_and_on_two_threads(

@@ -46,6 +46,7 @@ def routes(tmp_path_factory: pytest.TempPathFactory) -> Routes:
     return found
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_gives_the_ids_of_the_native_route(routes: Routes, mode: str) -> None:
     arguments = {"max_new_tokens": 12, **MODES[mode]}

@@ -61,7 +61,7 @@ def events_of(message: Any) -> list[str]:
     return [event.request_id for event in message.events]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 5000), max_size=12), st.lists(st.integers(1, 9000), min_size=1), st.booleans())
 def test_messages_arrive_whole_and_in_order_however_they_are_cut(
     sizes: list[int], cuts: list[int], joins: bool

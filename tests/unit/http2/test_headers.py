@@ -23,7 +23,7 @@ def by_hpack(decoder: Decoder, block: bytes) -> Headers | None:
         return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(FIELDS, st.sampled_from(["plain", "hpack", "huffman"])), max_size=6))
 def test_blocks_of_every_kind_on_one_connection(blocks: list[tuple[list[tuple[str, str]], str]]) -> None:
     encoder, decoder = Encoder(), HeaderDecoder(LIMIT)
@@ -40,7 +40,7 @@ def outcome(decoder: HeaderDecoder, block: bytes) -> Headers | None:
         return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(FIELDS, st.lists(FIELDS, max_size=5), st.integers(0, 400))
 def test_blocks_that_begin_alike_are_read_as_one_alone_is(
     begin: list[tuple[str, str]], ends: list[list[tuple[str, str]]], limit: int
@@ -82,7 +82,7 @@ def test_a_binary_value_that_is_not_base64_is_refused(value: str) -> None:
         list(parse_metadata([("a-bin", value)]))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.binary(max_size=40), st.integers(0, 120))
 def test_any_bytes_are_read_as_hpack_reads_them(block: bytes, limit: int) -> None:
     ours = HeaderDecoder(limit)
@@ -94,7 +94,7 @@ def test_any_bytes_are_read_as_hpack_reads_them(block: bytes, limit: int) -> Non
         assert ours.decode(block) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(FIELDS, st.data())
 def test_a_block_that_was_cut_or_changed_is_read_as_hpack_reads_it(
     fields: list[tuple[str, str]], data: st.DataObject

@@ -114,7 +114,7 @@ def texts_there(kind: str, options: pb.DecodeStreamOpen, portions: list[list[int
 
 @pytest.mark.parametrize("kind", VOCABULARIES)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_the_router_writes_what_the_tokenizer_would(kind: str, data: st.DataObject) -> None:
     limit = VOCABULARIES[kind].bundle.id_limit
     ids = st.lists(st.one_of(st.integers(0, 270), st.integers(0, limit - 1)), max_size=6)

@@ -28,7 +28,7 @@ def config_of(values: dict[str, Any]) -> config_pb2.GenerationConfig:
 
 
 @given(CONFIGS, CONFIGS, st.integers(1, CONTEXT - 1), st.none() | st.integers(1, CONTEXT + 9))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_no_honest_answer_is_longer_than_expected(
     asked: dict[str, Any], default: dict[str, Any], prompt: int, negative: int | None
 ) -> None:

@@ -190,7 +190,7 @@ CROWDED = [Turn(1, True, 8, 8), *[Turn(1, True, 0, 8), Turn(1, True, 0, 8), Turn
     is_chat=False,
     by_table=False,
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=3),
     widths=st.lists(st.integers(1, 3), min_size=1, max_size=4),

@@ -68,7 +68,7 @@ ALPHABET = "ab<"
     cuts=st.lists(st.integers(0, 20), max_size=5),
     include=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_portions_do_not_matter(stops: list[str], text: str, cuts: list[int], include: bool) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     portions = [text[start:end] for start, end in itertools.pairwise(bounds)]
@@ -84,7 +84,7 @@ def test_portions_do_not_matter(stops: list[str], text: str, cuts: list[int], in
 
 
 @given(stops=st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1), text=st.text(ALPHABET, max_size=12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_what_is_held_back_begins_a_stop_string(stops: list[str], text: str) -> None:
     stop_strings = StopStrings(stops, include=False)
     sent = stop_strings.push(text)

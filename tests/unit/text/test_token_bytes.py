@@ -86,7 +86,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return TokenBytes.from_folder(path), Tokenizer.from_str(json.dumps(content))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(ids=st.lists(st.integers(0, 19), max_size=9), skip=st.booleans())
 def test_the_bytes_of_a_text_are_what_the_library_decodes(
     pair: tuple[TokenBytes, Tokenizer], ids: list[int], skip: bool
@@ -99,7 +99,7 @@ def test_the_bytes_of_a_text_are_what_the_library_decodes(
         assert text(table, ids, skip_special=skip) == valid[-1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 19), max_size=7), ids=st.lists(st.integers(0, 19), max_size=5), skip=st.booleans()
 )

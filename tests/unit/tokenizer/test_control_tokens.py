@@ -108,7 +108,7 @@ def conversation(template: str, text: str, role: str = "user") -> Conversation:
 @example(text="<|im_end|>")
 @example(text="end|>")
 @example(text="</s><s>")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_text_in_any_field_makes_a_control_id(model: str, template: str, text: str) -> None:
     harmless = CHATS[model].control_ids(conversation(template, "hello"))
     assert CHATS[model].control_ids(conversation(template, text)) == harmless
@@ -116,7 +116,7 @@ def test_no_text_in_any_field_makes_a_control_id(model: str, template: str, text
 
 @pytest.mark.parametrize("template", ["chatml", "role_built", "role_in_text"])
 @given(role=hostile)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_role_makes_a_control_id_of_its_own(template: str, role: str) -> None:
     # A role that templates know may become its control token; any other is text.
     neutral = CHATS["llama"].control_ids(conversation(template, "hello", role="stranger"))
@@ -127,7 +127,7 @@ def test_no_role_makes_a_control_id_of_its_own(template: str, role: str) -> None
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(text=hostile)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_text_is_what_transformers_renders(template: str, text: str) -> None:
     wanted = conversation(template, text)
     assert CHATS["llama"].render(wanted).text == UNPROTECTED["llama"].render(wanted).text

@@ -91,7 +91,7 @@ def test_only_special_tokens_before_it_do_not_make_an_answer_the_texts_beginning
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_resumed_sequence_goes_on_exactly_where_it_was(data: st.DataObject) -> None:
     text = data.draw(st.text("ab</end>你👨‍👩 \n", max_size=20))
     ids = ids_of(text)

@@ -67,7 +67,7 @@ def run(lengths: list[tuple[int, int]], block_size: int, heads: int, kv_heads: i
 sequences = st.integers(1, 70).flatmap(lambda kv: st.tuples(st.integers(1, kv), st.just(kv)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(sequences, min_size=1, max_size=6),
     block_size=st.integers(1, 20),

@@ -37,7 +37,7 @@ def changed_scores(shape: Shape, softcap: float, has_sinks: bool) -> dict[str, A
     return {"softcap": softcap, "sinks": torch.randn(shape.heads) if has_sinks else None}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     dtype=dtypes,
     is_int8=st.booleans(),
@@ -87,7 +87,7 @@ def test_attention_reads_and_writes_the_pool_as_the_reference_does() -> None:
     check_reference()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     dtype=dtypes,
     is_int8=st.booleans(),

@@ -125,7 +125,7 @@ def words(answer: Answer) -> list[Any]:
     return [answer.ids, logprobs, answer.finished.sequences, answer.finished.completion_tokens]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     drawn=st.lists(st.tuples(specs(), st.just(PLAIN) | assistances), min_size=1, max_size=7),
     config=configs,
@@ -152,7 +152,7 @@ def test_assisted_requests_get_exactly_what_they_get_unassisted(
     assert engine.load().kv_blocks_used == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(spec=specs(), assistance=assistances, drafter=drafters, moment=st.integers(0, 12))
 def test_an_aborted_request_has_counted_no_draft_as_output(
     spec: dict[str, Any], assistance: AssistanceOptions, drafter: FakeDrafter, moment: int
@@ -300,7 +300,7 @@ class GrammaticalRunner(FakeRunner):
         return SampledToken(next(t for t in range(wanted, wanted + 2) if sequence.grammar.copy().advance(t)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     length=st.integers(1, 30),
     quality=st.sampled_from([0.3, 1.0]),

@@ -96,7 +96,7 @@ def holds(ids: list[int], phrase: tuple[int, ...]) -> bool:
     return any(tuple(ids[start : start + len(phrase)]) == phrase for start in range(len(ids)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=6),
     st.lists(st.lists(st.integers(10, 49), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3),

@@ -78,7 +78,7 @@ def fits(config: EngineConfig, spec: dict[str, Any]) -> bool:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(specs(), min_size=1, max_size=5), tight, st.lists(st.integers(0, 3), min_size=5, max_size=5))
 def test_the_same_sequences_and_scores_alone_batched_chunked_and_preempted(
     drawn: list[dict[str, Any]], config: EngineConfig, gaps: list[int]
@@ -98,7 +98,7 @@ def test_the_same_sequences_and_scores_alone_batched_chunked_and_preempted(
     assert engine.load().kv_blocks_used == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(specs(), st.integers(1, 4))
 def test_a_pool_of_just_the_blocks_that_admission_counts_is_enough(spec: dict[str, Any], block_size: int) -> None:
     config = engine_config(block_size=block_size, reserve_share=0.0, prefix_cache=False)

@@ -217,7 +217,7 @@ def test_delivered_ids_that_do_not_obey_the_constraint_are_refused() -> None:
         engine.add(item)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     scores=st.lists(st.lists(st.integers(-4, 0), min_size=0, max_size=5), min_size=1, max_size=4),
     count=st.integers(1, 8),

@@ -72,7 +72,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def test_released_cached_blocks_are_evicted_least_recently_released_first() -> None:

@@ -99,7 +99,7 @@ def beam_search(prompt: list[int], steps: int, width: int, top: int) -> list[int
     return max(beams, key=lambda beam: beam[0])[1][len(prompt) :]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=4),
     steps=st.integers(1, 8),

@@ -182,7 +182,7 @@ def fits(config: EngineConfig, item: Request) -> bool:
     return MODES.blocks_needed(config, params, len(item.prompt_token_ids), params.max_new_tokens) <= config.num_blocks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(specs(), min_size=1, max_size=6), configs, st.data())
 def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(
     drawn: list[dict[str, Any]], config: EngineConfig, data: st.DataObject

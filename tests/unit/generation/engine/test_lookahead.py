@@ -48,7 +48,7 @@ def test_a_repetition_is_led_by_the_pool() -> None:
     assert steps < 30
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     window=st.integers(1, 9),
     size=st.integers(2, 5),

@@ -36,7 +36,7 @@ def naive(kept: list[int | None], token_ids: list[int], fewest: int, max_tokens:
 runs = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=12), max_size=8)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs=runs, text=st.lists(st.integers(0, 9), max_size=8), fewest=st.integers(2, 4), most=st.integers(1, 9))
 def test_a_search_gives_what_the_definition_gives(
     runs: list[list[int]], text: list[int], fewest: int, most: int
@@ -51,7 +51,7 @@ def test_a_search_gives_what_the_definition_gives(
         assert memory.continuation(text, fewest=fewest, max_tokens=most) == naive(kept, text, fewest, most)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(runs=runs, capacity=st.integers(8, 40), text=st.lists(st.integers(0, 9), max_size=6))
 def test_what_a_small_memory_finds_is_what_it_holds(runs: list[list[int]], capacity: int, text: list[int]) -> None:
     """Places that were written over are never read, and the newest tokens are there."""

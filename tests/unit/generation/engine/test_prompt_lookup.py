@@ -25,7 +25,7 @@ texts = st.integers(1, 4).flatmap(lambda vocab: st.lists(st.integers(0, vocab), 
 ends = st.frozensets(st.integers(0, 4), max_size=2)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(text=texts, num_tokens=st.integers(1, 12), size=st.integers(1, 6), eos=ends, data=st.data())
 def test_the_index_gives_what_the_definition_gives_after_every_token(
     text: list[int], num_tokens: int, size: int, eos: frozenset[int], data: st.DataObject
@@ -39,7 +39,7 @@ def test_the_index_gives_what_the_definition_gives_after_every_token(
         assert prompt_lookup(index, seen, num_tokens, eos) == naive(seen, num_tokens, size, eos)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=texts.filter(lambda text: len(text) > 1), num_tokens=st.integers(1, 12), size=st.integers(1, 6), eos=ends)
 def test_the_index_gives_what_transformers_gives(
     text: list[int], num_tokens: int, size: int, eos: frozenset[int]
@@ -54,7 +54,7 @@ def test_the_index_gives_what_transformers_gives(
     assert prompt_lookup(NgramIndex(size), text, num_tokens, eos) == candidates[0, len(text) :].tolist()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(prompt=texts, tails=st.lists(texts, min_size=2, max_size=2), size=st.integers(1, 4))
 def test_copies_of_an_index_go_their_own_ways(prompt: list[int], tails: list[list[int]], size: int) -> None:
     shared = NgramIndex(size)

@@ -69,7 +69,7 @@ def fits(config: Any, item: Request) -> bool:
     return bool(needed <= config.num_blocks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(specs(), min_size=1, max_size=8), configs, st.data())
 def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(
     drawn: list[dict[str, Any]], config: Any, data: st.DataObject

@@ -220,7 +220,7 @@ budgets = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(prompts, budgets)
 def test_nothing_is_computed_twice_however_the_prompts_are_cut(
     drawn: list[tuple[list[int], list[int], str]], config: EngineConfig

@@ -62,7 +62,7 @@ def naive(table: TokenBytes, ids: list[int], strings: tuple[str, ...]) -> tuple[
     return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     st.lists(st.integers(0, len(PIECES)), max_size=30),
     st.lists(st.sampled_from(STRINGS), min_size=1, max_size=4, unique=True).map(tuple),
@@ -81,7 +81,7 @@ def test_stop_strings_end_where_a_search_in_the_decoded_text_first_finds_one(
     assert (None if ended is None else (ended[0], ended[1].string)) == expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=5, unique=True))
 def test_the_automaton_finds_what_ends_first_and_of_those_the_longest(text: str, strings: list[str]) -> None:
     _, matched = StopStrings(tuple(strings)).scan(0, text.encode())
@@ -169,7 +169,7 @@ class Spelling:
         return Spelling(self.text, self.place)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=12),
     st.lists(st.sampled_from(STRINGS), max_size=3, unique=True).map(tuple),

@@ -132,7 +132,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(specs(), min_size=1, max_size=6), configs, st.data())
 def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(
     drawn: list[dict[str, Any]], config: EngineConfig, data: st.DataObject

@@ -157,7 +157,7 @@ def test_the_self_check_names_the_first_layer_that_differs(
     load(folder, replace(FALLBACK, self_check=False))
 
 
-@pytest.mark.parametrize("floor_scale", [16, 64])
+@pytest.mark.parametrize("floor_scale", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_llama_4_scales_its_queries_by_the_positions_of_each_sequence(tmp_path: Path, floor_scale: int) -> None:
     """Modules take positions from a cache's length: rows of a step have those of their own sequences."""
     folder = tiny_model_type(tmp_path, "llama4_text", floor_scale=floor_scale, attn_scale=0.8)

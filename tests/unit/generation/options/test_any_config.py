@@ -78,7 +78,7 @@ def configs(draw: st.DrawFn) -> config_pb2.GenerationConfig:
 def test_it_is_resolved_or_refused_by_a_field_of_its_own() -> None:
     modes: Counter[str] = Counter()
 
-    @settings(max_examples=500, deadline=None, derandomize=True)
+    @settings(max_examples=250, deadline=None, derandomize=True)
     @given(configs())
     def check(message: config_pb2.GenerationConfig) -> None:
         modes[outcome_of(message)] += 1

@@ -55,7 +55,7 @@ def rows(model: FakeRunner) -> list[int]:
     return counts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=40), min_size=1, max_size=6),
     num_blocks=st.integers(1, 64),

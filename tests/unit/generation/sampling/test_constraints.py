@@ -173,7 +173,7 @@ def test_a_request_of_beams_and_one_of_tokens_share_a_step() -> None:
     assert new_sampler().sample(given_NV[:1].clone(), beams[:1])[0].token_id == int(given_NV[0].argmax())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     paths=st.lists(st.lists(st.integers(4, 6), min_size=1, max_size=4).map(tuple), min_size=1, max_size=8),
     output=st.lists(st.integers(4, 6), max_size=5),

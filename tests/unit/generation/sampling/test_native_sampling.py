@@ -54,7 +54,7 @@ def assert_alike(found: SampledToken, expected: SampledToken) -> None:
             assert one.logprob == pytest.approx(other.logprob, abs=CLOSE)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 4.0, 12.0]))
 def check_tokens(seed: int, scale: float) -> None:
     batch = random_batch(random.Random(seed), 6)
@@ -75,7 +75,7 @@ def test_tokens_and_logprobs_are_those_of_the_reference() -> None:
     check_tokens()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.sampled_from(VOCABS), st.integers(1, 5), st.integers(0, 1000), st.booleans())
 def check_totals(vocab: int, rows: int, seed: int, removed: bool) -> None:
     scores_NV = logits(rows, seed, vocab=vocab)
@@ -107,7 +107,7 @@ def test_the_nucleus_is_the_smallest_set_that_holds_top_p(scale: float, top_p: f
     assert float(sums[place]) > top_p - 1e-6
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**32), st.sampled_from([129, 40_009]), st.booleans())
 def check_warpers(seed: int, vocab: int, has_beams: bool) -> None:
     beams = {"mode": BeamOptions(2)} if has_beams else {}
@@ -156,7 +156,7 @@ def test_prompt_logprobs_are_those_of_the_reference() -> None:
         assert_alike(SampledToken(0, logprobs=one), SampledToken(0, logprobs=other))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.sampled_from(VOCABS), st.integers(0, 2**64 - 1), st.integers(0, 40), st.sampled_from([0.5, 4.0]), st.booleans()
 )
@@ -177,7 +177,7 @@ def test_the_highest_noisy_scores_are_those_of_the_reference() -> None:
     check_noise()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.sampled_from([1, 2, 3, 8, 50, 700, 5000]), st.integers(0, 2**64 - 2), st.data())
 def check_heads(vocab: int, seed: int, data: st.DataObject) -> None:
     count, token_id = data.draw(st.integers(0, vocab)), data.draw(st.integers(0, vocab - 1))

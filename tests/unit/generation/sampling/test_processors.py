@@ -85,7 +85,7 @@ def test_repetition_penalty_covers_prompt_and_output(seed: int) -> None:
         torch.testing.assert_close(after[row], expected[0], atol=1e-5, rtol=0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 300), max_size=200), max_size=4))
 def test_tokens_are_counted_alike_one_by_one_and_many_at_once(parts: list[list[int]]) -> None:
     counts = TokenCounts()
@@ -171,7 +171,7 @@ def test_tiny_temperature_leaves_finite_scores() -> None:
     assert after.isfinite().all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(0, VOCAB + 3), min_size=1, max_size=5), st.integers(0, 2**31), st.booleans())
 def test_top_k_keeps_the_highest_and_their_ties(ks: list[int], seed: int, ties: bool) -> None:
     before = scores(len(ks), seed, ties=ties)
@@ -181,7 +181,7 @@ def test_top_k_keeps_the_highest_and_their_ties(ks: list[int], seed: int, ties: 
         assert torch.equal(after[row], expected)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5), st.integers(0, 2**31))
 def test_top_p_keeps_the_nucleus(ps: list[float], seed: int) -> None:
     before = scores(len(ps), seed)
@@ -207,7 +207,7 @@ def test_top_p_of_zero_keeps_the_most_likely() -> None:
     assert after.isfinite().nonzero().tolist() == [[0, int(before.argmax())]]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5), st.integers(0, 2**31))
 def test_min_p_drops_what_is_unlikely_beside_the_best(ps: list[float], seed: int) -> None:
     before = scores(len(ps), seed)
@@ -223,7 +223,7 @@ def test_greedy_needs_no_warper() -> None:
     assert not any(kind.is_argmax_invariant for kind in (RepetitionPenalty, OpenAIPenalties, MinNewTokens, LogitBias))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def top_n_sigma(scores_V: npt.NDArray[np.float32], n: float) -> npt.NDArray[np.float32]:
     """llama.cpp's: what is below max - n * sigma of the finite scores goes; n <= 0 is off."""
     finite = scores_V[np.isfinite(scores_V)].astype(np.float64)
