@@ -78,7 +78,7 @@ def merged(folders: dict[str, Path]) -> dict[str, LoadedModel]:
     }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_mode_gives_the_ids_of_the_merged_model(

@@ -56,6 +56,7 @@ def summary(loaded: LoadedModel, ids: list[int], arguments: Mapping[str, Any]) -
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_gives_for_rows_what_it_gives_for_ids_with_these_rows(pair: Pair, mode: str, seed: int) -> None:
     options = {**MODES[mode](Random(seed)), "max_new_tokens": 14, "seed": seed, "eos_token_id": [7, 40, 93, 117]}

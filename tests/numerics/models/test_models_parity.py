@@ -145,6 +145,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", FIRST_CASES, ids=_name)
 def test_logits_of_chunked_mixed_batches_equal_transformers(tmp_path: Path, case: Case) -> None:
     folder = _checkpoint(tmp_path, case)

@@ -134,7 +134,8 @@ def test_config_json_of_the_fallback(tmp_path: Path) -> None:
     read_all(tmp_path / "config.json", values, lambda: read_model_config(tmp_path), 150, parts=5)
 
 
-def test_inspect(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [12, pytest.param(4, marks=pytest.mark.slow)])
+def test_inspect(parts: int, tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model", "qwen2_moe")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo_folder() / name, folder)
@@ -146,13 +147,13 @@ def test_inspect(tmp_path: Path) -> None:
         json.dumps(facts)
         list(_lines(facts))
 
-    read_all(folder / "config.json", values, inspect, 25, parts=48)
+    read_all(folder / "config.json", values, inspect, 96 // parts, parts=12 * parts)
     (folder / "config.json").write_text(json.dumps(values))
     small = {**small_tokenizer(), "truncation": None}
-    read_all(folder / "tokenizer.json", small, inspect, 25, parts=32)
+    read_all(folder / "tokenizer.json", small, inspect, 96 // parts, parts=8 * parts)
     (folder / "tokenizer.json").write_text(json.dumps(small))
     settings = {"bos_token": "x", "eos_token": {"content": "x"}, "chat_template": "x"}
-    read_all(folder / "tokenizer_config.json", settings, inspect, 10, parts=12)
+    read_all(folder / "tokenizer_config.json", settings, inspect, 36 // parts, parts=3 * parts)
 
 
 def test_a_packed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
