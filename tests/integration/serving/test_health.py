@@ -76,7 +76,7 @@ async def buf(*arguments: str) -> str:
 
 async def test_a_process_makes_the_description_of_reflection_once(monkeypatch: pytest.MonkeyPatch) -> None:
     health.add_reflection(grpc.aio.server(), ())
-    monkeypatch.setattr(health.text_format, "Parse", lambda *_: pytest.fail("it is made again"))
+    monkeypatch.setattr("penstock.serving.health.text_format.Parse", lambda *_: pytest.fail("it is made again"))
     health.add_reflection(grpc.aio.server(), ())
 
 
