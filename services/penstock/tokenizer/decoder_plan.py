@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,25 +24,25 @@ class Plan:
 
     def table(self, tokenizer: Tokenizer, limit: int, special_ids: Sequence[int]) -> DecodeTable:
         """Make the table. Ids below `limit` without an entry contribute nothing; nor do `special_ids` where skipped."""
-        pieces = [b""] * limit
-        lone: set[int] = set()
-        contribution = byte_level_bytes if self.kind == "byte_level" else self._piece_bytes
-        vocabulary = {index: token for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
-        for index in tokenizer.get_added_tokens_decoder():
-            # The decoder's text of it, which is normalized where the token is.
-            vocabulary[index] = tokenizer.id_to_token(index) or ""
-        for index, token in vocabulary.items():
+        text: list[str | None] = [""] * limit
+        raw: dict[int, bytes] = {}
+        contribution = byte_level_text if self.kind == "byte_level" else self._piece_text
+        for index in range(limit):
+            # The decoder's text of it, which is normalized where an added token is. By id: a dictionary of all tokens
+            # takes twice as long.
+            token = tokenizer.id_to_token(index)
+            if not token:
+                continue
             piece = contribution(token)
             if isinstance(piece, str):
-                pieces[index] = piece.encode()
-                continue
-            pieces[index] = piece
-            if self.kind == "byte_fallback":
-                # A lone byte stays a byte even in ASCII: runs of them are decoded as a whole.
-                lone.add(index)
-        return DecodeTable(self.kind, Table.of(pieces, lone), special_ids, self.strip, self.strip_count)
+                text[index] = piece
+            else:
+                # Part of a character; under byte fallback a lone byte, which stays one even in ASCII: runs of them are
+                # decoded as a whole.
+                text[index], raw[index] = None, piece
+        return DecodeTable(self.kind, Table(text, raw), special_ids, self.strip, self.strip_count)
 
-    def _piece_bytes(self, token: str) -> str | bytes:
+    def _piece_text(self, token: str) -> str | bytes:
         for old, new in self.replacements:
             token = token.replace(old, new)
         byte = _lone_byte(token)
@@ -115,12 +116,21 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_characters()
+_BYTE_OF = {ord(character): byte for character, byte in _byte_characters().items()}
 
 
 def byte_level_bytes(token: str) -> bytes:
     """Bytes that ByteLevel decodes `token` to: one for each character, or its UTF-8 when one stands for no byte."""
     try:
-        return bytes([_BYTE_OF[character] for character in token])
-    except KeyError:
+        return codecs.charmap_encode(token, "strict", _BYTE_OF)[0]
+    except UnicodeEncodeError:
         return token.encode()
+
+
+def byte_level_text(token: str) -> str | bytes:
+    """Text that ByteLevel decodes `token` to, or its bytes where they are no whole characters."""
+    piece = byte_level_bytes(token)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return piece

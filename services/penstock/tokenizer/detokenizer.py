@@ -150,7 +150,9 @@ class DetokenizerFactory:
         self._id_limit = id_limit
         self._clean_up = clean_up
         self._special_ids = special_ids
-        self._decoder = json.loads(tokenizer.to_str())["decoder"]
+        # Its own state: the whole tokenizer's is megabytes of JSON to write and to read.
+        decoder = tokenizer.decoder
+        self._decoder = None if decoder is None else json.loads(decoder.__getstate__())
         plan = plan_of(self._decoder)
         self._table = None if plan is None else plan.table(tokenizer, id_limit, special_ids)
         # The tokenizer makes all of them anew when it is asked.

@@ -152,6 +152,9 @@ def main() -> None:
     answers = child_io.claim_stdout()
     child_io.forbid_torch()
     folder = Path(child_io.read(sys.stdin.buffer)["folder"])
+    # What is read is kept until all is read, so that looks for garbage find none: a third of the time of parsing the
+    # hundred thousands of lists in a tokenizer.json, which transformers does several times.
+    gc.disable()
     try:
         # It saves time only: another release of transformers may do without. Where transformers itself cannot be
         # imported, `load` says why.
@@ -164,6 +167,7 @@ def main() -> None:
     answers.flush()
     # What was loaded is garbage now: a template process lives as long as the service.
     del answer
+    gc.enable()
     gc.collect()
     trim_heap()
     try:

@@ -13,7 +13,8 @@ from penstock.common.errors import StartupError
 from penstock.tokenizer.bundle import TokenizerBundle
 
 MODEL_FLAG = "MODEL"
-_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_SMALL_JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_JSON_FILES = ("tokenizer.json", *_SMALL_JSON_FILES)
 # transformers can build a tokenizer from any of these files.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -30,7 +31,7 @@ async def load_in_child(folder: Path, *, timeout_seconds: float) -> tuple[Tokeni
 
     Raises StartupError naming the file and MODEL.
     """
-    check_folder(folder)
+    check_folder(folder, whole=False)
     child = await Child.spawn("penstock.tokenizer.load_process", child_environment())
     try:
         return await _ask(child, folder, timeout_seconds), child
@@ -48,17 +49,22 @@ async def _ask(child: Child, folder: Path, timeout_seconds: float) -> TokenizerB
     except ChildEnded as error:
         raise _broken(folder, f"the loading process ended with status {child.returncode}") from error
     if "error" in answer:
+        # Perhaps by a clearer line.
+        check_folder(folder)
         raise _broken(folder, answer["error"])
     return TokenizerBundle(**answer["bundle"])
 
 
-def check_folder(folder: Path) -> None:
-    """Check the folder as far as possible without transformers. Raises StartupError naming the file and MODEL."""
+def check_folder(folder: Path, *, whole: bool = True) -> None:
+    """Check the folder as far as possible without transformers. Raises StartupError naming the file and MODEL.
+
+    `whole` False: without parsing tokenizer.json, which transformers does anyhow; Gemma 3's has 33 MB.
+    """
     if not folder.is_dir():
         raise StartupError(f"{folder} is not a folder; {MODEL_FLAG} names a model folder", flag=MODEL_FLAG)
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise StartupError(f"{folder} has no tokenizer: tokenizer.json is missing; check {MODEL_FLAG}", flag=MODEL_FLAG)
-    for name in _JSON_FILES:
+    for name in _JSON_FILES if whole else _SMALL_JSON_FILES:
         _check_json(folder / name)
     for path in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
         if path.is_file():

@@ -109,12 +109,13 @@ class TextTokenizer:
         self._vocabulary = vocabulary
         self._bundle = vocabulary.bundle
         self._plain = copy_tokenizer(vocabulary.tokenizer)
-        self._content = copy_tokenizer(vocabulary.content_tokenizer)
+        self._content = vocabulary.content_tokenizer.copy()
         self._nonce = vocabulary.marks.nonce
 
     def encode(self, texts: Sequence[str], options: EncodeOptions) -> list[Encoded]:
         """Encode texts, one Encoded each. Raises InvalidArgument for options that the tokenizer cannot honour."""
-        tokenizer = self._plain if options.parse_special_tokens else self._content
+        # Without marks, which are refused, the content tokenizer makes no ids of its own.
+        tokenizer = self._plain if options.parse_special_tokens else self._content.tokenizer
         if not options.parse_special_tokens and any(self._nonce in text for text in texts):
             raise InvalidArgument("texts", "holds characters that are reserved")
         self._set_truncation(tokenizer, options)
@@ -135,10 +136,10 @@ class TextTokenizer:
 
     def encode_rendered(self, text: str, marked: str | None) -> list[int]:
         """Encode a rendered chat. With `marked`, only its marks become control ids; without, `text` is parsed."""
-        tokenizer = self._plain if marked is None else self._content
+        tokenizer = self._plain if marked is None else self._content.tokenizer
         tokenizer.no_truncation()
         encoding = tokenizer.encode_batch_fast([text if marked is None else marked], add_special_tokens=False)[0]
-        ids: list[int] = encoding.ids
+        ids: list[int] = encoding.ids if marked is None else self._content.ids_of(encoding)
         return ids
 
     def decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:

@@ -1,0 +1,208 @@
+"""The work of a tokenizer's start: a vocabulary of hundreds of thousands is read once, and made into one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from factories.models.tokenizer_folders import byte_fallback_tokenizer, detokenizers_of, vocabulary_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.common.checkpoint import demo_folder
+from penstock.common.errors import StartupError
+from penstock.tokenizer import control_tokens, loader
+from penstock.tokenizer import tokenizer as tokenizer_file
+from penstock.tokenizer.loader import check_folder
+from penstock.tokenizer.tokenizer import EncodeOptions, TextTokenizer, Vocabulary
+from tokenizers import AddedToken, Tokenizer, models
+
+NONCE = "\U00100001\U00100002\U00100003\U00100004"
+PIECES = [
+    "<s>",
+    "</s>",
+    "<",
+    "s",
+    ">",
+    "/",
+    "hello",
+    "world",
+    " ",
+    "你",
+    "好",
+    "<|user|>",
+    "<0xE4>",
+    "<unk>",
+    "é",
+    "\n",
+]
+PLAIN = EncodeOptions(parse_special_tokens=False, add_special_tokens=False)
+
+
+class _Counted:
+    """A Tokenizer that notes what goes through all of its vocabulary."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, model: Any, made: Tokenizer | None = None) -> None:
+        vars(self)["tokenizer"] = Tokenizer(model) if made is None else made
+
+    @classmethod
+    def from_str(cls, text: str) -> _Counted:
+        cls.calls.append("from_str")
+        return cls(None, Tokenizer.from_str(text))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("to_str", "get_vocab"):
+            self.calls.append(name)
+        return getattr(vars(self)["tokenizer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["tokenizer"], name, value)
+
+
+@cache
+def beside() -> Vocabulary:
+    """Make a vocabulary whose control tokens are entries that no merge makes."""
+    return Vocabulary(vocabulary_of(byte_fallback_tokenizer()).bundle, NONCE)
+
+
+@cache
+def renamed() -> Vocabulary:
+    """Make the same one with a model of its own without these entries, as any other model gets it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_tokens, "_may_spell", lambda model, tokens: True)
+        return Vocabulary(beside().bundle, NONCE)
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int], set[int]]:
+    """Ids of a text in which nothing is a control token, by encoding and by a chat, and all control ids."""
+    vocabulary = vocabulary_of(tokenizer)
+    text_tokenizer = TextTokenizer(vocabulary)
+    encoded = text_tokenizer.encode([text], PLAIN)[0].ids
+    return encoded, text_tokenizer.encode_rendered(text, text), set(vocabulary.marks.control_tokens)
+
+
+def merging(*merges: tuple[str, str], entries: tuple[str, ...] = (), **options: Any) -> Tokenizer:
+    """Make a tokenizer whose control token <s> is an entry, with these merges."""
+    pieces = ["<unk>", "<s>", "<", "s", ">", "a", *entries]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=list(merges), **options)
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", normalized=False)])
+    return tokenizer
+
+
+def test_a_start_reads_the_vocabulary_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written out, parsed and parsed again Gemma 3's 262,144 entries took 10 seconds."""
+    bundle = beside().bundle
+    for module in (control_tokens, tokenizer_file):
+        monkeypatch.setattr(module, "Tokenizer", _Counted)
+    monkeypatch.setattr(_Counted, "calls", [])
+    vocabulary = Vocabulary(bundle)
+    TextTokenizer(vocabulary)
+    detokenizers_of(vocabulary)
+    assert _Counted.calls == ["from_str"]
+
+
+def test_control_tokens_that_no_merge_makes_share_the_model() -> None:
+    kept = beside().content_tokenizer
+    model = beside().tokenizer.model
+    inside = [index for index, token in beside().marks.control_tokens.items() if model.token_to_id(token) is not None]
+    assert sorted(kept.own_ids.values()) == inside == [0, 1, 2]
+    assert not renamed().content_tokenizer.own_ids
+    assert min(kept.own_ids) >= beside().size
+
+
+@given(
+    parts=st.lists(st.one_of(st.sampled_from(PIECES), st.integers(0, 8), st.text(max_size=3)), max_size=8),
+    add=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_ids_are_those_of_a_model_without_the_entries(parts: list[str | int], add: bool) -> None:
+    controls = list(beside().marks.control_tokens.values())
+    text = "".join(part if isinstance(part, str) else beside().marks.add(controls[part]) for part in parts)
+    first, second = (TextTokenizer(one) for one in (beside(), renamed()))
+    assert first.encode_rendered("", text) == second.encode_rendered("", text)
+    spelled = "".join(part if isinstance(part, str) else controls[part] for part in parts)
+    options = EncodeOptions(parse_special_tokens=False, add_special_tokens=add)
+    assert first.encode([spelled], options)[0].ids == second.encode([spelled], options)[0].ids
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        (merging(("<", "s"), ("<s", ">"), entries=("<s",)), "a<s>a"),
+        (merging(("<", "s"), ("<s", ">"), ("<s>", "a"), entries=("<s", "<s>a")), "<s><s>a"),
+        (merging(ignore_merges=True), "<s>"),
+        (merging(("<", "s"), ("<s", "></w>"), entries=("<s", "></w>", "<s></w>"), end_of_word_suffix="</w>"), "<s>"),
+        (merging(("<", "##s"), ("<s", "##>"), entries=("##s", "##>", "<s"), continuing_subword_prefix="##"), "<s>"),
+    ],
+    ids=["merged", "on the way to a longer one", "whole words", "suffix", "prefix"],
+)
+def test_text_makes_no_control_id_where_merges_would(tokenizer: Tokenizer, text: str) -> None:
+    encoded, chat, controls = ids_of(tokenizer, text)
+    assert encoded == chat
+    assert encoded
+    assert not controls.intersection(encoded)
+
+
+def test_text_makes_no_control_id_that_stands_for_a_byte() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("<0xC3>", normalized=False)])
+    encoded, chat, controls = ids_of(tokenizer, "hÃh")
+    unknown = tokenizer.token_to_id("<unk>")
+    assert encoded == chat
+    assert not controls.intersection(encoded) - {unknown}
+
+
+def test_marks_get_no_ids_that_an_entry_has() -> None:
+    """A vocabulary with holes has entries behind its size."""
+    pieces = {"<unk>": 0, "<s>": 1, "<": 2, "s": 3, ">": 4, "a": 6}
+    tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    tokenizer.add_special_tokens([AddedToken("<s>", normalized=False)])
+    vocabulary = vocabulary_of(tokenizer, id_limit=7)
+    mark = vocabulary.marks.add("<s>")
+    assert TextTokenizer(vocabulary).encode_rendered("", f"a{mark}<s>a") == [6, 1, 2, 3, 4, 6]
+
+
+def test_a_decoding_table_is_made_without_a_dictionary_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = beside().bundle
+    monkeypatch.setattr(_Counted, "calls", [])
+    counted = _Counted.from_str(bundle.backend)
+    _Counted.calls.clear()
+    vocabulary = Vocabulary(bundle)
+    vocabulary.tokenizer = counted
+    assert detokenizers_of(vocabulary).kind == "byte_fallback"
+    assert _Counted.calls == []
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that the service itself parses."""
+    names: list[str] = []
+    check: Callable[[Path], None] = loader._check_json
+
+    def noted(path: Path) -> None:
+        names.append(path.name)
+        check(path)
+
+    monkeypatch.setattr(loader, "_check_json", noted)
+    return names
+
+
+async def test_the_service_leaves_the_large_file_to_the_process_that_loads_it(parsed: list[str]) -> None:
+    await loader.load_bundle(demo_folder(), timeout_seconds=120)
+    assert "tokenizer.json" not in parsed
+
+
+async def test_a_broken_large_file_is_named_as_clearly(tmp_path: Path, parsed: list[str]) -> None:
+    for path in demo_folder().glob("*token*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "tokenizer.json").write_text("[]")
+    check_folder(tmp_path, whole=False)
+    with pytest.raises(StartupError, match=r"tokenizer\.json is not a JSON object; check MODEL"):
+        await loader.load_bundle(tmp_path, timeout_seconds=120)
+    assert parsed.count("tokenizer.json") == 1
