@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from penstock.common.options import load as load_options
 from penstock.common.progress import ShowProgress, show_nothing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS
+from penstock.generation.parallel.launched_rank import run_rank
 from penstock.generator.argument_names import ids_of, of_fields
 from penstock.generator.argument_names import reading as _reading
 from penstock.generator.argument_names import renaming as _renaming
@@ -95,7 +97,11 @@ class Generator:
         configure_quiet_logging()
         self._settings = ModelSettings.read(model) if isinstance(model, Mapping) else None
         with nullcontext() if self._settings is None else self._settings.naming_fields(options):
-            self._start(_config(model, self._settings, options), max_in_flight, show, allow_control_tokens_in_text)
+            config = _config(model, self._settings, options)
+            if (code := run_rank(config)) is not None:
+                # The program is the same for all of a launcher's processes: what follows is for rank 0.
+                sys.exit(code)
+            self._start(config, max_in_flight, show, allow_control_tokens_in_text)
 
     def _start(
         self, config: GenerationServiceConfig, max_in_flight: int | None, show: ShowProgress, allow_control_tokens: bool

@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.common.environment import VISIBLE_NPUS, current_environment, num_npus
 from penstock.common.errors import DoesNotFit, StartupError
+from penstock.generation.parallel.launch import Place
 
 FLAG = "--model-config"
 # Words of a text that is true, as there, and of one that is not.
@@ -227,10 +228,19 @@ class ModelSettings:
             raise StartupError(f"{FLAG} {path}: {error}", flag=FLAG) from error
 
     def service_options(self) -> dict[str, object]:
-        """Return what the dictionary sets of GenerationServiceConfig, by field. Raises ModelConfigError for a rank
-        other than 0."""
-        if self.rank > 0:
-            raise ModelConfigError("rank", f"must be 0, found {self.rank}: rank 0 starts the others")
+        """Return what the dictionary sets of GenerationServiceConfig, by field.
+
+        Raises ModelConfigError for a rank other than 0 that no launcher has started, StartupError for its variables.
+        """
+        place = Place.of(current_environment(), self.world_size)
+        if place is None and self.rank > 0:
+            raise ModelConfigError(
+                "rank",
+                f"must be 0, found {self.rank}: rank 0 starts the others, where no launcher such as torchrun has "
+                "started them and set RANK",
+            )
+        if place is not None and self.rank != place.rank:
+            raise ModelConfigError("rank", f"must be {place.rank}, as the variable RANK, found {self.rank}")
         given = {option: getattr(self, name) for name, option in _OPTIONS.items()}
         if self.world_size == 1:
             del given["tensor_parallel"]

@@ -167,6 +167,15 @@ def test_rank_0_starts_the_others() -> None:
         read(world_size=2, rank=1).service_options()
 
 
+def test_a_launchers_process_has_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    monkeypatch.setattr(model_settings, "current_environment", lambda: variables)
+    assert read(world_size=2, rank=1).service_options()["tensor_parallel"] == 2
+    assert "tensor_parallel" not in read(world_size=1).service_options()
+    with pytest.raises(ModelConfigError, match=r"model_config\['rank'\] must be 1, as the variable RANK, found 0"):
+        read(world_size=2).service_options()
+
+
 def test_the_file_of_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags go before the file, and what is no dictionary is told with its path."""
     monkeypatch.setattr(model_settings, "current_environment", dict)

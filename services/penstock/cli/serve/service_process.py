@@ -43,6 +43,8 @@ class Role:
     # A light function of the configuration, called before the application is imported; its result is the application's
     # third argument.
     preload_path: str | None = None
+    # A light function of the configuration, called in the service's place: an exit code, or None where it is to serve.
+    rank_path: str | None = None
     # A light function from flags to flags: it reads files with more of them.
     flags_path: str | None = None
     protocol: str = "gRPC"
@@ -50,6 +52,10 @@ class Role:
     def flags(self, given: dict[str, object]) -> dict[str, object]:
         """Return the flags with those that files add. Raises StartupError."""
         return given if self.flags_path is None else cast("dict[str, object]", _load(self.flags_path)(given))
+
+    def be_rank(self, config: ProcessConfig) -> int | None:
+        """Be a part of another process's service, if a launcher says so: the exit code. Raises StartupError."""
+        return None if self.rank_path is None else cast("int | None", _load(self.rank_path)(config))
 
     def begin(self, config: ProcessConfig) -> tuple[Any, ...]:
         """Begin work that goes on while the application is imported; return the application's further arguments."""
@@ -80,6 +86,7 @@ ROLES = {
             "penstock.generation.config:GenerationServiceConfig",
             "penstock.generation.app:GenerationApp",
             preload_path="penstock.generation.startup.preload:begin",
+            rank_path="penstock.generation.parallel.launched_rank:run_rank",
             flags_path="penstock.generator.model_settings:with_model_config",
         ),
         Role("router", "penstock.router.config:RouterConfig", "penstock.router.app:RouterApp"),
@@ -158,6 +165,8 @@ def run_role(
         overrides = role.flags(overrides)
         config = from_env_and_flags(role.config_class(), overrides)
         check_models(config)
+        if (code := role.be_rank(config)) is not None:
+            return code
         if isinstance(config, ServerConfig) and getattr(config, "processes", 1) > 1:
             from penstock.cli.serve.workers import run_workers
 

@@ -25,6 +25,7 @@ from penstock.common.errors import StartupError
 from penstock.common.options import BoundOption, option, options_of
 from penstock.common.process import die_with_parent
 from penstock.common.progress import StageProgress
+from penstock.generation.parallel.launch import refuse_launcher
 
 MAX_LINES = 15
 # Options that the tree sets itself, or that are of no use inside it.
@@ -325,6 +326,7 @@ def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
         check_models(config)
     front = cast("ServerConfig", read["router"])
     generation: Any = read["generation"]
+    refuse_launcher(generation.tensor_parallel)
     channel = cast("ChannelConfig", read["gateway"])
     return front, channel, (*generation.served_model_name, model_name(generation.model))[0]
 

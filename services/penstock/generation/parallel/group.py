@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Time that a rank waits for another, to meet or in one collective. One that has died is noticed at once, by its
 # connection.
-_PATIENCE = timedelta(minutes=5)
+PATIENCE = timedelta(minutes=5)
 
 
 class RankGroup:
@@ -34,7 +34,7 @@ class RankGroup:
         """Meet the others by a file in a folder that only they may write."""
         distributed: Any = dist
         store = distributed.FileStore(str(meeting), self.shard.count)
-        self._group = device.process_group(store, self.shard.rank, self.shard.count, _PATIENCE)
+        self._group = device.process_group(store, self.shard.rank, self.shard.count, PATIENCE)
         self._gathers_at_one = device.gathers_at_one
 
     def leave(self) -> None:

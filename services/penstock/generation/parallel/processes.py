@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.layers.lora import EmbeddingPart, LoraPart
     from penstock.generation.parallel.adapters import HeldAdapter
+    from penstock.generation.parallel.meeting import LaunchedProcess, Meeting
 
 _log = get_logger("penstock.generation")
 # Between the end of a rank's connections, which a collective notices, and that of its process.
 _END_SECONDS = 0.5
+# For a launcher's process to end by itself: it may be loading. It ends with this process at the latest.
+_LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,17 @@ class _Rank:
     """Process of one further rank."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | LaunchedProcess
     connection: Connection
+
+    def end(self) -> None:
+        """Wait for its end, after its connection's. One of a launcher's ends by itself, when it comes to look: with
+        status 0, where one that is killed is a failure to the launcher. It is waited for in moderation."""
+        if isinstance(self.process, subprocess.Popen):
+            self.process.wait()
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_LEAVE_SECONDS)
 
 
 class RankLost(RuntimeError):
@@ -62,10 +74,11 @@ class Ranks:
     thread that starts the ranks, then by that of the adapters.
     """
 
-    def __init__(self, count: int, device: Device, order: dict[str, Any]) -> None:
+    def __init__(self, count: int, device: Device, order: dict[str, Any], meeting: Meeting | None = None) -> None:
         """Start them. `device` is rank 0's; `order` is what each needs to load its part, as JSON: see worker.py.
 
-        Raises StartupError naming --tensor-parallel where the device has none.
+        `meeting`: where a launcher's processes come, which are the ranks then; it is closed with them. Raises
+        StartupError naming --tensor-parallel where the device has none.
         """
         devices = [device.of_rank(number) for number in range(1, count)]
         self.group = RankGroup(Shard(0, count))
@@ -74,6 +87,7 @@ class Ranks:
         self.on_loss: Callable[[RankLost], None] | None = None
         self._folder = tempfile.mkdtemp(prefix="penstock-ranks-")
         self._is_closed = self._is_broken = self._has_pools = False
+        self._meeting = meeting
         self._lock = threading.Lock()
         # Held while a message is sent.
         self._sending = threading.Lock()
@@ -82,7 +96,10 @@ class Ranks:
         self._wake, self._woken = os.pipe()
         try:
             for number, name in enumerate(devices, 1):
-                self._ranks.append(_start(number, {**order, "device": name, "rank": number, "count": count}))
+                own = {**order, "device": name, "rank": number, "count": count}
+                self._ranks.append(
+                    _start(number, own) if meeting is None else _Rank(number, *meeting.take(number, own))
+                )
             # Here: the thread may begin after `close` has ended them, and their numbers be other processes' by then.
             ends = [(os.pidfd_open(rank.process.pid), rank) for rank in self._ranks]
         except BaseException:
@@ -185,16 +202,19 @@ class Ranks:
                 return
             self._is_closed = True
         os.close(self._woken)
+        if self._meeting is not None:
+            self._meeting.close()
         for rank in self._ranks:
             # They end at the end of their connections, too; one that is in a collective by the signal alone.
-            rank.process.kill()
+            if isinstance(rank.process, subprocess.Popen):
+                rank.process.kill()
         # Messages and answers that are waited for fail now: a connection must not be closed under them.
         self._adapters.stop()
         with self._sending:
             for rank in self._ranks:
                 rank.connection.close()
         for rank in self._ranks:
-            rank.process.wait()
+            rank.end()
         self.group.leave()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -232,7 +252,8 @@ class Ranks:
         if self.on_loss is None:
             # It was lost while the model loads: that has no answer of it, and tells.
             return
-        _log.error(str(error), code=rank.process.wait())
+        code = rank.process.wait()
+        _log.error(str(error), **({} if code is None else {"code": code}))
         for one in self._ranks:
             # Collectives that wait for it fail by themselves; those that wait for another must not wait either.
             one.process.kill()
@@ -242,9 +263,8 @@ class Ranks:
 def _ended(rank: _Rank) -> StartupError:
     """Return the error of a start that lost a rank."""
     code = rank.process.wait()
-    return StartupError(
-        f"rank {rank.number} of {FLAG} ended with code {code} while it loaded: its own lines say why", flag=FLAG
-    )
+    status = "" if code is None else f" with code {code}"
+    return StartupError(f"rank {rank.number} of {FLAG} ended{status} while it loaded: its own lines say why", flag=FLAG)
 
 
 def _start(number: int, order: dict[str, Any]) -> _Rank:

@@ -131,26 +131,34 @@ class Worker:
         model.forward(ids_T, positions_T, metadata, kv, embeds_TI=embeds, adapters=adapters)
 
 
-def _end_with(parent: int) -> None:
-    """End this process when `parent` has ended: it may be loading, or in a collective, and hear nothing of that.
+def _end_with(process: int, *, is_parent: bool) -> None:
+    """End this process when rank 0's has ended: it may be loading, or in a collective, and hear nothing of that.
 
     The kernel's own signal would come at the end of the thread that started this process.
     """
     with selectors.DefaultSelector() as selector, contextlib.suppress(ProcessLookupError):
-        selector.register(os.pidfd_open(parent), selectors.EVENT_READ)
-        if os.getppid() == parent:
+        selector.register(os.pidfd_open(process), selectors.EVENT_READ)
+        if not is_parent or os.getppid() == process:
             selector.select()
     os._exit(0)
 
 
-def main() -> int:
-    """Run until rank 0 ends; return the exit code."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
+def serve(connection: Connection, rank_0: int, *, is_parent: bool = False) -> int:
+    """Be the rank of rank 0's first message until that ends; return the exit code.
+
+    `rank_0`: the number of its process; `is_parent`: it has started this one.
+    """
+    threading.Thread(
+        target=_end_with, args=(rank_0,), kwargs={"is_parent": is_parent}, name="rank 0", daemon=True
+    ).start()
     # Rank 0 drains at these, and ends this process then.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
-    order = json.loads(connection.recv_bytes())
+    with contextlib.suppress(ValueError):  # beside the main thread, where a Generator may be made
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    try:
+        order = json.loads(connection.recv_bytes())
+    except (EOFError, ConnectionError):
+        return 0
     configure_logging(
         f"generation rank {order['rank']}",
         log_format=order["log_format"],
@@ -168,6 +176,11 @@ def main() -> int:
         return 1
     except (EOFError, ConnectionError):
         return 0
+
+
+def main() -> int:
+    """Run until rank 0 ends; return the exit code."""
+    return serve(Connection(int(sys.argv[1])), os.getppid(), is_parent=True)
 
 
 if __name__ == "__main__":

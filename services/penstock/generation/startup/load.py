@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from penstock.common.checkpoint import resolve_model
+from penstock.common.environment import current_environment
 from penstock.common.errors import InvalidArgument, PenstockError, StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.heap import trim_heap
@@ -50,7 +51,9 @@ from penstock.generation.models.transformers_states import StatefulModel
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
 from penstock.generation.options.validate import unsupported_option
+from penstock.generation.parallel.launch import Place
 from penstock.generation.parallel.leader import LeaderModel, lead
+from penstock.generation.parallel.meeting import Meeting
 from penstock.generation.parallel.processes import Ranks
 from penstock.generation.runner.model_runner import ModelRunner, WarmUpWork
 from penstock.generation.startup.batch_tuning import (
@@ -221,7 +224,7 @@ def _load(
     # Runs beside the loading of weights, which needs the interpreter for moments only.
     prefixes = None if token_bytes is None else beside.submit(TokenPrefixes, token_bytes)
     device = open_device(config.device)
-    ranks = _ranks(config, folder, model_config, device)
+    ranks = _ranks(config, folder, model_config, device, if_cancelled)
     if ranks is not None:
         if_failed.callback(ranks.close)
         if_cancelled(ranks.close)
@@ -380,11 +383,20 @@ def _adapters(config: GenerationServiceConfig, name: str, model: LanguageModel) 
     return store
 
 
-def _ranks(config: GenerationServiceConfig, folder: Path, model: ModelConfig, device: Device) -> Ranks | None:
-    """Start the other ranks, which load their parts while this process loads its own; None: there are none."""
+def _ranks(
+    config: GenerationServiceConfig, folder: Path, model: ModelConfig, device: Device, if_cancelled: IfCancelled
+) -> Ranks | None:
+    """Start the other ranks, which load their parts while this process loads its own; None: there are none.
+
+    Where a launcher has started this process as rank 0, its other processes are the ranks.
+    """
     if config.tensor_parallel == 1:
         return None
     Shard(0, config.tensor_parallel).check(model)
+    meeting = None
+    if (place := Place.of(current_environment(), config.tensor_parallel)) is not None:
+        meeting = Meeting(place)
+        if_cancelled(meeting.close)
     order = {
         "folder": str(folder),
         "dtype": config.dtype,
@@ -398,7 +410,7 @@ def _ranks(config: GenerationServiceConfig, folder: Path, model: ModelConfig, de
         "log_lines": config.log_lines,
         "log_seconds": config.log_seconds,
     }
-    return Ranks(config.tensor_parallel, device, order)
+    return Ranks(config.tensor_parallel, device, order, meeting)
 
 
 def _weights(
