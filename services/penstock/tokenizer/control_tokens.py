@@ -175,7 +175,8 @@ def _beside_model(base: Tokenizer, marks: ControlMarks, inside: Collection[str])
     """
     content = copy_tokenizer(base, rename=marks.add, without=inside)
     kept = [pair for pair in sorted(base.get_added_tokens_decoder().items()) if pair[1].content in inside]
-    content.add_tokens([_with_text(token, marks.add(token.content)) for _, token in kept])
+    if kept:
+        content.add_tokens([_with_text(token, marks.add(token.content)) for _, token in kept])
     own_ids = {content.token_to_id(marks.add(token.content)): index for index, token in kept}
     if any(base.id_to_token(index) is not None for index in own_ids):
         return None
