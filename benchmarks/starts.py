@@ -7,7 +7,8 @@
 A family is a tiny random checkpoint with the tokenizer of the demo model: what its start takes is what a start takes
 beside reading weights. Each start is a `penstock serve generation` or `penstock serve tokenizer` of its own, on free
 ports, by its READY line and its log's `loaded`; with --tensor-parallel 2 where the model can be spread. The same
-request goes to both: their ids must be equal. `many added tokens` is a made tokenizer with as many added tokens as
+request goes to both: their ids must be equal. Seconds of the processor are beside those of the clock: on a busy
+machine only they mean something. `many added tokens` is a made tokenizer with as many added tokens as
 Gemma 3 has. A tokenizer's times are of the processor. --most-seconds bounds the work of its start behind transformers'
 own reading, which is the same for everybody; exit status 1 past it, or where ids differ.
 """
@@ -29,6 +30,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_ROOT / part) for part in (".", "services", "clients/python", "tests")]
 import grpc
+import psutil
 from factories.models.checkpoints import _CONFIGS, tiny_checkpoint
 from factories.servers import stack
 from penstock.common.checkpoint import demo_folder
@@ -47,7 +49,7 @@ ADDED_TOKENS = 6384
 PARTS = ("tokenizers", "families", "models")
 _COLUMNS = (
     *("what starts", "way", "program to READY, s"),
-    *("weights (a tokenizer: transformers' reading), s", "all else of the load, s", "ids"),
+    *("weights (a tokenizer: transformers' reading), s", "all else of the load, s", "processor, s", "ids"),
 )
 _PROMPT = [5, 6, 7, 8, 9, 10]
 _BEGIN, _END = "<!-- written by benchmarks/starts.py -->", "<!-- to here -->"
@@ -62,6 +64,8 @@ class Start:
     whole: float | None = None
     weights: float | None = None
     rest: float | None = None
+    # Of the processor: of all processes of the start, to the first answer.
+    processor: float | None = None
     ids: tuple[int, ...] = ()
     why_not: str = ""
 
@@ -91,7 +95,8 @@ def tokenizer_start(folder: Path, name: str) -> Start:
     _detokenizers(vocabulary)
     TextTokenizer(vocabulary)
     ended = time.process_time()
-    return Start(name, "tokenizer", round(ended - began, 2), round(loaded - began, 2), round(ended - loaded, 2))
+    work = round(ended - loaded, 2)
+    return Start(name, "tokenizer", None, round(loaded - began, 2), work, round(ended - began, 2))
 
 
 def service_start(model: Path | str, name: str, *flags: str) -> Start:
@@ -109,6 +114,7 @@ def service_start(model: Path | str, name: str, *flags: str) -> Start:
         result.weights = round(seconds["weights"], 2)
         result.rest = round(sum(seconds.values()) - seconds["weights"], 2)
         result.ids = ids_of(process.address)
+        result.processor = round(processor_seconds(process.popen.pid), 1)
     except (RuntimeError, TimeoutError) as error:
         last = [line for line in str(error).splitlines() if line.strip()][-1]
         result.why_not = str(json.loads(last)["event"]) if last.startswith("{") else last
@@ -116,6 +122,13 @@ def service_start(model: Path | str, name: str, *flags: str) -> Start:
         if process.popen.poll() is None:
             process.terminate()
     return result
+
+
+def processor_seconds(pid: int) -> float:
+    """Seconds of the processor that a process and its ranks have taken."""
+    started = psutil.Process(pid)
+    used = [one.cpu_times() for one in (started, *started.children(recursive=True))]
+    return float(sum(one.user + one.system for one in used))
 
 
 def ids_of(address: str) -> tuple[int, ...]:
@@ -158,13 +171,13 @@ def has_tokenizer(model: Path) -> bool:
 def table(starts: list[Start]) -> list[str]:
     """Rows of Markdown."""
     lines = [f"| {' | '.join(_COLUMNS)} |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines.append("|" + "---|" * len(_COLUMNS))
     first: dict[str, tuple[int, ...]] = {}
     for one in starts:
         told = one.why_not or "–"
         if one.ids and one.way != "tokenizer":
             told = "equal" if first.setdefault(one.name, one.ids) == one.ids else "DIFFER"
-        times = ("–" if each is None else f"{each:g}" for each in (one.whole, one.weights, one.rest))
+        times = ("–" if each is None else f"{each:g}" for each in (one.whole, one.weights, one.rest, one.processor))
         lines.append(f"| {one.name} | {one.way} | {' | '.join(times)} | {told} |")
     return lines
 
