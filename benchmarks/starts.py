@@ -1,7 +1,7 @@
 """Times of starts: each model family and each tokenizer, with default flags, alone and in two processes.
 
     python benchmarks/starts.py --tokenizers ../shared/data/tokenizers/*
-    python benchmarks/starts.py --models ./SmolLM2.gguf --write docs/guide/start-times.md
+    python benchmarks/starts.py --models ./SmolLM2.gguf --write dev/log/starts.md
     python benchmarks/starts.py --only tokenizers --most-seconds 2 --out starts.json
 
 A family is a tiny random checkpoint with the tokenizer of the demo model: what its start takes is what a start takes

@@ -164,7 +164,7 @@ def _may_spell(model: Model, tokens: Collection[str]) -> bool:
     if not isinstance(model, BPE) or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
         return True
     return any(
-        "<0x" in token or model.token_to_id(token) in (piece.id for piece in model.tokenize(token)) for token in tokens
+        "<0x" in token or model.token_to_id(token) in [piece.id for piece in model.tokenize(token)] for token in tokens
     )
 
 
@@ -177,9 +177,12 @@ def _beside_model(base: Tokenizer, marks: ControlMarks, inside: Collection[str])
     kept = [pair for pair in sorted(base.get_added_tokens_decoder().items()) if pair[1].content in inside]
     if kept:
         content.add_tokens([_with_text(token, marks.add(token.content)) for _, token in kept])
-    own_ids = {content.token_to_id(marks.add(token.content)): index for index, token in kept}
-    if any(base.id_to_token(index) is not None for index in own_ids):
-        return None
+    own_ids: dict[int, int] = {}
+    for index, token in kept:
+        mark = content.token_to_id(marks.add(token.content))
+        if mark is None or base.id_to_token(mark) is not None:
+            return None
+        own_ids[mark] = index
     return ContentTokenizer(content, own_ids)
 
 

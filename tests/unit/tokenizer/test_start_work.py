@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 from factories.models.tokenizer_folders import byte_fallback_tokenizer, detokenizers_of, vocabulary_of
@@ -174,7 +174,7 @@ def test_a_decoding_table_is_made_without_a_dictionary_of_the_tokens(monkeypatch
     counted = _Counted.from_str(bundle.backend)
     _Counted.calls.clear()
     vocabulary = Vocabulary(bundle)
-    vocabulary.tokenizer = counted
+    vocabulary.tokenizer = cast("Tokenizer", counted)
     assert detokenizers_of(vocabulary).kind == "byte_fallback"
     assert _Counted.calls == []
 

@@ -62,6 +62,8 @@ class Meeting:
         """Open it, and tell its path. Raises StartupError naming MASTER_ADDR."""
         self._place = place
         self._wake, self._woken = os.pipe()
+        # Those that came, and of them those that were not taken yet.
+        self._numbers: set[int] = set()
         self._came: dict[int, tuple[LaunchedProcess, Connection]] = {}
         self._folder = tempfile.mkdtemp(prefix="penstock-meeting-")
         self._socket = socket.socket(socket.AF_UNIX)
@@ -82,7 +84,7 @@ class Meeting:
         deadline = time.monotonic() + PATIENCE.total_seconds()
         while number not in self._came:
             left = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self._socket, self._wake], [], [], left)
+            ready, _, _ = select.select([self._socket.fileno(), self._wake], [], [], left)
             if self._wake in ready:
                 raise StartupError("the start was given up", flag="RANK")
             if not ready:
@@ -110,8 +112,9 @@ class Meeting:
             # It has ended already; if it was a rank, the launcher ends this process as well.
             connection.close()
             return
-        if number in self._came or not 0 < number < self._place.count:
+        if number in self._numbers or not 0 < number < self._place.count:
             raise StartupError(f"two processes of the launcher have RANK {number}", flag="RANK")
+        self._numbers.add(number)
         self._came[number] = process, connection
 
     def close(self) -> None:
