@@ -27,8 +27,9 @@ from penstock.generation.options.resolve import Resolved, resolve
 from penstock.generation.options.table import SECTIONS, OutputOptions, RequestOptions, StopOptions
 from penstock.generation.options.validate import validate
 from penstock.generation.sampling import batch, row_plan
-from penstock.generation.sampling.processors import OTHER_WARPERS, WARPERS
-from penstock.generation.sampling.processors.base import Warper
+from penstock.generation.sampling.draw_context import DrawContext
+from penstock.generation.sampling.processors import PROCESSORS
+from penstock.generation.sampling.processors.base import Processor, Stage, wanting
 from penstock.generation.wire import options as wire
 from penstock.v1 import common_pb2, config_pb2
 
@@ -49,20 +50,21 @@ Params: Any = make_dataclass(
 )
 
 
-class FirstIds(Warper):
+class FirstIds(Processor):
     """Drops all but the first ids."""
 
-    def __init__(self, params: Any, device: torch.device) -> None:
-        self._counts = [p.first_ids for p in params]
+    stage = Stage.WARP
+
+    def __init__(self, rows: Any, states: Any, device: torch.device) -> None:
+        self._rows: Any = wanting(rows, states)
 
     @staticmethod
     def wants(params: Any) -> bool:
         return bool(params.first_ids > 0)
 
-    def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
-        for scores_V, place in zip(scores_RV, rows_R.tolist(), strict=True):
-            if self._counts[place] > 0:
-                scores_V[self._counts[place] :] = -torch.inf
+    def apply(self, scores_RV: torch.Tensor, context: DrawContext) -> None:
+        for place, params in context.picked(self._rows):
+            scores_RV[place, params.first_ids :] = -torch.inf
 
 
 def row_of(section: str) -> OptionSpec:
@@ -130,8 +132,8 @@ def added(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ad
     monkeypatch.setattr(PARTS[section][1], NAME, None, raising=False)
     monkeypatch.setattr(wire, "config_pb2", SimpleNamespace(GenerationConfig=messages["config"]))
     monkeypatch.setattr(resolving, "SamplingParams", Params)
-    monkeypatch.setattr(batch, "WARPERS", (FirstIds, *WARPERS))
-    monkeypatch.setattr(row_plan, "OTHER_WARPERS", (FirstIds, *OTHER_WARPERS))
+    for module in (batch, row_plan):
+        monkeypatch.setattr(module, "PROCESSORS", (*PROCESSORS, FirstIds))
     return Added(section, messages)
 
 

@@ -12,24 +12,25 @@ import torch
 
 from penstock.generation.attention.upload import uploaded
 from penstock.generation.core.draw import DrawKind
-from penstock.generation.sampling.ops.counted_draws import uniforms
-from penstock.generation.sampling.processors import LATE_PROCESSORS, PROCESSORS, WARPERS
+from penstock.generation.sampling.draw_context import DrawContext, RowStreams
+from penstock.generation.sampling.ops.counted_draws import Stream
+from penstock.generation.sampling.processors import PROCESSORS
+from penstock.generation.sampling.processors.base import Stage
 from penstock.generation.sampling.processors.min_p import MinP
 from penstock.generation.sampling.processors.temperature import Temperature
 from penstock.generation.sampling.processors.top_k import TopK
 from penstock.generation.sampling.processors.top_p import TopP
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as Seq
 
-    import numpy.typing as npt
-
-    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.processors.base import LogitsProcessor, RowKernels, Warper
+    from penstock.generation.sampling.draw_context import RowKernels
+    from penstock.generation.sampling.processors.base import Processor
     from penstock.generation.sampling.state import SamplingState
 
-    Wanting = dict[type[LogitsProcessor], list[int]]
+    Wanting = dict[type[Processor], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class SamplingBatch:
         them."""
         self.states = states
         self.device = device
+        self._kernels = kernels
         self._kinds = [state.sequence.draw.kind for state in states]
         rows = range(len(states))
         plans = [state.plan for state in states]
@@ -79,30 +81,29 @@ class SamplingBatch:
         warped_candidates = [row for row in self.candidate_rows if not plans[row].is_greedy]
         self.sampled_rows = [*token_rows, *warped_candidates]
         wanting = _wanting(states)
-        self.processors = _build(PROCESSORS, wanting, states, device)
-        # These run after the warpers. A processor that changes neither the choice nor its probability is left out where
-        # a token is drawn.
-        late = wanting if is_reference else {kind: self._changed(kind, rows) for kind, rows in wanting.items()}
-        self.late_processors = _build(LATE_PROCESSORS, late, states, device)
-        for processor in (*self.processors, *self.late_processors):
-            processor.use(kernels)
+        if not is_reference:
+            # A late processor that changes neither the choice nor its probability is left out where a token is drawn.
+            wanting = {kind: self._changed(kind, rows) for kind, rows in wanting.items()}
         # Rows whose processors follow the tokens.
         self.following = [state for state in states if state.trackers]
         # Row -> number of top logprobs, of the rows that asked for logprobs.
         self.num_top = {row: plan.num_top for row, plan in enumerate(plans) if plan.num_top is not None}
 
-        sampled = [states[row].sequence.params for row in self.sampled_rows]
-        self.temperature = Temperature(sampled, device)
-        self.top_k = TopK(sampled, device)
-        self.top_p = TopP(sampled, device)
-        self.min_p = MinP(sampled, device)
-        # In the order they run.
-        has_others = any(states[row].plan.has_other_warpers for row in self.sampled_rows)
-        self.warpers = self._all_warpers(sampled if has_others else [])
-        self.keys_M = np.array([states[row].key for row in self.sampled_rows], dtype=np.uint64)
+        sampled = [states[row] for row in self.sampled_rows]
+        self.temperature = Temperature(self.sampled_rows, sampled, device)
+        self.top_k = TopK(self.sampled_rows, sampled, device)
+        self.top_p = TopP(self.sampled_rows, sampled, device)
+        self.min_p = MinP(self.sampled_rows, sampled, device)
+        made = {Temperature: self.temperature, TopK: self.top_k, TopP: self.top_p, MinP: self.min_p}
+        # The processors of each stage, in the order they run.
+        stages = _build(wanting, made, states, device)
+        self.processors, self.warpers, self.late_processors = (
+            stages[stage] for stage in (Stage.SCORES, Stage.WARP, Stage.LATE)
+        )
+        self._rows_M = np.array(self.sampled_rows, dtype=np.int64)
         self.sampled_index_M = self.index(self.sampled_rows)
         # Number of candidates and whether there is a top-k, of every row that draws a token.
-        keys = [(plans[row].num_candidates, sampled[m].top_k > 0) for m, row in enumerate(token_rows)]
+        keys = [(plans[row].num_candidates, plans[row].params.top_k > 0) for m, row in enumerate(token_rows)]
         keys = [WARPED if plans[row].is_warped_first else key for row, key in zip(token_rows, keys, strict=True)]
         # Such a pair -> places among the sampled rows, which are drawn together.
         self.groups = {key: self.index([m for m, k in enumerate(keys) if k == key]) for key in sorted(set(keys))}
@@ -120,21 +121,6 @@ class SamplingBatch:
             and all(map(is_, [state.sequence for state in states], sequences))
             and self._kinds == [sequence.draw.kind for sequence in sequences]
         )
-
-    def _all_warpers(self, wanting: Seq[SamplingParams]) -> list[Warper]:
-        """Return the warpers of the draw, and the others that some row in `wanting` wants (all sampled rows, or
-        none)."""
-        drawn: dict[type[Warper], Warper] = {
-            Temperature: self.temperature,
-            TopK: self.top_k,
-            TopP: self.top_p,
-            MinP: self.min_p,
-        }
-        return [
-            drawn[kind] if kind in drawn else kind(wanting, self.device)
-            for kind in WARPERS
-            if kind in drawn or any(map(kind.wants, wanting))
-        ]
 
     @cached_property
     def greedy_index_R(self) -> torch.Tensor:
@@ -165,9 +151,9 @@ class SamplingBatch:
             self.min_p.values_M1[places_R, 0],
         )
 
-    def _changed(self, kind: type[LogitsProcessor], rows: list[int]) -> list[int]:
-        """Return those of `rows` whose draw a late processor of this kind changes."""
-        if not kind.is_argmax_invariant:
+    def _changed(self, kind: type[Processor], rows: list[int]) -> list[int]:
+        """Return those of `rows` for which a processor of this kind changes something."""
+        if kind.stage is not Stage.LATE or not kind.keeps_odds:
             return rows
         return [row for row in rows if self._kinds[row] is DrawKind.CANDIDATES]
 
@@ -175,13 +161,18 @@ class SamplingBatch:
         """Return row numbers as an index on the device."""
         return uploaded(np.array(rows, dtype=np.int64), self.device)
 
-    def positions(self) -> npt.NDArray[np.uint64]:
-        """Return the number of output tokens so far of every row (N)."""
-        return np.array([state.sequence.num_output_tokens for state in self.states], dtype=np.uint64)
+    @cached_property
+    def _streams(self) -> RowStreams:
+        return RowStreams(np.array([state.key for state in self.states], dtype=np.uint64))
 
-    def uniforms(self, positions_N: npt.NDArray[np.uint64]) -> torch.Tensor:
+    def context(self) -> DrawContext:
+        """Return what the rows' processors may know of the step that begins."""
+        positions = [state.sequence.num_output_tokens for state in self.states]
+        return DrawContext(np.array(positions, dtype=np.uint64), self._streams, self._kernels)
+
+    def uniforms(self, context: DrawContext) -> torch.Tensor:
         """Return the uniform numbers that the sampled rows draw with (M, fp64)."""
-        return uploaded(uniforms(self.keys_M, positions_N[self.sampled_rows]), self.device)
+        return uploaded(context.uniforms(Stream.TOKEN, self._rows_M), self.device)
 
 
 def _wanting(states: Seq[SamplingState]) -> Wanting:
@@ -193,6 +184,13 @@ def _wanting(states: Seq[SamplingState]) -> Wanting:
 
 
 def _build(
-    kinds: Seq[type[LogitsProcessor]], wanting: Wanting, states: Seq[SamplingState], device: torch.device
-) -> list[LogitsProcessor]:
-    return [kind(rows, [states[row] for row in rows], device) for kind in kinds if (rows := wanting.get(kind))]
+    wanting: Wanting, made: Mapping[type[Processor], Processor], states: Seq[SamplingState], device: torch.device
+) -> dict[Stage, list[Processor]]:
+    """Return the processors that some row wants, and those that are `made`, by stage, in the order they run."""
+    built: dict[Stage, list[Processor]] = {stage: [] for stage in Stage}
+    for kind in PROCESSORS:
+        if kind in made:
+            built[kind.stage].append(made[kind])
+        elif rows := wanting.get(kind):
+            built[kind.stage].append(kind(rows, [states[row] for row in rows], device))
+    return built

@@ -21,6 +21,7 @@ from penstock.generation.sampling.ops.logprobs import position_logprobs
 if TYPE_CHECKING:
     from penstock.generation.core.request import PositionLogprobs
     from penstock.generation.sampling.batch import SamplingBatch
+    from penstock.generation.sampling.draw_context import DrawContext
 
 
 def not_numbers() -> FloatingPointError:
@@ -34,8 +35,9 @@ class Drawing:
     # Scores that are worked on at a time: 4 MiB of fp32.
     scores_at_a_time = 1 << 20
 
-    def __init__(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> None:
+    def __init__(self, batch: SamplingBatch, scores_NV: torch.Tensor, context: DrawContext) -> None:
         self._batch = batch
+        self._context = context
         self._scores_NV = scores_NV
         self._rows_at_a_time = max(1, self.scores_at_a_time // scores_NV.shape[1])
         self.token_ids_N = torch.empty(len(batch.states), dtype=torch.int64, device=scores_NV.device)
@@ -59,9 +61,13 @@ class Drawing:
         for few_R in self._few(picked_R):
             rows_R = self._batch.sampled_index_M[few_R]
             scores_RV = self._scores_NV.index_select(0, rows_R)
-            for warper in self._batch.warpers:
-                warper.apply(scores_RV, few_R)
+            self._warp(scores_RV, few_R, rows_R)
             self._scores_NV.index_copy_(0, rows_R, scores_RV)
+
+    def _warp(self, scores_RV: torch.Tensor, picked_R: torch.Tensor, rows_R: torch.Tensor) -> None:
+        context = self._context.of_rows(picked_R, rows_R)
+        for warper in self._batch.warpers:
+            warper.apply(scores_RV, context)
 
     def tokens(self) -> list[SampledToken]:
         """Return the results of every row, with the logprobs that were asked for."""
@@ -143,16 +149,17 @@ class Drawing:
         """Sum of exp(score - highest) of the tempered rows (R, 1; fp64): the inverse of the highest probability."""
         highest = []
         for few_R in self._few(picked_R):
-            scores_RV = self._scores_NV.index_select(0, self._batch.sampled_index_M[few_R])
-            self._batch.temperature.apply(scores_RV, few_R)
+            rows_R = self._batch.sampled_index_M[few_R]
+            scores_RV = self._scores_NV.index_select(0, rows_R)
+            self._batch.temperature.apply(scores_RV, self._context.of_rows(few_R, rows_R))
             highest.append(scores_RV.softmax(-1).amax(-1, keepdim=True))
         return torch.cat(highest).double().reciprocal_()
 
     def _through_vocabulary(self, picked_R: torch.Tensor, uniforms_M: torch.Tensor, *, is_warped: bool) -> None:
         rows_R = self._batch.sampled_index_M[picked_R]
         scores_RV = self._scores_NV.index_select(0, rows_R)
-        for warper in () if is_warped else self._batch.warpers:
-            warper.apply(scores_RV, picked_R)
+        if not is_warped:
+            self._warp(scores_RV, picked_R, rows_R)
         probs_RV = scores_RV.softmax(-1)
         places_R, is_number_R1 = draw_from_vocabulary(probs_RV, uniforms_M[picked_R])
         self._check(is_number_R1)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.request import PositionLogprobs
     from penstock.generation.sampling.batch import SamplingBatch
+    from penstock.generation.sampling.draw_context import DrawContext
 
 
 class SamplingKernels:
@@ -26,9 +27,9 @@ class SamplingKernels:
 
     name = "torch"
 
-    def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> Drawing:
+    def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor, context: DrawContext) -> Drawing:
         """Return the object that makes the draws of one step from its scores."""
-        return Drawing(batch, scores_NV)
+        return Drawing(batch, scores_NV, context)
 
     def log_totals(self, scores_NV: torch.Tensor, rows: list[int]) -> list[float]:
         """Return log(sum(exp(scores))) of rows that have a finite score.
@@ -59,9 +60,9 @@ class QueuedSampling(SamplingKernels):
 
     name = "queued"
 
-    def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> Drawing:
+    def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor, context: DrawContext) -> Drawing:
         """See SamplingKernels."""
-        return QueuedDrawing(batch, scores_NV)
+        return QueuedDrawing(batch, scores_NV, context)
 
 
 class NativeSampling(SamplingKernels):
@@ -70,9 +71,9 @@ class NativeSampling(SamplingKernels):
 
     name = "native"
 
-    def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> Drawing:
+    def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor, context: DrawContext) -> Drawing:
         """See SamplingKernels."""
-        return NativeDrawing(batch, scores_NV)
+        return NativeDrawing(batch, scores_NV, context)
 
     def log_totals(self, scores_NV: torch.Tensor, rows: list[int]) -> list[float]:
         """See SamplingKernels."""

@@ -14,6 +14,7 @@ from penstock.generation.sampling.drawing import Drawing, not_numbers
 if TYPE_CHECKING:
     from penstock.generation.core.step import SampledToken
     from penstock.generation.sampling.batch import SamplingBatch
+    from penstock.generation.sampling.draw_context import DrawContext
 
 
 class QueuedDrawing(Drawing):
@@ -25,8 +26,8 @@ class QueuedDrawing(Drawing):
     # 256 MiB of fp32: few calls matter more than a cache.
     scores_at_a_time = 1 << 26
 
-    def __init__(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> None:
-        super().__init__(batch, scores_NV)
+    def __init__(self, batch: SamplingBatch, scores_NV: torch.Tensor, context: DrawContext) -> None:
+        super().__init__(batch, scores_NV, context)
         # Bools on the device: all must be True.
         self._checks: list[torch.Tensor] = []
         # Sampled rows, and for each True where its candidates decide it.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.generation.sampling.processors import LATE_PROCESSORS, OTHER_WARPERS, PROCESSORS
+from penstock.generation.sampling.processors import PROCESSORS
+from penstock.generation.sampling.processors.base import Stage
 
 if TYPE_CHECKING:
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.sampling.processors.base import LogitsProcessor
+    from penstock.generation.sampling.processors.base import Processor
 
 # (largest top_k, candidates that are looked at for it); the surplus holds ties of the k-th score. Only a row's own
 # options decide: the same row takes the same path in every batch.
@@ -22,14 +23,14 @@ class RowPlan:
     """The treatment of a row with certain options."""
 
     params: SamplingParams
-    # In the order they run.
-    processors: tuple[type[LogitsProcessor], ...]
+    # Those that the row wants and the draw does not do, in the order they run.
+    processors: tuple[type[Processor], ...]
     # Values that the processors prepared from the options.
-    prepared: dict[type[LogitsProcessor], object]
+    prepared: dict[type[Processor], object]
     is_greedy: bool
-    # Warpers beside temperature, top-k, top-p and min-p.
+    # Some of them are WARP's: temperature, top-k, top-p and min-p are in the draw.
     has_other_warpers: bool
-    # Some of the processors run after the warpers and change which token is drawn.
+    # Some of them run after the warpers and change which token is drawn.
     changes_warped: bool
     # Number of highest scores that decide a draw; 0 where only the whole vocabulary does.
     num_candidates: int
@@ -43,22 +44,27 @@ class RowPlan:
 
     @property
     def is_plain(self) -> bool:
-        """True when the row has no processor and no warper."""
+        """True when nothing processes or warps the row."""
         return self.is_greedy and not self.processors
 
     @classmethod
     def of(cls, params: SamplingParams) -> RowPlan:
         """Return the plan for these options."""
-        kinds = tuple(kind for kind in (*PROCESSORS, *LATE_PROCESSORS) if kind.wants(params))
+        chooses = is_greedy(params)
+        kinds = tuple(
+            kind
+            for kind in PROCESSORS
+            if not kind.is_in_draw and not (chooses and kind.stage is Stage.WARP) and kind.wants(params)
+        )
         prepared = {kind: kind.prepare(params) for kind in kinds}
-        has_other_warpers = any(kind.wants(params) for kind in OTHER_WARPERS)
-        changes_warped = any(kind in LATE_PROCESSORS and not kind.is_argmax_invariant for kind in kinds)
+        has_other_warpers = any(kind.stage is Stage.WARP for kind in kinds)
+        changes_warped = any(kind.stage is Stage.LATE and not kind.keeps_odds for kind in kinds)
         is_short = not has_other_warpers and not changes_warped
         return cls(
             params=params,
             processors=kinds,
             prepared=prepared,
-            is_greedy=is_greedy(params),
+            is_greedy=chooses,
             has_other_warpers=has_other_warpers,
             changes_warped=changes_warped,
             num_candidates=num_candidates(params) if is_short else 0,

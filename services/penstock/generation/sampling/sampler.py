@@ -1,6 +1,6 @@
 """The sampler: logits become tokens.
 
-processors (all rows), the grammar's masks -> warpers (sampled rows) -> watermark, renormalisation
+processors of stage SCORES (all rows), the grammar's masks -> WARP (sampled rows) -> LATE (all rows)
     -> greedy rows: argmax
     -> sampled rows: one draw by inverse CDF, mostly without warping the whole vocabulary
     -> rows whose strategy chooses the token: the highest scores
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as Seq
 
-    import numpy as np
-    import numpy.typing as npt
-
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import Fork, SampledToken
+    from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.token_masks import TokenMasks
 
 
@@ -59,18 +57,18 @@ class Sampler:
         model produced a NaN.
         """
         batch = self.batch_of(sequences)
-        positions_N = batch.positions()
-        drawing = self._kernels.drawing(batch, logits_NV)
-        self._process(drawing, batch, logits_NV, positions_N)
+        context = batch.context()
+        drawing = self._kernels.drawing(batch, logits_NV, context)
+        self._process(drawing, batch, logits_NV, context)
         if masks is not None:
             masks.apply(logits_NV, sequences)
         drawing.warp(batch.warped_first)
         for processor in batch.late_processors:
-            processor.apply(logits_NV, positions_N)
+            processor.apply(logits_NV, context)
         if batch.greedy_rows:
             drawing.greedy()
         if batch.sampled_rows:
-            drawing.sampled(batch.uniforms(positions_N))
+            drawing.sampled(batch.uniforms(context))
         tokens = drawing.tokens()
         if batch.candidate_rows:
             for row, token in draw_candidates(batch, logits_NV, self._kernels).items():
@@ -88,14 +86,14 @@ class Sampler:
         batch = SamplingBatch(
             [self._state_of(sequence) for sequence in sequences], self._device, SamplingKernels(), is_reference=True
         )
-        scores_NV, positions_N = logits_NV.clone(), batch.positions()
-        drawing = Drawing(batch, scores_NV)
-        self._process(drawing, batch, scores_NV, positions_N)
+        scores_NV, context = logits_NV.clone(), batch.context()
+        drawing = Drawing(batch, scores_NV, context)
+        self._process(drawing, batch, scores_NV, context)
         if masks is not None:
             masks.apply(scores_NV, sequences)
         drawing.warp(batch.index(list(range(len(batch.sampled_rows)))))
         for processor in batch.late_processors:
-            processor.apply(scores_NV, positions_N)
+            processor.apply(scores_NV, context)
         return scores_NV
 
     def fork(self, forks: Iterable[Fork]) -> None:
@@ -148,13 +146,11 @@ class Sampler:
         return SamplingState(sequence, self._plan)
 
     @staticmethod
-    def _process(
-        drawing: Drawing, batch: SamplingBatch, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]
-    ) -> None:
+    def _process(drawing: Drawing, batch: SamplingBatch, scores_NV: torch.Tensor, context: DrawContext) -> None:
         """Run everything before the warpers, on all rows."""
         for state in batch.following:
             state.catch_up()
         if batch.candidate_rows:
             drawing.normalise()
         for processor in batch.processors:
-            processor.apply(scores_NV, positions_N)
+            processor.apply(scores_NV, context)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.processors.base import LogitsProcessor
+    from penstock.generation.sampling.processors.base import Processor
     from penstock.generation.sampling.trackers import Tracker
 
 
@@ -25,7 +25,7 @@ class SamplingState:
         self.sequence = sequence
         self.key = stream_key(sequence.seed)
         self.plan = RowPlan.of(sequence.params) if plan is None else plan
-        self.trackers: dict[type[LogitsProcessor], Tracker] = {
+        self.trackers: dict[type[Processor], Tracker] = {
             kind: tracker
             for kind in self.plan.processors
             if (tracker := kind.tracker(sequence, self.plan.prepared.get(kind))) is not None
@@ -35,7 +35,7 @@ class SamplingState:
         self._last = -1
 
     @property
-    def prepared(self) -> dict[type[LogitsProcessor], object]:
+    def prepared(self) -> dict[type[Processor], object]:
         """Values that the processors prepared from the request's options."""
         return self.plan.prepared
 

@@ -119,7 +119,7 @@ def check_warpers(seed: int, vocab: int, has_beams: bool) -> None:
     expected = found.clone()
     for kernels, scores_NV in ((KERNELS, found), (REFERENCE, expected)):
         step = SamplingBatch(states, CPU, kernels)
-        kernels.drawing(step, scores_NV).warp(torch.arange(len(kept)))
+        kernels.drawing(step, scores_NV, step.context()).warp(torch.arange(len(kept)))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 

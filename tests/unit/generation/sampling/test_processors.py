@@ -13,22 +13,29 @@ from factories.engine.sequences import params, sequence
 from factories.models.run_kernels import cpu_device, new_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.generation.core.draw import DrawKind, DrawSpec
+from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.beam_options import BeamOptions
+from penstock.generation.sampling.batch import SamplingBatch
 from penstock.generation.sampling.processors import (
+    PROCESSORS,
     BadWords,
     LogitBias,
-    LogitsProcessor,
     MinNewTokens,
     MinP,
     OpenAIPenalties,
+    Processor,
+    Renormalize,
     RepetitionPenalty,
     Temperature,
     TopK,
     TopNSigma,
     TopP,
-    Warper,
+    TypicalP,
 )
+from penstock.generation.sampling.processors.base import Stage
+from penstock.generation.sampling.row_plan import RowPlan
 from penstock.generation.sampling.state import SamplingState
 from penstock.generation.sampling.trackers import NgramFollowers, TokenCounts
 from torch import Tensor
@@ -45,23 +52,26 @@ def scores(rows: int, seed: int, vocab: int = VOCAB, *, ties: bool = False) -> T
     return drawn.to(torch.bfloat16).float() if ties else drawn
 
 
-def process(kind: type[LogitsProcessor], sequences: list[Sequence], given_NV: Tensor) -> Tensor:
+def process(kind: type[Processor], sequences: list[Sequence], given_NV: Tensor) -> Tensor:
     """Return the scores after `kind`, for every row of the batch, wanted or not."""
     states = [SamplingState(one) for one in sequences]
     for state in states:
         state.catch_up()
     rows = [row for row, one in enumerate(sequences) if kind.wants(one.params)]
     result = given_NV.clone()
-    positions = np.array([one.num_output_tokens for one in sequences], dtype=np.uint64)
-    processor = kind(rows, [states[row] for row in rows], CPU)
-    processor.use(cpu_device().sampling_kernels())
-    processor.apply(result, positions)
+    batch = SamplingBatch(states, CPU, cpu_device().sampling_kernels())
+    kind(rows, [states[row] for row in rows], CPU).apply(result, batch.context())
     return result
 
 
-def warp(warper: Warper, given_RV: Tensor) -> Tensor:
+def warp(kind: type[Processor], options: list[SamplingParams], given_RV: Tensor) -> Tensor:
+    """Return the scores after `kind`, for sampled rows with these options."""
+    states = [SamplingState(sequence([1], one, seq_id=row)) for row, one in enumerate(options)]
+    rows = [row for row, one in enumerate(options) if kind.is_in_draw or kind.wants(one)]
     result = given_RV.clone()
-    warper.apply(result, torch.arange(len(given_RV)))
+    every_R = torch.arange(len(given_RV))
+    context = SamplingBatch(states, CPU, cpu_device().sampling_kernels()).context().of_rows(every_R, every_R)
+    kind(rows, [states[row] for row in rows], CPU).apply(result, context)
     return result
 
 
@@ -160,14 +170,14 @@ def test_logit_bias_is_added_to_its_tokens() -> None:
 def test_temperature_divides() -> None:
     temperatures = [1.0, 0.7, 2.0]
     before = scores(3, 3)
-    after = warp(Temperature([params(temperature=t) for t in temperatures], CPU), before)
+    after = warp(Temperature, [params(temperature=t) for t in temperatures], before)
     for row, temperature in enumerate(temperatures):
         expected = reference.TemperatureLogitsWarper(temperature)(None, before[row : row + 1])
         torch.testing.assert_close(after[row], expected[0], atol=1e-5, rtol=1e-6)
 
 
 def test_tiny_temperature_leaves_finite_scores() -> None:
-    after = warp(Temperature([params(temperature=1e-300)], CPU), scores(1, 3))
+    after = warp(Temperature, [params(temperature=1e-300)], scores(1, 3))
     assert after.isfinite().all()
 
 
@@ -175,7 +185,7 @@ def test_tiny_temperature_leaves_finite_scores() -> None:
 @given(st.lists(st.integers(0, VOCAB + 3), min_size=1, max_size=5), st.integers(0, 2**31), st.booleans())
 def test_top_k_keeps_the_highest_and_their_ties(ks: list[int], seed: int, ties: bool) -> None:
     before = scores(len(ks), seed, ties=ties)
-    after = warp(TopK([params(top_k=k) for k in ks], CPU), before)
+    after = warp(TopK, [params(top_k=k) for k in ks], before)
     for row, k in enumerate(ks):
         expected = before[row] if k == 0 else reference.TopKLogitsWarper(k)(None, before[row : row + 1])[0]
         assert torch.equal(after[row], expected)
@@ -185,7 +195,7 @@ def test_top_k_keeps_the_highest_and_their_ties(ks: list[int], seed: int, ties: 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5), st.integers(0, 2**31))
 def test_top_p_keeps_the_nucleus(ps: list[float], seed: int) -> None:
     before = scores(len(ps), seed)
-    after = warp(TopP([params(top_p=p) for p in ps], CPU), before)
+    after = warp(TopP, [params(top_p=p) for p in ps], before)
     for row, p in enumerate(ps):
         expected = before[row] if p == 1.0 else reference.TopPLogitsWarper(p)(None, before[row : row + 1])[0]
         differing = (after[row] != expected).nonzero()[:, 0]
@@ -197,13 +207,13 @@ def test_top_p_keeps_the_nucleus(ps: list[float], seed: int) -> None:
 
 def test_top_p_keeps_the_lower_ids_of_equal_scores() -> None:
     before = torch.zeros(1, 10)
-    after = warp(TopP([params(top_p=0.35)], CPU), before)
+    after = warp(TopP, [params(top_p=0.35)], before)
     assert (after[0] == 0).nonzero()[:, 0].tolist() == [0, 1, 2, 3]
 
 
 def test_top_p_of_zero_keeps_the_most_likely() -> None:
     before = scores(1, 4)
-    after = warp(TopP([params(top_p=0.0)], CPU), before)
+    after = warp(TopP, [params(top_p=0.0)], before)
     assert after.isfinite().nonzero().tolist() == [[0, int(before.argmax())]]
 
 
@@ -211,19 +221,38 @@ def test_top_p_of_zero_keeps_the_most_likely() -> None:
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5), st.integers(0, 2**31))
 def test_min_p_drops_what_is_unlikely_beside_the_best(ps: list[float], seed: int) -> None:
     before = scores(len(ps), seed)
-    after = warp(MinP([params(min_p=p) for p in ps], CPU), before)
+    after = warp(MinP, [params(min_p=p) for p in ps], before)
     for row, p in enumerate(ps):
         expected = reference.MinPLogitsWarper(p)(None, before[row : row + 1])[0]
         ratios = before[row].double().softmax(-1) / before[row].double().softmax(-1).max()
         assert ((ratios - p).abs()[after[row] != expected] < 1e-6).all()
 
 
-def test_greedy_needs_no_warper() -> None:
-    assert all(kind.is_argmax_invariant for kind in (Temperature, TopK, TopP, MinP))
-    assert not any(kind.is_argmax_invariant for kind in (RepetitionPenalty, OpenAIPenalties, MinNewTokens, LogitBias))
+def test_the_stages_run_one_after_another_and_the_draw_does_warpers_only() -> None:
+    assert [kind.stage.value for kind in PROCESSORS] == sorted(kind.stage.value for kind in PROCESSORS)
+    assert {kind for kind in PROCESSORS if kind.is_in_draw} == {Temperature, TopK, TopP, MinP}
+    assert all(kind.stage is Stage.WARP for kind in PROCESSORS if kind.is_in_draw)
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("kind", [kind for kind in PROCESSORS if kind.keeps_odds])
+def test_a_processor_that_keeps_the_odds_is_left_out_where_a_token_is_drawn(kind: type[Processor]) -> None:
+    options = {Renormalize: {"renormalize_logits": True}}[kind]
+    batch = [sequence([1], params(do_sample=row > 0, **options), seq_id=row) for row in range(2)]
+    beam = sequence([1], params(**options), seq_id=2)
+    beam.draw = DrawSpec(DrawKind.CANDIDATES, 2)
+    assert [type(one) for one in new_sampler().batch_of(batch).late_processors] == []
+    assert [type(one) for one in new_sampler().batch_of([*batch, beam]).late_processors] == [kind]
+    before = scores(2, 1)
+    torch.testing.assert_close(process(kind, batch, before).softmax(-1), before.softmax(-1))
+
+
+def test_greedy_rows_have_no_warper() -> None:
+    greedy = params(typical_p=0.5, top_n_sigma=1.0)
+    sampled = params(do_sample=True, typical_p=0.5)
+    assert not RowPlan.of(greedy).processors
+    assert RowPlan.of(sampled).processors == (TypicalP,)
+
+
 def top_n_sigma(scores_V: npt.NDArray[np.float32], n: float) -> npt.NDArray[np.float32]:
     """llama.cpp's: what is below max - n * sigma of the finite scores goes; n <= 0 is off."""
     finite = scores_V[np.isfinite(scores_V)].astype(np.float64)
@@ -238,9 +267,9 @@ def test_top_n_sigma_is_the_formula_alone_and_beside_others(seed: int) -> None:
     values = [0.0, 0.3, 1.0, 2.0, 4.0, 1e-6, 1e30]
     before = scores(len(values), seed)
     before[:, ids(seed, 9)] = -torch.inf
-    batched = warp(TopNSigma([params(do_sample=True, top_n_sigma=n) for n in values], CPU), before)
+    batched = warp(TopNSigma, [params(do_sample=True, top_n_sigma=n) for n in values], before)
     for row, n in enumerate(values):
-        alone = warp(TopNSigma([params(do_sample=True, top_n_sigma=n)], CPU), before[row : row + 1])[0]
+        alone = warp(TopNSigma, [params(do_sample=True, top_n_sigma=n)], before[row : row + 1])[0]
         assert torch.equal(batched[row], alone)
         np.testing.assert_array_equal(alone.numpy(), top_n_sigma(before[row].numpy(), n))
     kept = batched.isfinite().sum(-1).tolist()
@@ -275,10 +304,10 @@ def test_top_n_sigma_comes_before_the_temperature_and_top_k_and_changes_nobody_e
 
 def test_top_n_sigma_leaves_a_beam_a_way_on_and_a_row_of_nothing_as_it_is() -> None:
     beams = params(do_sample=True, top_n_sigma=1e-6, mode=BeamOptions(2), eos_token_ids=(4, 5))
-    (after,) = warp(TopNSigma([beams], CPU), scores(1, 0))
+    (after,) = warp(TopNSigma, [beams], scores(1, 0))
     assert int(after.isfinite().sum()) == 3
     nothing = torch.full((1, VOCAB), -torch.inf)
-    assert torch.equal(warp(TopNSigma([params(do_sample=True, top_n_sigma=1.0)], CPU), nothing), nothing)
+    assert torch.equal(warp(TopNSigma, [params(do_sample=True, top_n_sigma=1.0)], nothing), nothing)
 
 
 @given(

@@ -4,6 +4,11 @@
     key        = mix(seed + GOLDEN)                       one stream per seed, so that near seeds share nothing
     u(seed, p) = (mix(key + GOLDEN * (p + 1)) >> 11) / 2**53
 
+That is the stream TOKEN, which tokens are drawn with. Whatever else takes a uniform has a stream of its own (`Stream`),
+with this key in place of the sequence's, where no position comes:
+
+    key(stream)        = mix(key - GOLDEN * stream)
+
 Gumbel noise needs a uniform per token id, of a stream of its own for every position and slot:
 
     key(seed, p, slot) = mix(mix(key + GOLDEN * (p + 1)) + GOLDEN * (slot + 1))
@@ -16,6 +21,8 @@ Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OO
 
 from __future__ import annotations
 
+import enum
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -26,6 +33,24 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 _MASK = (1 << 64) - 1
 _ONE, _MANTISSA_SHIFT = np.uint64(1), np.uint64(11)
+
+
+class Stream(enum.IntEnum):
+    """Register of a sequence's streams: one name for each use of a uniform, so that no two uses draw the same number.
+
+    A number is a promise, like that of a proto field: it is never changed or given again. Gumbel noise, whose uniforms
+    are per token id, begins at TOKEN's word of a position (`token_stream`).
+    """
+
+    # The draw of a token.
+    TOKEN = 0
+
+
+def keys_of(keys_N: npt.NDArray[np.uint64], stream: Stream) -> npt.NDArray[np.uint64]:
+    """Return the keys of the stream of that name, from those of the sequences (`stream_key`)."""
+    if stream is Stream.TOKEN:
+        return keys_N
+    return _mix(keys_N - _GOLDEN * np.uint64(stream))
 
 
 def stream_keys(seeds_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

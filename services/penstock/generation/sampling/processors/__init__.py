@@ -1,13 +1,13 @@
-"""Logits processors and warpers in the order they run: one option each, over the rows of a batch that use it.
+"""Processors in the order they run: one option each, over the rows of a batch that use it.
 
 Order of transformers 5.x, with Hamming diversity where 4.41 had it. OpenAI's penalties and logit_bias stand where
-custom processors go there: after its own processors and before the warpers.
+custom processors go there: after its own processors and before the WARP stage, transformers' warpers.
 """
 
 from __future__ import annotations
 
 from penstock.generation.sampling.processors.allowed_tokens import AllowedTokens, AllowedTrie
-from penstock.generation.sampling.processors.base import LogitsProcessor, Warper
+from penstock.generation.sampling.processors.base import Processor
 from penstock.generation.sampling.processors.ends import ExponentialDecayLength, ForcedBos, ForcedEos, MinNewTokens
 from penstock.generation.sampling.processors.fixed_tokens import BeginSuppressTokens, LogitBias, SuppressTokens
 from penstock.generation.sampling.processors.min_p import MinP
@@ -28,8 +28,9 @@ from penstock.generation.sampling.processors.top_p import TopP
 from penstock.generation.sampling.processors.truncation import EpsilonCutoff, EtaCutoff, TopH, TopNSigma, TypicalP
 from penstock.generation.sampling.processors.watermark import Watermark
 
-# In the order they run.
-PROCESSORS: tuple[type[LogitsProcessor], ...] = (
+# In the order they run: the stages one after another.
+PROCESSORS: tuple[type[Processor], ...] = (
+    # SCORES; the grammar's masks follow.
     SequenceBias,
     HammingDiversity,
     EncoderRepetitionPenalty,
@@ -50,9 +51,7 @@ PROCESSORS: tuple[type[LogitsProcessor], ...] = (
     OpenAIPenalties,
     LogitBias,
     PluginProcessors,
-)
-# These run on sampled rows, after the processors and the grammar's masks.
-WARPERS: tuple[type[Warper], ...] = (
+    # WARP
     TopNSigma,
     Temperature,
     TopH,
@@ -62,7 +61,8 @@ WARPERS: tuple[type[Warper], ...] = (
     TypicalP,
     EpsilonCutoff,
     EtaCutoff,
+    # LATE
+    Watermark,
+    SynthId,
+    Renormalize,
 )
-OTHER_WARPERS = tuple(kind for kind in WARPERS if not kind.is_in_draw)
-# These run after the warpers.
-LATE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (Watermark, SynthId, Renormalize)

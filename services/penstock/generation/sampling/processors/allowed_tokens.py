@@ -9,7 +9,7 @@ import torch
 
 from penstock.generation.core.modes import Rescue
 from penstock.generation.sampling.ops.places import id_array, only
-from penstock.generation.sampling.processors.base import LogitsProcessor
+from penstock.generation.sampling.processors.base import Processor
 from penstock.generation.sampling.trackers import Tracker
 
 if TYPE_CHECKING:
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams, TokenSequence
     from penstock.generation.core.sequence import Sequence
+    from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.processors.base import RowState
 
 
-class AllowedTokens(LogitsProcessor):
+class AllowedTokens(Processor):
     """`allowed_token_ids`: everything else is removed, at every position.
 
     Where earlier processors left none of the allowed tokens, these get a score of 0 all the same, as in transformers'
@@ -43,7 +44,7 @@ class AllowedTokens(LogitsProcessor):
     def prepare(params: SamplingParams) -> npt.NDArray[np.int64]:
         return id_array(params.allowed_token_ids or ())
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         _keep_only(scores_NV, self._rows, self._states, self._ids)
 
 
@@ -105,7 +106,7 @@ class TrieCursor(Tracker):
         return twin
 
 
-class AllowedTrie(LogitsProcessor):
+class AllowedTrie(Processor):
     """`allowed_token_trie`, the declarative form of transformers' prefix_allowed_tokens_fn: every output is a path from
     the root, and the end of the sequence follows a whole path. Tokens are forced as in `AllowedTokens`."""
 
@@ -126,7 +127,7 @@ class AllowedTrie(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> TrieCursor:
         return TrieCursor(cast("TrieNode", prepared), sequence.num_prompt_tokens)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         allowed = [
             eos_A if cursor.node is None else cursor.node.allowed(eos_A)
             for cursor, eos_A in zip(self._cursors, self._eos, strict=True)

@@ -1,10 +1,11 @@
-"""The contract of the logits processors.
+"""The contract of processors: what an option does to the scores that a token is drawn from.
 
 Shapes: N rows of the batch (one per sequence that draws), R rows of a selection, V vocabulary.
 """
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -14,16 +15,25 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as Seq
 
-    import numpy as np
-    import numpy.typing as npt
-
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
+    from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.trackers import Tracker
 
 # A score that an option changed stays within this. The sum of two such scores over the lowest temperature is finite in
 # fp32: an infinity would turn into a NaN, and one request's options must not break the step of all the others.
 LARGEST_SCORE = 1e8
+
+
+class Stage(enum.Enum):
+    """Place of a processor in a step. They run in this order; within a stage, in that of PROCESSORS."""
+
+    # Every row, before the grammar's masks.
+    SCORES = 1
+    # Sampled rows, after the masks: what transformers calls a warper. Greedy rows have none of them, as there.
+    WARP = 2
+    # Every row, after the warpers.
+    LATE = 3
 
 
 class RowState(Protocol):
@@ -32,31 +42,28 @@ class RowState(Protocol):
     sequence: Sequence
 
     @property
-    def trackers(self) -> Mapping[type[LogitsProcessor], Tracker]:
+    def trackers(self) -> Mapping[type[Processor], Tracker]:
         """The trackers, each by the processor that asked for it."""
 
     @property
-    def prepared(self) -> Mapping[type[LogitsProcessor], object]:
+    def prepared(self) -> Mapping[type[Processor], object]:
         """Values that processors prepared from the request's options."""
 
 
-class RowKernels(Protocol):
-    """Operations on rows of scores that processors need (`sampling.kernels.SamplingKernels`)."""
-
-    def in_head(self, vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
-        """Tell for each (seed, id) whether the seed's permutation of the vocabulary has the id among its first
-        `count`."""
-
-
-class LogitsProcessor(ABC):
+class Processor(ABC):
     """One option over the rows of a batch that use it.
 
     An object is built when the composition of the batch changes, and only if some row `wants` it: an unused option
     costs nothing. Rows that do not use it are never touched.
     """
 
-    # True: the most likely token stays the most likely, so greedy rows skip it.
-    is_argmax_invariant: ClassVar[bool] = False
+    stage: ClassVar[Stage] = Stage.SCORES
+    # True: differences between a row's scores stay, and with them each choice, draw and log-probability. A LATE
+    # processor of this kind is left out where a token is drawn.
+    keeps_odds: ClassVar[bool] = False
+    # True (of WARP only): the draw does its work without the warped vocabulary. Every batch has it, made of all sampled
+    # rows with a neutral value where it is off. A row that wants another warper is drawn from its warped vocabulary.
+    is_in_draw: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -75,49 +82,26 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        """Take the batch rows that want the processor, and their states in the same order."""
-
-    def use(self, kernels: RowKernels) -> None:
-        """Work with these kernels of the process; called before `apply`. Most processors need none."""
-        return
+        """Take the batch rows that want the processor (all sampled rows, where it is in the draw), and their states in
+        the same order."""
 
     @abstractmethod
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
-        """Change the wanting rows of `scores_NV` (fp32, contiguous) in place.
+    def apply(self, scores_RV: torch.Tensor, context: DrawContext) -> None:
+        """Change the wanting rows of the scores (fp32, contiguous) in place.
 
-        `positions_N` is the number of output tokens of every batch row.
+        SCORES and LATE get all rows of the batch, under their numbers. WARP gets a few of the sampled rows at a time:
+        `context.picked` finds the wanting ones among them.
         """
 
 
-class Warper(ABC):
-    """A sampling-only processor: reshapes the distribution of a row and keeps its most likely token.
-
-    Unlike a LogitsProcessor it holds a value for every sampled row of the batch (a neutral one where it is off), since
-    the sampler runs it on selections of rows that depend on the scores.
-    """
-
-    is_argmax_invariant: ClassVar[bool] = True
-    # True: every batch has this warper, and a draw can do without the warped vocabulary. Another warper exists only
-    # where some row wants it, and that row is drawn from its whole warped vocabulary.
-    is_in_draw: ClassVar[bool] = False
-
-    @staticmethod
-    def wants(params: SamplingParams) -> bool:
-        """True when a row with these options uses this warper; asked only of warpers that are not part of the draw."""
-        return True
-
-    @abstractmethod
-    def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
-        """Take the options of the sampled rows of the batch, in their order."""
-
-    @abstractmethod
-    def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
-        """Change `scores_RV` in place; `rows_R` are the rows' indices among the sampled rows of the batch."""
+def wanting(rows: Seq[int], states: Seq[RowState]) -> list[tuple[int, SamplingParams]]:
+    """Return (row, its options) of the rows that a processor is made of."""
+    return [(row, state.sequence.params) for row, state in zip(rows, states, strict=True)]
 
 
 def min_tokens_to_keep(params: SamplingParams) -> int:
-    """Least number of tokens that a warper leaves: 1; under beams one more than there are end-of-sequence ids, so that
-    a beam can go on (as in transformers)."""
+    """Least number of tokens that a WARP processor leaves: 1; under beams one more than there are end-of-sequence ids,
+    so that a beam can go on (as in transformers)."""
     return max(len(params.eos_token_ids), 1) + 1 if params.mode.keeps_more_than_ends else 1
 
 

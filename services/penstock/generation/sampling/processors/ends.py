@@ -10,18 +10,17 @@ import torch
 
 from penstock.generation.attention.upload import uploaded
 from penstock.generation.sampling.ops.places import Places, id_array
-from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
+from penstock.generation.sampling.processors.base import LARGEST_SCORE, Processor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    import numpy.typing as npt
-
     from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.processors.base import RowState
 
 
-class ForcedBos(LogitsProcessor):
+class ForcedBos(Processor):
     """transformers' ForcedBOSTokenLogitsProcessor: the second of all ids, which follows a prompt of one token, or the
     first output token where the prompt has embeddings and no ids."""
 
@@ -37,13 +36,13 @@ class ForcedBos(LogitsProcessor):
     def wants(params: SamplingParams) -> bool:
         return params.forced_bos_token_id is not None
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         for row, position, token_id in self._rows:
-            if positions_N[row] == position and token_id is not None:
+            if context.positions_N[row] == position and token_id is not None:
                 _force(scores_NV[row], [token_id])
 
 
-class ForcedEos(LogitsProcessor):
+class ForcedEos(Processor):
     """transformers' ForcedEOSTokenLogitsProcessor: the last token that the output has room for."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
@@ -53,9 +52,9 @@ class ForcedEos(LogitsProcessor):
     def wants(params: SamplingParams) -> bool:
         return bool(params.forced_eos_token_ids)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         for row, params in self._rows:
-            if positions_N[row] == params.max_new_tokens - 1:
+            if context.positions_N[row] == params.max_new_tokens - 1:
                 _force(scores_NV[row], list(params.forced_eos_token_ids))
 
 
@@ -64,7 +63,7 @@ def _force(scores_V: torch.Tensor, token_ids: list[int]) -> None:
     scores_V[[token_id for token_id in token_ids if token_id < len(scores_V)]] = 0.0
 
 
-class MinNewTokens(LogitsProcessor):
+class MinNewTokens(Processor):
     """transformers' MinNewTokensLengthLogitsProcessor: eos scores are -inf while fewer tokens were generated."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
@@ -80,10 +79,10 @@ class MinNewTokens(LogitsProcessor):
     def wants(params: SamplingParams) -> bool:
         return params.min_new_tokens > 0 and bool(params.eos_token_ids)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         vocab_size = scores_NV.shape[1]
         # A checkpoint may name an eos id beyond its output layer: it cannot be drawn in any case.
-        active = (positions_N[self._rows] < self._minimum) & (self._eos_ids < vocab_size)
+        active = (context.positions_N[self._rows] < self._minimum) & (self._eos_ids < vocab_size)
         if active.any():
             places = self._rows[active] * vocab_size + self._eos_ids[active]
             scores_NV.view(-1)[uploaded(places, self._device)] = -torch.inf
@@ -93,7 +92,7 @@ class MinNewTokens(LogitsProcessor):
 _LARGEST_FACTOR = 1e30
 
 
-class ExponentialDecayLength(LogitsProcessor):
+class ExponentialDecayLength(Processor):
     """transformers' ExponentialDecayLengthPenalty: from (start, factor), eos scores gain
     |score| * (factor ** (position - start) - 1) where position > start; a suppressed eos stays suppressed."""
 
@@ -111,8 +110,8 @@ class ExponentialDecayLength(LogitsProcessor):
     def wants(params: SamplingParams) -> bool:
         return params.exponential_decay_length_penalty is not None and bool(params.eos_token_ids)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
-        passed_E = positions_N[self._rows_E] - self._starts_E
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
+        passed_E = context.positions_N[self._rows_E] - self._starts_E
         if not (passed_E > 0).any():
             return
         with np.errstate(over="ignore"):

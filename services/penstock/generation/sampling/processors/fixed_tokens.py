@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.generation.sampling.ops.places import Places, id_array
-from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
+from penstock.generation.sampling.processors.base import LARGEST_SCORE, Processor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.processors.base import RowState
 
 
-class SuppressTokens(LogitsProcessor):
+class SuppressTokens(Processor):
     """transformers' SuppressTokensLogitsProcessor: -inf at every position."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
@@ -34,11 +35,11 @@ class SuppressTokens(LogitsProcessor):
     def prepare(params: SamplingParams) -> npt.NDArray[np.int64]:
         return id_array(params.suppress_tokens)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         self._places.fill(scores_NV, -np.inf)
 
 
-class BeginSuppressTokens(LogitsProcessor):
+class BeginSuppressTokens(Processor):
     """transformers' SuppressTokensAtBeginLogitsProcessor: -inf for the first output token; where forced_bos makes the
     second of a prompt of one id or none, for the second."""
 
@@ -56,8 +57,8 @@ class BeginSuppressTokens(LogitsProcessor):
     def prepare(params: SamplingParams) -> npt.NDArray[np.int64]:
         return id_array(params.begin_suppress_tokens)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
-        active = [place for place, row in enumerate(self._rows) if positions_N[row] == self._begin[place]]
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
+        active = [place for place, row in enumerate(self._rows) if context.positions_N[row] == self._begin[place]]
         if active:
             rows, ids = [self._rows[place] for place in active], [self._ids[place] for place in active]
             Places(rows, ids, self._device).fill(scores_NV, -np.inf)
@@ -68,7 +69,7 @@ def _begin(state: RowState) -> int:
     return int(sequence.num_prompt_ids <= 1 and sequence.params.forced_bos_token_id is not None)
 
 
-class LogitBias(LogitsProcessor):
+class LogitBias(Processor):
     """Adds a bias to single tokens. Ids are validated against the vocabulary before they get here."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
@@ -83,5 +84,5 @@ class LogitBias(LogitsProcessor):
     def wants(params: SamplingParams) -> bool:
         return bool(params.logit_bias)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         scores_NV[self._row_E, self._id_E] += self._bias_E

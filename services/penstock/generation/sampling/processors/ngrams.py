@@ -8,20 +8,19 @@ import numpy as np
 import torch
 
 from penstock.generation.attention.upload import uploaded
-from penstock.generation.sampling.processors.base import LogitsProcessor
+from penstock.generation.sampling.processors.base import Processor
 from penstock.generation.sampling.trackers import NgramFollowers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    import numpy.typing as npt
-
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
+    from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.processors.base import RowState
 
 
-class NoRepeatNgram(LogitsProcessor):
+class NoRepeatNgram(Processor):
     """transformers' NoRepeatNGramLogitsProcessor: no n-gram of prompt and output comes again."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
@@ -35,11 +34,11 @@ class NoRepeatNgram(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> NgramFollowers:
         return NgramFollowers(sequence.params.no_repeat_ngram_size, sequence.num_prompt_tokens)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         _ban(scores_NV, self._rows)
 
 
-class EncoderNoRepeatNgram(LogitsProcessor):
+class EncoderNoRepeatNgram(Processor):
     """transformers' EncoderNoRepeatNGramLogitsProcessor, whose "encoder" ids are the prompt of a decoder-only model:
     no n-gram of the prompt comes again."""
 
@@ -55,14 +54,14 @@ class EncoderNoRepeatNgram(LogitsProcessor):
         size = sequence.params.encoder_no_repeat_ngram_size
         return NgramFollowers(size, sequence.num_prompt_tokens, prompt_only=True)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         _ban(scores_NV, self._rows)
 
 
 Rows = list[tuple[int, "Sequence", NgramFollowers]]
 
 
-def _followers(rows: Seq[int], states: Seq[RowState], kind: type[LogitsProcessor]) -> Rows:
+def _followers(rows: Seq[int], states: Seq[RowState], kind: type[Processor]) -> Rows:
     return [
         (row, state.sequence, cast("NgramFollowers", state.trackers[kind]))
         for row, state in zip(rows, states, strict=True)

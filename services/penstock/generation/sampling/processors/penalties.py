@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.generation.attention.upload import uploaded
-from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
+from penstock.generation.sampling.processors.base import LARGEST_SCORE, Processor
 from penstock.generation.sampling.trackers import PromptIds, TokenCounts
 
 if TYPE_CHECKING:
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
+    from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.processors.base import RowState
 
 
-class RepetitionPenalty(LogitsProcessor):
+class RepetitionPenalty(Processor):
     """transformers' RepetitionPenaltyLogitsProcessor over prompt and output: negative scores times the penalty,
     the others divided by it, once per distinct token."""
 
@@ -40,13 +41,13 @@ class RepetitionPenalty(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> TokenCounts:
         return TokenCounts(first=sequence.num_placeholders)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         places_E, lengths = _places(self._rows, self._seen, scores_NV.shape[1])
         penalties_E = uploaded(self._penalties.repeat(lengths), self._device)
         penalise(scores_NV, uploaded(places_E, self._device), penalties_E)
 
 
-class EncoderRepetitionPenalty(LogitsProcessor):
+class EncoderRepetitionPenalty(Processor):
     """transformers' EncoderRepetitionPenaltyLogitsProcessor, with the prompt of a decoder-only model as "encoder" ids:
     a repetition penalty of 1 / penalty, so that values above 1 hold the output to the prompt's words."""
 
@@ -64,13 +65,13 @@ class EncoderRepetitionPenalty(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> PromptIds:
         return PromptIds(sequence.num_prompt_tokens)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         places_E, lengths = _places(self._rows, self._prompts, scores_NV.shape[1])
         penalties_E = uploaded(self._penalties.repeat(lengths), self._device)
         penalise(scores_NV, uploaded(places_E, self._device), penalties_E)
 
 
-class OpenAIPenalties(LogitsProcessor):
+class OpenAIPenalties(Processor):
     """OpenAI's frequency and presence penalties over the output:
     score - frequency_penalty * count - presence_penalty * (count > 0)."""
 
@@ -90,7 +91,7 @@ class OpenAIPenalties(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> TokenCounts:
         return TokenCounts(first=sequence.num_prompt_tokens)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         places_E, lengths = _places(self._rows, self._outputs, scores_NV.shape[1])
         if not len(places_E):
             return
@@ -100,7 +101,7 @@ class OpenAIPenalties(LogitsProcessor):
         flat[index_E] = flat[index_E] - uploaded(penalties_E, self._device)
 
 
-def _counts(state: RowState, kind: type[LogitsProcessor]) -> TokenCounts:
+def _counts(state: RowState, kind: type[Processor]) -> TokenCounts:
     return cast("TokenCounts", state.trackers[kind])
 
 
@@ -131,7 +132,7 @@ def _places(
     return places_E, lengths
 
 
-class HammingDiversity(LogitsProcessor):
+class HammingDiversity(Processor):
     """transformers 4.41's HammingDiversityLogitsProcessor: a token loses the penalty once for every beam of an earlier
     group that chose it at this position (`DrawSpec.taken_ids`)."""
 
@@ -142,7 +143,7 @@ class HammingDiversity(LogitsProcessor):
     def wants(params: SamplingParams) -> bool:
         return params.mode.diversity_penalty > 0.0
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         for row, sequence in self._rows:
             taken = sequence.draw.taken_ids
             if taken:

@@ -7,22 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.generation.core.plugins import plugin_failed
-from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
+from penstock.generation.sampling.processors.base import LARGEST_SCORE, Processor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    import numpy as np
-    import numpy.typing as npt
-
     from penstock.generation.core.plugins import Plugin, RequestPlugins
     from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.processors.base import RowState
 
 _FIELD = "config.logits_processor"
 
 
-class PluginProcessors(LogitsProcessor):
+class PluginProcessors(Processor):
     """`logits_processor`: transformers' argument of that name, row by row and where it stands there.
 
     One that raises, or answers with anything but finite scores and -inf, leaves its row as it is and sets the request's
@@ -37,7 +35,7 @@ class PluginProcessors(LogitsProcessor):
     def wants(params: SamplingParams) -> bool:
         return params.plugins is not None and bool(params.plugins.processors)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         for row, sequence in self._rows:
             plugins = sequence.params.plugins
             if plugins is not None and plugins.error is None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.generation.attention.upload import uploaded
-from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
+from penstock.generation.sampling.processors.base import LARGEST_SCORE, Processor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams, TokenSequence
     from penstock.generation.core.sequence import Sequence
+    from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.processors.base import RowState
 
 # Last tokens and their biases.
@@ -54,7 +55,7 @@ class SuffixBiases:
         return found
 
 
-class SequenceBias(LogitsProcessor):
+class SequenceBias(Processor):
     """transformers' SequenceBiasLogitsProcessor; the biases of all sequences that a token would complete add up."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
@@ -68,11 +69,11 @@ class SequenceBias(LogitsProcessor):
     def prepare(params: SamplingParams) -> SuffixBiases:
         return SuffixBiases(params.sequence_bias.items())
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         _add(scores_NV, self._rows)
 
 
-class BadWords(LogitsProcessor):
+class BadWords(Processor):
     """transformers' NoBadWordsLogitsProcessor: the token that would complete a bad word is removed. An end-of-sequence
     id alone is no bad word."""
 
@@ -88,14 +89,14 @@ class BadWords(LogitsProcessor):
         eos = {(token_id,) for token_id in params.eos_token_ids}
         return SuffixBiases((word, -np.inf) for word in dict.fromkeys(params.bad_words_ids) if word not in eos)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         _add(scores_NV, self._rows)
 
 
 Rows = list[tuple[int, "Sequence", SuffixBiases]]
 
 
-def _biases(rows: Seq[int], states: Seq[RowState], kind: type[LogitsProcessor]) -> Rows:
+def _biases(rows: Seq[int], states: Seq[RowState], kind: type[Processor]) -> Rows:
     return [
         (row, state.sequence, cast("SuffixBiases", state.prepared[kind]))
         for row, state in zip(rows, states, strict=True)

@@ -9,17 +9,15 @@ import torch
 
 from penstock.generation.core.modes import SynthIdOptions
 from penstock.generation.sampling.ops.synthid import coin_flips, context_hash, g_values, tournament
-from penstock.generation.sampling.processors.base import LogitsProcessor
+from penstock.generation.sampling.processors.base import Processor, Stage
 from penstock.generation.sampling.trackers import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    import numpy as np
-    import numpy.typing as npt
-
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
+    from penstock.generation.sampling.draw_context import DrawContext
     from penstock.generation.sampling.processors.base import RowState
 
 
@@ -82,12 +80,14 @@ class ContextHistory(Tracker):
         self._times: Counter[int] = Counter()
 
 
-class SynthId(LogitsProcessor):
+class SynthId(Processor):
     """transformers' SynthIDTextWatermarkLogitsProcessor, after the warpers.
 
     The state is each sequence's own, made of its output: under beams and drafts, too, where transformers' follows rows.
     What other options removed stays removed; there it gets the lowest number of the type.
     """
+
+    stage = Stage.LATE
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = [
@@ -115,7 +115,7 @@ class SynthId(LogitsProcessor):
         assert isinstance(options, SynthIdOptions), "the row wants it"
         return ContextHistory(options, sequence.num_prompt_tokens)
 
-    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+    def apply(self, scores_NV: torch.Tensor, context: DrawContext) -> None:
         for row, options, flips, history in self._rows:
             assert isinstance(options, SynthIdOptions), "the row wants it"
             hashed = history.next_hash

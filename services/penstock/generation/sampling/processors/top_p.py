@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.generation.sampling.processors.base import Warper, drop_below, min_tokens_to_keep
+from penstock.generation.sampling.processors.base import Processor, Stage, drop_below, min_tokens_to_keep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.sampling.draw_context import DrawContext
+    from penstock.generation.sampling.processors.base import RowState
 
 
-class TopP(Warper):
+class TopP(Processor):
     """transformers' TopPLogitsWarper: the smallest set of most likely tokens whose probabilities reach top_p.
 
     It drops, in ascending order, while the cumulative probability is <= 1 - top_p; from the other end that keeps a
@@ -22,17 +24,23 @@ class TopP(Warper):
     (transformers leaves that to an unstable sort). Sums are in fp64.
     """
 
+    stage = Stage.WARP
     is_in_draw = True
 
-    def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
+        params = [state.sequence.params for state in states]
         # Infinity, not 1, where it is off: no sum, however rounded, reaches it.
-        self._values = [p.top_p if p.top_p < 1.0 else torch.inf for p in params]
+        self._values = [p.top_p if self.wants(p) else torch.inf for p in params]
         self._keep = [min_tokens_to_keep(p) for p in params]
         self.values_M1 = torch.tensor(self._values, dtype=torch.float64, device=device)[:, None]
 
-    def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
-        picked = self.values_M1[rows_R, 0].isfinite().nonzero()[:, 0]
-        for row, place in zip(picked.tolist(), rows_R[picked].tolist(), strict=True):
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return params.top_p < 1.0
+
+    def apply(self, scores_RV: torch.Tensor, context: DrawContext) -> None:
+        picked = self.values_M1[context.picked_R, 0].isfinite().nonzero()[:, 0]
+        for row, place in zip(picked.tolist(), context.picked_R[picked].tolist(), strict=True):
             keep = self._keep[place]
             # The nucleus holds the most likely token in any case.
             kept = scores_RV[row].topk(min(keep, scores_RV.shape[1])) if keep > 1 else None

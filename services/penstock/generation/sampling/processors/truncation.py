@@ -1,4 +1,4 @@
-"""Warpers that cut the tail of a distribution in ways that the draw itself does not know."""
+"""WARP processors that cut the tail of a distribution in ways that the draw itself does not know."""
 
 from __future__ import annotations
 
@@ -9,68 +9,80 @@ import torch
 
 from penstock.generation.sampling.ops.candidates import top_candidates
 from penstock.generation.sampling.ops.places import only
-from penstock.generation.sampling.processors.base import Warper, drop_below, log_total, min_tokens_to_keep
+from penstock.generation.sampling.processors.base import (
+    Processor,
+    Stage,
+    drop_below,
+    log_total,
+    min_tokens_to_keep,
+    wanting,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.sampling.draw_context import DrawContext
+    from penstock.generation.sampling.processors.base import RowState
 
 
-class EpsilonCutoff(Warper):
+class EpsilonCutoff(Processor):
     """transformers' EpsilonLogitsWarper (Hewitt et al. 2022): drops tokens less likely than epsilon."""
 
-    def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
-        self._params = params
+    stage = Stage.WARP
+
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
+        self._rows = wanting(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
         return 0.0 < params.epsilon_cutoff < 1.0
 
-    def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
-        for scores_V, place in zip(scores_RV, rows_R.tolist(), strict=True):
-            params = self._params[place]
-            if self.wants(params):
-                _drop_less_likely(scores_V, math.log(params.epsilon_cutoff), params)
+    def apply(self, scores_RV: torch.Tensor, context: DrawContext) -> None:
+        for place, params in context.picked(self._rows):
+            _drop_less_likely(scores_RV[place], math.log(params.epsilon_cutoff), params)
 
 
-class EtaCutoff(Warper):
+class EtaCutoff(Processor):
     """transformers' EtaLogitsWarper (Hewitt et al. 2022): drops tokens less likely than
     min(eta, sqrt(eta) * exp(-entropy))."""
 
-    def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
-        self._params = params
+    stage = Stage.WARP
+
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
+        self._rows = wanting(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
         return 0.0 < params.eta_cutoff < 1.0
 
-    def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
-        for scores_V, place in zip(scores_RV, rows_R.tolist(), strict=True):
-            params = self._params[place]
-            if self.wants(params):
-                log_eta = math.log(params.eta_cutoff)
-                _drop_less_likely(scores_V, min(log_eta, log_eta / 2 - _entropy(scores_V)), params)
+    def apply(self, scores_RV: torch.Tensor, context: DrawContext) -> None:
+        for place, params in context.picked(self._rows):
+            log_eta = math.log(params.eta_cutoff)
+            lowest = min(log_eta, log_eta / 2 - _entropy(scores_RV[place]))
+            _drop_less_likely(scores_RV[place], lowest, params)
 
 
-class TopNSigma(Warper):
+class TopNSigma(Processor):
     """Top-nσ (Tang et al. 2024) as in llama.cpp: drops scores more than n standard deviations below the highest.
 
     The deviation is that of the row's finite scores, as a population, in fp64. What stays is the same at every
     temperature.
     """
 
-    def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
-        self._params = params
+    stage = Stage.WARP
+
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
+        self._rows = wanting(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
         return params.top_n_sigma > 0.0
 
-    def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
-        for scores_V, place in zip(scores_RV, rows_R.tolist(), strict=True):
-            params = self._params[place]
-            finite_F = scores_V[scores_V.isfinite()].double() if self.wants(params) else scores_V[:0]
+    def apply(self, scores_RV: torch.Tensor, context: DrawContext) -> None:
+        for place, params in context.picked(self._rows):
+            scores_V = scores_RV[place]
+            finite_F = scores_V[scores_V.isfinite()].double()
             if len(finite_F):
                 lowest = finite_F.amax() - params.top_n_sigma * finite_F.std(correction=0)
                 _drop_less(scores_V, lowest.to(scores_V.dtype), params)
@@ -97,24 +109,26 @@ def _drop_less(scores_V: torch.Tensor, lowest: torch.Tensor, params: SamplingPar
 _MOST = 100
 
 
-class TopH(Warper):
+class TopH(Processor):
     """transformers' TopHLogitsWarper: of the 100 most likely tokens, those whose entropy terms, in descending order,
     sum to at most top_h times the entropy of the 100; the first always. Of equal scores the lower ids stay."""
 
-    def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
-        self._values = [p.top_h for p in params]
+    stage = Stage.WARP
+
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
+        self._rows = wanting(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
         return params.top_h is not None
 
-    def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
+    def apply(self, scores_RV: torch.Tensor, context: DrawContext) -> None:
         only_row = torch.zeros(1, dtype=torch.int64, device=scores_RV.device)
-        for scores_V, place in zip(scores_RV, rows_R.tolist(), strict=True):
-            value = self._values[place]
-            if value is not None:
-                found = top_candidates(scores_V[None], only_row, min(_MOST, len(scores_V)))
-                only(scores_V, found.ids_RC[0, _kept(found.scores_RC[0], value)])
+        for place, params in context.picked(self._rows):
+            assert params.top_h is not None, "the row wants it"
+            scores_V = scores_RV[place]
+            found = top_candidates(scores_V[None], only_row, min(_MOST, len(scores_V)))
+            only(scores_V, found.ids_RC[0, _kept(found.scores_RC[0], params.top_h)])
 
 
 def _kept(scores_C: torch.Tensor, top_h: float) -> torch.Tensor:
@@ -129,22 +143,22 @@ def _kept(scores_C: torch.Tensor, top_h: float) -> torch.Tensor:
     return kept_C
 
 
-class TypicalP(Warper):
+class TypicalP(Processor):
     """transformers' TypicalLogitsWarper (Meister et al. 2022): the tokens whose surprise is nearest to the entropy,
     until their probabilities reach typical_p; equally near ones all stay. Sums are in fp64."""
 
-    def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
-        self._params = params
+    stage = Stage.WARP
+
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
+        self._rows = wanting(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
         return params.typical_p < 1.0
 
-    def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
-        for scores_V, place in zip(scores_RV, rows_R.tolist(), strict=True):
-            params = self._params[place]
-            if self.wants(params):
-                _drop_untypical(scores_V, params.typical_p, min_tokens_to_keep(params))
+    def apply(self, scores_RV: torch.Tensor, context: DrawContext) -> None:
+        for place, params in context.picked(self._rows):
+            _drop_untypical(scores_RV[place], params.typical_p, min_tokens_to_keep(params))
 
 
 def _drop_untypical(scores_V: torch.Tensor, mass: float, keep: int) -> None:
