@@ -15,7 +15,7 @@ from penstock.common.options import options_of
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.options.kinds import SEED_RANGE, Bounds
 from penstock.generation.options.limits import DEFAULT_LIMITS
-from penstock.generation.options.option_spec import OptionSpec, Scope
+from penstock.generation.options.option_spec import OptionSpec
 from penstock.generation.options.table import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +62,7 @@ def page() -> str:
     for section, specs in SECTIONS.items():
         columns = ["field", "default", "allowed", ""]
         # A section in which every option has its effect everywhere, as in transformers, goes without these.
-        is_wide = any(spec.scope is not Scope.EVERY or spec.differs for spec in specs.values())
+        is_wide = any(spec.scopes or spec.differs for spec in specs.values())
         columns += ["has an effect in", "differs from transformers"] if is_wide else []
         rows = [_line(columns), "|" + "---|" * len(columns)]
         rows += [_line(_cells(spec, is_wide=is_wide)) for spec in specs.values()]
@@ -75,10 +75,12 @@ def _line(cells: list[str]) -> str:
 
 
 def _cells(spec: OptionSpec, *, is_wide: bool) -> list[str]:
-    cells = [f"`{spec.name}`", default_of(spec), allowed(spec), spec.doc]
+    others = f" Other servers' names: {', '.join(f'`{name}`' for name in spec.aliases)}." if spec.aliases else ""
+    doc = spec.doc + others
+    cells = [f"`{spec.name}`", default_of(spec), allowed(spec), doc]
     if not is_wide:
-        return [*cells[:3], f"{spec.doc} The router's." if spec.router_only else spec.doc]
-    return [*cells, "the router" if spec.router_only else spec.scope.value, spec.differs or "–"]
+        return [*cells[:3], f"{doc} The router's." if spec.router_only else doc]
+    return [*cells, "the router" if spec.router_only else spec.effect, spec.differs or "–"]
 
 
 def default_of(spec: OptionSpec) -> str:
@@ -106,12 +108,15 @@ def in_words(bounds: Bounds) -> str:
 
 
 def allowed(spec: OptionSpec) -> str:
-    """Bounds, limit and the rest."""
+    """Bounds, limit, needs and the rest."""
     parts = [in_words(spec.bounds)] if spec.bounds is not None else []
     if spec.limit:
         most = f"`{FLAGS[spec.limit]}`" if spec.limit in FLAGS else str(getattr(DEFAULT_LIMITS, spec.limit))
         parts.append(spec.kind.most.format(most))
-    return "; ".join([*parts, *([spec.allowed] if spec.allowed else [])])
+    parts += [spec.allowed] if spec.allowed else []
+    if spec.needs:
+        parts.append(f"without {' or '.join(f'`{need}`' for need in spec.needs)}: warning")
+    return "; ".join(parts)
 
 
 def keywords(specs: dict[str, OptionSpec]) -> Iterator[tuple[str, OptionSpec, str]]:

@@ -17,7 +17,7 @@ from penstock.common.hf_fields import REFUSED, is_nothing
 from penstock.gateway.endpoint import HttpCall
 from penstock.gateway.json_forms import SETTING_NAMES, apply_settings, read_form, read_settings
 from penstock.gateway.unknown_fields import note_fields, unknown_fields
-from penstock.generation.options.table import CONFIG, SECTIONS
+from penstock.generation.options.table import ALIASES, CONFIG, SECTIONS
 
 T = TypeVar("T")
 # Options by their own names, except those that a route sets itself.
@@ -27,23 +27,12 @@ _OWN_NAMES = frozenset(GenerationOptions.__optional_keys__) - {
     *("output_scores", "output_logits", "output_hidden_states", "output_attentions", "scores_top_k", "tensor_steps"),
 }
 _TENSORS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-# OpenAI's and vLLM's names of options. The first that is set wins.
-_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
-    "max_new_tokens": ("max_completion_tokens", "max_tokens"),
-    "min_new_tokens": ("min_tokens",),
-    "num_return_sequences": ("n",),
-    "stop_strings": ("stop",),
-    "include_stop_string_in_output": ("include_stop_str_in_output",),
-    "typical_p": ("typical",),
-}
 # vLLM's names of constraints, within `structured_outputs` and as fields of their own.
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 # Options that ask for sampling when nothing else says how to decode.
 _SAMPLING = tuple(name for name, spec in CONFIG.items() if spec.is_sampling_only)
-# Options that choose another mode than sampling.
-_MODES = (
-    *("do_sample", "num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "force_words_ids", "constraints"),
-)
+# Options that choose how to decode: nothing else then asks for sampling. Drafts go with any way.
+_MODES = tuple(name for name, spec in CONFIG.items() if spec.chooses is not None and not spec.chooses.drafts)
 _NEGATIVE = ("negative_prompt_ids", "negative_prompt")
 _TOGETHER = re.compile(r"options '(\w+)' and '(\w+)' do not go together")
 _NAMED = re.compile(r"option '(\w+)': (.*)", re.DOTALL)
@@ -121,7 +110,7 @@ def options_of(fields: Fields, call: HttpCall) -> dict[str, Any]:
         if value is not None and options.get(option) is None:
             options[option], call.names[option] = value, name
 
-    for option, names in _OTHER_NAMES.items():
+    for option, names in ALIASES.items():
         for name in names:
             put(option, name, fields.raw(name))
     for name in _OWN_NAMES:

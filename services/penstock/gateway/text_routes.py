@@ -192,7 +192,7 @@ def _rows() -> Iterable[dict[str, Any]]:
                 "default": _plain(spec.default),
                 "allowed": spec.allowed,
                 "choices": _choices(spec.kind.hint),
-                "effect": spec.scope.value,
+                "effect": spec.effect,
                 "group": spec.flags,
             }
 

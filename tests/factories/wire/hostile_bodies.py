@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.generation.options.table import SECTIONS
+from penstock.generation.options.table import ALIASES, SECTIONS
 
 _HOLE = "\x00hole"
 _TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -22,8 +22,8 @@ _KWARGS = {"a": [1, {"b": None}]}
 # Options that are read as fields of their own on every route that generates; one token is enough.
 _GENERATION: dict[str, Any] = {"temperature": 0, "model": ""}
 _OTHER_NAMES = (
-    *("n", "stop", "max_tokens", "max_completion_tokens", "min_tokens", "typical", "best_of", "use_beam_search"),
-    *("include_stop_str_in_output", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *(alias for aliases in ALIASES.values() for alias in aliases),
+    *("best_of", "use_beam_search", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("guided_json_object", "json_schema", "json_object", "regex", "grammar", "choice", "config", "adapter"),
     *("cache_salt", "add_special_tokens", "inputs_embeds", "inputs_embeds_before_ids", "add_generation_prompt"),
     *(

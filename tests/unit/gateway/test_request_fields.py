@@ -10,7 +10,7 @@ from penstock.gateway.chat_history import messages_of
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import HttpCall
 from penstock.gateway.request_fields import Fields, checked, options_of, token_lists, tools_of
-from penstock.generation.options.table import SECTIONS
+from penstock.generation.options.table import ALIASES, SECTIONS
 from penstock_client import check_options
 
 
@@ -45,6 +45,11 @@ def test_every_option_of_the_table_is_a_field_under_its_own_name(name: str) -> N
     found = options_of(fields, call)
     fields.done()
     assert name in found or name.startswith("negative_prompt")
+
+
+@pytest.mark.parametrize(("name", "alias"), [(name, alias) for name, some in ALIASES.items() for alias in some])
+def test_every_alias_of_the_table_is_the_option(name: str, alias: str) -> None:
+    assert options(**{alias: 1})[name] == 1
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from penstock.cli.client import sampling as command_line
 from penstock.common.errors import InvalidArgument, StartupError
 from penstock.common.options import options_of
+from penstock.generation.core.modes import Scope
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.options import resolve as resolving
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.options.kinds import INTEGER, SIZE
 from penstock.generation.options.limits import RequestLimits
-from penstock.generation.options.option_spec import OptionSpec, Scope
+from penstock.generation.options.option_spec import OptionSpec
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import Resolved, resolve
 from penstock.generation.options.table import SECTIONS, OutputOptions, RequestOptions, StopOptions
@@ -69,7 +70,7 @@ class FirstIds(Processor):
 
 def row_of(section: str) -> OptionSpec:
     return OptionSpec(
-        name=NAME, section=section, kind=INTEGER, doc=DOC, bounds=SIZE, limit="max_ngram", scope=Scope.SAMPLING,
+        name=NAME, section=section, kind=INTEGER, doc=DOC, bounds=SIZE, limit="max_ngram", scopes=(Scope.SAMPLING,),
         silent=(0,), param="first_ids", flags="Generation", default=0, in_file=section == "config",
     )  # fmt: skip
 

@@ -7,11 +7,14 @@ from typing import Any, get_type_hints
 
 import pytest
 from penstock.common.errors import InvalidArgument, trailing_metadata
+from penstock.generation.options.table import ALIASES as OPTION_ALIASES
+from penstock.generation.options.table import SECTIONS
 from penstock.inference import kserve_pb2
-from penstock.router.frontend.kserve_convert import infer_request
+from penstock.router.frontend.kserve_convert import ALIASES, infer_request
 from penstock_client import GenerationOptions
 
-NAMES = sorted({*get_type_hints(GenerationOptions), "max_tokens", "n", "stop", "lora_name", "nothing", ""})
+HINTS = {name: spec.kind.hint for rows in SECTIONS.values() for name, spec in rows.items()}
+NAMES = sorted({*get_type_hints(GenerationOptions), *ALIASES, "nothing", ""})
 VALUES = [
     None,
     True,
@@ -120,3 +123,10 @@ def test_a_name_that_no_message_holds_is_refused_by_one_that_trailers_hold(name:
     assert 3 * len(caught.value.message.encode()) + 4 * len(details) // 3 < 8 << 10
     assert caught.value.field is not None
     assert caught.value.field.startswith("sampling_parameters.")
+
+
+@pytest.mark.parametrize(("name", "alias"), [(name, alias) for name, some in OPTION_ALIASES.items() for alias in some])
+def test_every_alias_of_the_table_is_the_option(name: str, alias: str) -> None:
+    value = {"str | Sequence[str]": "x", "bool": True, "float": 0.5}.get(HINTS[name], 2)
+    ours, theirs = infer_request(request({name: value})), infer_request(request({alias: value}))
+    assert ours.request == theirs.request != infer_request(request()).request

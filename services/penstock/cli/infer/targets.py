@@ -24,6 +24,7 @@ from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
 from penstock.common.checkpoint import model_name, resolve_model, source_name
 from penstock.common.errors import ResourceExhausted, StartupError
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, read_json
+from penstock.generation.options.table import SECTIONS
 
 if TYPE_CHECKING:
     from penstock_client import Client, Completion, Stream
@@ -277,15 +278,21 @@ def _tokenizer(config: InferConfig) -> LocalTokenizer | None:
     return LocalTokenizer(bundle, allow_control_tokens=config.allow_control_tokens_in_text)
 
 
+# Those fields of vLLM's SamplingParams that are options here, by their names there.
+_VLLM_FIELDS = frozenset({
+    *("max_tokens", "min_tokens", "stop", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
+    *("presence_penalty", "frequency_penalty", "ignore_eos", "logit_bias"),
+})  # fmt: skip
 # Our names -> those of vLLM's SamplingParams.
 _VLLM_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
     "eos_token_id": "stop_token_ids",
-    "stop_strings": "stop",
-    "num_return_sequences": "n",
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty", "ignore_eos", "logit_bias")},
+    **{
+        name: field
+        for rows in SECTIONS.values()
+        for name, spec in rows.items()
+        for field in (name, *spec.aliases)
+        if field in _VLLM_FIELDS
+    },
 }
 
 

@@ -21,6 +21,28 @@ class GenerationMode(enum.Enum):
     DOLA_GENERATION = 9
 
 
+class Scope(enum.Enum):
+    """Requests in which an option has an effect; a request outside that sets it gets a warning.
+
+    `words` name them, `idle` is the reason that the warning gives. `drafts`: requests with drafts of one kind, of which
+    one goes before another. `streams`: False where all tokens come at the end.
+    """
+
+    SAMPLING = ("sampling", "nothing is sampled, set config.do_sample to sample")
+    BEAMS = ("beam search", "it belongs to beam search, and num_beams is 1", False, False)
+    CONTRASTIVE = ("contrastive search", "contrastive search needs one beam, no sampling and config.top_k above 1")
+    LOOKUP = ("prompt lookup", "there is no prompt lookup", True)
+    NGRAM_MEMORY = ("drafts from memory", "this server remembers no outputs", True)
+    LOOKAHEAD = ("lookahead", "there is no lookahead", True)
+    DRAFT_MODEL = ("drafts of a model", "there are no drafts of a model", True)
+    DOLA = ("DoLa", "DoLa needs greedy search or sampling without drafts")
+    GUIDANCE = ("guidance", "there is no guidance, set config.guidance_scale to other than 1")
+    ENDING = ("models with an end-of-sequence id", "the model has no end-of-sequence id")
+
+    def __init__(self, words: str, idle: str, drafts: bool = False, streams: bool = True) -> None:
+        self.words, self.idle, self.drafts, self.streams = words, idle, drafts, streams
+
+
 class EarlyStopping(enum.Enum):
     """Moment at which beam search may stop: see transformers' `early_stopping`."""
 
@@ -97,8 +119,8 @@ class DecodingMode:
         return Rescue.EACH
 
     @property
-    def uses(self) -> frozenset[str]:
-        """Names of the options that have an effect in this mode and none in others."""
+    def uses(self) -> frozenset[Scope]:
+        """Scopes of the options that have an effect in this mode and none in others."""
         return frozenset()
 
     @property

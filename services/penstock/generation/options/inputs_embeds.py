@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.common.errors import InvalidArgument
+from penstock.generation.core.modes import Scope
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.modes import Modes
@@ -55,7 +56,7 @@ def check_beside_embeds(request: GenerateOptions, options: RequestOptions, modes
         return
     if options.token_healing:
         raise InvalidArgument("config.token_healing", f"must be false with {_FIELD}: it chooses the last token by text")
-    if "assistant_model" in modes.mode.uses:
+    if Scope.DRAFT_MODEL in modes.mode.uses:
         raise InvalidArgument("config.assistant_model", f"must be unset with {_FIELD}: a draft model cannot read them")
     if modes.guidance.is_on and not modes.guidance.negative_prompt_ids and not request.prompt_token_ids:
         raise InvalidArgument(

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import ItemsView, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
+from penstock.generation.core.modes import Scope
 from penstock.generation.options.kinds import Bounds, Kind
 
 _ROW = "row"
-
-
-class Scope(enum.Enum):
-    """Requests in which an option has an effect, in words; a request outside that sets it gets a warning."""
-
-    EVERY = ""
-    SAMPLING = "sampling"
-    SAMPLING_OR_CONTRASTIVE = "sampling, contrastive search"
-    BEAMS = "beam search"
-    CONTRASTIVE = "contrastive search"
-    LOOKUP = "prompt lookup"
-    NGRAM_MEMORY = "drafts from memory"
-    LOOKAHEAD = "lookahead"
-    DRAFT_MODEL = "drafts of a model"
-    DOLA = "DoLa"
-    GUIDANCE = "guidance"
-    ENDING = "models with an end-of-sequence id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +24,17 @@ class OptionSpec:
     bounds: Bounds | None = None
     # Field of RequestLimits that bounds its size or its number of entries.
     limit: str = ""
-    scope: Scope = Scope.EVERY
-    # Values that go without a warning outside the scope: they ask for nothing.
+    # Requests in which it has an effect; empty: every one.
+    scopes: tuple[Scope, ...] = ()
+    # Values that ask for nothing, and so go without a warning where the option has no effect.
     silent: tuple[object, ...] = ()
+    # Options of its section without one of which it does nothing: setting it alone gets a warning.
+    needs: tuple[str, ...] = ()
+    # Mode that a value asks for, beside the others' own options: `num_beams` asks for beam search.
+    chooses: Scope | None = None
+    # Its names in other servers' APIs (OpenAI's, vLLM's), which HTTP, KServe and `penstock infer --use-vllm` know too;
+    # the first that is set wins.
+    aliases: tuple[str, ...] = ()
     # Field of SamplingParams that takes the value as it is; None: `resolve` works on it.
     param: str | None = None
     # Value when neither the request nor the model's file sets it; in words where it is no constant.
@@ -72,7 +63,16 @@ class OptionSpec:
     @property
     def is_sampling_only(self) -> bool:
         """True for an option that shapes a distribution to draw from."""
-        return self.scope in (Scope.SAMPLING, Scope.SAMPLING_OR_CONTRASTIVE)
+        return Scope.SAMPLING in self.scopes
+
+    @property
+    def effect(self) -> str:
+        """Requests in which it has an effect, in words; empty: every one."""
+        return ", ".join(scope.words for scope in self.scopes)
+
+    def asks(self, value: object) -> bool:
+        """True for a value that asks for something."""
+        return bool(value) and value not in self.silent
 
 
 def row(kind: Kind, doc: str, *, unset: Any = None, **columns: Any) -> Any:

@@ -59,7 +59,7 @@ def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts
     if request.inputs_embeds is not None:
         for name in ENCODER_OPTIONS:
             fields.pop(name, None)
-    warnings = [*warnings_of(request, modes, has_eos=bool(fields["eos_token_ids"])), *embeds_warnings(request)]
+    warnings = [*warnings_of(request, options, modes, has_eos=bool(fields["eos_token_ids"])), *embeds_warnings(request)]
     open_ended = _open_ended(model, fields)
     maximum, minimum = resolve_lengths(request, defaults, _room(request, model, modes), open_ended, warnings)
     _check_resumed(request, count, maximum)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.generation.core.modes import AnyWatermark, AssistantSchedule, EarlyStopping
+from penstock.generation.core.modes import AnyWatermark, AssistantSchedule, EarlyStopping, Scope
 from penstock.generation.core.plugins import PluginChoice
 from penstock.generation.options.compound_kinds import (
     CONSTRAINTS,
@@ -55,7 +55,7 @@ from penstock.generation.options.kinds import (
     Bounds,
     TokenSequence,
 )
-from penstock.generation.options.option_spec import OptionSet, OptionSpec, Scope, row, specs_of
+from penstock.generation.options.option_spec import OptionSet, OptionSpec, row, specs_of
 
 GENERATION, SEARCH, DRAFTS, GUIDANCE = "Generation", "Beams and other searches", "Drafts", "Guidance"
 DEFAULT_TOP_K = 50
@@ -74,10 +74,11 @@ class RequestOptions(OptionSet):
     max_new_tokens: int | None = row(
         INTEGER, "Longest answer, in tokens.", bounds=COUNT, flags=GENERATION, default="up to the context",
         differs="unset: never 20, a warning tells the limit; cut at the context's end, with a warning",
+        aliases=("max_completion_tokens", "max_tokens"),
     )  # fmt: skip
     min_new_tokens: int | None = row(
         INTEGER, "Shortest answer, in tokens.", bounds=SIZE, flags=GENERATION, default=0,
-        allowed="above the maximum: warning",
+        allowed="above the maximum: warning", aliases=("min_tokens",),
     )  # fmt: skip
     max_length: int | None = row(
         INTEGER, "Longest prompt and answer together.", bounds=COUNT, allowed="more than the prompt",
@@ -95,71 +96,76 @@ class RequestOptions(OptionSet):
     # Strategy.
     do_sample: bool | None = row(
         FLAG, "Sample; most chat models' own files say so too.", flags=GENERATION, default=False,
-        differs="with `temperature` 0: greedy, with a warning",
+        differs="with `temperature` 0: greedy, with a warning", chooses=Scope.SAMPLING,
     )  # fmt: skip
     num_beams: int | None = row(
-        INTEGER, "Beam search with so many beams.", bounds=COUNT, limit="max_beams", flags=SEARCH, default=1
-    )
+        INTEGER, "Beam search with so many beams.", bounds=COUNT, limit="max_beams", flags=SEARCH, default=1,
+        silent=(1,), chooses=Scope.BEAMS,
+    )  # fmt: skip
     num_beam_groups: int | None = row(
-        INTEGER, "Diverse beam search with so many groups.", bounds=COUNT, scope=Scope.BEAMS, silent=(1,),
-        flags=SEARCH, default=1, allowed="divides `num_beams`", differs=_GONE,
+        INTEGER, "Diverse beam search with so many groups.", bounds=COUNT, scopes=(Scope.BEAMS,), silent=(1,),
+        flags=SEARCH, default=1, allowed="divides `num_beams`", differs=_GONE, chooses=Scope.BEAMS,
     )  # fmt: skip
     diversity_penalty: float | None = row(
-        FLOAT32, "How much groups of beams shall differ.", bounds=_NOT_NEGATIVE, scope=Scope.BEAMS, silent=(0.0,),
+        FLOAT32, "How much groups of beams shall differ.", bounds=_NOT_NEGATIVE, scopes=(Scope.BEAMS,), silent=(0.0,),
         flags=SEARCH, default=0.0, allowed="above 0 iff there are groups",
         differs=f"{_GONE}, which took negative values for 0",
     )  # fmt: skip
     penalty_alpha: float | None = row(
-        FLOAT32, "Contrastive search, among top_k candidates.", bounds=_NOT_NEGATIVE, scope=Scope.CONTRASTIVE,
+        FLOAT32, "Contrastive search, among top_k candidates.", bounds=_NOT_NEGATIVE, scopes=(Scope.CONTRASTIVE,),
         silent=(0.0,), flags=SEARCH, default=0.0,
         differs=f"{_GONE}; `top_k` candidates run at once, so they are bounded by `--max-running-sequences`",
+        chooses=Scope.CONTRASTIVE,
     )  # fmt: skip
     length_penalty: float | None = row(
-        FLOAT32, "Beams: above 0 prefers long answers.", bounds=FINITE, scope=Scope.BEAMS, silent=(1.0,),
+        FLOAT32, "Beams: above 0 prefers long answers.", bounds=FINITE, scopes=(Scope.BEAMS,), silent=(1.0,),
         flags=SEARCH, default=1.0,
     )  # fmt: skip
     early_stopping: EarlyStopping | None = row(
-        EARLY_STOPPING, "Beams: when to stop.", scope=Scope.BEAMS, silent=(EarlyStopping.FALSE,), flags=SEARCH,
+        EARLY_STOPPING, "Beams: when to stop.", scopes=(Scope.BEAMS,), silent=(EarlyStopping.FALSE,), flags=SEARCH,
         default=EarlyStopping.FALSE, allowed="false, true, never",
     )  # fmt: skip
     num_return_sequences: int | None = row(
         INTEGER, "Answers to return.", bounds=COUNT, limit="max_return_sequences", default=1,
-        differs="allowed above 1 with drafts",
+        differs="allowed above 1 with drafts", aliases=("n",),
     )  # fmt: skip
     prompt_lookup_num_tokens: int | None = row(
         INTEGER, "Draft so many tokens from the prompt's own n-grams; 0 is off.", bounds=SIZE,
-        limit="max_draft_tokens", scope=Scope.LOOKUP, silent=(0,), flags=DRAFTS, default=0,
-        differs="0 is off, an error there",
+        limit="max_draft_tokens", scopes=(Scope.LOOKUP,), silent=(0,), flags=DRAFTS, default=0,
+        differs="0 is off, an error there", chooses=Scope.LOOKUP,
     )  # fmt: skip
     max_matching_ngram_size: int | None = row(
         INTEGER, "Longest n-gram that prompt lookup matches.", bounds=COUNT, limit="max_matching_ngram",
-        scope=Scope.LOOKUP, default=2,
+        scopes=(Scope.LOOKUP,), default=2, needs=("prompt_lookup_num_tokens",),
     )  # fmt: skip
     assistant_model: str | None = row(
-        TEXT, "Name of the server's draft model.", scope=Scope.DRAFT_MODEL, silent=("",), in_file=False, flags=DRAFTS,
+        TEXT, "Name of the server's draft model.", scopes=(Scope.DRAFT_MODEL,), silent=("",), in_file=False,
+        flags=DRAFTS,
         allowed="the served one (`--assistant-model`), else NOT_FOUND; empty: off",
-        differs="a name, not a model object; it must share the tokenizer",
+        differs="a name, not a model object; it must share the tokenizer", chooses=Scope.DRAFT_MODEL,
     )  # fmt: skip
     num_assistant_tokens: int | None = row(
         INTEGER, "Tokens that the draft model drafts at once.", bounds=COUNT, limit="max_draft_tokens",
-        scope=Scope.DRAFT_MODEL, flags=DRAFTS, default=20,
+        scopes=(Scope.DRAFT_MODEL,), flags=DRAFTS, default=20, needs=("assistant_model",),
     )  # fmt: skip
     num_assistant_tokens_schedule: AssistantSchedule | None = row(
-        SCHEDULE, "How num_assistant_tokens changes within a request.", scope=Scope.DRAFT_MODEL,
+        SCHEDULE, "How num_assistant_tokens changes within a request.", scopes=(Scope.DRAFT_MODEL,),
         default=AssistantSchedule.CONSTANT, allowed="constant, heuristic, heuristic_transient",
         differs="`heuristic` starts anew with each request, there it goes on from the one before",
+        needs=("assistant_model",),
     )  # fmt: skip
     assistant_confidence_threshold: float | None = row(
         FLOAT32, "Drafting stops at a token less likely than this; 0 never stops.", bounds=SHARE,
-        scope=Scope.DRAFT_MODEL, default=0.4,
+        scopes=(Scope.DRAFT_MODEL,), default=0.4,
         differs="not adapted over requests: that would make an answer's speed depend on others",
+        needs=("assistant_model",),
     )  # fmt: skip
     # "low", "high" or layer numbers.
     dola_layers: str | TokenSequence | None = row(
-        LAYERS, "DoLa: low, high or layer numbers.", limit="max_dola_layers", scope=Scope.DOLA, flags=SEARCH,
+        LAYERS, "DoLa: low, high or layer numbers.", limit="max_dola_layers", scopes=(Scope.DOLA,), flags=SEARCH,
         allowed="`low`, `high`, or layers below the number of layers, 0 being the embedding",
         differs="5.x dropped it: 4.55.4, which ignored layers beyond the last; a `repetition_penalty` below 1.2 is "
-        "warned about, as there",
+        "warned about, as there", chooses=Scope.DOLA,
     )  # fmt: skip
     guidance_scale: float | None = row(
         FLOAT32, "Above 1: keep closer to the prompt.", bounds=FINITE, flags=GUIDANCE, default=1.0
@@ -170,44 +176,44 @@ class RequestOptions(OptionSet):
         differs="tokenized by the router, with the tokenizer's special tokens; a token client sends ids",
     )  # fmt: skip
     negative_prompt_ids: TokenSequence | None = row(
-        PROMPT, "What to steer away from, as ids.", scope=Scope.GUIDANCE, oneof="negative_prompt", in_file=False,
+        PROMPT, "What to steer away from, as ids.", scopes=(Scope.GUIDANCE,), oneof="negative_prompt", in_file=False,
         default="last prompt token", allowed="at least one id, fewer than the context",
     )  # fmt: skip
 
     # Scores.
     temperature: float | None = row(
-        FLOAT32, "Above 1 evens the distribution out; 0 is greedy.", bounds=_NOT_NEGATIVE, scope=Scope.SAMPLING,
+        FLOAT32, "Above 1 evens the distribution out; 0 is greedy.", bounds=_NOT_NEGATIVE, scopes=(Scope.SAMPLING,),
         silent=(0.0, 1.0), param="temperature", flags=GENERATION, default=1.0, differs="> 0 there; 0 is greedy",
     )  # fmt: skip
     top_k: int | None = row(
-        INTEGER, "Sample among the k likeliest tokens; 0 is off.", bounds=SIZE, scope=Scope.SAMPLING_OR_CONTRASTIVE,
-        silent=(0, DEFAULT_TOP_K), param="top_k", flags=GENERATION, default=DEFAULT_TOP_K,
-        differs="0 is off, as in 5.x's generate()",
+        INTEGER, "Sample among the k likeliest tokens; 0 is off.", bounds=SIZE,
+        scopes=(Scope.SAMPLING, Scope.CONTRASTIVE), silent=(0, DEFAULT_TOP_K), param="top_k",
+        flags=GENERATION, default=DEFAULT_TOP_K, differs="0 is off, as in 5.x's generate()",
     )  # fmt: skip
     top_p: float | None = row(
-        FLOAT32, "Sample among the likeliest tokens of this probability.", bounds=SHARE, scope=Scope.SAMPLING,
+        FLOAT32, "Sample among the likeliest tokens of this probability.", bounds=SHARE, scopes=(Scope.SAMPLING,),
         silent=(1.0,), param="top_p", flags=GENERATION, default=1.0, allowed="0 keeps the most likely token",
     )  # fmt: skip
     min_p: float | None = row(
-        FLOAT32, "Drop tokens less likely than this share of the likeliest.", bounds=SHARE, scope=Scope.SAMPLING,
+        FLOAT32, "Drop tokens less likely than this share of the likeliest.", bounds=SHARE, scopes=(Scope.SAMPLING,),
         silent=(0.0,), param="min_p", flags=GENERATION, default=0.0, differs="0 while greedy is not warned about",
     )  # fmt: skip
     top_h: float | None = row(
         FLOAT32, "Sample among the likeliest tokens of this share of the entropy.", bounds=_POSITIVE_SHARE,
-        scope=Scope.SAMPLING, param="top_h", allowed="1 is not off: the 100 likeliest", differs="new in 5.x",
+        scopes=(Scope.SAMPLING,), param="top_h", allowed="1 is not off: the 100 likeliest", differs="new in 5.x",
     )  # fmt: skip
     typical_p: float | None = row(
         FLOAT32, "Sample among the tokens of this probability whose surprise is nearest to the entropy.",
-        bounds=_POSITIVE_SHARE, scope=Scope.SAMPLING, silent=(1.0,), param="typical_p", default=1.0,
-        allowed="1 is off", differs="above 1 is off there",
+        bounds=_POSITIVE_SHARE, scopes=(Scope.SAMPLING,), silent=(1.0,), param="typical_p", default=1.0,
+        allowed="1 is off", differs="above 1 is off there", aliases=("typical",),
     )  # fmt: skip
     epsilon_cutoff: float | None = row(
-        FLOAT32, "Drop tokens less likely than this; 0 is off.", bounds=CUTOFF, scope=Scope.SAMPLING, silent=(0.0,),
+        FLOAT32, "Drop tokens less likely than this; 0 is off.", bounds=CUTOFF, scopes=(Scope.SAMPLING,), silent=(0.0,),
         param="epsilon_cutoff", default=0.0, differs="other values are off there",
     )  # fmt: skip
     eta_cutoff: float | None = row(
         FLOAT32, "Drop tokens less likely than this, or less where the entropy is high; 0 is off.", bounds=CUTOFF,
-        scope=Scope.SAMPLING, silent=(0.0,), param="eta_cutoff", default=0.0, differs="other values are off there",
+        scopes=(Scope.SAMPLING,), silent=(0.0,), param="eta_cutoff", default=0.0, differs="other values are off there",
     )  # fmt: skip
     repetition_penalty: float | None = row(
         FLOAT32, "Above 1: say less again, of prompt and answer.", bounds=POSITIVE, param="repetition_penalty",
@@ -232,12 +238,12 @@ class RequestOptions(OptionSet):
     force_words_ids: tuple[Alternatives, ...] | None = row(
         WORDS, "Beams: phrases, or alternatives, that must be generated.", limit="max_forced_words",
         allowed="no empty entry or alternative, none the beginning of another; at most `--max-alternatives` each",
-        differs=_GONE,
+        differs=_GONE, chooses=Scope.BEAMS,
     )  # fmt: skip
     constraints: tuple[Alternatives, ...] | None = row(
         CONSTRAINTS, "Beams: as force_words_ids, or transformers' own constraints.", limit="max_forced_words",
         in_file=False, allowed="phrasal or disjunctive, as above",
-        differs=f"{_GONE}; own Constraint classes cannot travel",
+        differs=f"{_GONE}; own Constraint classes cannot travel", chooses=Scope.BEAMS,
     )  # fmt: skip
     renormalize_logits: bool | None = row(
         FLAG, "Make scores log-probabilities again after all else.", param="renormalize_logits", default=False
@@ -255,7 +261,7 @@ class RequestOptions(OptionSet):
     # (start_index, decay_factor)
     exponential_decay_length_penalty: tuple[int, float] | None = row(
         DECAY, "(start_index, decay_factor): how the end becomes likelier after start_index tokens.",
-        scope=Scope.ENDING, param="exponential_decay_length_penalty", allowed="decay_factor > 0",
+        scopes=(Scope.ENDING,), param="exponential_decay_length_penalty", allowed="decay_factor > 0",
         differs="factors ≤ 0 are taken there",
     )  # fmt: skip
     suppress_tokens: TokenSequence | None = row(
@@ -305,7 +311,7 @@ class RequestOptions(OptionSet):
     )  # fmt: skip
     top_n_sigma: float | None = row(
         FLOAT32, "Drop tokens whose score is more than so many standard deviations below the highest; 0 is off.",
-        bounds=_NOT_NEGATIVE, scope=Scope.SAMPLING, silent=(0.0,), param="top_n_sigma", default=0.0,
+        bounds=_NOT_NEGATIVE, scopes=(Scope.SAMPLING,), silent=(0.0,), param="top_n_sigma", default=0.0,
         differs="llama.cpp's, before the temperature as there; below 0 is off there",
     )  # fmt: skip
     # Not the file's: with it every request of every caller would draw the same. A file that has one is told so.
@@ -343,25 +349,28 @@ class RequestOptions(OptionSet):
     # Drafts that transformers does not have.
     ngram_memory_num_tokens: int | None = row(
         INTEGER, "Draft so many tokens from past outputs of the same tenant, and remember this one; 0 is off.",
-        bounds=SIZE, limit="max_draft_tokens", scope=Scope.NGRAM_MEMORY, silent=(0,), flags=DRAFTS, default=0,
+        bounds=SIZE, limit="max_draft_tokens", scopes=(Scope.NGRAM_MEMORY,), silent=(0,), flags=DRAFTS, default=0,
         allowed="without a memory (`--ngram-memory-tenants 0`): warning", differs="Penstock's",
+        chooses=Scope.NGRAM_MEMORY,
     )  # fmt: skip
     ngram_memory_match: int | None = row(
         INTEGER, "Fewest tokens at the end that a past output must have had, too.", bounds=_AT_LEAST_TWO,
-        limit="max_matching_ngram", scope=Scope.NGRAM_MEMORY, default=3, differs="Penstock's",
+        limit="max_matching_ngram", scopes=(Scope.NGRAM_MEMORY,), default=3, differs="Penstock's",
+        needs=("ngram_memory_num_tokens",),
     )  # fmt: skip
     lookahead_window: int | None = row(
         INTEGER, "Guess so many tokens ahead, and let every step correct the guesses of the one before; 0 is off.",
-        bounds=SIZE, limit="max_draft_tokens", scope=Scope.LOOKAHEAD, silent=(0,), flags=DRAFTS, default=0,
-        differs="Penstock's, after Fu et al. 2024",
+        bounds=SIZE, limit="max_draft_tokens", scopes=(Scope.LOOKAHEAD,), silent=(0,), flags=DRAFTS, default=0,
+        differs="Penstock's, after Fu et al. 2024", chooses=Scope.LOOKAHEAD,
     )  # fmt: skip
     lookahead_ngram_size: int | None = row(
         INTEGER, "Tokens of the n-grams that lookahead takes from its guesses.", bounds=_AT_LEAST_TWO,
-        limit="max_matching_ngram", scope=Scope.LOOKAHEAD, default=4, differs="Penstock's",
+        limit="max_matching_ngram", scopes=(Scope.LOOKAHEAD,), default=4, differs="Penstock's",
+        needs=("lookahead_window",),
     )  # fmt: skip
     lookahead_guesses: int | None = row(
         INTEGER, "N-grams that lookahead keeps for each first token.", bounds=COUNT, limit="max_lookahead_guesses",
-        scope=Scope.LOOKAHEAD, default=4, differs="Penstock's",
+        scopes=(Scope.LOOKAHEAD,), default=4, differs="Penstock's", needs=("lookahead_window",),
     )  # fmt: skip
 
 
@@ -373,6 +382,7 @@ class StopOptions(OptionSet):
         STOP_STRINGS, "The answer ends before any of these texts; the prompt takes no part in a match.", unset=(),
         limit="max_stop_strings", default="the model's file",
         allowed="not empty; at most `--max-stop-string-chars` each; needs a tokenizer.json beside the weights",
+        aliases=("stop",),
     )  # fmt: skip
     stop_token_ids: tuple[TokenSequence, ...] = row(
         STOP_SEQUENCES, "The answer ends on any of these ids, or runs of ids.", unset=(),
@@ -383,7 +393,7 @@ class StopOptions(OptionSet):
     )
     include_stop_string_in_output: bool | None = row(
         FLAG, "The answer ends after the stop string; its ids always include the token that completed it.",
-        param="include_stop_string_in_output", default=False,
+        param="include_stop_string_in_output", default=False, aliases=("include_stop_str_in_output",),
     )  # fmt: skip
 
 
@@ -422,11 +432,12 @@ class OutputOptions(OptionSet):
     )
     scores_top_k: int | None = row(
         INTEGER, "Of scores and logits only so many of the highest; 0: all.", default=0,
-        allowed="without either: warning",
+        needs=("output_scores", "output_logits"),
     )  # fmt: skip
     tensor_steps: TokenSequence = row(
         NUMBERS, "Output positions, from 0, that tensors are wanted of.", unset=(), limit="max_tensor_steps",
-        default="every one", allowed="without tensors: warning",
+        default="every one",
+        needs=("output_scores", "output_logits", "output_hidden_states", "output_attentions"),
     )  # fmt: skip
 
     @property
@@ -440,4 +451,8 @@ STOP: dict[str, OptionSpec] = specs_of(StopOptions, "stop")
 OUTPUT: dict[str, OptionSpec] = specs_of(OutputOptions, "output")
 RequestOptions.specs, StopOptions.specs, OutputOptions.specs = CONFIG, STOP, OUTPUT
 SECTIONS: dict[str, dict[str, OptionSpec]] = {"config": CONFIG, "stop": STOP, "output": OUTPUT}
+# Option -> its names in other APIs.
+ALIASES: dict[str, tuple[str, ...]] = {
+    name: spec.aliases for rows in SECTIONS.values() for name, spec in rows.items() if spec.aliases
+}
 TENSORS = tuple(name for name in OUTPUT if name.startswith("output_"))

@@ -13,7 +13,7 @@ from penstock.generation.options.kinds import Bounds, check_vocabulary
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.modes import check_assistant
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
-from penstock.generation.options.table import OutputOptions, RequestOptions, StopOptions
+from penstock.generation.options.table import CONFIG, OutputOptions, RequestOptions, StopOptions
 
 TIMEOUT = Bounds(0.0, above=True)
 
@@ -110,15 +110,8 @@ def _check_output(output: OutputOptions, prompt_tokens: int, limits: RequestLimi
 
 def unsupported_option(options: RequestOptions, unsupported: Mapping[str, str]) -> str | None:
     """Return the first field of `unsupported` that the options ask for; None: they ask for none."""
-    asked = {
-        "config.dola_layers": options.dola_layers is not None,
-        "config.num_beam_groups": (options.num_beam_groups or 1) > 1,
-        "config.assistant_model": bool(options.assistant_model),
-        "config.prompt_lookup_num_tokens": bool(options.prompt_lookup_num_tokens),
-        "config.ngram_memory_num_tokens": bool(options.ngram_memory_num_tokens),
-        "config.lookahead_window": bool(options.lookahead_window),
-    }
-    return next((name for name in unsupported if asked.get(name)), None)
+    asked = {f"config.{name}" for name, value in options.items() if CONFIG[name].asks(value)}
+    return next((name for name in unsupported if name in asked), None)
 
 
 def _check_supported(request: GenerateOptions, model: ModelFacts) -> None:

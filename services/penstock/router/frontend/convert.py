@@ -12,6 +12,7 @@ from google.protobuf import json_format
 from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.common.pace import Demand
 from penstock.common.unknown_fields import refuse_unknown_fields
+from penstock.generation.options.table import CONFIG
 from penstock.router.backends.prefix_index import content_hashes, routing_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.requests import prompt_length
@@ -31,6 +32,14 @@ BYTES_PER_TOKEN = 4
 _OPTIONS: tuple[Literal["config", "stop", "output", "constraint"], ...] = ("config", "stop", "output", "constraint")
 # Fields that have another name here than in the generation service.
 _FIELDS: Mapping[str, str] = {"seed": "config.seed", "prompt_token_ids": "prompt", "token_ids": "prompt"}
+# Options whose values ask for a mode that gives its tokens at the end. Forced words are lists, and come with beams.
+_AT_THE_END = {
+    name: spec
+    for name, spec in CONFIG.items()
+    if spec.chooses is not None
+    and not spec.chooses.streams
+    and config_pb2.GenerationConfig.DESCRIPTOR.fields_by_name[name].has_presence
+}
 
 
 def check(request: PublicRequest, config: RouterConfig) -> None:
@@ -247,8 +256,12 @@ def warnings_of(request: PublicRequest, prompt: Prompt, *, hides_tools: bool = F
 
 def comes_in_bursts(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> bool:
     """True when many tokens of a sequence may come at once, in several messages: no reader can keep up then."""
-    config = request.config if request.config.HasField("num_beams") or info is None else info.default_config
-    return config.num_beams > 1 or request.output.stream_interval > 1
+    if request.output.stream_interval > 1:
+        return True
+    config, default = request.config, request.config if info is None else info.default_config
+    return any(
+        spec.asks(getattr(config if config.HasField(name) else default, name)) for name, spec in _AT_THE_END.items()
+    )
 
 
 def wants_tensors(output: config_pb2.OutputConfig) -> bool:

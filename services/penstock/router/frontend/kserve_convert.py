@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from penstock_client._options import GenerationOptions, check_options, generate_request
 
 from penstock.common.errors import InvalidArgument, NotFound
+from penstock.generation.options.table import ALIASES as OPTION_ALIASES
 from penstock.inference import kserve_pb2
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
@@ -43,13 +44,7 @@ EXTRA_OUTPUTS = {
     "num_output_tokens": "UINT32",
 }
 # Names that callers of other servers use -> ours.
-ALIASES = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "n": "num_return_sequences",
-    "stop": "stop_strings",
-    "lora_name": "adapter",
-}
+ALIASES = {"lora_name": "adapter", **{alias: name for name, aliases in OPTION_ALIASES.items() for alias in aliases}}
 # Parameters that Triton's clients set by themselves and that mean nothing here.
 _IGNORED = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority_level", "timeout"})
 FINAL, EMPTY_FINAL = "triton_final_response", "triton_enable_empty_final_response"

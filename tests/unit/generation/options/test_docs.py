@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from penstock.common.options import options_of
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.modes import AssistantSchedule, Scope
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
-from penstock.generation.options.kinds import Choice
+from penstock.generation.options.kinds import FLAG, FLOAT32, INTEGER, NUMBERS, SCHEDULE, TEXT, Choice
 from penstock.generation.options.limits import RequestLimits
-from penstock.generation.options.option_spec import OptionSpec, Scope
+from penstock.generation.options.option_spec import OptionSpec
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import resolve
 from penstock.generation.options.table import CONFIG, SECTIONS, OutputOptions, RequestOptions, StopOptions
-from penstock.generation.options.warnings import _IDLE
 from penstock.v1 import config_pb2
 from transformers import GenerationConfig
 
@@ -119,8 +119,43 @@ def test_numbers_of_enums_are_the_protos(spec: OptionSpec) -> None:
     )
 
 
-def test_every_scope_says_why_an_option_is_idle() -> None:
-    assert set(_IDLE) == set(Scope) - {Scope.EVERY}
+def test_what_a_row_needs_is_another_row_of_its_section_that_can_be_off() -> None:
+    for spec in ROWS:
+        for need in spec.needs:
+            other = SECTIONS[spec.section][need]
+            assert other is not spec
+            assert not other.asks(other.default), (spec.name, need)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in ROWS if spec.needs], ids=lambda spec: spec.name)
+def test_an_option_without_what_it_needs_warns_and_with_it_does_not(spec: OptionSpec) -> None:
+    model = ModelFacts("tiny", vocab_size=100, max_context_tokens=50, assistant_model="small")
+    values = {
+        FLAG: True, TEXT: "small", INTEGER: 3, NUMBERS: (1,), FLOAT32: 0.25, SCHEDULE: AssistantSchedule.HEURISTIC,
+    }  # fmt: skip
+
+    def warnings(*names: str) -> str:
+        asked = {name: values[SECTIONS[spec.section][name].kind] for name in names}
+        parts: dict[str, Any] = {"config": {"do_sample": True, "max_new_tokens": 5}, "output": {}}
+        parts[spec.section].update(asked)
+        request = GenerateOptions(
+            prompt_token_ids=[1], options=RequestOptions(**parts["config"]), output=OutputOptions(**parts["output"])
+        )
+        return " ".join(resolve(request, ModelDefaults(), model, RequestLimits()).warnings)
+
+    told = warnings(spec.name)
+    assert f"{spec.path} has no effect" in told
+    assert all(f"{spec.section}.{need}" in told for need in spec.needs)
+    assert [name for name in spec.needs if warnings(name, spec.name)] == []
+
+
+def test_every_mode_but_greedy_is_chosen_by_an_option() -> None:
+    assert {spec.chooses for spec in ROWS} - {None} == set(Scope) - {Scope.GUIDANCE, Scope.ENDING}
+
+
+def test_no_alias_is_a_name_or_another_alias() -> None:
+    names = [name for spec in ROWS for name in (spec.name, *spec.aliases)]
+    assert len(names) == len(set(names))
 
 
 def defaults() -> dict[str, Any]:

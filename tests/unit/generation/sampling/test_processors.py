@@ -236,7 +236,8 @@ def test_the_stages_run_one_after_another_and_the_draw_does_warpers_only() -> No
 
 @pytest.mark.parametrize("kind", [kind for kind in PROCESSORS if kind.keeps_odds])
 def test_a_processor_that_keeps_the_odds_is_left_out_where_a_token_is_drawn(kind: type[Processor]) -> None:
-    options = {Renormalize: {"renormalize_logits": True}}[kind]
+    known: dict[type[Processor], dict[str, bool]] = {Renormalize: {"renormalize_logits": True}}
+    options = known[kind]
     batch = [sequence([1], params(do_sample=row > 0, **options), seq_id=row) for row in range(2)]
     beam = sequence([1], params(**options), seq_id=2)
     beam.draw = DrawSpec(DrawKind.CANDIDATES, 2)

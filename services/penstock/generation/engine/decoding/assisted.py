@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from penstock.generation.core.modes import AssistantSchedule, DecodingMode, GenerationMode
+from penstock.generation.core.modes import AssistantSchedule, DecodingMode, GenerationMode, Scope
 from penstock.generation.core.plugins import plugin_failed
 from penstock.generation.core.request import Emission
 from penstock.generation.core.sequence import Sequence
@@ -36,14 +36,8 @@ if TYPE_CHECKING:
 _INDEXED_AT_A_TIME = 4096
 # Output tokens that are remembered at a time, and tokens before them by which their beginning is found again.
 _REMEMBERED_AT_A_TIME, _REMEMBERED_BEFORE = 256, 8
-_LOOKUP = frozenset({"prompt_lookup_num_tokens", "max_matching_ngram_size"})
-_MEMORY = frozenset({"ngram_memory_num_tokens", "ngram_memory_match"})
-_LOOKAHEAD = frozenset({"lookahead_window", "lookahead_ngram_size", "lookahead_guesses"})
 # Name of a draft model that is the caller's object.
 CALLERS_DRAFTS = "the caller's"
-_DRAFT_MODEL = frozenset(
-    {"assistant_model", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +82,16 @@ class AssistanceOptions(DecodingMode):
         return self.ngram_memory_num_tokens is not None
 
     @property
-    def uses(self) -> frozenset[str]:
+    def uses(self) -> frozenset[Scope]:
         """See DecodingMode."""
         if self.uses_draft_model:
-            return _DRAFT_MODEL
-        lookup = _LOOKUP if self.prompt_lookup_num_tokens is not None else frozenset()
-        memory = _MEMORY if self.recalls_outputs else frozenset()
-        return lookup | memory | (_LOOKAHEAD if self.lookahead_window is not None else frozenset())
+            return frozenset({Scope.DRAFT_MODEL})
+        asked = {
+            Scope.LOOKUP: self.prompt_lookup_num_tokens is not None,
+            Scope.NGRAM_MEMORY: self.recalls_outputs,
+            Scope.LOOKAHEAD: self.lookahead_window is not None,
+        }
+        return frozenset(scope for scope, is_asked in asked.items() if is_asked)
 
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:
         """See DecodingMode."""

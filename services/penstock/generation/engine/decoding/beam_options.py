@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.generation.core.modes import DecodingMode, EarlyStopping, GenerationMode, Rescue
+from penstock.generation.core.modes import DecodingMode, EarlyStopping, GenerationMode, Rescue, Scope
 
 if TYPE_CHECKING:
     from penstock.generation.core.sampling_params import SamplingParams
@@ -31,7 +31,7 @@ class BeamOptions(DecodingMode):
     streams = False
     shares_constraint = True
     keeps_more_than_ends = True
-    uses = frozenset({"length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"})
+    uses = frozenset({Scope.BEAMS})
     no_drafts = "drafts need greedy search or sampling"
 
     @property

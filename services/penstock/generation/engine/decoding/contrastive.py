@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
-from penstock.generation.core.modes import DecodingMode, GenerationMode
+from penstock.generation.core.modes import DecodingMode, GenerationMode, Scope
 from penstock.generation.core.request import (
     Emission,
     FinishReason,
@@ -48,7 +48,7 @@ class ContrastiveOptions(DecodingMode):
     first_needed_row = 0
     keeps_hidden_states = True
     may_be_guided = False
-    uses = frozenset({"penalty_alpha", "top_k"})
+    uses = frozenset({Scope.CONTRASTIVE})
     no_drafts = "drafts need greedy search or sampling"
 
     @property

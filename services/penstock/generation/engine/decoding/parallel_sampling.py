@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
-from penstock.generation.core.modes import NO_GUIDANCE, PLAIN, DecodingMode, GenerationMode
+from penstock.generation.core.modes import NO_GUIDANCE, PLAIN, DecodingMode, GenerationMode, Scope
 from penstock.generation.core.request import Emission, FinishReason, SequenceFinish
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence
@@ -37,7 +37,7 @@ class DolaOptions(DecodingMode):
     early_exits: tuple[int, ...] = ()
     # The contrast leaves few tokens, so that ordinary options often forbid them all: transformers' argmax gives id 0.
     last_resort = 0
-    uses = frozenset({"dola_layers"})
+    uses = frozenset({Scope.DOLA})
 
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:
         """See DecodingMode."""
