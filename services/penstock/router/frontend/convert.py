@@ -258,7 +258,8 @@ def comes_in_bursts(request: PublicRequest, info: model_pb2.GetModelInfoResponse
     """True when many tokens of a sequence may come at once, in several messages: no reader can keep up then."""
     if request.output.stream_interval > 1:
         return True
-    config, default = request.config, request.config if info is None else info.default_config
+    config: Any = request.config
+    default = config if info is None else info.default_config
     return any(
         spec.asks(getattr(config if config.HasField(name) else default, name)) for name, spec in _AT_THE_END.items()
     )
