@@ -56,6 +56,8 @@ export const CONFIG = {
   allowed_token_ids: "ids",
   allowed_token_trie: "trie",
   top_n_sigma: "plain",
+  xtc_probability: "plain",
+  xtc_threshold: "plain",
   seed: "plain",
   eos_token_id: "ids",
   pad_token_id: "plain",

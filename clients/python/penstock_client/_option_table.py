@@ -123,6 +123,10 @@ class OptionKeywords(TypedDict, total=False):
     allowed_token_trie: Sequence[Sequence[int]]
     # Drop tokens whose score is more than so many standard deviations below the highest; 0 is off.
     top_n_sigma: float
+    # Chance, for each token, that the likeliest choices are dropped (XTC); 0 is off.
+    xtc_probability: float
+    # A token at least this likely is such a choice; the least likely of them stays.
+    xtc_threshold: float
     # Same seed, same answer.
     seed: int
     # Ids that end a sequence, in place of the model's.
@@ -236,6 +240,8 @@ CONFIG: Mapping[str, str] = {
     "allowed_token_ids": "ids",
     "allowed_token_trie": "trie",
     "top_n_sigma": "plain",
+    "xtc_probability": "plain",
+    "xtc_threshold": "plain",
     "seed": "plain",
     "eos_token_id": "ids",
     "pad_token_id": "plain",

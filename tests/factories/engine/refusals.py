@@ -115,6 +115,8 @@ VALUES: list[Refusal] = [
     *option("epsilon_cutoff", -0.1, 1.0, NAN, **SAMPLING),
     *option("eta_cutoff", -0.1, 1.0, NAN, **SAMPLING),
     *option("top_n_sigma", -0.1, NAN, INF, **SAMPLING),
+    *option("xtc_probability", -0.1, 1.1, NAN, **SAMPLING),
+    *option("xtc_threshold", -0.1, 1.1, NAN, **SAMPLING),
     *option("repetition_penalty", 0, -1, NAN, INF),
     *option("encoder_repetition_penalty", 0, -1, NAN, INF),
     *option("frequency_penalty", -2.1, 2.1, NAN),

@@ -168,6 +168,8 @@ WARNINGS: list[tuple[str, dict[str, Any]]] = [
             "epsilon_cutoff": 0.1,
             "eta_cutoff": 0.1,
             "top_n_sigma": 1.0,
+            "xtc_probability": 0.5,
+            "xtc_threshold": 0.2,
             # Beams.
             "length_penalty": 2.0,
             "early_stopping": config_pb2.EARLY_STOPPING_NEVER,

@@ -77,6 +77,38 @@ def test_tokens_are_drawn_with_the_processed_probabilities(options: dict[str, An
     assert_chi_square(observed_V, probs_V * DRAWS)
 
 
+@pytest.mark.parametrize(
+    ("chance", "threshold", "options"),
+    [(0.5, 0.05, {}), (0.3, 0.02, {"temperature": 0.7, "top_k": 40}), (1.0, 0.03, {"min_p": 0.05, "top_p": 0.9})],
+    ids=str,
+)
+def test_xtc_draws_from_the_mixture_of_both_distributions(
+    chance: float, threshold: float, options: dict[str, Any]
+) -> None:
+    """Of many seeds: with the chance from what XTC leaves, else from what the others leave. A chance that shared the
+    token's uniform would skew it."""
+    given_V = logits(300, 12, 1.6)
+    plain = sequence([4, 5], params(do_sample=True, **options))
+    whole_V = new_sampler().processed_scores(given_V[None], [plain])[0].double().softmax(-1)
+    choices = (whole_V >= threshold).nonzero()[:, 0]
+    assert len(choices) > 1
+    left_V = whole_V.clone()
+    left_V[choices] = 0
+    left_V[choices[whole_V[choices].argmin()]] = whole_V[choices].min()
+    expected_V = chance * left_V / left_V.sum() + (1 - chance) * whole_V
+    observed_V = torch.zeros(300, dtype=torch.float64)
+    with_xtc = {**options, "xtc_probability": chance, "xtc_threshold": threshold}
+    for first in range(0, DRAWS, AT_A_TIME):
+        batch = [
+            sequence([4, 5], params(do_sample=True, seed=derive_seed(23, first + place), **with_xtc), seq_id=place)
+            for place in range(AT_A_TIME)
+        ]
+        tokens = new_sampler().sample(given_V.repeat(AT_A_TIME, 1), batch)
+        observed_V += torch.bincount(torch.tensor([token.token_id for token in tokens]), minlength=300)
+    assert observed_V[expected_V == 0].sum() == 0
+    assert_chi_square(observed_V, expected_V * DRAWS)
+
+
 def beam(seed: int, slot: int, seq_id: int, count: int, **options: Any) -> Sequence:
     one = sequence([4, 5], params(do_sample=True, mode=BeamOptions(2), seed=seed, **options), seq_id=seq_id)
     one.draw = DrawSpec(DrawKind.CANDIDATES, count, log_softmax=True, gumbel_slot=slot)

@@ -41,6 +41,8 @@ class SamplingParams:
     epsilon_cutoff: float = 0.0
     eta_cutoff: float = 0.0
     top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     repetition_penalty: float = 1.0
     encoder_repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0

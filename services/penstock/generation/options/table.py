@@ -314,6 +314,17 @@ class RequestOptions(OptionSet):
         bounds=_NOT_NEGATIVE, scopes=(Scope.SAMPLING,), silent=(0.0,), param="top_n_sigma", default=0.0,
         differs="llama.cpp's, before the temperature as there; below 0 is off there",
     )  # fmt: skip
+    xtc_probability: float | None = row(
+        FLOAT32, "Chance, for each token, that the likeliest choices are dropped (XTC); 0 is off.", bounds=SHARE,
+        scopes=(Scope.SAMPLING,), silent=(0.0,), param="xtc_probability", default=0.0,
+        differs="text-generation-webui's and llama.cpp's, after the other warpers; line ends and ends of sequence are "
+        "no exception, as in llama.cpp",
+    )  # fmt: skip
+    xtc_threshold: float | None = row(
+        FLOAT32, "A token at least this likely is such a choice; the least likely of them stays.", bounds=SHARE,
+        scopes=(Scope.SAMPLING,), param="xtc_threshold", default=0.1, needs=("xtc_probability",),
+        allowed="above 0.5 is off", differs="as above",
+    )  # fmt: skip
     # Not the file's: with it every request of every caller would draw the same. A file that has one is told so.
     seed: int | None = row(
         INTEGER, "Same seed, same answer.", bounds=SEED_RANGE, flags=GENERATION, in_file=False, default="drawn",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 T = TypeVar("T")
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 class RowKernels(Protocol):
@@ -56,13 +57,13 @@ class DrawContext:
         positions_N: npt.NDArray[np.uint64],
         streams: RowStreams,
         kernels: RowKernels,
-        picked_R: torch.Tensor | None = None,
+        picked_R: torch.Tensor = _NONE,
         rows_R: torch.Tensor | None = None,
     ) -> None:
-        """Take the step; `rows_R` are the batch rows of `picked_R`. Both None: the scores are of the whole batch."""
+        """Take the step; `rows_R` are the batch rows of `picked_R`; without both the scores are of the whole batch."""
         self.positions_N = positions_N
         self.kernels = kernels
-        self.picked_R = torch.empty(0, dtype=torch.int64) if picked_R is None else picked_R
+        self.picked_R = picked_R
         self._streams = streams
         self._rows_R = rows_R
         # Batch row -> its place in the scores. Made when it is asked for: reading the rows waits for the device.

@@ -42,6 +42,7 @@ MADE = {
 NOT_OF_TRANSFORMERS = {
     "assistant_model", "negative_prompt_text", "negative_prompt_ids", "frequency_penalty", "presence_penalty",
     "logit_bias", "allowed_token_ids", "allowed_token_trie", "top_n_sigma", "seed",
+    "xtc_probability", "xtc_threshold",
     "ngram_memory_num_tokens", "ngram_memory_match", "lookahead_window", "lookahead_ngram_size", "lookahead_guesses",
     # Arguments of generate() beside its configuration.
     "logits_processor", "stopping_criteria",

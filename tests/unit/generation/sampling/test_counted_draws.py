@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from penstock.generation.sampling.ops.counted_draws import stream_keys, uniforms
+from penstock.generation.sampling.ops.counted_draws import Stream, keys_of, stream_keys, uniforms
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -38,6 +38,30 @@ def _draw(seed: int, position: int) -> float:
 )
 def test_known_answers(seed: int, position: int, expected: float) -> None:
     assert _draw(seed, position) == expected == _published(seed, position)
+
+
+@pytest.mark.parametrize(
+    ("seed", "position", "expected"),
+    [
+        (0, 0, 0.5687580714419017),
+        (0, 1, 0.2954929601720824),
+        (42, 7, 0.629585997133906),
+        (2**63 - 1, 131071, 0.8125590367143407),
+    ],
+)
+def test_known_answers_of_the_stream_of_xtc(seed: int, position: int, expected: float) -> None:
+    keys = keys_of(stream_keys(np.array([seed], np.uint64)), Stream.XTC)
+    published = _mix((_mix((seed + _GOLDEN) & _MASK) - _GOLDEN * 1) & _MASK)
+    bits = _mix((published + _GOLDEN * (position + 1)) & _MASK) >> 11
+    assert float(uniforms(keys, np.array([position], np.uint64))[0]) == expected == bits / 2**53
+
+
+def test_streams_of_a_seed_are_uncorrelated_and_their_numbers_never_meet() -> None:
+    keys, positions = stream_keys(np.full(100_000, 5, dtype=np.uint64)), np.arange(100_000, dtype=np.uint64)
+    drawn = [uniforms(keys_of(keys, stream), positions) for stream in Stream]
+    assert len({number for one in drawn for number in one.tolist()}) == len(Stream) * len(positions)
+    assert np.abs(np.corrcoef(drawn) - np.eye(len(Stream))).max() < 0.012
+    assert len({stream.value for stream in Stream.__members__.values()}) == len(Stream.__members__)
 
 
 def test_vectorised_draws_equal_the_published_function() -> None:

@@ -18,8 +18,10 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.sampling.batch import SamplingBatch
+from penstock.generation.sampling.ops.counted_draws import Stream, keys_of, stream_keys, uniforms
 from penstock.generation.sampling.processors import (
     PROCESSORS,
+    XTC,
     BadWords,
     LogitBias,
     MinNewTokens,
@@ -351,3 +353,65 @@ def test_the_bias_of_many_tokens_is_held_as_arrays_once_per_request() -> None:
     ((ids_E, values_E),) = sampler._states[0].plan.prepared[BadWords].after([1])  # type: ignore[attr-defined]
     assert ids_E.tolist() == list(range(50))
     assert values_E.tolist() == [-math.inf] * 50
+
+
+def xtc(probs: npt.NDArray[np.float64], threshold: float) -> set[int]:
+    """Ids that text-generation-webui and llama.cpp remove: all at least as likely as the threshold but the last of
+    them, in descending order. Of equals the lowest id is taken as the last."""
+    choices = [token_id for token_id, prob in enumerate(probs) if prob > 0 and prob >= threshold]
+    return set(choices) - {min(choices, key=lambda token_id: (probs[token_id], token_id))} if choices else set()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_xtc_is_the_formula_alone_and_beside_others(seed: int) -> None:
+    thresholds = [0.01, 0.05, 0.1, 0.3, 0.5, 0.0]
+    options = [params(do_sample=True, xtc_probability=1.0, xtc_threshold=t) for t in thresholds]
+    before = scores(len(options), seed, ties=bool(seed % 2)) / 2
+    before[:, ids(seed, 9)] = -torch.inf
+    batched = warp(XTC, options, before)
+    for row, (one, threshold) in enumerate(zip(options, thresholds, strict=True)):
+        alone = warp(XTC, [one], before[row : row + 1])[0]
+        assert torch.equal(batched[row], alone)
+        removed = xtc(before[row].softmax(-1).numpy().astype(np.float64), float(np.float32(threshold)))
+        expected = before[row].clone()
+        expected[sorted(removed)] = -torch.inf
+        assert torch.equal(alone, expected)
+    assert int((batched[0] != before[0]).sum()) > 1
+    assert int(batched[5].isfinite().sum()) == 1
+
+
+def test_xtc_drops_nothing_from_one_choice_and_is_off_above_a_half() -> None:
+    peaked = torch.zeros(1, VOCAB)
+    peaked[0, 7] = 20.0
+    assert torch.equal(warp(XTC, [params(do_sample=True, xtc_probability=1.0)], peaked), peaked)
+    for off in ({"xtc_probability": 1.0, "xtc_threshold": 0.51}, {"xtc_threshold": 0.1}):
+        assert RowPlan.of(params(do_sample=True, **off)).processors == ()
+    nothing = torch.full((1, VOCAB), -torch.inf)
+    assert torch.equal(warp(XTC, [params(do_sample=True, xtc_probability=1.0)], nothing), nothing)
+
+
+def test_xtc_leaves_a_beam_a_way_on() -> None:
+    """Three tokens must stay for two end-of-sequence ids: it does not drop what would leave fewer."""
+    beams = params(do_sample=True, xtc_probability=1.0, xtc_threshold=0.0, mode=BeamOptions(2), eos_token_ids=(4, 5))
+    before = scores(1, 0)
+    assert torch.equal(warp(XTC, [beams], before), before)
+
+
+def test_xtc_draws_its_chance_by_seed_and_position_whatever_the_batch() -> None:
+    """The chance at every position, as docs/guide/sampling.md has it; the token's own uniform takes no part."""
+    options = params(do_sample=True, xtc_probability=0.4, xtc_threshold=0.2, seed=11)
+    before = torch.full((1, VOCAB), -torch.inf)
+    before[0, :3] = torch.tensor([2.0, 1.9, 0.0])
+    keys = keys_of(stream_keys(np.array([11], np.uint64)), Stream.XTC)
+    dropped = []
+    for position in range(60):
+        other = sequence([1], params(do_sample=True, xtc_probability=1.0, xtc_threshold=0.2, seed=3), seq_id=0)
+        plain = sequence([1], params(do_sample=True, seed=4), seq_id=1)
+        one = sequence([1], options, seq_id=2, output=[2] * position)
+        (alone,) = new_sampler().processed_scores(before.clone(), [one])
+        batched = new_sampler().processed_scores(before.repeat(3, 1), [other, one, plain])
+        assert torch.equal(batched[1], alone)
+        assert torch.equal(batched[2], before[0])
+        dropped.append(bool(alone[0].isinf()))
+        assert dropped[-1] == bool(uniforms(keys, np.array([position], np.uint64))[0] < 0.4)
+    assert 10 < sum(dropped) < 40

@@ -44,6 +44,8 @@ class Stream(enum.IntEnum):
 
     # The draw of a token.
     TOKEN = 0
+    # The chance of XTC at a position.
+    XTC = 1
 
 
 def keys_of(keys_N: npt.NDArray[np.uint64], stream: Stream) -> npt.NDArray[np.uint64]:

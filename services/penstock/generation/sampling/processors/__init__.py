@@ -27,6 +27,7 @@ from penstock.generation.sampling.processors.top_k import TopK
 from penstock.generation.sampling.processors.top_p import TopP
 from penstock.generation.sampling.processors.truncation import EpsilonCutoff, EtaCutoff, TopH, TopNSigma, TypicalP
 from penstock.generation.sampling.processors.watermark import Watermark
+from penstock.generation.sampling.processors.xtc import XTC
 
 # In the order they run: the stages one after another.
 PROCESSORS: tuple[type[Processor], ...] = (
@@ -61,6 +62,7 @@ PROCESSORS: tuple[type[Processor], ...] = (
     TypicalP,
     EpsilonCutoff,
     EtaCutoff,
+    XTC,
     # LATE
     Watermark,
     SynthId,
