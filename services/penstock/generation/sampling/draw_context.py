@@ -44,7 +44,7 @@ class RowStreams:
 
 
 class DrawContext:
-    """What processors may know of a step beside the scores: the rows' positions, uniforms and kernels.
+    """Facts of a step that processors may use beside the scores: the rows' positions, uniforms and kernels.
 
     positions_N: number of output tokens so far of every row of the batch.
     picked_R: for WARP, places of the scores' rows among the batch's sampled rows.
