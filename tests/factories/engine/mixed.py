@@ -20,8 +20,7 @@ _WARPERS: tuple[Arguments, ...] = (
     {"top_k": 0, "typical_p": 0.8},
     {"top_k": 0, "epsilon_cutoff": 0.002, "eta_cutoff": 0.002},
     {"top_k": 0, "top_h": 0.6},
-    {"top_k": 0, "top_n_sigma": 1.2},
-    {"top_k": 0, "xtc_probability": 0.5, "xtc_threshold": 0.02},
+    {"top_k": 0, "top_n_sigma": 1.2, "xtc_probability": 0.5, "xtc_threshold": 0.02},
 )
 _ENDINGS: tuple[Arguments, ...] = (
     {"ignore_eos": True},
