@@ -568,7 +568,8 @@ class GenerationServiceConfig(ServerConfig):
     )
     max_json_depth: int = option(
         JsonBounds.depth,
-        "Values within values where a JSON schema allows anything; 0: any number of them.",
+        "Values within values where a JSON schema allows anything, and of a definition within itself; 0: any number "
+        "of them.",
         group=CONSTRAINTS,
         minimum=0,
         maximum=32,

@@ -13,7 +13,7 @@ class JsonBounds:
     digits: int = 19
     # Keys of an object besides those that its schema names.
     keys: int = 64
-    # Values within values where anything may stand.
+    # Values within values where anything may stand, and of a definition within itself.
     depth: int = 8
     # Items of an array, and characters of a text.
     items: int = 0

@@ -80,6 +80,13 @@ TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({**INTEGER, "maximum": 10**18, "x-guidance": {"max_digits": 2}}, ["1000000000000000000"], ["1" * 19]),
     (NUMBER, ["3.14159265", "999999999999999"], ["1" * 16]),
     ({}, ["1234567890123456789", "1.5"], ["9" * 20]),
+    # Characters of keys, where all of them are free.
+    (
+        {"type": "object", "additionalProperties": INTEGER, "minProperties": 1, "x-guidance": {"max_characters": 3}},
+        ['{"abc": 1}', '{"": 1}', '{"\\n\\"": 1, "b": 2}'],
+        ['{"abcd": 1}', "{}", '{"a": "x"}'],
+    ),
+    ({"x-guidance": {"max_characters": 3}}, ['{"abc": [{"abc": "abc"}]}'], ['{"abcd": 1}', '[{"abcd": 1}]']),
     # Multiples of values that are listed are those of them that validators take.
     ({"enum": [0.1, 0.2, 1.2, "a"], "multipleOf": 0.1}, ["0.1", "0.2", '"a"'], ["1.2"]),
     ({"const": 3, "multipleOf": 0.1, **NUMBER}, ["3"], ["0.3"]),

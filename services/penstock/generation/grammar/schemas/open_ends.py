@@ -90,6 +90,16 @@ def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
         schema["maxProperties"] = len(required) + bounds.keys
 
 
+def bound_names(schema: dict[str, Any], bounds: JsonBounds) -> None:
+    """Bound the characters of keys in place, where all of them are free: beside named ones llguidance takes no rule."""
+    values = schema.get("additionalProperties", True)
+    if not bounds.characters or values is False or "type" not in schema or "object" not in types_of(schema):
+        return
+    if not any(schema.get(word) for word in ("properties", "patternProperties", "required")):
+        schema["patternProperties"] = {rf"^[\s\S]{{0,{bounds.characters}}}$": values}
+        schema["additionalProperties"] = False
+
+
 def anything(depth: int, bounds: JsonBounds) -> dict[str, Any]:
     """Return the schema of any value with at most `depth` values within values: its parts are any0, any1 and so on."""
     number: dict[str, Any] = {"type": "number"}
@@ -105,6 +115,7 @@ def anything(depth: int, bounds: JsonBounds) -> dict[str, Any]:
         array, members = {"type": "array", "items": part}, {"type": "object", "additionalProperties": part}
         bound_items(array, bounds)
         bound_keys(members, bounds)
+        bound_names(members, bounds)
         options += [array, members]
     return {"anyOf": options}
 

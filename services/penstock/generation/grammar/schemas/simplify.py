@@ -19,8 +19,16 @@ from penstock.generation.grammar.schemas.disjoint import are_disjoint
 from penstock.generation.grammar.schemas.document import write_json
 from penstock.generation.grammar.schemas.formats import NATIVE, pattern_of
 from penstock.generation.grammar.schemas.multiples import exact_multiples, keep_multiples, only_whole
-from penstock.generation.grammar.schemas.open_ends import anything, bound_items, bound_keys, bound_number, bound_text
+from penstock.generation.grammar.schemas.open_ends import (
+    anything,
+    bound_items,
+    bound_keys,
+    bound_names,
+    bound_number,
+    bound_text,
+)
 from penstock.generation.grammar.schemas.place import ORIGIN
+from penstock.generation.grammar.schemas.recursion import bound_recursion
 from penstock.generation.grammar.schemas.references import References
 from penstock.generation.grammar.schemas.refusal import ONE_OF, Refusal, step
 from penstock.generation.grammar.schemas.shapes import check_shapes
@@ -91,7 +99,7 @@ class _Simplifier:
         if self._has_any:
             definitions |= {f"any{at}": anything(at, self._bounds) for at in range(self._bounds.depth + 1)}
         definitions |= dict(self._common.values())
-        return made | ({"$defs": definitions} if definitions else {})
+        return bound_recursion(made | ({"$defs": definitions} if definitions else {}), self._bounds.depth)
 
     def _node(self, schema: Any, path: str, is_part: bool) -> Any:
         """Return a schema made simple. `is_part`: another one is put together with it, and closes the object."""
@@ -133,6 +141,7 @@ class _Simplifier:
         if not is_joined and not any(word in made for word in _COMPOSING):
             # Not before: the bound is none that the schema asks to count.
             bound_keys(made, self._bounds)
+            bound_names(made, self._bounds)
         if is_composed and names is not None:
             made["allOf"] = [*made.get("allOf", ()), names]
         return self._shared(made) if not is_part and self._is_common(schema, types) else made
