@@ -25,6 +25,9 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadsco
 MARKS ?= not slow and not chaos and not docker and not clients
 # Packages of `make sdks`; empty: all.
 SDKS ?=
+# Of `make client-trials`: clients of tests/clients/trials/clients.toml, none: all; and where it writes its table.
+TRIALS ?=
+TRIALS_OUT ?= dev/log/client-trials.md
 # Flags of `make soak`, e.g. --minutes 5 --transport grpc.
 SOAK ?=
 # Of `make fuzz`: requests by gRPC, frames, requests by HTTP, and where to begin.
@@ -46,7 +49,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients sdks wheels numerics sanitize arm64 npu-wheel soak chaos attack safeguards fuzz lint types stubs docs site charts bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics sanitize arm64 npu-wheel soak chaos attack safeguards fuzz lint types stubs docs site charts bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -72,6 +75,9 @@ slow: $(VENV)/.dev  ## the tests marked slow
 
 clients: $(VENV)/.dev  ## clients in Go, Java, C++, TypeScript and Ruby, tritonclient, the client's wheel, the chat page in Chromium (docs/learn/testing.md: Debian packages)
 	@$(BIN)/python -m pytest -q -m clients tests/e2e
+
+client-trials: $(VENV)/.dev  ## openai, anthropic, litellm, langchain, pydantic-ai, instructor, llm, AI SDK, codex and aider, unmodified, against scripted answers and SmolLM2 (installs 2 GB; TRIALS="codex llm", TRIALS_OUT=file)
+	@$(BIN)/python tools/client_trials.py $(TRIALS) --out "$(TRIALS_OUT)"
 
 sdks: $(VENV)/.dev  ## packages for Go, npm, Java, C++ and Ruby, and the protos, in build/sdks; SDKS="go java" makes some (clients/sdks/README.md)
 	@$(BIN)/python tools/make_sdks.py $(SDKS)

@@ -60,6 +60,7 @@ class Client:
     trial: Path
     packages: list[str]
     is_python: bool
+    # Why it cannot be installed.
     fault: str = ""
     steps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -108,11 +109,13 @@ def install(client: Client) -> None:
             command = ["npm", "install", "--no-audit", "--no-fund", "--loglevel", "error", *client.packages]
         try:
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            client.fault = (
+                f"{'pip' if client.is_python else 'npm'}: {done.stderr.strip()[-300:]}" if done.returncode else ""
+            )
         except FileNotFoundError as error:
-            client.fault = f"not installed: {error}"
-            return
-        if done.returncode:
-            client.fault = f"not installed by {' '.join(command[:3])}: {done.stderr.strip()[-300:]}"
+            client.fault = str(error)
+        if client.fault:
+            client.steps = {way: [{"did": "be installed", "seen": client.fault, "right": False}] for way in WAYS}
             return
         stamp.touch()
     if client.trial.suffix == ".mjs":
@@ -134,7 +137,8 @@ async def run(client: Client, way: str, url: str, model: str) -> None:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            out, err = await asyncio.wait_for(process.communicate(), TRIAL_SECONDS)
+            async with asyncio.timeout(TRIAL_SECONDS):
+                out, err = await process.communicate()
         except TimeoutError:
             process.kill()
             await process.wait()
@@ -146,7 +150,9 @@ async def run(client: Client, way: str, url: str, model: str) -> None:
     if not all(step["right"] for step in steps):
         print(err.decode(errors="replace")[-6000:], file=sys.stderr)
     for step in steps:
-        print(f"{'right' if step['right'] else 'WRONG':6}{client.name}, {way}: {step['did']}: {step['seen']}", flush=True)
+        print(
+            f"{'right' if step['right'] else 'WRONG':6}{client.name}, {way}: {step['did']}: {step['seen']}", flush=True
+        )
 
 
 def _environment(home: str, folder: Path) -> dict[str, str]:
@@ -236,30 +242,48 @@ def table(clients: Sequence[Client]) -> str:
         "",
         "Written by `make client-trials` (`tools/client_trials.py`): programs of `tests/clients/trials`, each in an",
         "environment of its own, against a gateway with default flags. *Scripted*: the model says what `plays.py` has,",
-        "and answers must be those. *SmolLM2*: `penstock serve` of SmolLM2-135M-Instruct (Q4_1, as GGUF), and what must be",
-        "true of any answer is. A dash: the step is of the other way alone.",
+        "and answers must be those. *SmolLM2*: `penstock serve` of SmolLM2-135M-Instruct (Q4_1, as GGUF), and what",
+        "must be true of any answer is. A dash: the step is of the other way alone. A run of some clients keeps the",
+        "outcomes of the others.",
         "",
         f"Run of {today}, Python {platform.python_version()}, {_node_version()}.",
         "",
         "| client | versions | scripted | SmolLM2 |",
         "|---|---|---|---|",
     ]
-    for client in clients:
-        lines.append(f"| {client.name} | {client.versions} | {_count(client, 'scripted')} | {_count(client, 'real')} |")
+    lines += [
+        f"| {client.name} | {client.versions} | {_count(client, 'scripted')} | {_count(client, 'real')} |"
+        for client in clients
+    ]
     for client in clients:
         lines += ["", f"## {client.name}", "", "| it did | scripted | SmolLM2 |", "|---|---|---|"]
         names = dict.fromkeys(step["did"] for way in WAYS for step in client.steps.get(way, ()))
-        if client.fault:
-            lines.append(f"| be installed | {_cell(client.fault)} | |")
         for name in names:
             lines.append(f"| {_cell(name)} | {_outcome(client, 'scripted', name)} | {_outcome(client, 'real', name)} |")
     return "\n".join(lines) + "\n"
 
 
+def _keep(clients: Sequence[Client]) -> None:
+    """Write outcomes into the cache, beside those of earlier runs of the same versions."""
+    for client in clients:
+        file = client.folder.with_suffix(".json")
+        earlier = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**earlier, **client.steps}))
+
+
+def _kept() -> list[Client]:
+    """All clients, with the outcomes in the cache."""
+    clients = clients_of(())
+    for client in clients:
+        file = client.folder.with_suffix(".json")
+        client.steps = json.loads(file.read_text()) if file.exists() else {}
+    return clients
+
+
 def _count(client: Client, way: str) -> str:
     steps = client.steps.get(way)
-    if client.fault or steps is None:
-        return "not installed" if client.fault else "not run"
+    if steps is None:
+        return "not run"
     right = sum(step["right"] for step in steps)
     return f"{right} of {len(steps)} right"
 
@@ -293,10 +317,11 @@ def main() -> None:
     # Of the gateway, which logs every request.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     asyncio.run(try_all(clients, chosen.way or tuple(WAYS)))
+    _keep(clients)
     if chosen.out:
-        chosen.out.write_text(table(clients))
+        chosen.out.write_text(table(_kept()))
     steps = [step for client in clients for steps in client.steps.values() for step in steps]
-    wrong = sum(not step["right"] for step in steps) + sum(bool(client.fault) for client in clients)
+    wrong = sum(not step["right"] for step in steps)
     print(f"{len(steps)} steps of {len(clients)} clients, {wrong} wrong")
     sys.exit(bool(wrong))
 

@@ -1,6 +1,7 @@
 """Trial of structured output on a real model: schemas of pydantic models, answered greedily, judged by jsonschema.
 
     python tools/pydantic_trial.py MODEL [--count 200] [--first 0] [--tokens 1200] [--settings '{"max_items": 4}']
+    python tools/pydantic_trial.py MODEL --numbers 6 7
 
 MODEL is a folder or a GGUF file with a chat template. Each model of tests/factories/wire/pydantic_models.py is asked
 for once. An answer is right when it ended by itself and obeys the schema with its formats. Prints what is not, what
@@ -29,11 +30,12 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--numbers", type=int, nargs="+", help="these models alone")
     parser.add_argument("--tokens", type=int, default=1200)
     parser.add_argument("--settings", type=json.loads, default={}, help="x-guidance of every schema, as JSON")
     parser.add_argument("--show", action="store_true", help="print every answer")
     chosen = parser.parse_args()
-    numbers = range(chosen.first, chosen.first + chosen.count)
+    numbers = chosen.numbers or range(chosen.first, chosen.first + chosen.count)
     found: collections.Counter[str] = collections.Counter()
     lengths = []
     started = time.monotonic()
@@ -55,7 +57,7 @@ def main() -> None:
                 print(number, length, fault or f"pydantic: {refusal}", json.dumps(text)[:1500], flush=True)
     median, most = statistics.median(lengths), max(lengths)
     print(f"{dict(found)}; tokens: {sum(lengths)}, median {median}, most {most}; {time.monotonic() - started:.0f} s")
-    sys.exit(found["right"] != chosen.count)
+    sys.exit(found["right"] != len(numbers))
 
 
 def _request(number: int, tokens: int, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

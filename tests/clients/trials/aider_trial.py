@@ -73,5 +73,3 @@ def _() -> Any:
     said = edited()
     assert "Tokens:" in said, said[-500:]
     return next(line for line in said.splitlines() if line.startswith("Tokens:"))
-
-

@@ -165,9 +165,7 @@ def _() -> Any:
 @step("responses.parse into a pydantic model")
 def _() -> Any:
     turns = asked("person", "Tell of one person: a name and an age.")
-    found = client.responses.parse(
-        model=MODEL, input=turns, text_format=Person, temperature=0, max_output_tokens=200
-    )
+    found = client.responses.parse(model=MODEL, input=turns, text_format=Person, temperature=0, max_output_tokens=200)
     return is_person(found.output_parsed)
 
 

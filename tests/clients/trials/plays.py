@@ -13,6 +13,7 @@ MARK = re.compile(r"\[play:([a-z-]+)\]")
 ANSWER = "A penstock carries water to a turbine."
 THOUGHT = "Water falls through it."
 WEATHER = "It rains in Oslo."
+OLD, NEW = "    return 'hello'\n", "    return 'good day'\n"
 PERSON = {"name": "Ada Lovelace", "age": 36}
 
 
@@ -28,10 +29,12 @@ PLAYS: dict[str, list[str]] = {
     "two-cities": [call("get_weather", city="Oslo") + "\n" + call("get_weather", city="Paris"), WEATHER],
     "person": [json.dumps(PERSON)],
     "person-call": [call("Person", **PERSON)],
+    # litellm's own tool for a type, by the provider anthropic.
+    "json-tool-call": [call("json_tool_call", **PERSON)],
     # pydantic-ai's own tool for an answer with a type.
     "weather-report": [call("get_weather", city="Oslo"), call("final_result", city="Oslo", is_wet=True)],
     "shell": [call("exec_command", cmd="cat greeting.txt"), "The file says hello from the shell."],
-    "edit": ["greet.py\n```python\n<<<<<<< SEARCH\n    return 'hello'\n=======\n    return 'good day'\n>>>>>>> REPLACE\n```\n"],
+    "edit": ["greet.py\n```python\n<<<<<<< SEARCH\n" + OLD + "=======\n" + NEW + ">>>>>>> REPLACE\n```\n"],
 }
 # Where no play is named, as for a title or a summary that a program asks for by itself.
 DEFAULT = "Trial of a client."
@@ -43,6 +46,6 @@ def answer_to(prompt: str) -> str:
     marks = list(MARK.finditer(prompt))
     if not marks:
         return DEFAULT
-    lines = PLAYS[marks[-1][1]]
+    lines = PLAYS.get(marks[-1][1], [DEFAULT])
     turn = prompt.count(TURN, marks[-1].end()) - 1
     return lines[min(max(turn, 0), len(lines) - 1)]

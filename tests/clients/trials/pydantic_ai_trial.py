@@ -1,4 +1,4 @@
-"""pydantic-ai, unmodified: agents with tools and typed answers over OpenAI's chat, responses and Anthropic's messages."""
+"""pydantic-ai, unmodified: agents with tools and typed answers, over chats, responses and Anthropic's messages."""
 
 from __future__ import annotations
 
