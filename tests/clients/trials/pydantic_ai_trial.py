@@ -84,6 +84,10 @@ def trials(name: str) -> None:
         answer = await agent.run("Tell of one person.", usage_limits=UsageLimits(request_limit=4))
         return repr(answer.output)
 
+    if name == "AnthropicModel":
+        # It asks for typed answers of models by their names alone that it knows.
+        return
+
     @step(f"{name}: a typed answer by the server (NativeOutput)")
     async def _() -> Any:
         agent = Agent(model, output_type=NativeOutput(Person), model_settings=SETTINGS)
