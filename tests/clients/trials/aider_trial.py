@@ -71,5 +71,7 @@ def _() -> Any:
 @step("aider --message: it ends, whatever the model says", only="real")
 def _() -> Any:
     said = edited()
-    assert "Tokens:" in said, said[-500:]
-    return next(line for line in said.splitlines() if line.startswith("Tokens:"))
+    # It counts them, and tells of an answer that the limit cut.
+    counted = [line for line in said.splitlines() if "tokens:" in line.lower()]
+    assert counted, said[-500:]
+    return counted[0]
