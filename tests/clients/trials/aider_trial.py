@@ -48,7 +48,7 @@ AIDER += ("--no-gitignore", "--no-auto-lint", "--map-tokens", "0", "--analytics-
 
 
 def edited(*flags: str) -> str:
-    """What aider says to a message, after which the file may have changed."""
+    """Words of aider to a message, after which the file may have changed."""
     return run(*AIDER, *flags, "--message", "[play:edit] Greet with 'good day'.", "greet.py")
 
 

@@ -42,7 +42,7 @@ TURN = "<|im_start|>assistant\n"
 
 
 def answer_to(prompt: str) -> str:
-    """What the model says to a prompt: the line of the named play for this turn, then always the last one."""
+    """Words of the model to a prompt: the line of the named play for this turn, then always the last one."""
     marks = list(MARK.finditer(prompt))
     if not marks:
         return DEFAULT

@@ -1,4 +1,4 @@
-"""What every trial of a client shares: where the server is, steps that are right or wrong, and how they are told.
+"""Parts that every trial of a client shares: where the server is, steps that are right or wrong, and how they are told.
 
     python SOMETHING_trial.py URL MODEL scripted|real
 
@@ -35,7 +35,7 @@ def asked(play: str, text: str) -> list[Any]:
     return [{"role": "user", "content": f"[play:{play}] {text}"}]
 
 
-def tell(did: str, seen: Any, *, right: bool) -> None:
+def write_outcome(did: str, seen: Any, *, right: bool) -> None:
     """Write one step's outcome."""
     print(json.dumps({"did": did, "seen": str(seen)[:200], "right": right}), flush=True)
 
@@ -54,9 +54,9 @@ def step(did: str, *, only: str = "") -> Callable[[Callable[[], Any]], None]:
             seen = asyncio.run(seen) if inspect.iscoroutine(seen) else seen
         except Exception as error:
             traceback.print_exc()
-            tell(did, f"{type(error).__name__}: {error}", right=False)
+            write_outcome(did, f"{type(error).__name__}: {error}", right=False)
         else:
-            tell(did, seen, right=True)
+            write_outcome(did, seen, right=True)
 
     return run
 
