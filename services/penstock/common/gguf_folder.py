@@ -33,7 +33,9 @@ _ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
+_GEMMA3 = "gemma3"
 # config.json's fields by the facts behind the architecture's name.
 _FIELDS = {
     "context_length": "max_position_embeddings",
@@ -56,7 +58,12 @@ _WHOLE = (
 )
 _NUMBERS = ("rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.factor")
 # Facts of a model that only another implementation of its architecture can serve.
-_FOREIGN = ("expert_count", "attention.sliding_window", "attn_logit_softcapping", "logit_scale")
+_WINDOW = "attention.sliding_window"
+_FOREIGN = ("expert_count", _WINDOW, "attn_logit_softcapping", "final_logit_softcapping", "logit_scale")
+# Those that an architecture has all the same, and what they are in config.json.
+_OWN_FIELDS = {_GEMMA3: {_WINDOW: "sliding_window"}}
+# Gemma 3's largest model scales its scores by another width than the others: llama.cpp knows it by its layers.
+_GEMMA3_27B_LAYERS = 62
 _EMBEDDING, _HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # Of Llama 3.1 and later, the only models whose files have factors of frequencies.
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
@@ -122,19 +129,25 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         file.whole(f"{name}.{fact}", least=1, most=_MOST_WHOLE)
     for fact in _NUMBERS:
         file.number(f"{name}.{fact}")
+    own = _OWN_FIELDS.get(name, {})
+    for fact in own:
+        file.whole(f"{name}.{fact}", least=1, most=_MOST_WHOLE)
     for fact in _FOREIGN:
-        if facts.get(f"{name}.{fact}"):
+        if fact not in own and facts.get(f"{name}.{fact}"):
             raise file.error(f"has {name}.{fact}, which is not read from GGUF: give the model's safetensors")
     if _EMBEDDING not in file.tensors:
         raise file.error(f"has no tensor {_EMBEDDING}")
     model_type, architecture = _ARCHITECTURES[name]
     config: dict[str, Any] = {"model_type": model_type, "architectures": [architecture]}
-    config |= {field: facts[f"{name}.{fact}"] for fact, field in _FIELDS.items() if f"{name}.{fact}" in facts}
+    fields = {**_FIELDS, **own}
+    config |= {field: facts[f"{name}.{fact}"] for fact, field in fields.items() if f"{name}.{fact}" in facts}
     config["vocab_size"] = file.tensors[_EMBEDDING].shape[0]
     config["tie_word_embeddings"] = _HEAD not in file.tensors
     if model_type == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    if name == _GEMMA3:
+        config |= _gemma3(file, config)
     config |= _rope(file, config)
     ends = [file.whole(f"tokenizer.ggml.{one}_token_id", most=_MOST_WHOLE) for one in ("eos", "eot", "eom")]
     config["eos_token_id"] = list(dict.fromkeys(one for one in ends if one is not None))
@@ -147,6 +160,21 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     config["dtype"] = floats.get(kinds[0], "bfloat16") if len(kinds) == 1 else "bfloat16"
     config["quantization_config"] = {"quant_method": "gguf", "types": counts}
     return config
+
+
+def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json's fields that llama.cpp has in its code. Raises StartupError naming a fact that is missing."""
+    for fact in (_WINDOW, "attention.key_length"):
+        if f"{_GEMMA3}.{fact}" not in file.facts:
+            raise file.error(f"has no {_GEMMA3}.{fact}")
+    of_hidden = config["num_hidden_layers"] == _GEMMA3_27B_LAYERS
+    width = config["hidden_size"] // config["num_attention_heads"] if of_hidden else config["head_dim"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window_pattern": 6,
+    }
 
 
 def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:

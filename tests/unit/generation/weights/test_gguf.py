@@ -112,7 +112,9 @@ def turned(value: Tensor, heads: int) -> Tensor:
     return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
 
 
-def entries(tensors: dict[str, Tensor], *, is_turned: bool = True) -> tuple[dict[str, Entry], dict[str, Tensor]]:
+def entries(
+    tensors: dict[str, Tensor], *, is_turned: bool = True, names: dict[str, str] = NAMES
+) -> tuple[dict[str, Entry], dict[str, Tensor]]:
     """A model's tensors as a file has them, and the numbers that these mean: matrices of a layer in Q4_0, the head in
     Q8_0, the table in float16."""
     found: dict[str, Entry] = {}
@@ -120,7 +122,7 @@ def entries(tensors: dict[str, Tensor], *, is_turned: bool = True) -> tuple[dict
     for name, value in tensors.items():
         module, _, kind = name.rpartition(".")
         parts = module.split(".", 3)
-        ours = ENDS.get(module) or f"blk.{parts[2]}.{NAMES[parts[3]]}"
+        ours = ENDS.get(module) or f"blk.{parts[2]}.{names[parts[3]]}"
         pack = q8_0 if module == "lm_head" else q4_0
         if value.dim() == 1 or module == "model.embed_tokens":
             stored = value.float() if value.dim() == 1 else value.half()
@@ -199,6 +201,59 @@ def test_a_tied_head_in_q4_0_runs_in_the_one_call_of_the_kernels(
     sequence = PagedSequence(list(range(5, 35)))
     PagedDriver(kept, num_blocks=8, block_size=8).step([(sequence, 30)])
     assert float((torch.stack(sequence.logits) - exact).abs().mean() / exact.std()) < 0.05
+
+
+GEMMA3_NAMES = NAMES | {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+GEMMA3_FACTS = {
+    name.replace("llama.", "gemma3."): value for name, value in FACTS.items() if "dimension_count" not in name
+} | {
+    "general.architecture": "gemma3",
+    "gemma3.rope.freq_base": 1e6,
+    "gemma3.attention.key_length": 16,
+    "gemma3.attention.sliding_window": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Entry], Path]:
+    """A Gemma 3's tensors as a file has them, whose norms have one more, and a plain checkpoint of the same numbers."""
+    changes = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "query_pre_attn_scalar": 16}
+    folder = tiny_checkpoint(
+        tmp_path_factory.mktemp("gemma3"), "gemma3_text", hidden_size=64, intermediate_size=128, head_dim=16, **changes
+    )
+    tensors = load_file(folder / "model.safetensors")
+    of_file = {name: value.float() + 1.0 if "norm" in name else value for name, value in tensors.items()}
+    found, _ = entries(of_file, is_turned=False, names=GEMMA3_NAMES)
+    _, meant = entries(tensors, is_turned=False, names=GEMMA3_NAMES)
+    save_file(meant, folder / "model.safetensors", metadata={"format": "pt"})
+    return found, folder
+
+
+def test_gemma_3_has_its_own_names_norms_and_windows(tmp_path: Path, gemma3: tuple[dict[str, Entry], Path]) -> None:
+    found, dense = gemma3
+    write_gguf(tmp_path / "tiny.gguf", GEMMA3_FACTS, found)
+    folder = folder_of(tmp_path / "tiny.gguf")
+    config = read_model_config(folder)
+    assert config.model_type == "gemma3_text"
+    assert [layer_rope.theta for layer_rope in config.layer_ropes] == [10_000.0] * 2
+    # Beyond the window of 8, too.
+    assert float((logits(folder, quantization="none") - logits(dense)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("fact", ["attention.sliding_window", "attention.key_length"])
+def test_gemma_3_without_a_fact_of_its_own_is_refused(
+    tmp_path: Path, gemma3: tuple[dict[str, Entry], Path], fact: str
+) -> None:
+    facts = {name: value for name, value in GEMMA3_FACTS.items() if name != f"gemma3.{fact}"}
+    write_gguf(tmp_path / "tiny.gguf", facts, gemma3[0])
+    with pytest.raises(StartupError, match=f"has no gemma3.{fact}"):
+        config_of(GgufFile(tmp_path / "tiny.gguf"))
 
 
 def test_config_is_made_of_the_facts(tmp_path: Path, model: tuple[dict[str, Entry], Path]) -> None:

@@ -2,7 +2,7 @@
 
 A block has its scales in it. Q4_0, Q4_1 and Q4_K are forms of our int4 to the bit; the others become numbers of the
 dtype. In the architecture llama the rows of the query's and the key's projections have another order in the file, which
-is undone.
+is undone; in gemma3 norms have one more than Hugging Face's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -41,6 +41,16 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Other names of an architecture.
+_OWN_LAYER = {
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+}
+# What is added to norms in the file.
+_NORM_OFFSETS = {"gemma3": 1.0}
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(\w+)\.(weight|bias)")
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.\w+")
 _SHOWN, _SHOWN_CHARS = 5, 80
@@ -60,9 +70,11 @@ class GgufCheckpoint:
         heads = self._file.whole(f"{name}.attention.head_count", 1, least=1) or 1
         self._heads = {"q": heads, "k": self._file.whole(f"{name}.attention.head_count_kv", heads, least=1) or 1}
         self._is_turned = name == "llama"
+        self._norm_offset = _NORM_OFFSETS.get(name, 0.0)
+        layer_names = {**_LAYER, **_OWN_LAYER.get(name, {})}
         unknown = []
         for found, tensor in self._file.tensors.items():
-            ours = _hf_name(found)
+            ours = _hf_name(found, layer_names)
             if ours is not None:
                 self._names[ours] = tensor
             elif found != ROPE_FACTORS:
@@ -74,6 +86,10 @@ class GgufCheckpoint:
         self._total = sum(tensor.end - tensor.begin for tensor in self._names.values())
         self._taken: set[str] = set()
         self._mapped: MappedFile | None = None
+
+    def names(self) -> Iterable[str]:
+        """Return Hugging Face's names of all tensors, in the order of the file."""
+        return self._names
 
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._names
@@ -138,6 +154,8 @@ class GgufCheckpoint:
             else:
                 blocks = rows.view(-1, stored.type.num_bytes)
                 piece = numbers(blocks).view(len(rows), stored.shape[-1])
+            if self._norm_offset and tensor.endswith("norm.weight"):
+                piece = piece.float() - self._norm_offset
             yield piece if len(stored.shape) > 1 else piece.flatten()
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
@@ -203,13 +221,13 @@ class GgufCheckpoint:
             self._progress(done, self._total)
 
 
-def _hf_name(name: str) -> str | None:
-    """Return Hugging Face's name of a tensor; None: there is none."""
+def _hf_name(name: str, layer_names: Mapping[str, str]) -> str | None:
+    """Return Hugging Face's name of a tensor, `layer_names`: those within a layer; None: there is none."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
     layer, module, kind = match.groups()
-    found = _ENDS.get(module) if layer is None else _LAYER.get(module)
+    found = _ENDS.get(module) if layer is None else layer_names.get(module)
     if found is None:
         return None
     return f"{found}.{kind}" if layer is None else f"model.layers.{int(layer)}.{found}.{kind}"
