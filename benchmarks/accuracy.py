@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from _report import environment
 from penstock.common.checkpoint import resolve_model
 from penstock.common.environment import quiet_environment
 from penstock.generation.attention.base import AttentionMetadata
@@ -41,6 +40,8 @@ from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from benchmarks._report import environment
 
 BLOCK_SIZE = 16
 DTYPES, QUANTIZATIONS, KV_CACHE_DTYPES = ("float32", "bfloat16"), ("none", "int8", "int4"), ("auto", "int8")

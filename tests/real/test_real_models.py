@@ -1,0 +1,74 @@
+"""Real weights (`make real`): what no random model shows, outliers first of all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from factories.models.paged import PagedDriver, PagedSequence
+from penstock.common.checkpoint import resolve_model
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.models.registry import load_model
+from tokenizers import Tokenizer
+
+from benchmarks.accuracy_real import FORMATS, Difference, documents, read_exact, read_ours
+from benchmarks.checkpoints import CACHE
+from benchmarks.real_models import MODELS, bf16_folder
+
+# The tests have a cache of their own (conftest.py); the models are in the user's.
+HOME = Path(os.environ.get("PENSTOCK_REAL_MODELS") or CACHE)
+PROMPT = "The history of the printing press begins"
+# Of a text of this many tokens.
+TOKENS, NEW_TOKENS = 1024, 24
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(
+        not all((HOME / "real" / f"{name}.gguf").is_file() for name in MODELS),
+        reason="the real models are not in the cache: `make real` fetches them",
+    ),
+]
+
+
+def started() -> CPUDevice:
+    device = CPUDevice()
+    device.start(num_threads=torch.get_num_threads(), kernels="auto")
+    return device
+
+
+def greedy(folder: Path, prompt: list[int]) -> list[int]:
+    """Continue the prompt in float32 with the numbers that the folder's file means."""
+    model = load_model(folder, dtype="float32", quantization="none", device=started())
+    driver, sequence = PagedDriver(model, num_blocks=8, block_size=16), PagedSequence(list(prompt))
+    driver.step([(sequence, len(prompt))])
+    for _ in range(NEW_TOKENS - 1):
+        sequence.token_ids.append(int(sequence.logits[-1].argmax()))
+        driver.step([(sequence, 1)])
+    return [*sequence.token_ids[len(prompt) :], int(sequence.logits[-1].argmax())]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gguf_file_continues_as_transformers_does(name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    dense = bf16_folder(name, HOME)
+    prompt = Tokenizer.from_file(str(dense / "tokenizer.json")).encode(PROMPT).ids
+    exact = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    generated = exact.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
+    expected = generated[0, len(prompt) :].tolist()
+    # Of the file itself, which has more bits than bfloat16, the first tokens; of the folder all.
+    assert greedy(dense, prompt)[: len(expected)] == expected
+    of_file = greedy(Path(resolve_model(str(HOME / "real" / f"{name}.gguf"))), prompt)
+    assert of_file[:8] == expected[:8]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("label", "most"), [("bf16", 0.05)])
+@torch.inference_mode()
+def test_a_format_is_as_near_to_float32_as_the_pages_say(name: str, label: str, most: float) -> None:
+    folder = bf16_folder(name, HOME)
+    rows = documents(folder, TOKENS, 512)
+    found = read_ours(folder, started(), FORMATS[label], rows, 128)
+    assert Difference.between(found, read_exact(folder, rows, 128)).mean < most
