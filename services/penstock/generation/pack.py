@@ -24,8 +24,8 @@ from penstock.common.units import format_size
 from penstock.generation.core.model_config import ModelConfig, ModelRoute
 from penstock.generation.devices.registry import open_device
 from penstock.generation.host.mapped import map_file, populate
-from penstock.generation.layers.linear.base import Linear
-from penstock.generation.layers.linear.native import NativeLinear
+from penstock.generation.layers.linear.base import INT8, Linear
+from penstock.generation.layers.linear.native import Format, NativeLinear
 from penstock.generation.models.registry import checkpoint_weights, read_model_config
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import PACKED_FILE, file_names, is_packed
@@ -131,6 +131,9 @@ def _write(
     """Write all of the file. When this returns it is on the disk, and not in memory."""
     head, table = weights.head_and_table()
     kept = _kept_forms(config, weights)
+    # Whole numbers of the checkpoint: those that are made here are of blocks that were turned.
+    if isinstance(head, NativeLinear) and head.format is Format.INT8:
+        kept[HEAD] = INT8
     places = layout(config, weights.dtype, facts.quantization, has_table=table is not None, kept=kept)
     digests_to_come = json.dumps(dict.fromkeys(file_names(folder), "0" * 64))
     facts = replace(facts, source_sha256=digests_to_come, kept=json.dumps(kept))

@@ -89,7 +89,7 @@ class GPUInt8Linear(AcceleratorInt8Linear):
             return x_TI.new_empty(0, self.out_features, dtype=dtype)
         least = 0 if rows == 1 else LEAST_ROWS
         values, scale_T1 = gpu_operators.quantised_rows(
-            x_TI, torch.int8, padding=self._padding, most=MOST, least_rows=least
+            self._turned(x_TI), torch.int8, padding=self._padding, most=MOST, least_rows=least
         )
         if rows == 1:
             weight_OI = self._weight_IO.t()

@@ -118,7 +118,7 @@ def _tensors(
     def parts(name: str, sizes: dict[str, tuple[torch.dtype, int]]) -> list[_Entry]:
         return [(f"{name}.{part}", kind, (count,)) for part, (kind, count) in sizes.items()]
 
-    found = parts(HEAD, part_sizes(table, head, gated=False, has_bias=False))
+    found = parts(HEAD, part_sizes(table, head, gated=False, has_bias=False, kept=kept.get(HEAD, "")))
     if has_table:
         found.append((EMBEDDING, dtype, table))
     exact = formats(dtype, "none")[0]

@@ -20,7 +20,14 @@ from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import Activation, ModelConfig
 from penstock.generation.host.mapped import MappedFile, populate
 from penstock.generation.layers.linear import QUANTIZATIONS
-from penstock.generation.layers.linear.native import Format, NativeLinear, PackedWeight, formats, part_sizes
+from penstock.generation.layers.linear.native import (
+    Format,
+    NativeLinear,
+    PackedWeight,
+    formats,
+    kept_format,
+    part_sizes,
+)
 from penstock.generation.weights.files import PACKED_FILE, parse_header
 from penstock.generation.weights.packed_layout import ALIGNMENT, DTYPES, HEAD, PackedFacts, entries_of, layout
 from penstock.generation.weights.tensor_names import EMBEDDING, LayerLinear, layer_linears
@@ -143,8 +150,10 @@ class PackedWeights:
         has_bias: bool,
         activation: Activation = Activation.SILU,
     ) -> NativeLinear:
-        sizes = part_sizes(shape, format, gated=gated, has_bias=has_bias, kept=self._kept.get(name, ""))
+        kept = self._kept.get(name, "")
+        sizes = part_sizes(shape, format, gated=gated, has_bias=has_bias, kept=kept)
         parts = {part: self.tensor(f"{name}.{part}") for part in sizes}
+        format = kept_format(format, kept)
         return NativeLinear(PackedWeight(shape, self.dtype, format, gated, **parts), activation)
 
 

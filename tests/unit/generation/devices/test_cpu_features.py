@@ -13,8 +13,10 @@ from penstock.common.errors import StartupError
 from penstock.generation.host import cpu_features
 from penstock.generation.host.cpu_features import Int8Product, describe_onednn, has_wide_set, native_bound
 from penstock.generation.layers.linear import int8
+from penstock.generation.layers.linear.base import WholeRows
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
 from penstock.generation.layers.linear.int8 import Int8Linear, Int8LinearMethod, quantize_rows
+from penstock.generation.layers.linear.rotation import rotated
 
 CODE = "from penstock.generation.host import cpu_features; print(cpu_features.describe_onednn())"
 SATURATES = f"int8 {Int8Product.SATURATES.value}"
@@ -88,7 +90,9 @@ def largest(rows: int, inputs: int) -> torch.Tensor:
 @pytest.mark.parametrize(("outputs", "inputs"), [(7, 9), (64, 64), (130, 512)])
 def test_int8_of_the_largest_numbers_is_exact(rows: int, outputs: int, inputs: int) -> None:
     weight, x = largest(outputs, inputs), largest(rows, inputs)
-    torch.testing.assert_close(Int8Linear(weight, None)(x), x @ weight.T, rtol=1e-5, atol=1e-3)
+    # Kept as they are: blocks that are turned have other numbers.
+    whole = WholeRows((weight * 127).to(torch.int8), torch.full((outputs,), 1 / 127))
+    torch.testing.assert_close(Int8Linear(whole, None)(x), x @ weight.T, rtol=1e-5, atol=1e-3)
 
 
 def test_two_products_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +100,10 @@ def test_two_products_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias, x = torch.randn(50, 96), torch.randn(50), torch.randn(6, 96)
     x[2] = 0.0
     x[4, 7] = float("nan")
-    kept, weight_scale = quantize_rows(weight)
-    given, scale = quantize_rows(x)
+    kept, weight_scale = quantize_rows(rotated(weight, 32))
+    given, scale = quantize_rows(rotated(x, 32))
     sums = (given.double() @ kept.double().T).float()
-    expected = (sums * weight_scale.flatten()).mul_(scale).add_(bias)
+    expected = (sums * (weight_scale / 32).flatten()).mul_(scale).add_(bias)
     monkeypatch.setattr(int8, "int8_product", lambda: Int8Product.SATURATES)
     found = Int8Linear(weight, bias).as_float(x)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)

@@ -17,6 +17,7 @@ from penstock.generation.layers.linear.int4 import quantize_groups
 from penstock.generation.layers.linear.int4_cuda import CudaInt4Method
 from penstock.generation.layers.linear.int8 import quantize_rows
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Method
+from penstock.generation.layers.linear.rotation import halved, rotated, rotated_by_product, rotation_block
 
 # Whole tiles, and what is to be filled up: inputs, outputs, or both.
 SHAPES = [(32, 64), (24, 128), (40, 160), (21, 37), (9, 64)]
@@ -35,8 +36,10 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def int8_reference(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    (values, scale), (rows, row_scale) = quantize_rows(weight), quantize_rows(x)
-    return (rows.double() @ values.double().t()).float() * scale.t() * row_scale
+    block = rotation_block(weight.shape[1])
+    values, scale = quantize_rows(rotated(weight, block))
+    rows, row_scale = quantize_rows(rotated_by_product(x.float(), block))
+    return (rows.double() @ values.double().t()).float() * (scale / block * halved(block)).t() * row_scale
 
 
 def int4_reference(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

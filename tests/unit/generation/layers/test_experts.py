@@ -53,6 +53,7 @@ def rows(count: int, dtype: torch.dtype) -> Tensor:
         (Format.F32, torch.float32),
         (Format.BF16, torch.bfloat16),
         (Format.INT8, torch.bfloat16),
+        (Format.ROTATED_INT8, torch.bfloat16),
         (Format.INT4, torch.float32),
     ],
 )
@@ -64,7 +65,7 @@ def test_one_call_is_one_product_an_expert(format: Format, dtype: torch.dtype, a
         assert_close(experts._multiply(x, chosen, shares), OneByOne(experts._experts)(x, chosen, shares), 1e-5)
 
 
-@pytest.mark.parametrize("format", [Format.BF16, Format.INT8, Format.INT4])
+@pytest.mark.parametrize("format", [Format.BF16, Format.INT8, Format.ROTATED_INT8, Format.INT4])
 def test_a_row_is_the_same_alone_in_a_batch_and_on_other_threads(format: Format) -> None:
     experts = mixture(format, torch.bfloat16, Activation.SILU)
     x = rows(40, torch.bfloat16)

@@ -16,6 +16,7 @@ from penstock.generation.layers.linear.base import NotFinite, WholeRows
 from penstock.generation.layers.linear.int4 import quantize_groups
 from penstock.generation.layers.linear.int8 import Int8Linear, quantize_rows
 from penstock.generation.layers.linear.native import Format, NativeLinear, NativeLinearMethod
+from penstock.generation.layers.linear.rotation import rotated, rotation_block
 
 # Largest difference relative to the largest value: of the dtype's rounding, or of sums in another order.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
@@ -29,7 +30,9 @@ def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Weight, bias and input, in float32. With AVX2 some have panels enough for the way of several rows."""
-    rows, inputs, outputs = draw(st.integers(1, 40)), draw(st.integers(1, 200)), draw(st.integers(1, 130)) * 2
+    rows, outputs = draw(st.integers(1, 40)), draw(st.integers(1, 130)) * 2
+    # Of the multiples of 16 blocks are turned, each of 64, 32 or 16.
+    inputs = draw(st.one_of(st.integers(1, 200), st.integers(1, 12).map(lambda blocks: blocks * 16)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     weight = torch.randn(outputs, inputs, generator=generator)
     # Some channels far larger than the others, as in real models.
@@ -44,6 +47,10 @@ def quantised(weight_OI: torch.Tensor, x_TI: torch.Tensor, format: Format) -> tu
     if format is Format.INT8:
         pairs = (quantize_rows(weight_OI), quantize_rows(x_TI))
         return tuple((values * scale).double() for values, scale in pairs)  # type: ignore[return-value]
+    if format is Format.ROTATED_INT8:
+        block = rotation_block(weight_OI.shape[1])
+        (values, scale), (numbers, scales) = (quantize_rows(rotated(one, block)) for one in (weight_OI, x_TI))
+        return (values * (scale / block)).double(), (numbers * scales).double()
     if format is Format.INT4:
         values, scale = quantize_groups(weight_OI)
         inputs = weight_OI.shape[1]
@@ -119,7 +126,7 @@ def test_rows_of_the_packed_weight_are_the_weight(
 @settings(max_examples=20, deadline=None)
 def test_int8_is_onednns_int8(layer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> None:
     weight, bias, x = layer
-    found = NativeLinearMethod(Format.INT8).linear(weight, bias)(x)
+    found = NativeLinearMethod(Format.ROTATED_INT8).linear(weight, bias)(x)
     assert_near(found, Int8Linear(weight, bias)(x).double(), 1e-5)
 
 
@@ -137,7 +144,14 @@ def test_a_nan_reaches_its_row_and_no_other(format: Format) -> None:
 @pytest.mark.parametrize("format", list(Format))
 def test_inputs_that_are_summed_in_several_parts(format: Format) -> None:
     """More granules than stay in the cache; and rows of several tiles, which take turns with each part."""
-    inputs = {Format.F32: 2310, Format.BF16: 5002, Format.INT8: 9001, Format.INT4: 17001}[format]
+    several = {
+        Format.F32: 2310,
+        Format.BF16: 5002,
+        Format.INT8: 9001,
+        Format.INT4: 17001,
+        Format.ROTATED_INT8: 9024,
+    }
+    inputs = several[format]
     dtype = torch.bfloat16 if format is Format.BF16 else torch.float32
     weight, x = (torch.randn(rows, inputs).to(dtype) for rows in (200, 30))
     linear = NativeLinearMethod(format).linear(weight, None)

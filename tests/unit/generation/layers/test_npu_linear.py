@@ -139,11 +139,11 @@ def test_what_is_within_the_limits_is_let_through() -> None:
     int4(scale=of(1, 8, dtype=BF16), group=0)
 
 
-def assert_near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+def assert_near(found: Tensor, exact: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
     assert found.dtype is dtype
     assert found.is_contiguous()
     assert found.shape == exact.shape
-    assert float((found.double() - exact).abs().max() / exact.std()) <= ROUNDED[dtype]
+    assert float((found.double() - exact).abs().max() / exact.std()) <= times * ROUNDED[dtype]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -157,7 +157,8 @@ def test_a_layer_gives_what_the_cpus_format_does(
     bias = numbers(outputs, dtype=dtype, seed=2) if has_bias else None
     before = calls.copy()
     found = method("int8", dtype).linear(weight.clone(), bias)
-    assert_near(found(x), Int8Linear(weight, bias).as_float(x).double(), dtype)
+    # What is turned is rounded to the dtype once more: a number near the middle of two bytes may become the other.
+    assert_near(found(x), Int8Linear(weight, bias).as_float(x).double(), dtype, 2.5)
     assert (calls - before) == {"npu_dynamic_quant": 1, "npu_quant_matmul": 1}
     assert (found.quantised_as, found.out_features, found.in_features) == ("int8", outputs, inputs)
     assert found.mean_scale == pytest.approx(Int8Linear(weight, bias).mean_scale)

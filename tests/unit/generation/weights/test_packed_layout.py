@@ -15,11 +15,12 @@ from penstock.generation.layers.linear.native import LAYOUT_VERSION, Format, Nat
 # Digests of the parts below, by version and format. Other bytes under the same version would be read as if they were
 # these: after a change of the bytes, raise LAYOUT_VERSION and add a line.
 DIGESTS = {
-    2: {
+    3: {
         Format.F32: "4bdf81acf9fb7af45fbaea3c95251e103fb4053914a35e57c7a159d7b6ff7685",
         Format.BF16: "094d931ca84372d3fcbdd54be5ff7fae8c69688282215516c6419646d2faf55c",
         Format.INT8: "2daef062841f2fb56dbd5a934bb7a1642760952fa3ee0a4a70161122bff30ebb",
         Format.INT4: "9e3f2c5ebc9553f44087e1f54cc82e0ebd2c931fe57027ec80af5673358cfe13",
+        Format.ROTATED_INT8: "d559a3a18930a73c90499e19ec4fb93a72747712a86166444c9080a0e9d48b9c",
     }
 }
 
@@ -39,7 +40,8 @@ def numbers(*shape: int) -> torch.Tensor:
 def test_a_version_of_the_layout_means_these_bytes(format: Format) -> None:
     method = NativeLinearMethod(format)
     dtype = torch.float32 if format is Format.F32 else torch.bfloat16
-    weight, bias = numbers(72, 43).to(dtype), numbers(72).to(dtype)
+    inputs = 192 if format is Format.ROTATED_INT8 else 43
+    weight, bias = numbers(72, inputs).to(dtype), numbers(72).to(dtype)
     digest = hashlib.sha256()
     for linear in (method.linear(weight, bias), method.gated(weight, bias, LayerKernels())):
         assert isinstance(linear, NativeLinear)

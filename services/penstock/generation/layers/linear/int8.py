@@ -1,5 +1,5 @@
-"""int8 by oneDNN: a scale for each output and, computed anew for each row of x, one for the row. It is the reference of
-the C++ kernels' int8, and serves without them.
+"""int8 by oneDNN: a scale for each output and, computed anew for each row of x, one for the row, whose blocks are
+turned before (rotation.py). It is the reference of the C++ kernels' int8, and serves without them.
 
 Every CPU gives the same sums. oneDNN's product takes unsigned x. So x is moved up by 128; or, where bytes above 127
 would saturate (CPUs without VNNI), its positive and negative numbers become rows of one product, which reads the weight
@@ -19,6 +19,7 @@ from penstock.generation.layers.linear.base import (
     WholeRows,
     check_finite,
 )
+from penstock.generation.layers.linear.rotation import natural_scale, rotated, rotation_block
 
 MOST = 127.0
 
@@ -43,15 +44,22 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     return (x * inverse).round(), largest / MOST
 
 
+def int8_numbers(weight_OI: Tensor | WholeRows) -> tuple[Tensor, Tensor, int]:
+    """Return a weight's whole numbers, the scale of each output (O, 1), and the inputs of a block in which it and its x
+    are turned. One that is whole numbers keeps them, and is not turned."""
+    if not isinstance(weight_OI, Tensor):
+        return weight_OI.values, weight_OI.scale[:, None], 1
+    block = rotation_block(weight_OI.shape[1])
+    values, scale = quantize_rows(rotated(weight_OI, block))
+    return values, scale / block, block
+
+
 class Int8Linear(Linear):
     """A linear layer with weights of one byte each."""
 
     def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
         """Take a weight to quantise, or one that is whole numbers."""
-        if isinstance(weight_OI, Tensor):
-            values, scale = quantize_rows(weight_OI)
-        else:
-            values, scale = weight_OI.values, weight_OI.scale[:, None]
+        values, scale, self._block = int8_numbers(weight_OI)
         self.out_features, self.in_features = values.shape
         check_finite(scale)
         self._packed = torch.ops.onednn.qlinear_prepack(values.to(torch.int8), None)
@@ -71,7 +79,7 @@ class Int8Linear(Linear):
         """See Linear."""
         if not x_TI.shape[0]:
             return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
-        values, scale = quantize_rows(x_TI)
+        values, scale = quantize_rows(rotated(x_TI, self._block))
         if self._saturates:
             positive, negative = self._product(torch.cat([values, -values]).clamp_(min=0.0), 0).chunk(2)
             sums = positive.sub_(negative).mul_(self._scale)
@@ -97,7 +105,7 @@ class Int8Linear(Linear):
     @property
     def mean_scale(self) -> float:
         """See Linear."""
-        return float(self._scale.mean())
+        return natural_scale(float(self._scale.mean()), self._block)
 
     @property
     def num_bytes(self) -> int:

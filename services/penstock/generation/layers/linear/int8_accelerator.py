@@ -1,5 +1,6 @@
 """int8 by torch._int_mm, which accelerators have: a scale for each output and, computed anew for each row of x, one for
-the row, as on the CPU (int8.py). The sums are whole numbers: every device gives the same."""
+the row, as on the CPU (int8.py). The sums are whole numbers: every device gives the same of the same ones. Blocks of x
+are turned by a product in float32, whose sums have an order of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.layers.linear.base import Linear, LinearMethod, WholeRows, check_finite
-from penstock.generation.layers.linear.int8 import quantize_rows
+from penstock.generation.layers.linear.int8 import int8_numbers, quantize_rows
+from penstock.generation.layers.linear.rotation import halved, natural_scale, rotated_by_product
 
 # What cuBLASLt's product takes: more rows than 16, and multiples of 8 of inputs and outputs.
 LEAST_ROWS = 17
@@ -20,10 +22,9 @@ class AcceleratorInt8Linear(Linear):
 
     def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
         """Take a weight to quantise, or one that is whole numbers."""
-        if isinstance(weight_OI, Tensor):
-            values, scale = quantize_rows(weight_OI)
-        else:
-            values, scale = weight_OI.values, weight_OI.scale[:, None]
+        values, scale, self._block = int8_numbers(weight_OI)
+        # What `rotated_by_product` takes off x.
+        scale = scale * halved(self._block)
         self.out_features, self.in_features = values.shape
         check_finite(scale)
         self._padding = -self.in_features % MULTIPLE
@@ -43,11 +44,14 @@ class AcceleratorInt8Linear(Linear):
         rows = x_TI.shape[0]
         if not rows:
             return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
-        values, scale_T1 = quantize_rows(x_TI)
+        values, scale_T1 = quantize_rows(self._turned(x_TI))
         values = F.pad(values.to(torch.int8), (0, self._padding, 0, max(0, LEAST_ROWS - rows)))
         sums = torch._int_mm(values, self._weight_IO)[:rows, : self.out_features]
         result = sums.float().mul_(self._scale).mul_(scale_T1)
         return result if self._bias is None else result.add_(self._bias)
+
+    def _turned(self, x_TI: Tensor) -> Tensor:
+        return x_TI if self._block == 1 else rotated_by_product(x_TI.float(), self._block)
 
     @property
     def quantised_as(self) -> str:
@@ -57,7 +61,7 @@ class AcceleratorInt8Linear(Linear):
     @property
     def mean_scale(self) -> float:
         """See Linear."""
-        return float(self._scale.mean())
+        return natural_scale(float(self._scale.mean()) / halved(self._block), self._block)
 
     @property
     def num_bytes(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.generation.core.model_config import Activation
 from penstock.generation.layers.linear.base import (
+    INT4,
     INT4_ASYMMETRIC,
     INT8,
     Linear,
@@ -26,6 +27,7 @@ from penstock.generation.layers.linear.base import (
     WholeRows,
     WholeWeight,
 )
+from penstock.generation.layers.linear.rotation import natural_scale, rotation_block
 
 if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 # Version of the meaning of a packed weight's bytes, for files that keep them. Raise it with every change of the layout
 # in csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test holds the two
 # together.
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 PANEL = 32
 # Inputs that share a scale in int4.
 GROUP = 32
@@ -49,6 +51,11 @@ class Format(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
+    # INT8 of weights and rows whose blocks are turned before they are rounded (rotation.py).
+    ROTATED_INT8 = 4
+
+
+_INT8_FORMATS = (Format.INT8, Format.ROTATED_INT8)
 
 
 def formats(dtype: torch.dtype, quantization: str) -> tuple[Format, Format]:
@@ -56,7 +63,7 @@ def formats(dtype: torch.dtype, quantization: str) -> tuple[Format, Format]:
     if quantization == "none":
         dense = Format.BF16 if dtype is torch.bfloat16 else Format.F32
         return dense, dense
-    return Format.INT8 if quantization == "int8" else Format.INT4, Format.INT8
+    return Format.ROTATED_INT8 if quantization == "int8" else Format.INT4, Format.ROTATED_INT8
 
 
 class Slabs:
@@ -119,18 +126,24 @@ def part_sizes(
 ) -> dict[str, tuple[torch.dtype, int]]:
     """Return dtype and number of elements of each tensor of a packed (outputs, inputs) weight. `kept`: the form of
     whole numbers that it keeps, with their scales; empty: it is quantised here."""
+    format = kept_format(format, kept)
     outputs, inputs = shape
     panels = _num_panels(outputs, gated=gated)
     sizes = {"weight": (torch.uint8, int(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated)))}
     if has_bias:
         sizes["bias"] = (torch.float32, panels * PANEL)
-    if format is Format.INT8:
+    if format in _INT8_FORMATS:
         sizes |= {"scale": (torch.float32, panels * PANEL), "sum": (torch.int32, panels * PANEL)}
     elif format is Format.INT4:
         sizes["scale"] = (torch.float32 if kept else torch.bfloat16, panels * -(-inputs // GROUP) * PANEL)
         if kept == INT4_ASYMMETRIC:
             sizes["offset"] = sizes["scale"]
     return sizes
+
+
+def kept_format(format: Format, kept: str) -> Format:
+    """Return the format of a weight of a model of `format`: whole numbers that it keeps, of a form, are not turned."""
+    return Format.INT8 if format is Format.ROTATED_INT8 and kept else format
 
 
 class NativeLinear(Linear):
@@ -194,7 +207,7 @@ class NativeLinear(Linear):
 
     def rows(self) -> Rows | None:
         """See Linear: int8 and int4 do not keep the weight."""
-        if self.format in (Format.INT8, Format.INT4):
+        if self.format not in (Format.F32, Format.BF16):
             return None
         is_bf16 = self.packed.dtype is torch.bfloat16
         lookup = torch.ops.penstock.packed_rows.default
@@ -211,13 +224,18 @@ class NativeLinear(Linear):
         """See Linear."""
         if self.packed.offset is not None:
             return INT4_ASYMMETRIC
-        return self.format.name.lower() if self.format in (Format.INT8, Format.INT4) else ""
+        if self.format in _INT8_FORMATS:
+            return INT8
+        return INT4 if self.format is Format.INT4 else ""
 
     @property
     def mean_scale(self) -> float:
         """See Linear. Outputs that only fill up a panel have no scale."""
         scale = self.packed.scale
-        return 1.0 if scale is None else float(scale[scale != 0].abs().float().mean())
+        if scale is None:
+            return 1.0
+        block = rotation_block(self.in_features) if self.format is Format.ROTATED_INT8 else 1
+        return natural_scale(float(scale[scale != 0].abs().float().mean()), block)
 
     @property
     def num_bytes(self) -> int:

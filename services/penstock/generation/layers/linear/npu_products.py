@@ -27,7 +27,8 @@ from penstock.generation.layers.linear.base import (
     dense,
 )
 from penstock.generation.layers.linear.int4 import GROUP, quantize_groups
-from penstock.generation.layers.linear.int8 import quantize_rows
+from penstock.generation.layers.linear.int8 import int8_numbers
+from penstock.generation.layers.linear.rotation import halved, natural_scale, rotated_by_product
 
 # Dtypes of x, and of the results.
 DTYPES = (torch.float16, torch.bfloat16)
@@ -209,17 +210,15 @@ class _Products(Linear):
 
 
 class NPUInt8Linear(_Products):
-    """A linear layer with weights of one byte each; x is quantised too, row by row."""
+    """A linear layer with weights of one byte each; x is quantised too, row by row. Its blocks are turned before, in
+    its own dtype, which is that of the operator's input."""
 
     def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
         """Take a weight to quantise, or one that is whole numbers."""
-        if isinstance(weight_OI, Tensor):
-            super().__init__(*weight_OI.shape)
-            values, scale_O1 = quantize_rows(weight_OI)
-            scale = scale_O1.flatten()
-        else:
-            values, scale = weight_OI.values, weight_OI.scale
-            super().__init__(*values.shape)
+        super().__init__(*(weight_OI if isinstance(weight_OI, Tensor) else weight_OI.values).shape)
+        values, scale_O1, self._block = int8_numbers(weight_OI)
+        # What `rotated_by_product` takes off x.
+        scale = scale_O1.flatten() * halved(self._block)
         check_finite(scale.unsqueeze(1))
         bias = None if bias_O is None else bias_O.float()
         # (weight, scale, bias) of each product.
@@ -235,7 +234,7 @@ class NPUInt8Linear(_Products):
             check_int8(*own)
 
     def _parts(self, x_TI: Tensor) -> list[Tensor]:
-        values, scales = dynamic_quant(x_TI)
+        values, scales = dynamic_quant(rotated_by_product(x_TI, self._block))
         return [quant_matmul(values, scales, *own, x_TI.dtype) for own in self._own]
 
     @property
@@ -246,7 +245,8 @@ class NPUInt8Linear(_Products):
     @property
     def mean_scale(self) -> float:
         """See Linear."""
-        return float(torch.cat([scale for _, scale, _ in self._own]).mean())
+        mean = float(torch.cat([scale for _, scale, _ in self._own]).mean())
+        return natural_scale(mean / halved(self._block), self._block)
 
     @property
     def num_bytes(self) -> int:

@@ -53,16 +53,18 @@ T* data(const std::optional<at::Tensor>& tensor) {
 }
 
 struct Linear {
-  Format format;
+  Format format;     // of the product
+  int64_t rotation;  // inputs of a block that is turned, 1 for none
   at::Tensor weight;
   std::optional<at::Tensor> bias, scale, sum, offset;
   int64_t inputs, width, granules, panels;
   Gate gate;
 
   // Takes the tensors `name`.weight, `name`.bias, `name`.scale, `name`.sum and `name`.offset.
-  Linear(Named<at::Tensor>& from, const std::string& name, Format format, int64_t inputs,
+  Linear(Named<at::Tensor>& from, const std::string& name, Format stored, int64_t inputs,
          int64_t width, Gate gate)
-      : format(format),
+      : format(product_of(stored)),
+        rotation(rotation_of(stored, inputs)),
         weight(from.take(name + ".weight")),
         bias(from.find(name + ".bias")),
         scale(from.find(name + ".scale")),

@@ -30,7 +30,7 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
   // Of a quantised checkpoint some matrices may have another form than the rest.
   const auto linear = [&](const char* name, int64_t inputs, int64_t width, Gate gate) {
     const int64_t format = own.take(std::string(name) + ".format");
-    TORCH_CHECK(format >= 0 && format <= int(Format::INT4), owner, " has no such ", name);
+    TORCH_CHECK(format >= 0 && format <= int(Format::ROTATED_INT8), owner, " has no such ", name);
     return Linear(from, name, Format(format), inputs, width, gate);
   };
   const int64_t heads = model.num_heads * model.head_dim;
@@ -249,6 +249,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
         .x_stride = from.stride,
         .is_bf16 = bf16,
         .grouped = layer.format == Format::INT4,
+        .rotation = layer.rotation,
         .out = (int8_t*)b.bytes.data_ptr() + own * stride,
         .padded = padded,
         .stride = stride,

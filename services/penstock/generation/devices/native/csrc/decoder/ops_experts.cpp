@@ -15,16 +15,17 @@ namespace {
 // or quantised.
 class ExpertInputs {
  public:
-  ExpertInputs(Format format, int64_t rows, int64_t width, at::ScalarType type)
-      : format_(format),
+  ExpertInputs(Format stored, int64_t rows, int64_t width, at::ScalarType type)
+      : format_(product_of(stored)),
+        rotation_(rotation_of(stored, width)),
         width_(width),
-        size_(format < Format::INT8 ? at::elementSize(type) : 1),
-        padded_(granules_of(format, width) * granule_inputs(format)),
+        size_(format_ < Format::INT8 ? at::elementSize(type) : 1),
+        padded_(granules_of(format_, width) * granule_inputs(format_)),
         stride_(spread(padded_ * size_)),
-        groups_(format == Format::INT4 ? padded_ / GROUP : 1),
+        groups_(format_ == Format::INT4 ? padded_ / GROUP : 1),
         is_bf16_(type == at::kBFloat16),
         rows_(at::detail::empty_cpu({rows, stride_}, at::kByte)) {
-    if (format < Format::INT8) return;
+    if (format_ < Format::INT8) return;
     scale_ = at::detail::empty_cpu({rows, groups_}, at::kFloat);
     sum_ = at::detail::empty_cpu({rows, groups_}, at::kInt);
   }
@@ -43,6 +44,7 @@ class ExpertInputs {
       .x_stride = width_,
       .is_bf16 = is_bf16_,
       .grouped = format_ == Format::INT4,
+      .rotation = rotation_,
       .out = (int8_t*)to,
       .padded = padded_,
       .stride = stride_,
@@ -79,7 +81,7 @@ class ExpertInputs {
   void* at(int64_t row) const { return (char*)rows_.data_ptr() + row * stride_; }
 
   Format format_;
-  int64_t width_, size_, padded_, stride_, groups_;
+  int64_t rotation_, width_, size_, padded_, stride_, groups_;
   bool is_bf16_;
   at::Tensor rows_, scale_, sum_;
 };

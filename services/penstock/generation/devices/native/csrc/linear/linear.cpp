@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <vector>
 
 #include "linear/expanded.h"
 #include "linear/products.h"
+#include "linear/rotate.h"
 #include "util/abs_max.h"
 #include "util/vec.h"
 
@@ -461,10 +463,11 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
     }
 }
 
-// Quantises `n` values with one scale; returns the sum of the stored numbers.
+// Quantises `n` values with one scale, `most` the largest magnitude; returns the sum of the stored
+// numbers.
 template <typename T>
-static int32_t quantize_run(const T* x, int64_t n, int32_t zero, int8_t* out, float* scale) {
-  const float most = abs_max(x, n);
+static int32_t quantize_run(const T* x, int64_t n, float most, int32_t zero, int8_t* out,
+                            float* scale) {
   *scale = most / 127.0f;
   if (!(most > 0 && most <= 3e38f)) {
     // Zeros, or a row that its scale makes NaN: a NaN is no integer.
@@ -486,7 +489,14 @@ static void quantize_row(const QuantizeArgs& a, int64_t row) {
   const T* x = (const T*)a.x + row * a.x_stride;
   int8_t* out = a.out + row * a.stride;
   if (!a.grouped) {
-    quantize_run(x, a.width, 128, out, a.scale + row);
+    if (a.rotation == 1) {
+      quantize_run(x, a.width, abs_max(x, a.width), 128, out, a.scale + row);
+    } else {
+      thread_local std::vector<float> rotated;
+      if (int64_t(rotated.size()) < a.width) rotated.resize(a.width);
+      const float most = rotate(x, a.width, a.rotation, rotated.data());
+      quantize_run(rotated.data(), a.width, most, 128, out, a.scale + row);
+    }
     std::memset(out + a.width, 128, a.padded - a.width);
     return;
   }
@@ -495,7 +505,8 @@ static void quantize_row(const QuantizeArgs& a, int64_t row) {
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t first = g * GROUP, count = std::clamp<int64_t>(a.width - first, 0, GROUP);
     a.sum[row * groups + g] =
-        quantize_run(x + first, count, 0, out + first, a.scale + row * groups + g);
+        quantize_run(x + first, count, abs_max(x + first, count), 0, out + first,
+                     a.scale + row * groups + g);
   }
 }
 

@@ -3,6 +3,7 @@
 // outputs lie side by side: (panels, granules, 32, 4 B).
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 
 #include "util/instruction_sets.h"
 
@@ -14,7 +15,21 @@ constexpr int GROUP = 32;
 // Most rows of a task, which stay in the cache while the panels go by: whole tiles.
 constexpr int64_t ROW_BLOCK = 264;
 
-enum class Format : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+// ROTATED_INT8 is how a weight and its rows become numbers; their product is INT8's.
+enum class Format : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, ROTATED_INT8 = 4 };
+
+inline Format product_of(Format format) {
+  return format == Format::ROTATED_INT8 ? Format::INT8 : format;
+}
+// Inputs of a block that is turned before a row is rounded (rotate.h), as layers/linear/rotation.py
+// has it: the largest of these that divides the inputs; 1: nothing is turned.
+inline int64_t rotation_of(Format format, int64_t inputs) {
+  if (format == Format::ROTATED_INT8)
+    for (const int64_t block : {64, 32, 16})
+      if (inputs % block == 0) return block;
+  return 1;
+}
+
 // The function of the gates of a gated weight; numbered as core/model_config.py's Activation.
 enum class Gate : int { NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED = 3 };
 
@@ -96,7 +111,8 @@ struct QuantizeArgs {
   bool is_bf16;
   bool grouped;  // int4's: signed, a scale and a sum for each group; else unsigned with 128 as 0, a
                  // scale a row
-  int8_t* out;   // (rows, padded)
+  int64_t rotation;  // of the latter: inputs of a block, 1 for none
+  int8_t* out;       // (rows, padded)
   int64_t padded;  // a multiple of a granule, of a group where grouped
   int64_t stride;
   float* scale;
@@ -108,6 +124,7 @@ struct PackArgs {
   Format format;
   bool is_bf16;
   int64_t inputs, granules;
+  int64_t rotation;  // of INT8: inputs of a block, 1 for none
   char* weight;
   void* scale;  // float; int4's bfloat16
   int32_t* sum;

@@ -55,7 +55,8 @@ at::Tensor shrink(const AdapterBatch& batch, int64_t site, const at::Tensor& x) 
 
 int64_t packed_size(int64_t outputs, int64_t inputs, int64_t format, bool gated) {
   const int64_t columns = gated ? PANEL / 2 : PANEL, width = gated ? outputs / 2 : outputs;
-  return (width + columns - 1) / columns * granules_of(Format(format), inputs) * PANEL * 4;
+  return (width + columns - 1) / columns * granules_of(product_of(Format(format)), inputs) * PANEL *
+         4;
 }
 
 // Rows that one thread packs at a time: half a panel, which is what a gated one has of either kind.
@@ -100,7 +101,7 @@ int64_t pack_kind(const PackArgs& args, const char* rows, int64_t from, int64_t 
 // it; else -1.
 int64_t pack_rows(const at::Tensor& rows, int64_t first, int64_t outputs, at::Tensor& out,
                   at::Tensor& scale, at::Tensor& sum, int64_t format_number, bool gated) {
-  const Format format = Format(format_number);
+  const Format format = product_of(Format(format_number));
   TORCH_CHECK(rows.dim() == 2 && rows.is_contiguous() && out.is_contiguous());
   const int64_t count = rows.size(0), inputs = rows.size(1);
   TORCH_CHECK(first >= 0 && first + count <= outputs &&
@@ -121,6 +122,7 @@ int64_t pack_rows(const at::Tensor& rows, int64_t first, int64_t outputs, at::Te
       .is_bf16 = bf16,
       .inputs = inputs,
       .granules = granules,
+      .rotation = rotation_of(Format(format_number), inputs),
       .weight = (char*)out.data_ptr<uint8_t>(),
       .scale = scale.data_ptr(),
       .sum = sum.data_ptr<int32_t>(),
@@ -156,7 +158,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
                   const std::optional<at::Tensor>& column_sum,
                   const std::optional<at::Tensor>& column_offset, int64_t gate, bool as_float,
                   const AdapterBatch* adapters, int64_t site) {
-  const Format format = Format(format_number);
+  const Format format = product_of(Format(format_number));
   TORCH_CHECK(gate >= int(Gate::NONE) && gate <= int(Gate::CLAMPED), "there is no such gate");
   TORCH_CHECK(adapters == nullptr || (site >= 0 && site < adapters->num_sites));
   const int64_t rows = x.size(0), inputs = x.size(1), granules = granules_of(format, inputs);
@@ -211,6 +213,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
         .x_stride = inputs,
         .is_bf16 = is_bf16(x),
         .grouped = grouped,
+        .rotation = rotation_of(Format(format_number), inputs),
         .out = (int8_t*)source.data_ptr(),
         .padded = padded,
         .stride = stride,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "linear/linear.h"
+#include "linear/rotate.h"
 #include "util/abs_max.h"
 #include "util/vec.h"
 
@@ -62,9 +63,10 @@ static inline vi nearest(vf x) {
   return (vi)(x + shift) - (vi)shift;
 }
 
+// `most`: the largest magnitude of the row.
 template <typename T>
-static bool quantize_int8(const T* row, int64_t n, int8_t* out, float& scale, int32_t& sum) {
-  const float most = abs_max(row, n);
+static bool quantize_int8(const T* row, int64_t n, float most, int8_t* out, float& scale,
+                          int32_t& sum) {
   scale = most / 127.0f;
   sum = 0;
   // Is refused; a NaN is no integer.
@@ -81,6 +83,19 @@ static bool quantize_int8(const T* row, int64_t n, int8_t* out, float& scale, in
   for (int l = 0; l < L; ++l) sum += sums[l];
   for (; i < n; ++i) sum += out[i] = int8_t(std::nearbyintf(to_float(row[i]) * inverse));
   return true;
+}
+
+// A row whose blocks are turned; so are those of x, which makes the products `rotation` times as
+// large.
+template <typename T>
+static bool quantize_rotated(const T* row, int64_t n, int64_t rotation, int8_t* out, float& scale,
+                             int32_t& sum) {
+  thread_local std::vector<float> rotated;
+  if (int64_t(rotated.size()) < n) rotated.resize(n);
+  const float most = rotate(row, n, rotation, rotated.data());
+  const bool finite = quantize_int8(rotated.data(), n, most, out, scale, sum);
+  scale /= float(rotation);
+  return finite;
 }
 
 // The largest of a group becomes -8 (as in GGML's q4_0), so that all 16 values are used.
@@ -138,11 +153,16 @@ static bool pack_some(const PackArgs& a, const T* rows, int count, int64_t panel
     const T* row = rows + r * a.inputs;
     int32_t* out = words.data() + r * a.granules;
     const int64_t output = panel * PANEL + column + r;
-    finite &=
-        a.format == Format::INT8
-            ? quantize_int8(row, a.inputs, (int8_t*)out, ((float*)a.scale)[output], a.sum[output])
-            : quantize_int4(row, a.inputs, groups, (uint8_t*)out,
-                            (bf16*)a.scale + panel * groups * PANEL + column + r);
+    if (a.format == Format::INT4) {
+      bf16* scales = (bf16*)a.scale + panel * groups * PANEL + column + r;
+      finite &= quantize_int4(row, a.inputs, groups, (uint8_t*)out, scales);
+      continue;
+    }
+    float& scale = ((float*)a.scale)[output];
+    int32_t& sum = a.sum[output];
+    finite &= a.rotation == 1
+                  ? quantize_int8(row, a.inputs, abs_max(row, a.inputs), (int8_t*)out, scale, sum)
+                  : quantize_rotated(row, a.inputs, a.rotation, (int8_t*)out, scale, sum);
   }
   interleave((const char*)words.data(), a.granules * 4, a.granules * 4, count, a.granules, target);
   return finite;

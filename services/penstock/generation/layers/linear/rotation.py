@@ -1,0 +1,63 @@
+"""Blocks of a row turned by a Hadamard matrix before the row is rounded to bytes (QuaRot, arXiv:2404.00456, within one
+product). An outlier becomes a part of each number of its block, so that the row's scale is finer; weights are turned
+alike when they are packed, and the product is the same, times the block.
+
+The matrix is of ones and minus ones: nothing is rounded but the sums, and the scale of the weights takes the block back
+exactly, since it is a power of two. It lies within one matrix, so that every family takes it; a rank's shard has blocks
+of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+# Larger ones divide few widths, and are no better; csrc/linear/linear.h has the same.
+BLOCKS = (64, 32, 16)
+
+
+def rotation_block(inputs: int) -> int:
+    """Return the inputs of a block: the largest of BLOCKS that divides them; 1: nothing is turned."""
+    return next((block for block in BLOCKS if inputs % block == 0), 1)
+
+
+def rotated(x_TI: Tensor, block: int) -> Tensor:
+    """Return x in float32 with its blocks turned. Sums have the C++ kernels' order, and so their bits."""
+    x = x_TI.float()
+    if block == 1:
+        return x
+    x = x.reshape(-1, block)
+    step = 1
+    while step < block:
+        pairs = x.view(-1, block // (2 * step), 2, step)
+        low, high = pairs.unbind(2)
+        x = torch.stack((low + high, low - high), dim=2)
+        step *= 2
+    return x.view(x_TI.shape)
+
+
+def rotated_by_product(x_TI: Tensor, block: int) -> Tensor:
+    """Return `rotated` in x's dtype over `halved(block)`, by one product: for devices on which a stage is a launch."""
+    if block == 1:
+        return x_TI
+    matrix = _matrix(block, x_TI.dtype, x_TI.device)
+    return (x_TI.reshape(-1, block) @ matrix).view(x_TI.shape)
+
+
+def halved(block: int) -> int:
+    """Return a power of two near the length by which a block's numbers grow: they stay in the range of their dtype."""
+    return 1 << (block.bit_length() - 1) // 2
+
+
+@functools.lru_cache(maxsize=16)
+def _matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Symmetrical: a row is the place of an input.
+    return (rotated(torch.eye(block), block) / halved(block)).to(device=device, dtype=dtype)
+
+
+def natural_scale(scale: float, block: int) -> float:
+    """Return a weight's scale as it would be of numbers that keep their length when they are turned."""
+    return scale * math.sqrt(block)
