@@ -65,10 +65,30 @@ def test_a_gguf_file_continues_as_transformers_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("label", "most"), [("bf16", 0.05)])
+@pytest.mark.parametrize(("label", "most"), [("bf16", 0.05), ("int8", 0.11)])
 @torch.inference_mode()
 def test_a_format_is_as_near_to_float32_as_the_pages_say(name: str, label: str, most: float) -> None:
     folder = bf16_folder(name, HOME)
     rows = documents(folder, TOKENS, 512)
     found = read_ours(folder, started(), FORMATS[label], rows, 128)
     assert Difference.between(found, read_exact(folder, rows, 128)).mean < most
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_int8_of_a_row_is_the_same_in_any_batch_and_in_chunks(name: str) -> None:
+    folder, device = bf16_folder(name, HOME), started()
+    if device.instruction_set is None:
+        pytest.skip("a promise of the C++ kernels, which are not built")
+    model = load_model(folder, dtype="bfloat16", quantization="int8", device=device)
+    rows = documents(folder, 256, 64)
+    alone = []
+    for ids in rows:
+        sequence = PagedSequence(list(ids))
+        PagedDriver(model, num_blocks=8, block_size=16).step([(sequence, len(ids))])
+        alone.append(sequence)
+    together, driver = [PagedSequence(list(ids)) for ids in rows], PagedDriver(model, num_blocks=32, block_size=16)
+    while work := [(one, min(one.left, 5 + 6 * number)) for number, one in enumerate(together) if one.left]:
+        driver.step(work)
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))

@@ -19,6 +19,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.pack import pack
+from safetensors.torch import load_file, save_file
 
 PROMPT = list(range(5, 45))
 # Mean error of a logit in standard deviations of the logits. Of activations in int8: a scale a row, or a group of 32.
@@ -199,3 +200,26 @@ def test_pack_takes_a_form_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pack(pair.folder, tmp_path / "packed", dtype="float32", quantization="int4")
     packed, kept = load(tmp_path / "packed", _NativeCPU), load(pair.folder, _NativeCPU, quantization="int4")
     assert torch.equal(logits(packed), logits(kept))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_pack_knows_a_head_that_is_whole_numbers_from_one_that_was_turned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    config, quantise = CASES["w8a8" if quantization == "int8" else "w4a16"][0]
+    groups = {"group_0": config["config_groups"]["group_0"]}
+    head_config, quantise_head = CASES["w8a8"][0]
+    groups["group_1"] = {**head_config["config_groups"]["group_0"], "targets": ["lm_head"], "format": "int-quantized"}
+    groups["group_0"] = {**groups["group_0"], "targets": [r"re:model\..*"], "format": config["format"]}
+    pair = made.quantised_pair(tmp_path, {**config, "ignore": [], "config_groups": groups}, quantise)
+    tensors = load_file(pair.folder / made.WEIGHTS)
+    head = quantise_head("lm_head", tensors.pop("lm_head.weight").float())
+    assert head is not None
+    tensors |= {f"lm_head.{suffix}": tensor.contiguous() for suffix, tensor in head.tensors.items()}
+    save_file(tensors, pair.folder / made.WEIGHTS, metadata={"format": "pt"})
+    use_packing(monkeypatch)
+    pack(pair.folder, tmp_path / "packed", dtype="float32", quantization=quantization)
+    kept = load(pair.folder, _NativeCPU, quantization=quantization)
+    assert kept._lm_head.quantised_as == "int8"
+    assert torch.equal(logits(load(tmp_path / "packed", _NativeCPU)), logits(kept))
