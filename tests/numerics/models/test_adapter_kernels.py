@@ -115,7 +115,7 @@ def test_a_saved_head_takes_the_place_of_any_head(tmp_path: Path, quantization: 
     hidden = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
     head = load_file(folder / "adapter_model.safetensors")["base_model.model.lm_head.weight"]
     found = model.compute_logits(hidden, model.adapter_batch([weights_of(folder, model)], [5]))
-    torch.testing.assert_close(found, hidden @ head.T, atol=1e-5 if quantization == "none" else 0.03, rtol=0)
+    torch.testing.assert_close(found, hidden @ head.T, atol=1e-5 if quantization == "none" else 0.04, rtol=0)
 
 
 @pytest.mark.thinned(4)

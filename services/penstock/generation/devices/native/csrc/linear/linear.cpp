@@ -504,9 +504,8 @@ static void quantize_row(const QuantizeArgs& a, int64_t row) {
   std::memset(out + a.width, 0, a.padded - a.width);
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t first = g * GROUP, count = std::clamp<int64_t>(a.width - first, 0, GROUP);
-    a.sum[row * groups + g] =
-        quantize_run(x + first, count, abs_max(x + first, count), 0, out + first,
-                     a.scale + row * groups + g);
+    a.sum[row * groups + g] = quantize_run(x + first, count, abs_max(x + first, count), 0,
+                                           out + first, a.scale + row * groups + g);
   }
 }
 

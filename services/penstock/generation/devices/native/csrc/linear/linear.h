@@ -113,7 +113,7 @@ struct QuantizeArgs {
                  // scale a row
   int64_t rotation;  // of the latter: inputs of a block, 1 for none
   int8_t* out;       // (rows, padded)
-  int64_t padded;  // a multiple of a granule, of a group where grouped
+  int64_t padded;    // a multiple of a granule, of a group where grouped
   int64_t stride;
   float* scale;
   int32_t* sum;
