@@ -58,7 +58,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a model makes of the documents: each next token's log-probability, and the likeliest token there."""
+    """A model's reading of the documents: each next token's log-probability, and the likeliest token there."""
 
     log_probability: Tensor
     likeliest: Tensor
@@ -66,7 +66,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What a format costs."""
+    """The cost of a format."""
 
     mean: float
     agreement: float

@@ -1,4 +1,4 @@
-"""What turning the blocks of int8's inputs costs: products and decode steps with it and without, in turns.
+"""The cost of turning the blocks of int8's inputs: products and decode steps with it and without, in turns.
 
     python benchmarks/int8_rotation.py [--model smollm2-135m] [--rows 1,8,32,512] [--batch 1,8] [--turns 30]
 
