@@ -72,10 +72,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     for outputs, inputs in SHAPES:
         weight = torch.randn(outputs, inputs).bfloat16()
-        pair = [NativeLinearMethod(one).linear(weight, None) for one in (Format.INT8, Format.ROTATED_INT8)]
+        plain, turned_linear = (
+            NativeLinearMethod(one).linear(weight, None) for one in (Format.INT8, Format.ROTATED_INT8)
+        )
         for rows in options.rows:
             x = torch.randn(rows, inputs).bfloat16()
-            note(f"{outputs} x {inputs}, {rows} rows", ratios(*(partial(one, x) for one in pair), options.turns))
+            note(
+                f"{outputs} x {inputs}, {rows} rows",
+                ratios(partial(plain, x), partial(turned_linear, x), options.turns),
+            )
     is_real = options.model in MODELS
     folder = bf16_folder(options.model, options.cache) if is_real else resolve(options.model, options.cache)
     turned = load_model(folder, dtype="bfloat16", quantization="int8", device=device)
@@ -83,8 +88,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         without = load_model(folder, dtype="bfloat16", quantization="int8", device=device)
     kernels = device.sampling_kernels()
     for batch in options.batch:
-        both = [Steps(one, kernels, batch, options.context, options.turns + 4) for one in (without, turned)]
-        note(f"a step of {batch}", ratios(*(one.step for one in both), options.turns))
+        first, second = (Steps(one, kernels, batch, options.context, options.turns + 4) for one in (without, turned))
+        note(f"a step of {batch}", ratios(first.step, second.step, options.turns))
     return {"model": options.model, "device": device.describe(), "load_average": os.getloadavg()[0], "cells": cells}
 
 
