@@ -35,8 +35,10 @@ def trim_heap() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-# Things that have gone until their garbage is looked for: a flood's at once would hold the loop up for 10 ms and more.
+# Things that have gone until their garbage is looked for: a flood's at once would hold the loop up.
 _SOME = 16
+# Things that have gone since the last trim where a flood goes on.
+_STILL_MANY = 64
 
 
 class HeapTrimmer:
@@ -67,7 +69,7 @@ class HeapTrimmer:
 
     def _trim(self) -> None:
         self._timer = None
-        if self._gone >= _SOME:
+        if self._gone >= _STILL_MANY:
             # It goes on.
             self._arm()
         else:

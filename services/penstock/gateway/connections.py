@@ -43,12 +43,15 @@ class Connections:
     nor half-sent requests shut anybody out.
     """
 
-    def __init__(self, most: int, strangers: Strangers, answers: Turns, on_evicted: Callable[[], None]) -> None:
+    def __init__(
+        self, most: int, strangers: Strangers, answers: Turns, firsts: Turns, on_evicted: Callable[[], None]
+    ) -> None:
         """Make it for at most `most` connections, of which `strangers` have no admitted request yet.
 
-        `answers`: turns of answering those. `on_evicted` is called when another than a stranger has made room.
+        `answers`: turns of answering those; `firsts`: of the first request of a connection, where it goes first.
+        `on_evicted` is called when another than a stranger has made room.
         """
-        self.strangers, self.answers = strangers, answers
+        self.strangers, self.answers, self.firsts = strangers, answers, firsts
         self._most = most
         self._all: set[Stranger] = set()
         # Admitted ones without a request, from the one that has rested the longest; those that are sending one.

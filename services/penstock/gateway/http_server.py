@@ -39,6 +39,8 @@ _MOST_WAITING_REQUESTS = 64
 _READ_BYTES, _MOST_HELD_BYTES = 64 << 10, 256 << 10
 # Work that an answer to a stranger is, in seconds, besides reading its request, and how much may be saved up.
 _ANSWER_SECONDS, _SAVED_SECONDS = 0.0015, 0.05
+# The same of a connection's first request where that goes first, and how many times --anonymous-cpu-share those get.
+_FIRST_SECONDS, _FIRSTS = 0.001, 3.0
 # Of --stalled-reader-seconds: the time until a connection that takes nothing is cut off, whatever its request is.
 _STALL_FACTOR = 1.5
 # Seconds for which what a refused request still sends is thrown away: cut off at once it would lose the answer.
@@ -293,11 +295,12 @@ class ClientConnection(HttpToolsProtocol):
         """Seconds that a stranger's request waits for its turn."""
         turns = self.goes_first(cycle.scope)
         is_first, self._has_asked = not self._has_asked, True
-        if turns is not None and is_first:
-            # It counts, but a flood of probes on few connections does not hold up those that ask once.
-            turns.delay()
-            return 0.0
-        return turns.delay() if turns is not None and turns.is_free() else self.everyone.answers.delay()
+        if turns is not None:
+            # A flood of probes on few connections does not hold up those that ask once.
+            for some in (turns, *((self.everyone.firsts,) if is_first else ())):
+                if some.is_free():
+                    return some.delay()
+        return self.everyone.answers.delay()
 
     def _start_delayed(self) -> None:
         delayed, self._delayed = self._delayed, None
@@ -451,7 +454,8 @@ class HttpServer:
             on_evicted=on_evicted,
         )
         answers = Turns(config.anonymous_cpu_share, _ANSWER_SECONDS, _SAVED_SECONDS)
-        self._everyone = Connections(config.max_connections, strangers, answers, on_evicted)
+        firsts = Turns(min(1.0, _FIRSTS * config.anonymous_cpu_share), _FIRST_SECONDS, _SAVED_SECONDS)
+        self._everyone = Connections(config.max_connections, strangers, answers, firsts, on_evicted)
         parts = {
             "bounds": config,
             "everyone": self._everyone,

@@ -148,9 +148,7 @@ class Strangers:
         # A flood that ended is not to be paid for by those who come later.
         self._left = max(-_SAVED_SECONDS, self._left - seconds)
         self._turn_left -= seconds
-        if not self._is_turn_noted:
-            self._is_turn_noted = True
-            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._note_turn()
         stranger.work = self._work_of(stranger, now) + seconds
         stranger.worked_at = now
 
@@ -169,11 +167,21 @@ class Strangers:
             return False
         return True
 
+    def _note_turn(self) -> None:
+        if not self._is_turn_noted:
+            self._is_turn_noted = True
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+
     def _begin_turn(self) -> None:
         """Begin a turn of the event loop with those that waited for it."""
         self._is_turn_noted, self._turn_left = False, _TURN_SECONDS
-        while self._next_turn and self._turn_left > 0:
-            self._next_turn.popleft().go_on()
+        try:
+            while self._next_turn and self._turn_left > 0:
+                self._next_turn.popleft().go_on()
+        finally:
+            # Also where one of them fails.
+            if self._next_turn:
+                self._note_turn()
 
     def _arm(self) -> None:
         if self._timer is None and self._waiting:
@@ -182,9 +190,11 @@ class Strangers:
     def _next(self) -> None:
         self._timer = None
         self._fill()
-        # One at a time: the work of each delays the turn of the next.
-        self._waiting.popleft().go_on()
-        self._arm()
+        try:
+            # One at a time: the work of each delays the turn of the next.
+            self._waiting.popleft().go_on()
+        finally:
+            self._arm()
 
     def _fill(self) -> float:
         now = time.monotonic()

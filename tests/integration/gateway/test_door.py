@@ -164,6 +164,12 @@ async def test_a_flood_of_probes_on_few_connections_holds_up_no_other_probe(tmp_
         assert await flood.status() == 200
         flood.writer.write(HEALTH)
         await until(lambda: any(one._delayed is not None for one in server._state.connections))
+        # Those that ask once are bounded, too.
+        firsts = server._everyone.firsts
+        while firsts.is_free():
+            firsts.delay()
+        await connections(gateway, 1, HEALTH)
+        await until(lambda: sum(one._delayed is not None for one in server._state.connections) == 2)
 
 
 async def test_a_body_of_short_chunks_is_parsed_in_short_slices(tmp_path: Path, monkeypatch: Any) -> None:

@@ -78,6 +78,23 @@ async def test_a_turn_of_the_loop_has_little_of_their_work(clock: list[float]) -
         await asyncio.sleep(0)
 
 
+async def test_one_that_fails_holds_up_no_other(clock: list[float]) -> None:
+    strangers = Strangers(10, 0.5)
+    at_work = some(strangers, 3)
+    for one in at_work:
+        strangers.spend(one, 0.0005)
+        assert not strangers.may_go_on(one)
+
+    def fail() -> None:
+        raise RuntimeError
+
+    at_work[0].go_on = fail  # type: ignore[method-assign]
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: None)
+    async with asyncio.timeout(60):
+        await at_work[2].went_on.wait()
+
+
 async def test_a_flood_of_one_network_pushes_out_itself(clock: list[float]) -> None:
     strangers = Strangers(10, 0.1, most_of_network=3)
     lone = Stranger(network="there")

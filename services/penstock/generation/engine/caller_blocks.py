@@ -9,7 +9,7 @@ from penstock.common.errors import FailedPrecondition
 from penstock.generation.engine.admission import shareable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence, Sized
 
     from penstock.generation.core.request import Request
     from penstock.generation.engine.config import EngineConfig
@@ -24,15 +24,15 @@ class CallerBlocks:
         self,
         config: EngineConfig,
         scheduler: Scheduler,
-        has_work: Callable[[], bool],
+        outputs: Sized,
         listeners: Sequence[EngineListener],
     ) -> None:
-        """Make it. `has_work` tells whether requests are live, or outputs wait."""
+        """Make it. `outputs` are those that wait to be taken."""
         self._config = config
         # The same with the blocks that requests can have.
         self._room = config
         self._scheduler = scheduler
-        self._has_work = has_work
+        self._outputs = outputs
         self._listeners = listeners
 
     def room_of(self, request: Request) -> EngineConfig:
@@ -68,7 +68,7 @@ class CallerBlocks:
         claims, host = self._scheduler.claims, self._scheduler.host
         missing = claims.missing(blocks, field)
         missing_on_host = set() if host is None else host.claims.missing(host_blocks, field)
-        if missing and self._has_work():
+        if missing and self._has_work:
             raise FailedPrecondition("requests are live: claim blocks while there are none", reason="BUSY")
         if missing and len(claims) + len(missing) + len(self._scheduler.held_prefixes) >= self._config.num_blocks:
             raise _last_block()
@@ -97,7 +97,7 @@ class CallerBlocks:
         """
         if not self._config.prefix_cache:
             raise FailedPrecondition("the prefix cache is off: start with --prefix-cache", reason="NO_PREFIX_CACHE")
-        if self._has_work():
+        if self._has_work:
             raise FailedPrecondition("requests are live: hold a prefix while there are none", reason="BUSY")
         held = self._scheduler.held_prefixes
         found = held.find(token_ids, salt)
@@ -111,6 +111,10 @@ class CallerBlocks:
         """Give back the blocks that `hold_prefix` returned."""
         self._scheduler.held_prefixes.release(blocks)
         self._changed()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work or len(self._outputs) > 0
 
     def _changed(self) -> None:
         """Let requests be checked against the blocks that are left."""

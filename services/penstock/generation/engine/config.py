@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Ways of a preemption: see preemption.py.
+# Ways of a preemption: see swap_or_recompute.py.
 SWAP, RECOMPUTE, AUTO = "swap", "recompute", "auto"
 PREEMPTIONS = (AUTO, SWAP, RECOMPUTE)
 

@@ -87,8 +87,10 @@ class Engine:
         self._clock = clock
         self._scheduler = Scheduler(config, self.stats)
         self._listeners = tuple(listeners)
+        # Groups with outputs that the caller has not taken yet, in the order of their first one.
+        self._dirty: dict[SequenceGroup, None] = {}
         # Blocks that callers hold, and what is left for requests.
-        self.caller_blocks = CallerBlocks(config, self._scheduler, lambda: self.has_work, self._listeners)
+        self.caller_blocks = CallerBlocks(config, self._scheduler, self._dirty, self._listeners)
         self._groups: dict[str, SequenceGroup] = {}
         self._end_times = EndTimes()
         self._meter = PaceMeter(config)
@@ -99,8 +101,6 @@ class Engine:
         self._last_step_end: float | None = None
         # The last step had no room for all that waited.
         self._leaves_waiting = False
-        # Groups with outputs that the caller has not taken yet, in the order of their first one.
-        self._dirty: dict[SequenceGroup, None] = {}
         self._order = itertools.count()
         self._seq_ids = itertools.count()
 

@@ -28,7 +28,7 @@ class BeamOptions(DecodingMode):
     # Constrained beam search: one alternative of every constraint must occur; a phrase has one alternative.
     constraints: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
-    streams = False
+    streams = Scope.BEAMS.streams
     shares_constraint = True
     keeps_more_than_ends = True
     uses = frozenset({Scope.BEAMS})

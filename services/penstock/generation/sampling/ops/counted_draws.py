@@ -52,7 +52,7 @@ def keys_of(keys_N: npt.NDArray[np.uint64], stream: Stream) -> npt.NDArray[np.ui
     """Return the keys of the stream of that name, from those of the sequences (`stream_key`)."""
     if stream is Stream.TOKEN:
         return keys_N
-    return _mix(keys_N - _GOLDEN * np.uint64(stream))
+    return _mix(keys_N - np.uint64(int(_GOLDEN) * stream % 2**64))
 
 
 def stream_keys(seeds_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -94,7 +94,7 @@ class Processor(ABC):
         """
 
 
-def wanting(rows: Seq[int], states: Seq[RowState]) -> list[tuple[int, SamplingParams]]:
+def params_by_row(rows: Seq[int], states: Seq[RowState]) -> list[tuple[int, SamplingParams]]:
     """Return (row, its options) of the rows that a processor is made of."""
     return [(row, state.sequence.params) for row, state in zip(rows, states, strict=True)]
 

@@ -15,7 +15,7 @@ from penstock.generation.sampling.processors.base import (
     drop_below,
     log_total,
     min_tokens_to_keep,
-    wanting,
+    params_by_row,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class EpsilonCutoff(Processor):
     stage = Stage.WARP
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        self._rows = wanting(rows, states)
+        self._rows = params_by_row(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
@@ -50,7 +50,7 @@ class EtaCutoff(Processor):
     stage = Stage.WARP
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        self._rows = wanting(rows, states)
+        self._rows = params_by_row(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
@@ -73,7 +73,7 @@ class TopNSigma(Processor):
     stage = Stage.WARP
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        self._rows = wanting(rows, states)
+        self._rows = params_by_row(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
@@ -116,7 +116,7 @@ class TopH(Processor):
     stage = Stage.WARP
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        self._rows = wanting(rows, states)
+        self._rows = params_by_row(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
@@ -150,7 +150,7 @@ class TypicalP(Processor):
     stage = Stage.WARP
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        self._rows = wanting(rows, states)
+        self._rows = params_by_row(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.generation.sampling.ops.counted_draws import Stream
-from penstock.generation.sampling.processors.base import Processor, Stage, min_tokens_to_keep, wanting
+from penstock.generation.sampling.processors.base import Processor, Stage, min_tokens_to_keep, params_by_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -27,7 +27,7 @@ class XTC(Processor):
     stage = Stage.WARP
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        self._rows = wanting(rows, states)
+        self._rows = params_by_row(rows, states)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
