@@ -297,9 +297,10 @@ class ClientConnection(HttpToolsProtocol):
         is_first, self._has_asked = not self._has_asked, True
         if turns is not None:
             # A flood of probes on few connections does not hold up those that ask once.
-            for some in (turns, *((self.everyone.firsts,) if is_first else ())):
-                if some.is_free():
-                    return some.delay()
+            if turns.is_free():
+                return turns.delay()
+            if is_first and self.everyone.firsts.is_free():
+                return self.everyone.firsts.delay()
         return self.everyone.answers.delay()
 
     def _start_delayed(self) -> None:
