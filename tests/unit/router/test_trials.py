@@ -58,9 +58,13 @@ class World:
         # In the order in which they came back.
         self.back: list[Stream] = []
 
-    async def _changed(self, _: float) -> bool:
+    async def _changed(self, seconds: float) -> bool:
         self.woken.clear()
-        await self.woken.wait()
+        try:
+            async with asyncio.timeout(seconds):
+                await self.woken.wait()
+        except TimeoutError:
+            return False
         return True
 
     def death(self, *streams: Stream) -> None:
@@ -186,6 +190,53 @@ async def test_where_each_place_has_one_that_passed_alone_nobody_waits() -> None
     two.make(1)
     assert not world.trials.taken()
     assert await waits[2] is world.backends[0]
+    await asyncio.gather(*waits)
+
+
+async def until_one_passed_alone_and_one_is_tried(world: World, *streams: Stream) -> list[asyncio.Future[Any]]:
+    """Let these come back, until the first has passed alone at `a` and the second is being tried at `b`."""
+    world.backends[0].in_flight = 1
+    waits = [asyncio.ensure_future(world.come_back(each)) for each in streams]
+    await world.until_back(2)
+    assert world.back == list(streams[:2])
+    streams[0].make(1)
+    assert world.trials.taken() == {"b"}
+    return waits
+
+
+async def test_one_that_waited_in_vain_for_a_better_place_is_tried_at_a_free_one() -> None:
+    world = World("a", "b", isolation_wait_seconds=0.2)
+    alone, slow, last = Stream(0, 2.0), Stream(0, 1.0), Stream(5)
+    world.death(alone, slow, last)
+    waits = await until_one_passed_alone_and_one_is_tried(world, alone, slow, last)
+    assert await waits[2] is world.backends[0]
+    assert last.suspect.trial is not None
+    assert world.trials.taken() == {"a", "b"}
+    await asyncio.gather(*waits)
+
+
+async def test_nobody_waits_for_a_trial_that_will_clear_nobody() -> None:
+    world = World("a", "b")
+    world.backends[1].in_flight = 1
+    alone, slow, last = Stream(0, 2.0), Stream(0, 1.0), Stream(5)
+    world.death(alone, slow, last)
+    waits = await until_one_passed_alone_and_one_is_tried(world, alone, slow, last)
+    assert await waits[2] is world.backends[0]
+    assert world.trials.taken() == {"a", "b"}
+    await asyncio.gather(*waits)
+
+
+async def test_one_that_waits_for_a_better_place_keeps_none_from_the_free_one() -> None:
+    world = World("a", "b")
+    alone, slow, picky, other = Stream(0, 2.0), Stream(0, 1.0), Stream(5), Stream(9)
+    world.death(alone, slow, picky)
+    world.death(other)
+    waits = await until_one_passed_alone_and_one_is_tried(world, alone, slow, picky, other)
+    assert await waits[3] is world.backends[0]
+    assert world.back == [alone, slow, other]
+    slow.make(1)
+    assert world.trials.taken() == {"a"}
+    assert await waits[2] is world.backends[1]
     await asyncio.gather(*waits)
 
 

@@ -4,7 +4,8 @@ On each backend one suspect is being tried at a time; the others of its death wa
 blame comes first, so that innocents seldom wait for long: who was there at most deaths, then who had made the fewest
 tokens (what runs for long has shown that it can), then the newest. One that passed alone is cleared by nothing yet (it
 may do harm in company), so that of two that were there a death would not tell which: where another backend will do,
-the next are tried there.
+the next are tried there. For one that is taken they wait only where the trial there will clear who is tried, and for
+half of their time: a trial in bad company tells more than none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from penstock.router.requests.trial import Trial
 
 # A trial ends with a token, for which nothing is called. It is also the time in which all of a death come to the queue.
 _LOOK_SECONDS = 0.02
+# Part of its longest wait in which a suspect leaves a free backend for a better one that is taken.
+_PICKY_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,15 @@ class Turn:
         return (-len(suspect.deaths), suspect.longest_attempt, -suspect.received_at)
 
 
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """A turn in the queue."""
+
+    turn: Turn
+    # time.monotonic() from which on it takes any free backend.
+    picky_until: float
+
+
 class Trials:
     """Trials and waits of one router process. Belongs to one event loop."""
 
@@ -59,7 +71,7 @@ class Trials:
         self._running: dict[str, tuple[Backend, Trial]] = {}
         # Key -> those that passed there alone.
         self._alone: dict[str, list[Trial]] = {}
-        self._waiting: list[Turn] = []
+        self._waiting: list[_Wait] = []
         # time.monotonic() when a trial last began or ended: while some do, the others' turns come.
         self._moved_at = 0.0
         self._look_timer: asyncio.TimerHandle | None = None
@@ -85,7 +97,8 @@ class Trials:
         `blame` tells what is known of it now. One that shares it waits for as long as others are tried; one that is
         merely suspected, for `--isolation-wait-seconds` at most; nobody, once another was found to blame.
         """
-        self._waiting.append(turn)
+        wait = _Wait(turn, time.monotonic() + _PICKY_SHARE * self._config.isolation_wait_seconds)
+        self._waiting.append(wait)
         try:
             if any(len(death.suspects) > 1 for death in turn.suspect.deaths):
                 await asyncio.sleep(_LOOK_SECONDS)
@@ -94,7 +107,8 @@ class Trials:
                 if turn.bring is not None:
                     await turn.bring(patience.left())
                 usable = [one for one in self._pool.usable(*turn.where) if not one.is_full]
-                backend = self._place(turn, usable)
+                wait.picky_until = since + _PICKY_SHARE * self._longest(known)
+                backend = self._place(wait, usable)
                 if backend is not None:
                     return backend
                 if not usable:
@@ -102,39 +116,65 @@ class Trials:
                 left = self._left(known, since) if usable else patience.left()
                 if left <= 0:
                     return None
-                await self._pool.changed(left)
+                picky = wait.picky_until - time.monotonic()
+                await self._pool.changed(min(left, picky) if picky > 0 else left)
         finally:
-            self._waiting.remove(turn)
+            self._waiting.remove(wait)
             # It may have been the one that the others let go first.
             self._pool.wake()
         return None
 
-    def _place(self, turn: Turn, usable: Sequence[Backend]) -> Backend | None:
+    def _place(self, wait: _Wait, usable: Sequence[Backend]) -> Backend | None:
         """Begin the trial, if it is the suspect's turn."""
         taken = self.taken()
-        free = [one for one in usable if one.key not in taken]
-        before = sum(one.where == turn.where and one.rank < turn.rank for one in self._waiting)
-        if len(free) > before:
-            free = self._apart(turn.suspect, usable, free)
-        if len(free) <= before:
+        places = self._places(wait, usable, taken)
+        if not places or self._are_for_others(places, wait.turn, usable, taken):
             return None
-        backend = turn.choose(free)
+        backend = wait.turn.choose(places)
         self._moved_at = time.monotonic()
-        self._running[backend.key] = backend, turn.begin(self._moved_at)
+        self._running[backend.key] = backend, wait.turn.begin(self._moved_at)
         if self._look_timer is None:
             self._look_timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
         return backend
 
-    def _apart(self, suspect: Suspect, usable: Sequence[Backend], free: list[Backend]) -> list[Backend]:
-        """Return those of the free backends where a death would tell that it was this suspect; all of them, where no
-        backend is such. One with a trial counts by who was there before: whoever is tried there will be cleared."""
-        apart = {one.key for one in usable if not any(map(suspect.is_suspected_with, self._others(one)))}
-        return [one for one in free if one.key in apart] if apart else free
+    def _are_for_others(
+        self, places: Sequence[Backend], turn: Turn, usable: Sequence[Backend], taken: set[str]
+    ) -> bool:
+        """Return True where those that come earlier may need all of these backends. Who would take none of them now
+        keeps nobody back."""
+        keys, left = {one.key for one in places}, len(places)
+        for wait in self._waiting:
+            is_earlier = wait.turn.where == turn.where and wait.turn.rank < turn.rank
+            if is_earlier and not keys.isdisjoint(one.key for one in self._places(wait, usable, taken)):
+                left -= 1
+                if not left:
+                    return True
+        return False
+
+    def _places(self, wait: _Wait, usable: Sequence[Backend], taken: set[str]) -> list[Backend]:
+        """Return the free backends where a suspect may be tried now: those where a death would tell that it was this
+        one; all of them, where no backend is such. None while it waits for one that is taken and will be such."""
+        free = [one for one in usable if one.key not in taken]
+        suspect = wait.turn.suspect
+        apart = [one for one in free if self._is_apart(suspect, one)]
+        if apart or not free:
+            return apart
+        is_picky = time.monotonic() < wait.picky_until
+        if is_picky and any(one.key in taken and self._is_apart(suspect, one) for one in usable):
+            return []
+        return free
+
+    def _is_apart(self, suspect: Suspect, backend: Backend) -> bool:
+        """Return True where a death of this backend would tell that it was this suspect, once the trial there is
+        over."""
+        return not any(map(suspect.is_suspected_with, self._others(backend)))
 
     def _others(self, backend: Backend) -> list[Suspect]:
-        """Return who runs at a backend, but for the one that is being tried there."""
+        """Return who runs at a backend, but for one that is being tried there and will be cleared by that."""
         _, trial = self._running.get(backend.key, (backend, None))
-        return [one for one in backend.suspects() if trial is None or one is not trial.suspect]
+        if trial is None or not (trial.clears_alone or backend.in_flight > 1):
+            return backend.suspects()
+        return [one for one in backend.suspects() if one is not trial.suspect]
 
     def _look(self) -> None:
         """Look for trials that are over, again and again while there is one."""
@@ -153,7 +193,9 @@ class Trials:
 
     def _left(self, blame: Blame, since: float) -> float:
         """Seconds that a suspect waits on, where there is a backend, since that is so."""
-        config, now = self._config, time.monotonic()
-        if blame is Blame.SHARED:
-            return max(since, self._moved_at) + config.quarantine_wait_seconds - now
-        return since + config.isolation_wait_seconds - now
+        begin = max(since, self._moved_at) if blame is Blame.SHARED else since
+        return begin + self._longest(blame) - time.monotonic()
+
+    def _longest(self, blame: Blame) -> float:
+        config = self._config
+        return config.quarantine_wait_seconds if blame is Blame.SHARED else config.isolation_wait_seconds

@@ -8,6 +8,7 @@ it in company only, or has just come as far as it was when it was lost before.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from penstock.router.requests.request_state import RequestState
 from penstock.router.requests.suspect import Suspect
@@ -18,6 +19,9 @@ _ON_THEIR_WAY = 3
 
 class Trial(ABC):
     """Trial of a suspect with its next attempt. Implements SuspectTrial."""
+
+    # True where nobody need be beside it for its pass to clear it.
+    clears_alone: ClassVar[bool] = False
 
     def __init__(self, suspect: Suspect, begun_at: float) -> None:
         """Begin it. `begun_at` is a time of time.monotonic()."""
@@ -82,6 +86,8 @@ class StreamTrial(Trial):
 
 class CallTrial(Trial):
     """Trial of a call with a single answer, which passes by that."""
+
+    clears_alone = True
 
     def __init__(self, suspect: Suspect, begun_at: float) -> None:
         """Begin it. Whoever makes the call notes what becomes of it."""
