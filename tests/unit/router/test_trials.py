@@ -193,7 +193,7 @@ async def test_where_each_place_has_one_that_passed_alone_nobody_waits() -> None
     await asyncio.gather(*waits)
 
 
-async def until_one_passed_alone_and_one_is_tried(world: World, *streams: Stream) -> list[asyncio.Future[Any]]:
+async def until_one_passed_alone_and_one_is_tried(world: World, *streams: Stream) -> list[asyncio.Task[Any]]:
     """Let these come back, until the first has passed alone at `a` and the second is being tried at `b`."""
     world.backends[0].in_flight = 1
     waits = [asyncio.ensure_future(world.come_back(each)) for each in streams]
