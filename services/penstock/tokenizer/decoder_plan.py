@@ -29,7 +29,7 @@ class Plan:
         contribution = byte_level_text if self.kind == "byte_level" else self._piece_text
         for index in range(limit):
             # The decoder's text of it, which is normalized where an added token is. By id: a dictionary of all tokens
-            # takes twice as long.
+            # would be made for this alone.
             token = tokenizer.id_to_token(index)
             if not token:
                 continue

@@ -152,8 +152,8 @@ def main() -> None:
     answers = child_io.claim_stdout()
     child_io.forbid_torch()
     folder = Path(child_io.read(sys.stdin.buffer)["folder"])
-    # What is read is kept until all is read, so that looks for garbage find none: a third of the time of parsing the
-    # hundred thousands of lists in a tokenizer.json, which transformers does several times.
+    # What is read is kept until all is read, so that looks for garbage find none: they are costly among the lists of a
+    # tokenizer.json, which transformers parses several times.
     gc.disable()
     try:
         # It saves time only: another release of transformers may do without. Where transformers itself cannot be

@@ -58,7 +58,7 @@ async def _ask(child: Child, folder: Path, timeout_seconds: float) -> TokenizerB
 def check_folder(folder: Path, *, whole: bool = True) -> None:
     """Check the folder as far as possible without transformers. Raises StartupError naming the file and MODEL.
 
-    `whole` False: without parsing tokenizer.json, which transformers does anyhow; Gemma 3's has 33 MB.
+    `whole` False: without parsing tokenizer.json, which may be large, and which transformers does anyhow.
     """
     if not folder.is_dir():
         raise StartupError(f"{folder} is not a folder; {MODEL_FLAG} names a model folder", flag=MODEL_FLAG)
