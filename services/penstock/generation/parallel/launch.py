@@ -9,6 +9,7 @@ from penstock.common.environment import current_environment
 from penstock.common.errors import StartupError
 
 _FLAG = "--tensor-parallel"
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 _MOST_PORT = 65535
 
 
@@ -22,14 +23,17 @@ class Place:
     port: int
     # The launcher's own process has the store; else rank 0 makes it.
     is_store_there: bool
+    # How often the launcher has started the ranks anew: its store outlives them.
+    attempt: int = 0
 
     @classmethod
     def of(cls, environment: Mapping[str, str], count: int) -> Place | None:
         """Read the variables of torchrun, for a model in `count` processes. None: no launcher, or one process.
 
-        Raises StartupError naming the variable.
+        A launcher of one process, as which some platforms present themselves, is none: it starts nobody who could be a
+        rank. Raises StartupError naming the variable.
         """
-        if count == 1 or "RANK" not in environment:
+        if count == 1 or "RANK" not in environment or environment.get("WORLD_SIZE") == "1":
             return None
         rank, ranks = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         if ranks != count:
@@ -50,7 +54,25 @@ class Place:
         if not 0 < port <= _MOST_PORT:
             raise StartupError(f"MASTER_PORT is {port}, and must be from 1 to {_MOST_PORT}", flag="MASTER_PORT")
         is_there = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(rank, count, _text(environment, "MASTER_ADDR"), port, is_there)
+        attempt = _number({_ATTEMPT: "0", **environment}, _ATTEMPT)
+        return cls(rank, count, _text(environment, "MASTER_ADDR"), port, is_there, attempt)
+
+    def use(self) -> None:
+        """Take it for a model, once: the launcher's other processes are ranks of that alone, and end with it.
+
+        Raises StartupError naming RANK.
+        """
+        if self in _used:
+            raise StartupError(
+                "RANK is set, and an earlier model of this process has had the launcher's other processes as its ranks, "
+                "which end with it: load one model, or start the program anew",
+                flag="RANK",
+            )
+        _used.add(self)
+
+
+# Places that this process has taken.
+_used: set[Place] = set()
 
 
 def _text(environment: Mapping[str, str], name: str) -> str:

@@ -7,17 +7,21 @@ place in the folder can neither take part nor give orders.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
 import shutil
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import tempfile
+import threading
 import time
 import weakref
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,8 +30,10 @@ import torch.distributed as dist
 from penstock.common.errors import StartupError
 from penstock.generation.parallel.group import PATIENCE
 from penstock.generation.parallel.launch import Place
+from penstock.generation.parallel.messages import REFUSED
 
-_KEY = "penstock/ranks"
+_PREFIX = "penstock-meeting-"
+_SOCKET = "ranks"
 _RANK = struct.Struct("<I")
 # Of SO_PEERCRED: process, user, group.
 _PEER = struct.Struct("iII")
@@ -56,25 +62,32 @@ class LaunchedProcess:
 
 
 class Meeting:
-    """Rank 0's side: a socket to which each other rank comes once."""
+    """Rank 0's side: a socket to which each other rank comes once.
+
+    Threads: any may close it while one takes the ranks. After the last of them nothing is open or left in a folder.
+    """
 
     def __init__(self, place: Place) -> None:
-        """Open it, and tell its path. Raises StartupError naming MASTER_ADDR."""
+        """Open it, and tell its path. Raises StartupError naming RANK, TMPDIR, MASTER_ADDR."""
+        place.use()
         self._place = place
+        # Held while a rank is taken.
+        self._lock = threading.Lock()
         self._wake, self._woken = os.pipe()
-        # Those that came, and of them those that were not taken yet.
+        # Those that have not said their number yet, by descriptor; numbers of those that have; and of them those that
+        # were not taken yet.
+        self._unheard: dict[int, Connection] = {}
         self._numbers: set[int] = set()
         self._came: dict[int, tuple[LaunchedProcess, Connection]] = {}
-        self._folder = tempfile.mkdtemp(prefix="penstock-meeting-")
-        self._socket = socket.socket(socket.AF_UNIX)
+        self._num_taken = 0
+        self._folder, self._socket = _listen(place.count)
         self._is_closed = False
         weakref.finalize(self, _release, self._folder, self._socket, self._wake)
+        # Where the launcher has no store, it ends with this object.
+        self._store: Any = None
         try:
-            self._socket.bind(f"{self._folder}/ranks")
-            self._socket.listen(place.count)
-            # Kept: where the launcher has no store, it ends with this object.
             self._store = _store(place)
-            self._store.set(_KEY, f"{self._folder}/ranks")
+            _tell(self._store, place, f"{self._folder}/{_SOCKET}")
         except BaseException:
             self.close()
             raise
@@ -82,40 +95,85 @@ class Meeting:
     def take(self, number: int, order: dict[str, Any]) -> tuple[LaunchedProcess, Connection]:
         """Wait for a rank, and send it its order. Raises StartupError."""
         deadline = time.monotonic() + PATIENCE.total_seconds()
-        while number not in self._came:
-            left = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self._socket.fileno(), self._wake], [], [], left)
-            if self._wake in ready:
-                raise StartupError("the start was given up", flag="RANK")
-            if not ready:
+        with self._lock:
+            while number not in self._came:
+                self._wait(number, deadline)
+            process, connection = self._came.pop(number)
+            try:
+                connection.send_bytes(json.dumps(order).encode())
+            except OSError as error:
+                connection.close()
                 raise StartupError(
-                    f"rank {number} of {self._place.count} did not come within {PATIENCE.total_seconds():g} s: is it "
-                    "started, with the same MASTER_ADDR and MASTER_PORT?",
-                    flag="WORLD_SIZE",
-                )
-            self._let_in()
-        process, connection = self._came.pop(number)
-        connection.send_bytes(json.dumps(order).encode())
+                    f"rank {number} of {self._place.count} has ended before it got its part: its own lines say why",
+                    flag="RANK",
+                ) from error
+            self._num_taken += 1
+            if self._num_taken == self._place.count - 1:
+                self._refuse_others()
+                self._end()
         return process, connection
 
+    def _wait(self, number: int, deadline: float) -> None:
+        """Wait for whatever comes next. Raises StartupError once it is closed, and at the deadline."""
+        waited = [self._wake] if self._is_closed else [self._wake, self._socket.fileno(), *self._unheard]
+        ready, _, _ = select.select(waited, [], [], max(0.0, deadline - time.monotonic()))
+        if self._wake in ready:
+            raise StartupError("the start was given up", flag="RANK")
+        if not ready:
+            raise StartupError(
+                f"rank {number} of {self._place.count} did not come within {PATIENCE.total_seconds():g} s: is it "
+                "started, with the same MASTER_ADDR and MASTER_PORT?",
+                flag="WORLD_SIZE",
+            )
+        for descriptor in ready:
+            if descriptor in self._unheard:
+                self._hear(self._unheard.pop(descriptor))
+            else:
+                self._let_in()
+
     def _let_in(self) -> None:
-        """Take whoever comes. Raises StartupError for a rank that came already."""
         came, _ = self._socket.accept()
         came.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _WINDOW)
         connection = Connection(came.detach())
+        self._unheard[connection.fileno()] = connection
+
+    def _hear(self, connection: Connection) -> None:
+        """Read the number of one that came. Raises StartupError for a rank that came already."""
         pid = _process_behind(connection)
         try:
-            # Its number is the first that it says, at once.
+            # Said in one piece: who says less is not waited for.
+            os.set_blocking(connection.fileno(), False)
             (number,) = _RANK.unpack(connection.recv_bytes(_RANK.size))
+            os.set_blocking(connection.fileno(), True)
             process = LaunchedProcess(pid)
         except (OSError, EOFError, struct.error):
             # It has ended already; if it was a rank, the launcher ends this process as well.
             connection.close()
             return
         if number in self._numbers or not 0 < number < self._place.count:
+            _refuse(connection)
             raise StartupError(f"two processes of the launcher have RANK {number}", flag="RANK")
         self._numbers.add(number)
         self._came[number] = process, connection
+
+    def _refuse_others(self) -> None:
+        """Tell those that have come beside the ranks."""
+        self._socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._let_in()
+        for connection in self._unheard.values():
+            _refuse(connection)
+        self._unheard.clear()
+
+    def _end(self) -> None:
+        """Let nobody in any more, and leave nothing behind."""
+        for connection in self._unheard.values():
+            connection.close()
+        self._unheard.clear()
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._store = None
 
     def close(self) -> None:
         """Let nobody in any more; a wait for a rank ends. Those that were not taken end. Again is no harm."""
@@ -123,8 +181,43 @@ class Meeting:
             return
         self._is_closed = True
         os.close(self._woken)
-        for _, connection in self._came.values():
-            connection.close()
+        with self._lock:
+            for _, connection in self._came.values():
+                connection.close()
+            self._came.clear()
+            self._end()
+
+
+def _listen(count: int) -> tuple[str, socket.socket]:
+    """Make a folder of this user's alone with a socket in it. Raises StartupError naming TMPDIR."""
+    with contextlib.ExitStack() as undo:
+        listening = undo.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            folder = tempfile.mkdtemp(prefix=_PREFIX)
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            with _short(folder) as path:
+                listening.bind(path)
+            listening.listen(count)
+        except OSError as error:
+            raise StartupError(f"TMPDIR cannot have the socket where the ranks meet: {error}", flag="TMPDIR") from error
+        undo.pop_all()
+    return folder, listening
+
+
+@contextlib.contextmanager
+def _short(folder: str) -> Iterator[str]:
+    """Give the path of the socket in a folder in a form that is short enough for an address, however long TMPDIR is.
+
+    Raises OSError, also for a folder in which others may write.
+    """
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(errno.EPERM, "it is not this user's alone", folder)
+        yield f"/proc/self/fd/{descriptor}/{_SOCKET}"
+    finally:
+        os.close(descriptor)
 
 
 def _release(folder: str, listening: socket.socket, wake: int) -> None:
@@ -133,19 +226,38 @@ def _release(folder: str, listening: socket.socket, wake: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def _refuse(connection: Connection) -> None:
+    """Tell a process that it is no rank: see `serve`."""
+    with contextlib.suppress(OSError):
+        connection.send_bytes(
+            json.dumps({REFUSED: "rank 0 has all of its ranks: two processes have one RANK"}).encode()
+        )
+    connection.close()
+
+
 def meet_rank_0(place: Place) -> tuple[Connection, int]:
     """Return the connection to rank 0 and the number of its process, once it is there. Raises StartupError."""
-    path = _told(_store(place))
+    place.use()
+    path = _told(_store(place), place)
+    folder, name = os.path.split(path)
+    if name != _SOCKET or not os.path.basename(folder).startswith(_PREFIX) or not os.path.isabs(folder):
+        raise StartupError(f"the store at MASTER_ADDR tells no place of rank 0: {path[:200]!r}", flag="MASTER_ADDR")
     link = socket.socket(socket.AF_UNIX)
     try:
-        link.connect(path)
+        with _short(folder) as short:
+            link.connect(short)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _WINDOW)
+        connection = Connection(link.detach())
+        # Orders name files to read: they are taken from this user alone.
+        pid = _process_behind(connection)
+        connection.send_bytes(_RANK.pack(place.rank))
     except OSError as error:
-        raise StartupError(f"rank 0 cannot be reached at {path} ({error.strerror})", flag="MASTER_ADDR") from error
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _WINDOW)
-    connection = Connection(link.detach())
-    # Orders name files to read: they are taken from this user alone.
-    pid = _process_behind(connection)
-    connection.send_bytes(_RANK.pack(place.rank))
+        link.close()
+        raise StartupError(
+            f"rank 0 cannot be reached at {path} ({error.strerror or error}): it has ended, or has another process as "
+            f"rank {place.rank}",
+            flag="MASTER_ADDR",
+        ) from error
     return connection, pid
 
 
@@ -165,9 +277,21 @@ def _store(place: Place) -> Any:
         ) from error
 
 
-def _told(store: Any) -> str:
+def _key(place: Place) -> str:
+    """Return where the path is in the store, which has those of earlier attempts as well."""
+    return f"penstock/ranks/{place.attempt}"
+
+
+def _tell(store: Any, place: Place, path: str) -> None:
     try:
-        return str(store.get(_KEY).decode())
+        store.set(_key(place), path)
+    except RuntimeError as error:
+        raise StartupError("the store of the ranks at MASTER_ADDR takes nothing", flag="MASTER_ADDR") from error
+
+
+def _told(store: Any, place: Place) -> str:
+    try:
+        return str(store.get(_key(place)).decode(errors="replace"))
     except RuntimeError as error:
         raise StartupError(f"rank 0 told no place within {PATIENCE.total_seconds():g} s", flag="WORLD_SIZE") from error
 

@@ -26,6 +26,8 @@ _PIECE = 1 << 20
 # Answers of a rank: it has done what it was asked, has no memory for an adapter, could not take it. Any other text is
 # its error.
 READY, NO_MEMORY, FAILED = b"ready", b"no memory", b"failed"
+# In the place of a rank's first order: why this process is no rank.
+REFUSED = "refused"
 
 
 class Kind(IntEnum):

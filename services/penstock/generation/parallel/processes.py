@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 _log = get_logger("penstock.generation")
 # Between the end of a rank's connections, which a collective notices, and that of its process.
 _END_SECONDS = 0.5
-# For a launcher's process to end by itself: it may be loading. It ends with this process at the latest.
+# For a launcher's processes to end by themselves: they may be loading, and end with this process at the latest. A rank
+# that has left its connection may be a program that goes on all the same, and is killed then.
 _LEAVE_SECONDS = 5.0
 
 
@@ -47,14 +49,22 @@ class _Rank:
     process: subprocess.Popen[bytes] | LaunchedProcess
     connection: Connection
 
-    def end(self) -> None:
+    def end(self, deadline: float) -> None:
         """Wait for its end, after its connection's. One of a launcher's ends by itself, when it comes to look: with
-        status 0, where one that is killed is a failure to the launcher. It is waited for in moderation."""
+        status 0, where one that is killed is a failure to the launcher. It is waited for until `deadline` at most."""
         if isinstance(self.process, subprocess.Popen):
             self.process.wait()
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_LEAVE_SECONDS)
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+
+    def status(self) -> int | None:
+        """End one that has ended its connection; return its code, which of a launcher's only the launcher gets."""
+        try:
+            return self.process.wait(_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
 
 
 class RankLost(RuntimeError):
@@ -213,8 +223,9 @@ class Ranks:
         with self._sending:
             for rank in self._ranks:
                 rank.connection.close()
+        deadline = time.monotonic() + _LEAVE_SECONDS
         for rank in self._ranks:
-            rank.end()
+            rank.end(deadline)
         self.group.leave()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -262,7 +273,7 @@ class Ranks:
 
 def _ended(rank: _Rank) -> StartupError:
     """Return the error of a start that lost a rank."""
-    code = rank.process.wait()
+    code = rank.status()
     status = "" if code is None else f" with code {code}"
     return StartupError(f"rank {rank.number} of {FLAG} ended{status} while it loaded: its own lines say why", flag=FLAG)
 

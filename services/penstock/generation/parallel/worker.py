@@ -12,7 +12,7 @@ import selectors
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.parallel.group import RankGroup
 from penstock.generation.parallel.messages import (
     READY,
+    REFUSED,
     Kind,
     PoolOrder,
     StepOrder,
@@ -45,6 +46,8 @@ from penstock.generation.parallel.rank_adapters import RankAdapters
 from penstock.generation.weights.sharding import Shard
 
 _log = get_logger("penstock.generation")
+# Between the end of a collective and that of rank 0's connection.
+_LEAVE_SECONDS = 0.5
 _OF_ADAPTERS = frozenset((Kind.ADAPTER_PART, Kind.PIECE, Kind.ADAPTER, Kind.FORGET))
 
 
@@ -143,29 +146,49 @@ def _end_with(process: int, *, is_parent: bool) -> None:
     os._exit(0)
 
 
+@contextlib.contextmanager
+def _ignoring_signals() -> Iterator[None]:
+    """Leave SIGINT and SIGTERM to rank 0, which drains at these and ends this process then."""
+    if threading.current_thread() is not threading.main_thread():
+        # Where a Generator is made beside it.
+        yield
+        return
+    kept = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in kept:
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 def serve(connection: Connection, rank_0: int, *, is_parent: bool = False) -> int:
     """Be the rank of rank 0's first message until that ends; return the exit code.
 
-    `rank_0`: the number of its process; `is_parent`: it has started this one.
+    `rank_0`: the number of its process; `is_parent`: it has started this one. Raises StartupError where rank 0 has
+    another process in this one's place.
     """
     threading.Thread(
         target=_end_with, args=(rank_0,), kwargs={"is_parent": is_parent}, name="rank 0", daemon=True
     ).start()
-    # Rank 0 drains at these, and ends this process then.
-    with contextlib.suppress(ValueError):  # beside the main thread, where a Generator may be made
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-    try:
-        order = json.loads(connection.recv_bytes())
-    except (EOFError, ConnectionError):
-        return 0
-    configure_logging(
-        f"generation rank {order['rank']}",
-        log_format=order["log_format"],
-        level=order["log_level"],
-        debug=order["debug"],
-        bounds=LineBounds(order["log_lines"], order["log_seconds"]),
-    )
+    with _ignoring_signals():
+        try:
+            order = json.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            return 0
+        if REFUSED in order:
+            raise StartupError(order[REFUSED], flag="RANK")
+        configure_logging(
+            f"generation rank {order['rank']}",
+            log_format=order["log_format"],
+            level=order["log_level"],
+            debug=order["debug"],
+            bounds=LineBounds(order["log_lines"], order["log_seconds"]),
+        )
+        return _work(connection, order)
+
+
+def _work(connection: Connection, order: dict[str, Any]) -> int:
+    """Load the part, and do what comes until rank 0 leaves; return the exit code."""
     try:
         worker = Worker(order, connection.send_bytes)
         connection.send_bytes(READY)
@@ -176,6 +199,21 @@ def serve(connection: Connection, rank_0: int, *, is_parent: bool = False) -> in
         return 1
     except (EOFError, ConnectionError):
         return 0
+    except RuntimeError:
+        # A collective that rank 0 leaves fails in no other way than by this.
+        if _has_left(connection):
+            return 0
+        raise
+
+
+def _has_left(connection: Connection) -> bool:
+    """True where rank 0 has closed its end, perhaps after messages that nobody will read any more."""
+    try:
+        while connection.poll(_LEAVE_SECONDS):
+            connection.recv_bytes()
+    except (EOFError, ConnectionError):
+        return True
+    return False
 
 
 def main() -> int:

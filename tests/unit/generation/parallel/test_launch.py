@@ -13,9 +13,13 @@ def test_the_variables_are_a_place() -> None:
     assert Place.of(GOOD, 4) == Place(1, 4, "127.0.0.1", 29500, is_store_there=False)
     agents = {**GOOD, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert Place.of(agents, 4) == Place(1, 4, "127.0.0.1", 29500, is_store_there=True)
+    again = {**agents, "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert Place.of(again, 4) == Place(1, 4, "127.0.0.1", 29500, is_store_there=True, attempt=2)
 
 
-@pytest.mark.parametrize(("environment", "count"), [({}, 4), (GOOD, 1), ({"WORLD_SIZE": "4"}, 4)])
+@pytest.mark.parametrize(
+    ("environment", "count"), [({}, 4), (GOOD, 1), ({"WORLD_SIZE": "4"}, 4), ({"RANK": "0", "WORLD_SIZE": "1"}, 4)]
+)
 def test_without_a_launcher_or_ranks_there_is_no_place(environment: dict[str, str], count: int) -> None:
     assert Place.of(environment, count) is None
 
@@ -40,6 +44,7 @@ def test_a_variable_that_is_missing_is_named(name: str, value: str | None) -> No
         ("LOCAL_RANK", "0", "LOCAL_RANK is 0, and RANK 1"),
         ("MASTER_PORT", "0", "MASTER_PORT is 0"),
         ("MASTER_PORT", "65536", "MASTER_PORT is 65536"),
+        ("TORCHELASTIC_RESTART_COUNT", "-1", "TORCHELASTIC_RESTART_COUNT must be a number"),
     ],
 )
 def test_a_variable_that_is_wrong_is_named(name: str, value: str, words: str) -> None:
@@ -53,5 +58,8 @@ def test_a_tree_of_services_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in GOOD.items():
         monkeypatch.setenv(name, value)
     refuse_launcher(1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refuse_launcher(4)
+    monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(StartupError, match="a launcher of ranks starts `penstock serve generation`"):
         refuse_launcher(4)

@@ -1,0 +1,203 @@
+"""A launcher's ranks meet: each comes once, and nobody else holds up the start or stays open after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from factories.servers.stack import free_port
+from penstock.common.errors import StartupError
+from penstock.generation.parallel import launch
+from penstock.generation.parallel.group import PATIENCE
+from penstock.generation.parallel.launch import Place
+from penstock.generation.parallel.meeting import Meeting, _key, meet_rank_0
+from penstock.generation.parallel.messages import REFUSED
+
+# To notice a wait that would have no end.
+BOUND = 30.0
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let this process be several ranks, whose folders are in an empty one."""
+    monkeypatch.setattr(launch, "_used", set())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(3) as made:
+        yield made
+
+
+@pytest.fixture
+def store() -> Any:
+    """The store of a launcher, which outlives its ranks."""
+    distributed: Any = dist
+    return distributed.TCPStore(
+        "127.0.0.1", free_port(), None, True, PATIENCE, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def place_of(count: int, store: Any = None) -> Place:
+    port = free_port() if store is None else store.port
+    return Place(0, count, "127.0.0.1", port, is_store_there=store is not None)
+
+
+def connected(meeting: Meeting) -> Connection:
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(f"{meeting._folder}/ranks")
+    return Connection(link.detach())
+
+
+def come(meeting: Meeting, number: int) -> Connection:
+    """Come as another process would."""
+    connection = connected(meeting)
+    connection.send_bytes(struct.pack("<I", number))
+    return connection
+
+
+def test_ranks_come_in_any_order_and_leave_nothing_open(folders: Path, pool: ThreadPoolExecutor) -> None:
+    place = place_of(3)
+    meeting = Meeting(place)
+    second, first = (pool.submit(meet_rank_0, replace(place, rank=rank)) for rank in (2, 1))
+    for rank, coming in ((1, first), (2, second)):
+        process, connection = meeting.take(rank, {"rank": rank})
+        theirs, pid = coming.result(BOUND)
+        assert process.pid == pid == os.getpid()
+        assert json.loads(theirs.recv_bytes()) == {"rank": rank}
+        connection.close()
+    assert not [*folders.iterdir()]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((place.address, place.port))
+    meeting.close()
+
+
+def test_who_says_nothing_holds_up_nobody(pool: ThreadPoolExecutor) -> None:
+    meeting = Meeting(place_of(3))
+    silent, short, gone = (connected(meeting) for _ in range(3))
+    os.write(short.fileno(), b"\0\0")
+    gone.close()
+    theirs = come(meeting, 1)
+    assert pool.submit(meeting.take, 1, {}).result(BOUND)
+    assert json.loads(theirs.recv_bytes()) == {}
+    waiting = pool.submit(meeting.take, 2, {})
+    meeting.close()
+    with pytest.raises(StartupError, match="the start was given up"):
+        waiting.result(BOUND)
+    for one in (silent, theirs):
+        with pytest.raises((EOFError, ConnectionError)):
+            one.recv_bytes()
+
+
+def test_a_meeting_that_ends_leaves_nothing(folders: Path) -> None:
+    place = place_of(2)
+    meeting = Meeting(place)
+    theirs = come(meeting, 1)
+    meeting.close()
+    meeting.close()
+    assert not [*folders.iterdir()]
+    with pytest.raises((EOFError, ConnectionError)):
+        theirs.recv_bytes()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((place.address, place.port))
+
+
+def test_two_processes_of_one_rank_are_refused(pool: ThreadPoolExecutor) -> None:
+    meeting = Meeting(place_of(3))
+    first = come(meeting, 1)
+    meeting.take(1, {})
+    assert json.loads(first.recv_bytes()) == {}
+    second = come(meeting, 1)
+    with pytest.raises(StartupError, match="two processes of the launcher have RANK 1") as caught:
+        pool.submit(meeting.take, 2, {}).result(BOUND)
+    assert caught.value.flag == "RANK"
+    assert REFUSED in json.loads(second.recv_bytes())
+    meeting.close()
+
+
+def test_a_process_that_comes_beside_the_last_rank_is_told(store: Any) -> None:
+    place = place_of(2, store)
+    meeting = Meeting(place)
+    path = store.get(_key(place))
+    first, second = come(meeting, 1), come(meeting, 1)
+    meeting.take(1, {"rank": 1})
+    assert json.loads(first.recv_bytes()) == {"rank": 1}
+    assert second.poll(BOUND)
+    assert REFUSED in json.loads(second.recv_bytes())
+    # One that comes later still reads the path.
+    assert store.get(_key(place)) == path
+    with pytest.raises(StartupError, match="has another process as rank 1"):
+        meet_rank_0(replace(place, rank=1))
+
+
+def test_ranks_of_one_attempt_find_each_other(store: Any, pool: ThreadPoolExecutor) -> None:
+    place = place_of(2, store)
+    Meeting(place).close()
+    again = replace(place, attempt=1)
+    # It may come before rank 0 has told its new place.
+    coming = pool.submit(meet_rank_0, replace(again, rank=1))
+    meeting = Meeting(again)
+    meeting.take(1, {"rank": 1})
+    theirs, _ = coming.result(BOUND)
+    assert json.loads(theirs.recv_bytes()) == {"rank": 1}
+
+
+def test_a_long_folder_is_no_matter(folders: Path, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor) -> None:
+    long = folders / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    place = place_of(2)
+    meeting = Meeting(place)
+    coming = pool.submit(meet_rank_0, replace(place, rank=1))
+    meeting.take(1, {})
+    assert coming.result(BOUND)
+
+
+def test_a_folder_that_cannot_be_made_names_its_variable(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folders / "none"))
+    with pytest.raises(StartupError, match="TMPDIR") as caught:
+        Meeting(place_of(2))
+    assert caught.value.flag == "TMPDIR"
+
+
+def test_a_rank_that_dies_after_its_number_is_named() -> None:
+    meeting = Meeting(place_of(2))
+    come(meeting, 1).close()
+    with pytest.raises(StartupError, match="rank 1 of 2 has ended before it got its part") as caught:
+        meeting.take(1, {})
+    assert caught.value.flag == "RANK"
+    meeting.close()
+
+
+def test_a_place_that_is_not_rank_0s_is_refused(store: Any, folders: Path) -> None:
+    place = place_of(2, store)
+    others = folders / "penstock-meeting-of-others"
+    others.mkdir()
+    others.chmod(0o777)
+    for attempt, path in enumerate((f"{others}/ranks", "/etc/ranks", "penstock-meeting-1/ranks", f"{others}/other")):
+        own = replace(place, rank=1, attempt=attempt)
+        store.set(_key(own), path)
+        with pytest.raises(StartupError) as caught:
+            meet_rank_0(own)
+        assert caught.value.flag == "MASTER_ADDR"
+
+
+def test_a_process_is_a_rank_of_one_model() -> None:
+    place = place_of(2)
+    Meeting(place).close()
+    with pytest.raises(StartupError, match="an earlier model of this process") as caught:
+        Meeting(place)
+    assert caught.value.flag == "RANK"
