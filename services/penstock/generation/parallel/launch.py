@@ -64,7 +64,7 @@ class Place:
         """
         if self in _used:
             raise StartupError(
-                "RANK is set, and an earlier model of this process has had the launcher's other processes as its ranks, "
+                "RANK is set, and an earlier model of this process has had the launcher's other processes as ranks, "
                 "which end with it: load one model, or start the program anew",
                 flag="RANK",
             )

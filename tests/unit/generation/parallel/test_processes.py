@@ -18,6 +18,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.layers.lora import LoraPart
 from penstock.generation.parallel import processes
 from penstock.generation.parallel.adapter_loads import AdapterLoads
+from penstock.generation.parallel.meeting import LaunchedProcess
 from penstock.generation.parallel.messages import FAILED, NO_MEMORY, READY, Kind, decode_adapter, decode_forget, kind_of
 from penstock.generation.parallel.processes import RankLost, Ranks
 
@@ -96,6 +97,35 @@ def test_a_rank_that_ends_while_it_gets_an_adapter_at_the_start_is_named(ranks: 
     assert isinstance(error, StartupError)
     assert error.flag == "--tensor-parallel"
     assert error.message.startswith("rank 2 of --tensor-parallel ended with code -15 while it loaded")
+
+
+def test_a_launched_program_that_goes_on_after_its_rank_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection has ended: rank 0 would wait for it for ever."""
+    monkeypatch.setattr(processes, "_LEAVE_SECONDS", 0.01)
+    with subprocess.Popen(["sleep", "600"]) as program, Pipe()[0] as connection:
+        error = processes._ended(processes._Rank(1, LaunchedProcess(program.pid), connection))
+        assert program.wait(30) == -9
+    assert error.message.startswith("rank 1 of --tensor-parallel ended while it loaded")
+
+
+def test_ranks_that_go_on_are_waited_for_together(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float | None] = []
+
+    class Noted(LaunchedProcess):
+        def wait(self, timeout: float | None = None) -> None:
+            waits.append(timeout)
+            super().wait(timeout)
+
+    started = [rank.process for rank in ranks._ranks]
+    ranks._ranks[:] = [processes._Rank(one.number, Noted(one.process.pid), one.connection) for one in ranks._ranks]
+    monkeypatch.setattr(processes, "_LEAVE_SECONDS", 0.3)
+    ranks.close()
+    assert waits[0] is not None
+    assert waits[1] is not None
+    assert waits[1] < waits[0]
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def test_a_rank_that_ends_later_is_a_failed_engine(ranks: Ranks, peers: Peers) -> None:
