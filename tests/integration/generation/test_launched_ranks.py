@@ -153,3 +153,33 @@ def test_a_program_with_a_generator_is_started_once_a_rank(model: str, wanted: t
             one.wait()
     assert [one.returncode for one in started] == [0, 0]
     assert said == [[str(token).encode() for token in wanted], []]
+
+
+MEETING = """
+import json, os, sys
+from penstock.generation.parallel.launch import Place
+from penstock.generation.parallel.meeting import Meeting, meet_rank_0
+
+place = Place.of(os.environ, 2)
+if place.rank == 0:
+    _, other = Meeting(place).take(1, {"attempt": place.attempt})
+    assert other.recv_bytes() == b"met"
+else:
+    rank_0, _ = meet_rank_0(place)
+    print("met in attempt", json.loads(rank_0.recv_bytes())["attempt"], flush=True)
+    rank_0.send_bytes(b"met")
+# The first attempt fails.
+sys.exit(0 if place.attempt else 1)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_anew_find_each_other(tmp_path: Path) -> None:
+    """Its store has what the first attempt told."""
+    program = tmp_path / "program.py"
+    program.write_text(MEETING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(stack.free_port()), str(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env={**os.environ})
+    assert ended.returncode == 0, ended.stderr
+    assert re.findall("met in attempt [0-9]", ended.stdout) == ["met in attempt 0", "met in attempt 1"]
