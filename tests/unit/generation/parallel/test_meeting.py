@@ -9,6 +9,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -149,8 +150,8 @@ def test_ranks_of_one_attempt_find_each_other(store: Any, pool: ThreadPoolExecut
     again = replace(place, attempt=1)
     # It may come before rank 0 has told its new place.
     coming = pool.submit(meet_rank_0, replace(again, rank=1))
-    meeting = Meeting(again)
-    meeting.take(1, {"rank": 1})
+    with closing(Meeting(again)) as meeting:
+        pool.submit(meeting.take, 1, {"rank": 1}).result(BOUND)
     theirs, _ = coming.result(BOUND)
     assert json.loads(theirs.recv_bytes()) == {"rank": 1}
 
