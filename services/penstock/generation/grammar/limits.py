@@ -13,7 +13,8 @@ class JsonBounds:
     digits: int = 19
     # Keys of an object besides those that its schema names.
     keys: int = 64
-    # Values within values where anything may stand, and of a definition within itself.
+    # Values within values where anything may stand, and times that a definition is within itself, or those that refer
+    # to each other are.
     depth: int = 8
     # Items of an array, and characters of a text.
     items: int = 0

@@ -24,7 +24,10 @@ LIST = {
 # Two definitions that take turns; at the last depth a sum is none, since its sides would be too deep.
 SUM = {"type": "object", "properties": {"l": {"$ref": "#/$defs/E"}, "r": INTEGER}, "required": ["l", "r"]}
 TERM = {"$ref": "#/$defs/E", "$defs": {"E": {"anyOf": [{"$ref": "#/$defs/S"}, INTEGER]}, "S": SUM}}
-BRANCHES = {"$ref": "#/$defs/B", "$defs": {"B": {"type": "object", "additionalProperties": {"$ref": "#/$defs/B"}}}}
+BRANCHES: dict[str, Any] = {
+    "$ref": "#/$defs/B",
+    "$defs": {"B": {"type": "object", "additionalProperties": {"$ref": "#/$defs/B"}}},
+}
 PAIR = {"type": "array", "prefixItems": [{"$ref": "#/$defs/P"}], "items": False}
 PAIRS = {"$ref": "#/$defs/P", "$defs": {"P": PAIR}}
 # Schema, a document of it, and one around another.
@@ -68,16 +71,61 @@ def test_without_a_bound_it_is_there_as_often_as_a_model_writes(name: str) -> No
     assert accepts(grammar, nested(30, name))
 
 
-def test_a_schema_whose_documents_are_deeper_keeps_them() -> None:
-    definitions: dict[str, Any] = {"N": {"anyOf": [{"$ref": "#/$defs/N0"}, {"$ref": "#/$defs/N3"}]}, "N3": INTEGER}
-    for at in range(3):
-        inner = {"type": "array", "items": {"$ref": f"#/$defs/N{at + 1}"}, "minItems": 1, "maxItems": 1}
-        definitions[f"N{at}"] = inner
-    # What holds itself holds itself at least three times, for a bound of one.
-    definitions["N2"]["items"] = {"anyOf": [{"$ref": "#/$defs/N0"}, INTEGER]}
-    schema = {"$ref": "#/$defs/N0", "$defs": definitions, "x-guidance": {"max_depth": 1}}
-    assert accepts(grammar_of(schema), "[[[1]]]")
-    assert accepts(grammar_of(schema), "[[[[[[1]]]]]]")
+def circle(length: int, **more: Any) -> dict[str, Any]:
+    """Make definitions of objects of which each holds the next, and the last one the first."""
+    return {
+        f"{at}": {
+            "type": "object",
+            "properties": {f"k{(at + 1) % length}": {"$ref": f"#/$defs/{(at + 1) % length}"}, **more},
+        }
+        for at in range(length)
+    }
+
+
+def around_the_circle(length: int, steps: int) -> str:
+    document: dict[str, Any] = {}
+    for at in range(steps, 0, -1):
+        document = {f"k{at % length}": document}
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(("length", "depth"), [(3, 2), (3, 8), (9, 8), (9, 1), (2, 3)])
+def test_definitions_in_a_circle_are_each_within_itself_up_to_the_depth(length: int, depth: int) -> None:
+    grammar = grammar_of({"$ref": "#/$defs/0", "$defs": circle(length), "x-guidance": {"max_depth": depth}})
+    most = length * (depth + 1) - 1
+    assert [steps for steps in range(most + 1) if not accepts(grammar, around_the_circle(length, steps))] == []
+    assert not accepts(grammar, around_the_circle(length, most + 1))
+
+
+def test_circles_that_share_a_definition_are_counted_by_it() -> None:
+    kinds = {f"K{at}": {"type": "object", "properties": {f"k{at}": {"$ref": "#/$defs/E"}}} for at in range(12)}
+    either = {"E": {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in kinds]}}
+    grammar = grammar_of({"$ref": "#/$defs/E", "$defs": {**kinds, **either}})
+    document: dict[str, Any] = {}
+    for at in range(8):
+        document = {f"k{at}": document}
+    assert accepts(grammar, json.dumps(document))
+    assert not accepts(grammar, json.dumps({"k8": {"k9": document}}))
+
+
+def test_schemas_beside_one_whose_documents_are_deeper_keep_their_bound() -> None:
+    """Of a chain that is asked for backwards, the last one holds all others: no bound of one is enough for it."""
+    chain: dict[str, Any] = {}
+    for at in range(4):
+        steps = {f"n{at + 1}": {"$ref": f"#/$defs/C{at + 1}"}} if at < 3 else {}
+        back = {f"p{at - 1}": {"$ref": f"#/$defs/C{at - 1}"}} if at else {}
+        chain[f"C{at}"] = {"type": "object", "properties": {**steps, **back}, "required": [*back]}
+    schema = {
+        "type": "object",
+        "properties": {"deep": {"$ref": "#/$defs/C0"}, "tree": {"$ref": "#/$defs/B"}},
+        "$defs": {**chain, **BRANCHES["$defs"]},
+        "x-guidance": {"max_depth": 1},
+    }
+    grammar = grammar_of(schema)
+    least: dict[str, Any] = {"p2": {"p1": {"p0": {}}}}
+    assert accepts(grammar, json.dumps({"deep": {"n1": {"n2": {"n3": least, "p1": {"p0": {}}}, "p0": {}}}}))
+    assert accepts(grammar, json.dumps({"tree": {"a": {}}}))
+    assert not accepts(grammar, json.dumps({"tree": {"a": {"a": {}}}}))
 
 
 def test_what_does_not_refer_to_itself_is_as_it_was() -> None:
@@ -85,12 +133,40 @@ def test_what_does_not_refer_to_itself_is_as_it_was() -> None:
     assert bound_recursion(schema, 8) is schema
 
 
-def test_a_large_group_keeps_no_bound_and_a_long_chain_is_no_group() -> None:
-    def ring(length: int) -> dict[str, Any]:
-        return {f"{at}": {"items": {"$ref": f"#/$defs/{(at + 1) % length}"}} for at in range(length)}
+def names_of(schema: dict[str, Any]) -> set[str]:
+    return {*schema["$defs"]}
 
-    large = {"$ref": "#/$defs/0", "$defs": ring(600)}
+
+def test_a_large_group_keeps_no_bound_and_a_long_chain_is_no_group() -> None:
+    large = {"$ref": "#/$defs/0", "$defs": circle(600)}
     assert bound_recursion(large, 8) is large
-    assert len(bound_recursion({"$ref": "#/$defs/0", "$defs": ring(50)}, 8)["$defs"]) == 450
-    chain = {"$ref": "#/$defs/0", "$defs": {**ring(5000), "4999": INTEGER}}
+    assert len(bound_recursion({"$ref": "#/$defs/0", "$defs": circle(50)}, 8)["$defs"]) == 450
+    chain = {"$ref": "#/$defs/0", "$defs": {**circle(5000), "4999": INTEGER}}
     assert bound_recursion(chain, 8) is chain
+
+
+def of_itself(properties: int, name: str) -> dict[str, Any]:
+    """Make an object of integers that holds itself."""
+    own = {"me": {"$ref": f"#/$defs/{name}"}}
+    return {"type": "object", "properties": {**{f"property_{at}": INTEGER for at in range(properties)}, **own}}
+
+
+def test_the_copies_of_all_definitions_have_a_bound_and_the_smallest_come_first() -> None:
+    definitions = {f"{at}": of_itself(1, f"{at}") for at in range(100)}
+    many = {"$ref": "#/$defs/0", "$defs": definitions}
+    made = names_of(bound_recursion(many, 8))
+    assert len({name for name in made if "-" in name}) == 56 * 9
+    assert len({name for name in made if "-" not in name}) == 44
+    large = {f"large {at}": of_itself(200 + at, f"large {at}") for at in range(3)}
+    made = names_of(bound_recursion({"$ref": "#/$defs/0", "$defs": {**large, "0": of_itself(1, "0")}}, 8))
+    assert {"0-8", "large 0-8", "large 1-8", "large 2"} <= made
+
+
+@pytest.mark.parametrize(
+    ("number", "properties", "depth"), [(170, 10, 8), (1, 60, 500), (1, 60, 600), (60, 10, 8), (1, 450, 8)]
+)
+def test_a_schema_that_compiles_does_so_with_its_bounds(number: int, properties: int, depth: int) -> None:
+    definitions = {f"D{at}": of_itself(properties - 1, f"D{at}") for at in range(number)}
+    first = {f"r{at}": {"$ref": f"#/$defs/D{at}"} for at in range(number)}
+    schema = {"type": "object", "properties": first, "$defs": definitions, "x-guidance": {"max_depth": depth}}
+    assert accepts(grammar_of(schema), '{"r0": {"property_0": 1, "me": {}}}')

@@ -7,55 +7,102 @@ with other ends, what is written satisfies the schema, though not every document
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from penstock.generation.grammar.schemas.document import write_json
 from penstock.generation.grammar.schemas.words import MANY, NAMED, ONE, parts
 
 _PREFIX = "#/$defs/"
-# Schemas of the same value: a reference in one of them leads no deeper.
-_SAME_VALUE = frozenset(("allOf", "anyOf", "oneOf"))
-# Most definitions that are made of a group whose members refer to each other: a larger group keeps no bound.
+# Most definitions that are made of those that refer to themselves, and most bytes of the schema with them: beyond that
+# llguidance takes seconds, and soon has no more numbers for its symbols.
 _MOST_COPIES = 512
+_MOST_BYTES = 192 << 10
 
 
 def bound_recursion(schema: dict[str, Any], depth: int) -> dict[str, Any]:
     """Return a simple schema in which a definition holds itself at most `depth` times; 0: any number of times.
 
-    A schema whose documents are all deeper is returned as it is. Raises RecursionError for one nested too deeply.
+    Definitions that refer to each other are counted together: each time that one is within itself. Those of which all
+    documents are deeper keep no bound, nor do the largest where the copies of all would be too many. Raises
+    RecursionError for a schema nested too deeply.
     """
     definitions: dict[str, Any] = schema.get("$defs", {})
-    groups = _groups({name: {*_names(one)} & definitions.keys() for name, one in definitions.items()})
-    groups = {name: group for name, group in groups.items() if len(group) * (depth + 1) <= _MOST_COPIES}
-    if not depth or not groups:
+    if not depth or not definitions:
         return schema
+    root = {word: value for word, value in schema.items() if word != "$defs"}
+    groups = _groups(
+        {name: [other for other in _names(one) if other in definitions] for name, one in definitions.items()},
+        [name for name in _names(root) if name in definitions],
+    )
+    copies = _copies(definitions, groups, depth)
+    if not copies:
+        return schema
+    bounded = {name for one in copies for name in one.group}
 
-    def ending_at(name: str, level: int) -> Callable[[str, bool], str | None]:
-        """Names in a copy of `name` at a level: what a reference becomes, None where it would be too deep."""
+    def first(name: str) -> str:
+        return _copy_name(name, 0) if name in bounded else name
 
-        def renamed(other: str, is_inner: bool) -> str | None:
-            if other not in groups:
+    made = {name: _with_names(one, first) for name, one in definitions.items() if name not in bounded}
+    for one in copies:
+        made |= {name: _with_names(copy, first) for name, copy in one.made.items()}
+    return {**_with_names(root, first), "$defs": made}
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Definitions of one group, once for every level, without what would be too deep."""
+
+    group: list[str]
+    made: dict[str, Any]
+
+
+def _copies(definitions: dict[str, Any], groups: list[list[str]], depth: int) -> list[_Copies]:
+    """Make the copies of the groups that can have them, of the smallest first."""
+    sizes = {name: len(write_json(definitions[name])) for group in groups for name in group}
+    left_bytes = _MOST_BYTES - len(write_json(definitions)) if groups else 0
+    left_copies, found = _MOST_COPIES, []
+    for group in sorted(groups, key=lambda group: sum(sizes[name] for name in group)):
+        count, size = len(group) * (depth + 1), sum(sizes[name] for name in group) * depth
+        if count > left_copies or size > left_bytes:
+            continue
+        made = _levels({name: definitions[name] for name in group}, depth)
+        if made is not None:
+            found.append(_Copies(group, made))
+            left_copies, left_bytes = left_copies - count, left_bytes - size
+    return found
+
+
+def _levels(group: dict[str, Any], depth: int) -> dict[str, Any] | None:
+    """Return the definitions of a group once for every level; None where one has deeper documents only.
+
+    A reference back to one that stands before, in the order of the group, leads to the next level: every circle has
+    such a reference, and most have one.
+    """
+    place = {name: at for at, name in enumerate(group)}
+
+    def ending_at(name: str, level: int) -> Callable[[str], str | None]:
+        def renamed(other: str) -> str | None:
+            if other not in place:
                 return other
-            below = level + is_inner if groups[other] is groups.get(name) else 0
+            below = level + (place[other] <= place[name])
             return _copy_name(other, below) if below <= depth else None
 
         return renamed
 
     copies = {
-        _copy_name(name, level): _with_names(definitions[name], ending_at(name, level))
+        _copy_name(name, level): _with_names(one, ending_at(name, level))
         for level in reversed(range(depth + 1))
-        for name in groups
+        for name, one in group.items()
     }
     dead = _dead(copies)
-    if any(_copy_name(name, 0) in dead for name in groups):
-        return schema
-    alive = {
-        name: _with_names(one, lambda other, _: None if other in dead else other)
+    if any(_copy_name(name, 0) in dead for name in group):
+        return None
+    return {
+        name: _with_names(one, lambda other: None if other in dead else other)
         for name, one in copies.items()
         if name not in dead
     }
-    rest = {name: _with_names(one, ending_at("", 0)) for name, one in definitions.items() if name not in groups}
-    root = _with_names({word: value for word, value in schema.items() if word != "$defs"}, ending_at("", 0))
-    return {**root, "$defs": {**rest, **alive}}
 
 
 def _copy_name(name: str, level: int) -> str:
@@ -72,26 +119,32 @@ def _names(schema: Any) -> Iterator[str]:
             yield from _names(part)
 
 
-def _groups(edges: dict[str, set[str]]) -> dict[str, frozenset[str]]:
-    """Return each definition that leads to itself, with those that it leads to and that lead back (Kosaraju)."""
-    backward: dict[str, set[str]] = {name: set() for name in edges}
+def _groups(edges: dict[str, list[str]], first: list[str]) -> list[list[str]]:
+    """Return the definitions that lead to themselves, those together that lead to each other (Kosaraju).
+
+    Each group begins with the one that is reached first on the way from `first`; each other stands behind one that
+    leads to it.
+    """
+    backward: dict[str, list[str]] = {name: [] for name in edges}
     for name, others in edges.items():
         for other in others:
-            backward[other].add(name)
+            backward[other].append(name)
     order: list[str] = []
     seen: set[str] = set()
-    for name in edges:
+    for name in (*first, *edges):
         order += _last_first(name, edges, seen)[::-1]
-    found: dict[str, frozenset[str]] = {}
+    order.reverse()
+    place = {name: at for at, name in enumerate(order)}
+    found = []
     seen = set()
-    for name in reversed(order):
-        group = frozenset(_last_first(name, backward, seen))
+    for name in order:
+        group = _last_first(name, backward, seen)
         if len(group) > 1 or name in edges[name]:
-            found |= dict.fromkeys(group, group)
+            found.append(sorted(group, key=place.__getitem__))
     return found
 
 
-def _last_first(name: str, edges: dict[str, set[str]], seen: set[str]) -> list[str]:
+def _last_first(name: str, edges: dict[str, list[str]], seen: set[str]) -> list[str]:
     """Return what is reached from a name and not in `seen`, which it joins: each one before those that it leads to."""
     finished: list[str] = []
     open_: list[tuple[str, Iterator[str]]] = []
@@ -110,26 +163,25 @@ def _last_first(name: str, edges: dict[str, set[str]], seen: set[str]) -> list[s
     return finished[::-1]
 
 
-def _with_names(schema: Any, renamed: Callable[[str, bool], str | None], is_inner: bool = False) -> Any:
+def _with_names(schema: Any, renamed: Callable[[str], str | None]) -> Any:
     """Return a schema with other names in its references; false in place of one whose new name is None."""
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
     reference = made.get("$ref")
     if isinstance(reference, str) and reference.startswith(_PREFIX):
-        name = renamed(reference.removeprefix(_PREFIX), is_inner)
+        name = renamed(reference.removeprefix(_PREFIX))
         if name is None:
             return False
         made["$ref"] = _PREFIX + name
     for word in made:
-        below = is_inner or word not in _SAME_VALUE
         if word in ONE:
-            made[word] = _with_names(made[word], renamed, below)
+            made[word] = _with_names(made[word], renamed)
         elif word in MANY and isinstance(made[word], list):
-            listed = [_with_names(one, renamed, below) for one in made[word]]
+            listed = [_with_names(one, renamed) for one in made[word]]
             made[word] = [one for one in listed if one is not False] if word == "anyOf" else listed
         elif word in NAMED and isinstance(made[word], dict):
-            made[word] = {name: _with_names(one, renamed, below) for name, one in made[word].items()}
+            made[word] = {name: _with_names(one, renamed) for name, one in made[word].items()}
     return made
 
 
