@@ -25,6 +25,37 @@ MANY = {
 }
 ALL_OF_MANY = json.dumps(dict.fromkeys(MANY["required"]))
 NESTED = '{"a": ' + "[" * 30 + "]" * 30 + "}"
+OBJECT, ARRAY = {"type": "object"}, {"type": "array"}
+FOUR = {"max_characters": 4}
+# Deeper than a definition of two levels, or anything.
+ALL_DEPTHS = [{}, {"a": {}}, {"a": {"a": {}}}, {"a": {"a": {"a": {}}}}]
+DEEP = {"a": ALL_DEPTHS[-1]}
+SELF = {**OBJECT, "properties": {"a": {"$ref": "#/$defs/T"}}}
+# Schema, settings, and values that it lists, all of which may be written.
+LISTED: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = [
+    ({**OBJECT, "const": {"abcdef": 1}}, FOUR, [{"abcdef": 1}]),
+    ({"anyOf": [{**OBJECT, "const": {"abcdef": 1}}, {"type": "null"}]}, FOUR, [{"abcdef": 1}, None]),
+    ({**OBJECT, "enum": [{"abcdef": 1}, {"a": 1}]}, FOUR, [{"abcdef": 1}, {"a": 1}]),
+    ({**OBJECT, "enum": [json.loads(ALL_OF_MANY), {}]}, {}, [json.loads(ALL_OF_MANY), {}]),
+    ({**OBJECT, "enum": [{"a": 1, "b": 2}], "properties": {"a": {}}}, {}, [{"a": 1, "b": 2}]),
+    ({**OBJECT, "enum": [{"a": "abcdef"}], "properties": {"a": TEXT}}, FOUR, [{"a": "abcdef"}]),
+    ({**ARRAY, "enum": [["abcdef"]], "items": TEXT}, FOUR, [["abcdef"]]),
+    ({**ARRAY, "enum": [[{"abcdef": 1}], []], "items": OBJECT}, FOUR, [[{"abcdef": 1}], []]),
+    ({**ARRAY, "enum": [[[1, 2, 3]], []], "items": ARRAY}, {"max_items": 2}, [[[1, 2, 3]], []]),
+    ({**ARRAY, "enum": [[10**5], [1]], "items": INTEGER}, {"max_digits": 3}, [[10**5], [1]]),
+    ({**OBJECT, "enum": [{"abcdef": 1}, {}]}, {"strict": True}, [{"abcdef": 1}, {}]),
+    ({"allOf": [{"enum": [{"a": 1, "b": 2}]}, {**OBJECT, "properties": {"a": {}}}]}, {}, [{"a": 1, "b": 2}]),
+    ({"allOf": [{"enum": [{"a": "abcdef"}]}, {**OBJECT, "properties": {"a": TEXT}}]}, FOUR, [{"a": "abcdef"}]),
+    (
+        {**OBJECT, "properties": {"a": TEXT}, "$ref": "#/$defs/T", "$defs": {"T": {"const": {"a": "abcdef"}}}},
+        FOUR,
+        [{"a": "abcdef"}],
+    ),
+    ({**ARRAY, "enum": [[[[[[1]]]]]], "items": {}}, {"max_depth": 2}, [[[[[[1]]]]]]),
+    ({**OBJECT, "enum": [DEEP, {}], "additionalProperties": {}}, {"max_depth": 2}, [DEEP, {}]),
+    ({**SELF, "enum": [DEEP, {}], "$defs": {"T": SELF}}, {"max_depth": 1}, [DEEP, {}]),
+    ({"$ref": "#/$defs/T", "$defs": {"T": {**SELF, "enum": ALL_DEPTHS}}}, {"max_depth": 1}, ALL_DEPTHS),
+]
 # Schema -> documents that may be written, and that may not.
 TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     # Keys that the schema does not name come without all those that it does.
@@ -87,6 +118,11 @@ TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['{"abcd": 1}', "{}", '{"a": "x"}'],
     ),
     ({"x-guidance": {"max_characters": 3}}, ['{"abc": [{"abc": "abc"}]}'], ['{"abcd": 1}', '[{"abcd": 1}]']),
+    # Objects and arrays that are listed are as they are, whatever end their schema would have else.
+    *(
+        ({**schema, "x-guidance": settings}, [json.dumps(value) for value in values], [])
+        for schema, settings, values in LISTED
+    ),
     # Multiples of values that are listed are those of them that validators take.
     ({"enum": [0.1, 0.2, 1.2, "a"], "multipleOf": 0.1}, ["0.1", "0.2", '"a"'], ["1.2"]),
     ({"const": 3, "multipleOf": 0.1, **NUMBER}, ["3"], ["0.3"]),

@@ -6,7 +6,7 @@ with other ends, what is written satisfies the schema, though not every document
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,15 @@ _PREFIX = "#/$defs/"
 # llguidance takes seconds, and soon has no more numbers for its symbols.
 _MOST_COPIES = 512
 _MOST_BYTES = 192 << 10
+_NONE: Mapping[str, int] = {}
 
 
-def bound_recursion(schema: dict[str, Any], depth: int) -> dict[str, Any]:
+def bound_recursion(schema: dict[str, Any], depth: int, depths: Mapping[str, int] = _NONE) -> dict[str, Any]:
     """Return a simple schema in which a definition holds itself at most `depth` times; 0: any number of times.
 
     Definitions that refer to each other are counted together: each time that one is within itself. Those of which all
-    documents are deeper keep no bound, nor do the largest where the copies of all would be too many. Raises
-    RecursionError for a schema nested too deeply.
+    documents are deeper keep no bound, nor do the largest where the copies of all would be too many. `depths`: of some
+    definitions, where it is another. Raises RecursionError for a schema nested too deeply.
     """
     definitions: dict[str, Any] = schema.get("$defs", {})
     if not depth or not definitions:
@@ -35,7 +36,7 @@ def bound_recursion(schema: dict[str, Any], depth: int) -> dict[str, Any]:
         {name: [other for other in _names(one) if other in definitions] for name, one in definitions.items()},
         [name for name in _names(root) if name in definitions],
     )
-    copies = _copies(definitions, groups, depth)
+    copies = _copies(schema, [(group, max(depths.get(name, depth) for name in group)) for group in groups])
     if not copies:
         return schema
     bounded = {name for one in copies for name in one.group}
@@ -57,12 +58,13 @@ class _Copies:
     made: dict[str, Any]
 
 
-def _copies(definitions: dict[str, Any], groups: list[list[str]], depth: int) -> list[_Copies]:
-    """Make the copies of the groups that can have them, of the smallest first."""
-    sizes = {name: len(write_json(definitions[name])) for group in groups for name in group}
-    left_bytes = _MOST_BYTES - len(write_json(definitions)) if groups else 0
+def _copies(schema: dict[str, Any], groups: list[tuple[list[str], int]]) -> list[_Copies]:
+    """Make the copies of the groups, each of a depth, that can have them: of the smallest first."""
+    definitions = schema["$defs"]
+    sizes = {name: len(write_json(definitions[name])) for group, _ in groups for name in group}
+    left_bytes = _MOST_BYTES - len(write_json(schema)) if groups else 0
     left_copies, found = _MOST_COPIES, []
-    for group in sorted(groups, key=lambda group: sum(sizes[name] for name in group)):
+    for group, depth in sorted(groups, key=lambda each: sum(sizes[name] for name in each[0])):
         count, size = len(group) * (depth + 1), sum(sizes[name] for name in group) * depth
         if count > left_copies or size > left_bytes:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from penstock.generation.grammar.schemas.words import parts
@@ -10,13 +10,23 @@ from penstock.generation.grammar.schemas.words import parts
 _MISSING = object()
 
 
+class Asked(NamedTuple):
+    """Definition that is asked for: a target, in one of its uses."""
+
+    place: str
+    # Another schema is put together with it.
+    is_part: bool
+    # It is about values that a schema lists.
+    is_listed: bool
+
+
 class References:
     """Targets of `$ref`s within a document."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._names: dict[tuple[str, bool], str] = {}
-        self.waiting: list[tuple[str, bool]] = []
+        self._names: dict[Asked, str] = {}
+        self.waiting: list[Asked] = []
         # With names and bases of its own a document means other things by a reference; those are left as they are.
         self.are_plain = not _has_names(root)
 
@@ -52,9 +62,9 @@ class References:
             schema = target
         return schema
 
-    def name_of(self, reference: str, is_part: bool) -> str:
+    def name_of(self, reference: str, is_part: bool, is_listed: bool) -> str:
         """Return the name of the definition of a target, of which one is made when it is asked for the first time."""
-        key = (reference, is_part)
+        key = Asked(reference, is_part, is_listed)
         if key not in self._names:
             self._names[key] = f"{len(self._names)}"
             self.waiting.append(key)

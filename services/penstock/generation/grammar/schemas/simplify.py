@@ -39,6 +39,7 @@ from penstock.generation.grammar.schemas.words import (
     OBJECT_WORDS,
     TYPES_OF,
     is_of,
+    levels_of,
     says_nothing,
     types_of,
 )
@@ -75,6 +76,10 @@ class _Simplifier:
         self._root = root
         self._bounds = bounds
         self._has_any = False
+        # Within a schema that lists its objects or arrays: its own word goes before any end or bound of ours.
+        self._is_listed = False
+        # Values within values of these.
+        self._deepest = 0
         self._common: dict[str, tuple[str, dict[str, Any]]] = {}
         self._is_strict = is_strict
         self._takes_any_of = takes_any_of
@@ -89,17 +94,21 @@ class _Simplifier:
             made["$schema"] = self._root["$schema"]
         if not references.are_plain:
             return made
-        definitions = {}
+        definitions: dict[str, Any] = {}
+        listed: set[str] = set()
         while references.waiting:
-            place, is_part = references.waiting.pop()
-            target = self._node(references.target(place), place, is_part)
-            definitions[references.name_of(place, is_part)] = (
-                {**target, ORIGIN: place} if isinstance(target, dict) else target
-            )
+            asked = references.waiting.pop()
+            self._is_listed = asked.is_listed
+            target = self._node(references.target(asked.place), asked.place, asked.is_part)
+            name = references.name_of(*asked)
+            definitions[name] = {**target, ORIGIN: asked.place} if isinstance(target, dict) else target
+            if asked.is_listed:
+                listed.add(name)
         if self._has_any:
             definitions |= {f"any{at}": anything(at, self._bounds) for at in range(self._bounds.depth + 1)}
         definitions |= dict(self._common.values())
-        return bound_recursion(made | ({"$defs": definitions} if definitions else {}), self._bounds.depth)
+        depths = dict.fromkeys(listed, max(self._bounds.depth, self._deepest))
+        return bound_recursion(made | ({"$defs": definitions} if definitions else {}), self._bounds.depth, depths)
 
     def _node(self, schema: Any, path: str, is_part: bool) -> Any:
         """Return a schema made simple. `is_part`: another one is put together with it, and closes the object."""
@@ -127,24 +136,55 @@ class _Simplifier:
             return self._unique(made, path, types)
         if not is_part and says_nothing(made):
             return self._any(made)
-        names = self._closed_names(made) if not is_part and self._references.are_plain else None
+        was_listed = self._is_listed
+        self._is_listed = was_listed or self._lists_values(made, set())
+        try:
+            made = self._with_ends(made, path, is_part)
+        finally:
+            self._is_listed = was_listed
+        return self._shared(made) if not is_part and self._is_common(schema, types) else made
+
+    def _lists_values(self, made: dict[str, Any], seen: set[int]) -> bool:
+        """True where objects or arrays are listed, here or in another schema of the same value."""
+        listed = [made["const"]] if "const" in made else made.get("enum")
+        if isinstance(listed, list) and any(isinstance(value, dict | list) for value in listed):
+            self._deepest = max(self._deepest, levels_of(listed))
+            return True
+        others = [made] if "$ref" in made else []
+        others += [one for word in ("allOf", "anyOf", "oneOf") for one in made.get(word) or ()]
+        if id(made) in seen or not self._is_composed(made):
+            return False
+        seen.add(id(made))
+        resolved = map(self._target_of, others)
+        return any(isinstance(one, dict) and self._lists_values(one, seen) for one in resolved)
+
+    def _target_of(self, schema: Any) -> Any:
+        try:
+            return self._references.target(schema["$ref"]) if isinstance(schema, dict) and "$ref" in schema else schema
+        except LookupError:
+            return schema
+
+    def _with_ends(self, made: dict[str, Any], path: str, is_part: bool) -> dict[str, Any]:
+        """Return a schema whose parts are simple, with ends for what it leaves open."""
+        is_own = not is_part and not self._is_listed
+        names = self._closed_names(made) if is_own and self._references.are_plain else None
         is_composed = names is not None and self._is_composed(made)
         if names is not None and not is_composed:
             made["additionalProperties"] = False
             if names.get("properties"):
                 made["properties"] = {**names["properties"], **made.get("properties", {})}
         is_joined = is_part or self._is_composed(made)
-        if not is_joined:
+        if is_own and not is_joined:
             self._bound(made)
         self._parts(made, path, is_part=is_joined)
         rewrite_counts(made, path)
-        if not is_joined and not any(word in made for word in _COMPOSING):
+        if is_own and not is_joined and not made.keys() & {"const", "enum", *_COMPOSING}:
             # Not before: the bound is none that the schema asks to count.
             bound_keys(made, self._bounds)
             bound_names(made, self._bounds)
         if is_composed and names is not None:
             made["allOf"] = [*made.get("allOf", ()), names]
-        return self._shared(made) if not is_part and self._is_common(schema, types) else made
+        return made
 
     def _is_common(self, schema: dict[str, Any], types: frozenset[str]) -> bool:
         """True for a number, or a text of a format, of which the caller says no more: there are many of them."""
@@ -163,7 +203,7 @@ class _Simplifier:
 
     def _any(self, made: dict[str, Any]) -> dict[str, Any]:
         """Return the schema of anything, of bounded depth."""
-        if not self._bounds.depth or not self._references.are_plain:
+        if not self._bounds.depth or not self._references.are_plain or self._is_listed:
             return made
         self._has_any = True
         return {"$ref": f"#/$defs/any{self._bounds.depth}"}
@@ -239,7 +279,7 @@ class _Simplifier:
             self._references.target(reference)
         except LookupError as error:
             raise Refusal(path, "$ref", str(error)) from None
-        return f"#/$defs/{self._references.name_of(reference, is_part)}"
+        return f"#/$defs/{self._references.name_of(reference, is_part, self._is_listed)}"
 
     # -- what says nothing
 

@@ -82,6 +82,12 @@ def is_of(value: Any, named: Any) -> bool:
     return ("array" if isinstance(value, list) else "object") in listed
 
 
+def levels_of(value: Any) -> int:
+    """Return how many values within values a JSON value has."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max((1 + levels_of(one) for one in inner), default=0)
+
+
 def says_nothing(schema: Any) -> bool:
     """True for a schema that every value satisfies, as far as its own words show."""
     if isinstance(schema, bool):
