@@ -16,7 +16,7 @@ from penstock.generation.layers.linear import int8
 from penstock.generation.layers.linear.base import WholeRows
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
 from penstock.generation.layers.linear.int8 import Int8Linear, Int8LinearMethod, quantize_rows
-from penstock.generation.layers.linear.rotation import rotated
+from penstock.generation.layers.linear.rotation import halved, rotated, rotated_by_product, rotation_matrix
 
 CODE = "from penstock.generation.host import cpu_features; print(cpu_features.describe_onednn())"
 SATURATES = f"int8 {Int8Product.SATURATES.value}"
@@ -101,9 +101,9 @@ def test_two_products_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     x[2] = 0.0
     x[4, 7] = float("nan")
     kept, weight_scale = quantize_rows(rotated(weight, 32))
-    given, scale = quantize_rows(rotated(x, 32))
+    given, scale = quantize_rows(rotated_by_product(x, rotation_matrix(32, x.dtype, x.device)))
     sums = (given.double() @ kept.double().T).float()
-    expected = (sums * (weight_scale / 32).flatten()).mul_(scale).add_(bias)
+    expected = (sums * (weight_scale / 32 * halved(32)).flatten()).mul_(scale).add_(bias)
     monkeypatch.setattr(int8, "int8_product", lambda: Int8Product.SATURATES)
     found = Int8Linear(weight, bias).as_float(x)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)

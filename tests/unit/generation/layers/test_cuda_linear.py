@@ -17,7 +17,13 @@ from penstock.generation.layers.linear.int4 import quantize_groups
 from penstock.generation.layers.linear.int4_cuda import CudaInt4Method
 from penstock.generation.layers.linear.int8 import quantize_rows
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Method
-from penstock.generation.layers.linear.rotation import halved, rotated, rotated_by_product, rotation_block
+from penstock.generation.layers.linear.rotation import (
+    halved,
+    rotated,
+    rotated_by_product,
+    rotation_block,
+    rotation_matrix,
+)
 
 # Whole tiles, and what is to be filled up: inputs, outputs, or both.
 SHAPES = [(32, 64), (24, 128), (40, 160), (21, 37), (9, 64)]
@@ -38,7 +44,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def int8_reference(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     block = rotation_block(weight.shape[1])
     values, scale = quantize_rows(rotated(weight, block))
-    rows, row_scale = quantize_rows(rotated_by_product(x.float(), block))
+    rows, row_scale = quantize_rows(rotated_by_product(x.float(), rotation_matrix(block, torch.float32, x.device)))
     return (rows.double() @ values.double().t()).float() * (scale / block * halved(block)).t() * row_scale
 
 

@@ -1,9 +1,10 @@
 """int8 by oneDNN: a scale for each output and, computed anew for each row of x, one for the row, whose blocks are
-turned before (rotation.py). It is the reference of the C++ kernels' int8, and serves without them.
+turned before (rotation.py). It serves without the C++ kernels, whose numbers it has but for the order of sums in which
+x is turned: by one product here.
 
-Every CPU gives the same sums. oneDNN's product takes unsigned x. So x is moved up by 128; or, where bytes above 127
-would saturate (CPUs without VNNI), its positive and negative numbers become rows of one product, which reads the weight
-once.
+Every CPU gives the same sums of the same whole numbers. oneDNN's product takes unsigned x. So x is moved up by 128; or,
+where bytes above 127 would saturate (CPUs without VNNI), its positive and negative numbers become rows of one product,
+which reads the weight once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from penstock.generation.layers.linear.base import (
     WholeRows,
     check_finite,
 )
-from penstock.generation.layers.linear.rotation import natural_scale, rotated, rotation_block
+from penstock.generation.layers.linear.rotation import (
+    halved,
+    natural_scale,
+    rotated,
+    rotated_by_product,
+    rotation_block,
+    rotation_matrix,
+)
 
 MOST = 127.0
 
@@ -60,6 +68,9 @@ class Int8Linear(Linear):
     def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
         """Take a weight to quantise, or one that is whole numbers."""
         values, scale, self._block = int8_numbers(weight_OI)
+        self._matrix = rotation_matrix(self._block, torch.float32, values.device)
+        # What `rotated_by_product` takes off x.
+        scale = scale * halved(self._block)
         self.out_features, self.in_features = values.shape
         check_finite(scale)
         self._packed = torch.ops.onednn.qlinear_prepack(values.to(torch.int8), None)
@@ -79,7 +90,7 @@ class Int8Linear(Linear):
         """See Linear."""
         if not x_TI.shape[0]:
             return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
-        values, scale = quantize_rows(rotated(x_TI, self._block))
+        values, scale = quantize_rows(rotated_by_product(x_TI.float(), self._matrix))
         if self._saturates:
             positive, negative = self._product(torch.cat([values, -values]).clamp_(min=0.0), 0).chunk(2)
             sums = positive.sub_(negative).mul_(self._scale)
@@ -105,7 +116,7 @@ class Int8Linear(Linear):
     @property
     def mean_scale(self) -> float:
         """See Linear."""
-        return natural_scale(float(self._scale.mean()), self._block)
+        return natural_scale(float(self._scale.mean()) / halved(self._block), self._block)
 
     @property
     def num_bytes(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.generation.layers.linear.base import Linear, LinearMethod, WholeRows, check_finite
 from penstock.generation.layers.linear.int8 import int8_numbers, quantize_rows
-from penstock.generation.layers.linear.rotation import halved, natural_scale, rotated_by_product
+from penstock.generation.layers.linear.rotation import halved, natural_scale, rotated_by_product, rotation_matrix
 
 # What cuBLASLt's product takes: more rows than 16, and multiples of 8 of inputs and outputs.
 LEAST_ROWS = 17
@@ -23,6 +23,7 @@ class AcceleratorInt8Linear(Linear):
     def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
         """Take a weight to quantise, or one that is whole numbers."""
         values, scale, self._block = int8_numbers(weight_OI)
+        self._matrix = rotation_matrix(self._block, torch.float32, values.device)
         # What `rotated_by_product` takes off x.
         scale = scale * halved(self._block)
         self.out_features, self.in_features = values.shape
@@ -44,14 +45,11 @@ class AcceleratorInt8Linear(Linear):
         rows = x_TI.shape[0]
         if not rows:
             return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
-        values, scale_T1 = quantize_rows(self._turned(x_TI))
+        values, scale_T1 = quantize_rows(rotated_by_product(x_TI.float(), self._matrix))
         values = F.pad(values.to(torch.int8), (0, self._padding, 0, max(0, LEAST_ROWS - rows)))
         sums = torch._int_mm(values, self._weight_IO)[:rows, : self.out_features]
         result = sums.float().mul_(self._scale).mul_(scale_T1)
         return result if self._bias is None else result.add_(self._bias)
-
-    def _turned(self, x_TI: Tensor) -> Tensor:
-        return x_TI if self._block == 1 else rotated_by_product(x_TI.float(), self._block)
 
     @property
     def quantised_as(self) -> str:

@@ -28,7 +28,7 @@ from penstock.generation.layers.linear.base import (
 )
 from penstock.generation.layers.linear.int4 import GROUP, quantize_groups
 from penstock.generation.layers.linear.int8 import int8_numbers
-from penstock.generation.layers.linear.rotation import halved, natural_scale, rotated_by_product
+from penstock.generation.layers.linear.rotation import halved, natural_scale, rotated_by_product, rotation_matrix
 
 # Dtypes of x, and of the results.
 DTYPES = (torch.float16, torch.bfloat16)
@@ -215,8 +215,11 @@ class NPUInt8Linear(_Products):
 
     def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
         """Take a weight to quantise, or one that is whole numbers."""
-        super().__init__(*(weight_OI if isinstance(weight_OI, Tensor) else weight_OI.values).shape)
+        weight = weight_OI if isinstance(weight_OI, Tensor) else weight_OI.values
+        super().__init__(*weight.shape)
         values, scale_O1, self._block = int8_numbers(weight_OI)
+        # In the dtype of a dense weight, and so of x; whole numbers have none.
+        self._matrix = rotation_matrix(self._block, weight.dtype, weight.device)
         # What `rotated_by_product` takes off x.
         scale = scale_O1.flatten() * halved(self._block)
         check_finite(scale.unsqueeze(1))
@@ -234,7 +237,7 @@ class NPUInt8Linear(_Products):
             check_int8(*own)
 
     def _parts(self, x_TI: Tensor) -> list[Tensor]:
-        values, scales = dynamic_quant(rotated_by_product(x_TI, self._block))
+        values, scales = dynamic_quant(rotated_by_product(x_TI, self._matrix))
         return [quant_matmul(values, scales, *own, x_TI.dtype) for own in self._own]
 
     @property

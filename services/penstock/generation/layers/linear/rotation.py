@@ -9,7 +9,6 @@ of its own.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -25,7 +24,8 @@ def rotation_block(inputs: int) -> int:
 
 
 def rotated(x_TI: Tensor, block: int) -> Tensor:
-    """Return x in float32 with its blocks turned. Sums have the C++ kernels' order, and so their bits."""
+    """Return x in float32 with its blocks turned, stage by stage: for weights, once. Sums have the C++ kernels' order,
+    and so their bits."""
     x = x_TI.float()
     if block == 1:
         return x
@@ -39,23 +39,23 @@ def rotated(x_TI: Tensor, block: int) -> Tensor:
     return x.view(x_TI.shape)
 
 
-def rotated_by_product(x_TI: Tensor, block: int) -> Tensor:
-    """Return `rotated` in x's dtype over `halved(block)`, by one product: for devices on which a stage is a launch."""
+def rotation_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Return the matrix of `rotated_by_product`; None: nothing is turned. Each layer has its own, which lives as long
+    as a graph that reads it."""
     if block == 1:
-        return x_TI
-    matrix = _matrix(block, x_TI.dtype, x_TI.device)
-    return (x_TI.reshape(-1, block) @ matrix).view(x_TI.shape)
+        return None
+    # Symmetrical: a row is the place of an input.
+    return (rotated(torch.eye(block), block) / halved(block)).to(device=device, dtype=dtype)
+
+
+def rotated_by_product(x_TI: Tensor, matrix: Tensor | None) -> Tensor:
+    """Return `rotated` in the matrix's dtype over `halved(block)`, by one product: each stage would be a call."""
+    return x_TI if matrix is None else (x_TI.reshape(-1, len(matrix)) @ matrix).view(x_TI.shape)
 
 
 def halved(block: int) -> int:
     """Return a power of two near the length by which a block's numbers grow: they stay in the range of their dtype."""
     return 1 << (block.bit_length() - 1) // 2
-
-
-@functools.lru_cache(maxsize=16)
-def _matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Symmetrical: a row is the place of an input.
-    return (rotated(torch.eye(block), block) / halved(block)).to(device=device, dtype=dtype)
 
 
 def natural_scale(scale: float, block: int) -> float:
