@@ -24,6 +24,7 @@ from penstock.generation.layers.linear.native import (
     Format,
     NativeLinear,
     PackedWeight,
+    can_read,
     formats,
     kept_format,
     part_sizes,
@@ -68,10 +69,10 @@ class PackedFile:
     def _check_facts(self) -> None:
         facts = self.facts
         for one in fields(PackedFacts):
-            if one.name.startswith("format") or one.name == "layout_version":
-                found = getattr(facts, one.name)
-                if found != one.default:
-                    raise self.error(f"has {one.name.replace('_', ' ')} {found!r}, and this release {one.default!r}")
+            is_layout, found = one.name == "layout_version", getattr(facts, one.name)
+            is_version = is_layout or one.name.startswith("format")
+            if is_version and not (can_read(found, facts.quantization) if is_layout else found == one.default):
+                raise self.error(f"has {one.name.replace('_', ' ')} {found!r}, and this release {one.default!r}")
         if facts.dtype not in DTYPES or facts.quantization not in QUANTIZATIONS:
             raise self.error(f"names the format {facts.dtype!r} and {facts.quantization!r}, which does not exist")
 

@@ -180,6 +180,25 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.parametrize(("quantization", "version"), [("none", "2"), ("int8", "2"), ("int4", "2"), ("none", "1")])
+def test_an_earlier_layout_is_read_where_its_bytes_mean_the_same(
+    model: Path, tmp_path: Path, quantization: str, version: str
+) -> None:
+    folder = packed(model, tmp_path / "packed", quantization=quantization)
+    expected = load(folder)
+    _edit(lambda header: header["__metadata__"].update(layout_version=version))(folder)
+    if (quantization, version) == ("none", "2"):
+        found = load(folder)
+        for one, other in zip(found.layers, expected.layers, strict=True):
+            assert isinstance(one.mlp.down, NativeLinear)
+            assert isinstance(other.mlp.down, NativeLinear)
+            assert torch.equal(one.mlp.down.packed.weight, other.mlp.down.packed.weight)
+    else:
+        message = refused(lambda: load(folder), "MODEL")
+        assert f"has layout version '{version}'" in message
+        assert message.endswith("run `penstock pack` again")
+
+
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_file_that_is_not_as_it_should_be_is_to_be_packed_again(folder: Path, name: str) -> None:
     damage, said = DAMAGE[name]

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 # in csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test holds the two
 # together.
 LAYOUT_VERSION = 3
+# Versions whose dense formats have the bytes of this one; quantised ones have other bytes since then.
+SAME_DENSE = (2,)
 PANEL = 32
 # Inputs that share a scale in int4.
 GROUP = 32
@@ -64,6 +66,12 @@ def formats(dtype: torch.dtype, quantization: str) -> tuple[Format, Format]:
         dense = Format.BF16 if dtype is torch.bfloat16 else Format.F32
         return dense, dense
     return Format.ROTATED_INT8 if quantization == "int8" else Format.INT4, Format.ROTATED_INT8
+
+
+def can_read(layout_version: str, quantization: str) -> bool:
+    """True when packed weights of that version mean here what they meant there."""
+    same = SAME_DENSE if quantization == "none" else ()
+    return layout_version in map(str, (LAYOUT_VERSION, *same))
 
 
 class Slabs:
