@@ -56,7 +56,7 @@ async def scripted_gateway(
     and fingerprint of another than the shared one."""
     address, fingerprint = tokenizer
     async with (
-        backend(aliases=aliases, **({"fingerprint": fingerprint} if fingerprint else {})) as one,
+        backend(aliases=aliases, **({"fingerprint": fingerprint, "vocab_size": 0} if fingerprint else {})) as one,
         running_router(one, tokenizer=address, fingerprint=fingerprint) as router,
         running_gateway(router.server.address, **settings) as gateway,
     ):

@@ -185,7 +185,10 @@ async def test_id_outside_the_vocabulary_ends_its_stream_alone() -> None:
 async def test_prompt_with_an_id_outside_the_vocabulary_ends_its_stream_alone(detokenize: str) -> None:
     # A backend may know more ids than the tokenizer: padded rows of its embedding.
     broken = text_pb2.GenerateTextRequest(token_ids=common_pb2.TokenIds(ids=[300, 1 << 30]))
-    async with backend(script=lambda _: [300]) as one, running_router(one, detokenize=detokenize) as router:
+    async with (
+        backend(script=lambda _: [300], vocab_size=0) as one,
+        running_router(one, detokenize=detokenize) as router,
+    ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(router.stub.Generate(broken))
         assert caught.value.code() is grpc.StatusCode.INTERNAL
