@@ -65,9 +65,9 @@ def test_a_gguf_file_continues_as_transformers_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-# The pages have 0.022 and 0.027 of bf16, 0.081 and 0.085 of int8, of 1,536 tokens: a fifth more is for other tokens and
-# another CPU's order of sums. Not turned, int8 has 0.23.
-@pytest.mark.parametrize(("label", "most"), [("bf16", 0.035), ("int8", 0.1)])
+# 1.15 times what SmolLM2, the worse of both, has of these tokens (0.0276 and 0.0882, AVX2): another CPU's sums
+# have another order. int8 whose blocks are not turned has 0.23 of the pages' 1,536 tokens.
+@pytest.mark.parametrize(("label", "most"), [("bf16", 0.032), ("int8", 0.102)])
 @torch.inference_mode()
 def test_a_format_is_as_near_to_float32_as_the_pages_say(name: str, label: str, most: float) -> None:
     folder = bf16_folder(name, HOME)
