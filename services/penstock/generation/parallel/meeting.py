@@ -87,7 +87,7 @@ class Meeting:
         self._store: Any = None
         try:
             self._store = _store(place)
-            _tell(self._store, place, f"{self._folder}/{_SOCKET}")
+            _publish(self._store, place, f"{self._folder}/{_SOCKET}")
         except BaseException:
             self.close()
             raise
@@ -282,7 +282,7 @@ def _key(place: Place) -> str:
     return f"penstock/ranks/{place.attempt}"
 
 
-def _tell(store: Any, place: Place, path: str) -> None:
+def _publish(store: Any, place: Place, path: str) -> None:
     try:
         store.set(_key(place), path)
     except RuntimeError as error:
