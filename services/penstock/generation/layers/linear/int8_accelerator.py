@@ -45,11 +45,14 @@ class AcceleratorInt8Linear(Linear):
         rows = x_TI.shape[0]
         if not rows:
             return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
-        values, scale_T1 = quantize_rows(rotated_by_product(x_TI.float(), self._matrix))
+        values, scale_T1 = quantize_rows(self._turned(x_TI))
         values = F.pad(values.to(torch.int8), (0, self._padding, 0, max(0, LEAST_ROWS - rows)))
         sums = torch._int_mm(values, self._weight_IO)[:rows, : self.out_features]
         result = sums.float().mul_(self._scale).mul_(scale_T1)
         return result if self._bias is None else result.add_(self._bias)
+
+    def _turned(self, x_TI: Tensor) -> Tensor:
+        return x_TI if self._matrix is None else rotated_by_product(x_TI.float(), self._matrix)
 
     @property
     def quantised_as(self) -> str:
