@@ -30,7 +30,7 @@ from penstock.generation.options.validate import validate
 from penstock.generation.sampling import batch, row_plan
 from penstock.generation.sampling.draw_context import DrawContext
 from penstock.generation.sampling.processors import PROCESSORS
-from penstock.generation.sampling.processors.base import Processor, Stage, wanting
+from penstock.generation.sampling.processors.base import Processor, Stage, params_by_row
 from penstock.generation.wire import options as wire
 from penstock.v1 import common_pb2, config_pb2
 
@@ -57,7 +57,7 @@ class FirstIds(Processor):
     stage = Stage.WARP
 
     def __init__(self, rows: Any, states: Any, device: torch.device) -> None:
-        self._rows: Any = wanting(rows, states)
+        self._rows: Any = params_by_row(rows, states)
 
     @staticmethod
     def wants(params: Any) -> bool:
