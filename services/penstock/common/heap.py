@@ -70,9 +70,11 @@ class HeapTrimmer:
     def _trim(self) -> None:
         self._timer = None
         if self._gone >= _STILL_MANY:
-            # It goes on.
+            # It goes on. What was there when the young were looked through has grown older, and is gone by now.
             self._arm()
-        else:
             gc.collect(1)
+        else:
+            # All of it: young ones are collected so often that much of the flood has grown old.
+            gc.collect()
         # Beside the loop: it gives up Python's lock.
         asyncio.get_running_loop().run_in_executor(None, trim_heap)
