@@ -100,6 +100,8 @@ def copy_tokenizer(
 
 def _with_text(token: AddedToken, content: str) -> AddedToken:
     """Return a token like `token` whose text is `content`."""
+    if token.content == content:
+        return token
     return AddedToken(
         content,
         single_word=token.single_word,
