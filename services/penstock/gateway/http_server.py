@@ -22,7 +22,7 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections import Connections, Turns
 from penstock.gateway.errors import OPENAI_ERRORS, HttpError
 from penstock.gateway.request_head import check_head, without_upgrade
-from penstock.http2.listener import Listener
+from penstock.http2.listener import Listener, let_go
 from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
 
 # Key of a request's scope by which `connection_of` finds its connection.
@@ -140,6 +140,7 @@ class ClientConnection(HttpToolsProtocol):
         self._running = self._delayed = None
         # uvicorn's, which leads back here.
         self.transport = self._own
+        let_go(self._own)
 
     # Reading.
 

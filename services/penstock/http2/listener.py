@@ -29,6 +29,13 @@ _LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _log = get_logger("penstock.http2")
 
 
+def let_go(transport: Any) -> None:
+    """Cut the circle in which asyncio's transport holds itself, once it is lost: else only a garbage collection frees
+    it, a kilobyte each."""
+    if getattr(transport, "_read_ready_cb", None) is not None:
+        transport._read_ready_cb = None
+
+
 class Listener:
     """One socket and the connections that it accepts. Belongs to one event loop.
 

@@ -29,6 +29,7 @@ from penstock.http2.headers import (
 )
 from penstock.http2.keepalive import KeepAlive
 from penstock.http2.limits import IdleFrames, Limits, Pings
+from penstock.http2.listener import let_go
 from penstock.http2.request_bytes import RequestBytes
 from penstock.http2.server_call import Call, Refused
 from penstock.http2.strangers import SLICE_SECONDS, Strangers
@@ -188,6 +189,7 @@ class Connection(asyncio.Protocol):
         self.send(frames.settings(settings) + frames.window_update(0, more))
 
     def connection_lost(self, error: Exception | None) -> None:
+        let_go(self._transport)
         self._transport = None
         self._keepalive.stop()
         for timer in (self._late, self._reaper):
