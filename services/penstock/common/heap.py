@@ -35,10 +35,8 @@ def trim_heap() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-# Things that have gone until their garbage is looked for: a flood's at once would hold the loop up.
-_SOME = 16
-# Things that have gone since the last trim where a flood goes on.
-_STILL_MANY = 64
+# Things that have gone until their garbage is looked for: a flood's at once would hold the loop up for 10 ms and more.
+_SOME = 64
 
 
 class HeapTrimmer:
@@ -69,12 +67,10 @@ class HeapTrimmer:
 
     def _trim(self) -> None:
         self._timer = None
-        if self._gone >= _STILL_MANY:
-            # It goes on. What was there when the young were looked through has grown older, and is gone by now.
+        if self._gone >= _SOME:
+            # It goes on.
             self._arm()
-            gc.collect(1)
         else:
-            # All of it: young ones are collected so often that much of the flood has grown old.
-            gc.collect()
+            gc.collect(1)
         # Beside the loop: it gives up Python's lock.
         asyncio.get_running_loop().run_in_executor(None, trim_heap)

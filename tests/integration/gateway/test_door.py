@@ -196,9 +196,7 @@ async def test_all_that_a_connection_held_is_free_when_it_closes(tmp_path: Path)
             for data in (HEALTH, HEALTH + b"GET / HTTP/1.1\r\n" + LINES, HALF % (RIGHT.encode() + b"\r\n"), HALF % b""):
                 (connection,) = await connections(gateway, 1, data)
                 await until(lambda: gateway.metric("http_connections") == 1)
-                kept = [
-                    weakref.ref(part) for one in gateway.app._server._state.connections for part in (one, one._own)
-                ]
+                kept = [weakref.ref(part) for one in gateway.app._server._state.connections for part in (one, one._own)]
                 connection.close()
                 await until(lambda: gateway.metric("http_connections") == 0)
                 await until(lambda: not any(one() for one in kept))  # noqa: B023
