@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 
 from penstock.common.heap import HeapTrimmer
@@ -35,6 +37,32 @@ class Turns:
         self._next_at -= self._every
 
 
+class OneATurn:
+    """Callbacks, one of which is called in each turn of the event loop: whoever else there is waits for one only."""
+
+    def __init__(self) -> None:
+        self._first: deque[Callable[[], None]] = deque()
+        self._others: deque[Callable[[], None]] = deque()
+        self._is_taken = False
+
+    def call(self, callback: Callable[[], None], goes_first: bool) -> None:
+        """Call it at once, else in a later turn: before the others where it goes first."""
+        if self._is_taken:
+            (self._first if goes_first else self._others).append(callback)
+            return
+        self._begin_turn(callback)
+
+    def _begin_turn(self, callback: Callable[[], None]) -> None:
+        self._is_taken = True
+        asyncio.get_running_loop().call_soon(self._next)
+        callback()
+
+    def _next(self) -> None:
+        self._is_taken = False
+        if waiting := self._first or self._others:
+            self._begin_turn(waiting.popleft())
+
+
 class Connections:
     """All connections of a gateway. Belongs to one event loop.
 
@@ -52,6 +80,8 @@ class Connections:
         `on_evicted` is called when another than a stranger has made room.
         """
         self.strangers, self.answers, self.firsts = strangers, answers, firsts
+        # An answer takes a millisecond, mostly; many in one turn of the loop are a gap for all others.
+        self.starts = OneATurn()
         self._most = most
         self._all: set[Stranger] = set()
         # Admitted ones without a request, from the one that has rested the longest; those that are sending one.

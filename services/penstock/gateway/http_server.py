@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import time
@@ -35,8 +36,9 @@ _BODY_SLICE_BYTES, _CHUNKED_SLICE_BYTES, _SLICE_BYTES = 16 << 10, 2 << 10, 512
 _FRAMING_PER_BYTE = 8
 # Requests behind the one at work. No client of today sends any.
 _MOST_WAITING_REQUESTS = 64
-# Bytes that are read at once, and those that wait for their turn at most: asyncio reads 256 KiB.
-_READ_BYTES, _MOST_HELD_BYTES = 64 << 10, 256 << 10
+# Bytes that are read at once, of a stranger and of others, and those that wait for their turn at most: asyncio reads
+# 256 KiB, a quarter of a millisecond for each of ten who send.
+_STRANGERS_READ_BYTES, _READ_BYTES, _MOST_HELD_BYTES = 16 << 10, 64 << 10, 256 << 10
 # Work that an answer to a stranger is, in seconds, besides reading its request, and how much may be saved up.
 _ANSWER_SECONDS, _SAVED_SECONDS = 0.0015, 0.05
 # The same of a connection's first request where that goes first, and how many times --anonymous-cpu-share those get.
@@ -111,7 +113,7 @@ class ClientConnection(HttpToolsProtocol):
         if own is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.bounds.max_unsent_bytes)
         if hasattr(transport, "max_size"):
-            transport.max_size = _READ_BYTES
+            transport.max_size = _STRANGERS_READ_BYTES
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -286,15 +288,19 @@ class ClientConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        if self.is_stranger and (delay := self._wait_of(cycle)):
-            self._delayed = (cycle, app)
-            self.loop.call_later(delay, self._start_delayed)
+        if not self.is_stranger:
+            super()._start_asgi_task(cycle, app)
             return
-        super()._start_asgi_task(cycle, app)
-
-    def _wait_of(self, cycle: RequestResponseCycle) -> float:
-        """Seconds that a stranger's request waits for its turn."""
+        self._delayed = (cycle, app)
         turns = self.goes_first(cycle.scope)
+        start = functools.partial(self.everyone.starts.call, self._start_delayed, turns is not None)
+        if delay := self._wait_of(turns):
+            self.loop.call_later(delay, start)
+        else:
+            start()
+
+    def _wait_of(self, turns: Turns | None) -> float:
+        """Seconds that a stranger's request waits for its turn; `turns`: its own where it goes first."""
         is_first, self._has_asked = not self._has_asked, True
         if turns is not None:
             # A flood of probes on few connections does not hold up those that ask once.
@@ -326,6 +332,8 @@ class ClientConnection(HttpToolsProtocol):
         if self.is_stranger and self._held:
             # Its rest waits among strangers no longer.
             self.loop.call_soon(self.go_on)
+        if self.is_stranger and hasattr(self._own, "max_size"):
+            self._own.max_size = _READ_BYTES
         self.is_stranger = False
         self.everyone.admit(self)
 
