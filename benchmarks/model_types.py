@@ -125,7 +125,7 @@ def new_engine(model: LanguageModel, device: CPUDevice, options: argparse.Namesp
         max_running_sequences=options.batch,
         # As a start decides.
         prefix_cache=getattr(model, "continues", True),
-        min_snapshot_tokens=GenerationServiceConfig.state_snapshot_tokens,
+        state_snapshot_tokens=GenerationServiceConfig.state_snapshot_tokens,
     )
     config = add_states(model, kv, config)
     return Engine(config, ModelRunner(model, kv, kernels=device.sampling_kernels()), None)

@@ -121,10 +121,13 @@ def _models_options(connection: set[str]) -> Iterator[BoundOption]:
 
 
 def _table(options: Iterable[BoundOption]) -> str:
+    """Make a row of each, those of a group together, as in the help."""
+    options = list(options)
+    groups = list(dict.fromkeys(bound.settings.group for bound in options))
     rows = ["| flag | variable | default | |", "|---|---|---|---|"]
     rows += [
         f"| {_flag(bound)} | `{bound.env}` | {_default(bound)} | {_text(bound)} |"
-        for bound in options
+        for bound in sorted(options, key=lambda bound: groups.index(bound.settings.group))
         if not bound.settings.hidden
     ]
     return "\n".join(rows) + "\n"

@@ -194,19 +194,28 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 
 
 def options_of(config: type) -> tuple[BoundOption, ...]:
-    """Options of a configuration class by field name, in order of declaration (inherited ones first)."""
+    """Options of a configuration class by field name, in order of declaration: those of its bases from left to right,
+    then its own."""
     return _options_of(cast(Any, config))
 
 
 # Cached: every command reads those of every service, and resolving a class's types takes a millisecond.
 @functools.cache
 def _options_of(config: Any) -> tuple[BoundOption, ...]:
-    hints = get_type_hints(config)
+    hints, own = get_type_hints(config), {field.name: field for field in dataclasses.fields(config)}
+    inherited = [
+        bound.name for base in config.__bases__ if dataclasses.is_dataclass(base) for bound in options_of(base)
+    ]
     return tuple(
-        BoundOption(field.name, hints[field.name], field.default, field.metadata["option"])
-        for field in dataclasses.fields(config)
-        if "option" in field.metadata
+        BoundOption(name, hints[name], own[name].default, own[name].metadata["option"])
+        for name in dict.fromkeys([*inherited, *own])
+        if "option" in own[name].metadata
     )
+
+
+def values_of(part: type, config: object) -> dict[str, Any]:
+    """Return the values that `config`, which inherits from the dataclass `part`, has of its fields, by name."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(part)}
 
 
 def load(config: type[C], overrides: Mapping[str, object], environ: Mapping[str, str]) -> C:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from penstock.common.config import (
     GENERATION_METRICS_PORT,
@@ -16,26 +16,20 @@ from penstock.common.config import (
 )
 from penstock.common.environment import usable_cores
 from penstock.common.errors import StartupError
+from penstock.common.options import values_of
 from penstock.generation.adapters.limits import AdapterLimits
 from penstock.generation.core.model_config import ROUTES, ModelRoute
 from penstock.generation.devices import KERNELS
-from penstock.generation.engine.config import PREEMPTIONS, SWAP, EngineConfig
+from penstock.generation.engine.config import BATCHING, INSIDE, MEMORY, PREEMPTIONS, SWAP, EngineOptions
 from penstock.generation.engine.failpoints import Failpoint
 from penstock.generation.grammar.limits import GrammarLimits, JsonBounds
 from penstock.generation.host.memory import parse_memory
 from penstock.generation.layers.linear import FP8, QUANTIZATIONS
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.limits import REQUESTS, RequestBounds, RequestLimits
 
-ADAPTERS = "Adapters"
-MODEL, MEMORY, BATCHING, REQUESTS = "Model", "KV memory", "Batching", "Limits of a request"
-CONSTRAINTS, INSIDE, PROGRESS, GRAPHS = "Structured output", "See inside", "Progress", "The model as graphs"
-LOADING = "Loading by call"
+MODEL, LOADING, ADAPTERS = "Model", "Loading by call", "Adapters"
+CONSTRAINTS, GRAPHS = "Structured output", "The model as graphs"
 KV_CACHE_DTYPES = ("auto", "int8")
-
-
-def _bound(name: str, help: str, *, minimum: int = 0) -> Any:
-    """Return a bound of RequestLimits as an option."""
-    return option(getattr(RequestLimits, name), help, group=REQUESTS, minimum=minimum)
 
 
 def _batch_tokens(text: str) -> int | None:
@@ -60,17 +54,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationServiceConfig(ServerConfig):
-    """One model on one device, behind one gRPC server."""
-
-    port: int = option(GENERATION_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
-    metrics_port: int = option(
-        GENERATION_METRICS_PORT,
-        "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.",
-        group="Network",
-        minimum=-1,
-        maximum=65535,
-    )
+class ModelOptions:
+    """What is loaded, from where, and in which form and memory."""
 
     model: str | None = option(None, "Folder or hub id of the model; the embedded one when left out.", group=MODEL)
     served_model_name: tuple[str, ...] = option(
@@ -291,20 +276,6 @@ class GenerationServiceConfig(ServerConfig):
         "Memory of the host pool, where blocks of preempted requests and evicted prefixes go: as --kv-memory; 0: none.",
         group=MEMORY,
     )
-    preemption: str = option(
-        EngineConfig.preemption,
-        "What becomes of a request that gives way: swap copies its blocks to the host pool and back, recompute "
-        "computes them again, auto takes what it measures to be cheaper. Without a host pool: recompute.",
-        group=MEMORY,
-    )
-    host_prefix_cache: bool = option(
-        EngineConfig.host_prefix_cache,
-        "Keep prefixes that the KV pool has no room for in the host pool.",
-        group=MEMORY,
-    )
-    max_block_copies: int = option(
-        EngineConfig.max_block_copies, "Most blocks of one CopyBlocks or SwapBlocks.", group=MEMORY, minimum=1
-    )
     assistant_kv_memory: str = option(
         "auto", "Memory of the draft model's own KV pool; auto: for as many tokens as the other holds.", group=MEMORY
     )
@@ -323,7 +294,6 @@ class GenerationServiceConfig(ServerConfig):
     max_context: int | None = option(
         None, "Longest prompt and output together; by default the model's.", group=MEMORY, minimum=2
     )
-    prefix_cache: bool = option(EngineConfig.prefix_cache, "Share the blocks of equal prompt beginnings.", group=MEMORY)
     state_snapshots: int = option(
         32,
         "States of recurrent layers that are kept for equal prompt beginnings, each as large as that of a running "
@@ -331,12 +301,19 @@ class GenerationServiceConfig(ServerConfig):
         group=MEMORY,
         minimum=0,
     )
-    state_snapshot_tokens: int = option(
-        256,
-        "Tokens that a state which is kept saves at least, counted from the one before it: each costs its prompt a "
-        "further pass, and recurrent layers take as long for a few tokens as for some hundred.",
-        group=MEMORY,
-        minimum=0,
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationServiceConfig(ServerConfig, ModelOptions, EngineOptions, RequestBounds):
+    """One model on one device, behind one gRPC server: the options of its parts, and those of the service."""
+
+    port: int = option(GENERATION_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
+    metrics_port: int = option(
+        GENERATION_METRICS_PORT,
+        "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.",
+        group="Network",
+        minimum=-1,
+        maximum=65535,
     )
 
     max_batch_tokens: int | None = option(
@@ -359,78 +336,11 @@ class GenerationServiceConfig(ServerConfig):
         group=BATCHING,
         minimum=0,
     )
-    max_running_sequences: int = option(
-        EngineConfig.max_running_sequences, "Sequences computed in one engine step.", group=BATCHING, minimum=1
-    )
     capture_steps: bool = option(
         True,
         "Decode steps are captured graphs of the device, where it has such (CUDA, NPU): a step is one call. Without: "
         "to look for a fault, or for the memory that graphs take.",
         group=BATCHING,
-    )
-    max_draft_rows: int = option(
-        EngineConfig.max_draft_rows,
-        "Decoding sequences and draft tokens of one engine step together, up to which drafts are verified; 0: none.",
-        group=BATCHING,
-        minimum=0,
-    )
-    ngram_memory_tokens: int = option(
-        EngineConfig.ngram_memory_tokens,
-        "Output tokens of each tenant that are remembered for ngram_memory_num_tokens, 20 to 28 bytes each; the oldest "
-        "go.",
-        group=BATCHING,
-        minimum=256,
-    )
-    ngram_memory_tenants: int = option(
-        EngineConfig.ngram_memory_tenants,
-        "Tenants whose outputs are remembered; the least recently used go. 0: nothing is.",
-        group=BATCHING,
-        minimum=0,
-    )
-    ngram_memory_seconds: float = option(
-        EngineConfig.ngram_memory_seconds,
-        "How long a tenant's outputs are remembered after its last request that asked for it.",
-        group=BATCHING,
-        minimum=0.0,
-    )
-    max_queued_requests: int = option(
-        EngineConfig.max_queued_requests,
-        "Requests waiting to be scheduled; more are refused.",
-        group=BATCHING,
-        minimum=1,
-    )
-    deadline_headroom: float = option(
-        EngineConfig.deadline_headroom,
-        "A request is refused when its forecast time, multiplied by this, is longer than its deadline leaves.",
-        group=BATCHING,
-        minimum=0.01,
-    )
-    wait_headroom: float = option(
-        EngineConfig.wait_headroom,
-        "Forecasts for a request that has to wait are multiplied by this, too: other programs may slow the machine "
-        "down meanwhile. It grows, up to 4, once requests have taken longer than it allows for.",
-        group=BATCHING,
-        minimum=1.0,
-    )
-    tenant_share: float = option(
-        EngineConfig.tenant_share,
-        "Share of --max-running-sequences that one tenant may have beside others, and of --max-queued-requests.",
-        group=BATCHING,
-        minimum=0.01,
-        maximum=1.0,
-    )
-    tenant_slowdown: float = option(
-        EngineConfig.tenant_slowdown,
-        "Beside a crowd of one tenant's running sequences, steps of other tenants take at most this many times as long "
-        "on average: the crowd rests in the steps between. Above 1; 0: it never rests.",
-        group=BATCHING,
-        minimum=0.0,
-    )
-    tenant_memory_seconds: float = option(
-        EngineConfig.tenant_memory_seconds,
-        "How long a tenant that has no request any more counts as being there.",
-        group=BATCHING,
-        minimum=0.0,
     )
     max_warm_up_steps: int = option(
         64, "Decode steps of one WarmUp at most; its prompts are a step's at most.", group=BATCHING, minimum=1
@@ -439,84 +349,15 @@ class GenerationServiceConfig(ServerConfig):
         1024, "Messages that wait for a stream's reader; past that it is cut off.", group=BATCHING, minimum=1
     )
 
-    max_return_sequences: int = option(
-        RequestLimits.max_return_sequences,
-        "Most sequences of one request; never more than run.",
-        group=REQUESTS,
-        minimum=1,
-    )
-    max_stop_strings: int = option(
-        RequestLimits.max_stop_strings, "Most stop strings of one request.", group=REQUESTS, minimum=0
-    )
-    max_stop_string_chars: int = option(
-        RequestLimits.max_stop_string_chars, "Longest stop string.", group=REQUESTS, minimum=1
-    )
-    max_stop_token_sequences: int = option(
-        RequestLimits.max_stop_token_sequences, "Most stop id sequences of one request.", group=REQUESTS, minimum=0
-    )
-    max_logit_bias: int = option(RequestLimits.max_logit_bias, "Most entries of logit_bias.", group=REQUESTS, minimum=0)
-
-    max_score_items: int = option(
-        RequestLimits.max_score_items, "Most prompts with a continuation in one Score.", group=REQUESTS, minimum=1
-    )
-    max_embed_inputs: int = option(
-        RequestLimits.max_embed_inputs, "Most inputs of one Embed.", group=REQUESTS, minimum=1
-    )
     max_items_in_flight: int = option(
         32,
         "Items of one Score or Embed that are in the engine at once; the others follow as these end.",
         group=REQUESTS,
         minimum=1,
     )
-    max_tensor_bytes: int = option(
-        RequestLimits.max_tensor_bytes,
-        "Most bytes of output_scores, output_logits, output_hidden_states and output_attentions in one answer.",
-        group=REQUESTS,
-        minimum=0,
-    )
 
-    max_beams: int = _bound("max_beams", "Most beams of one request; never more than run.", minimum=1)
-    max_draft_tokens: int = _bound(
-        "max_draft_tokens",
-        "Largest num_assistant_tokens, prompt_lookup_num_tokens, ngram_memory_num_tokens and lookahead_window.",
-        minimum=1,
-    )
-    max_matching_ngram: int = _bound(
-        "max_matching_ngram",
-        "Largest max_matching_ngram_size, ngram_memory_match and lookahead_ngram_size.",
-        minimum=1,
-    )
-    max_lookahead_guesses: int = _bound("max_lookahead_guesses", "Largest lookahead_guesses.", minimum=1)
-    max_ngram: int = _bound("max_ngram", "Largest no_repeat_ngram_size and encoder_no_repeat_ngram_size.")
-    max_bad_words: int = _bound("max_bad_words", "Most entries of bad_words_ids.")
-    max_sequence_bias: int = _bound("max_sequence_bias", "Most entries of sequence_bias.")
-    max_phrase_tokens: int = _bound(
-        "max_phrase_tokens",
-        "Longest entry of bad_words_ids, sequence_bias, force_words_ids and constraints.",
-        minimum=1,
-    )
-    max_forced_words: int = _bound("max_forced_words", "Most entries of force_words_ids, and of constraints.")
-    max_alternatives: int = _bound("max_alternatives", "Most alternatives of a forced word.", minimum=1)
-    max_suppress_tokens: int = _bound("max_suppress_tokens", "Most ids of suppress_tokens and begin_suppress_tokens.")
-    max_allowed_tokens: int = _bound("max_allowed_tokens", "Most ids of allowed_token_ids.")
-    max_trie_sequences: int = _bound("max_trie_sequences", "Most sequences of allowed_token_trie.")
-    max_trie_tokens: int = _bound("max_trie_tokens", "Most ids of allowed_token_trie altogether.")
-    max_watermark_context: int = _bound(
-        "max_watermark_context", "Largest context_width and ngram_len of a watermark.", minimum=1
-    )
-    max_watermark_keys: int = _bound("max_watermark_keys", "Most keys of a SynthID watermark.", minimum=1)
-    max_watermark_table: int = _bound("max_watermark_table", "Largest sampling_table_size of a SynthID watermark.")
-    max_watermark_history: int = _bound("max_watermark_history", "Largest context_history_size of a SynthID watermark.")
-    max_watermark_tokens: int = _bound("max_watermark_tokens", "Most tokens of one DetectWatermark.", minimum=2)
     max_watermark_calls: int = option(
         8, "DetectWatermark calls at once: one is computed, the others wait.", group=REQUESTS, minimum=1
-    )
-    max_plugins: int = _bound("max_plugins", "Most entries of logits_processor, and of stopping_criteria.")
-    max_plugin_bytes: int = _bound("max_plugin_bytes", "Most bytes of one entry's parameters.")
-    max_tensor_steps: int = _bound("max_tensor_steps", "Most entries of tensor_steps.")
-    max_inputs_embeds_bytes: int = _bound(
-        "max_inputs_embeds_bytes",
-        "Largest inputs_embeds; raise --max-message-bytes with it, and a router's --max-request-bytes.",
     )
     max_live_embeds_bytes: int = option(
         256 << 20,
@@ -590,33 +431,6 @@ class GenerationServiceConfig(ServerConfig):
         GrammarLimits.mask_threads, "Threads that compute token masks beside the model.", group=CONSTRAINTS, minimum=1
     )
 
-    heartbeat_seconds: float = option(
-        EngineConfig.heartbeat_seconds,
-        "How often a session that waits is told that the engine makes progress; keep it well below the router's "
-        "--stall-timeout-seconds.",
-        group=PROGRESS,
-        minimum=0.01,
-    )
-    overdue_step_factor: float = option(
-        EngineConfig.overdue_step_factor,
-        "An engine step past so many times what steps of its size took is no progress: sessions are told nothing.",
-        group=PROGRESS,
-        minimum=1,
-    )
-    hung_step_seconds: float = option(
-        EngineConfig.hung_step_seconds,
-        "A step that takes longer than this, and than --hung-step-factor allows, hangs: health is NOT_SERVING until it "
-        "ends.",
-        group=PROGRESS,
-        minimum=0.1,
-    )
-    hung_step_factor: float = option(
-        EngineConfig.hung_step_factor,
-        "A step hangs only when it takes this many times what steps of its size took, too.",
-        group=PROGRESS,
-        minimum=1,
-    )
-
     model_access: Literal["off", "local", "all"] = option(
         "local",
         "Forward, Sample, LoadModel and the other calls of ModelService that open the model: local: where the service "
@@ -672,21 +486,6 @@ class GenerationServiceConfig(ServerConfig):
     status_seconds: float = option(
         10.0,
         "How often the log gets a line on load and throughput, while there is something to tell; 0: never.",
-        group=INSIDE,
-        minimum=0,
-    )
-    dump_groups: int = option(
-        EngineConfig.dump_groups,
-        "Requests of each queue that a dump of the engine's state tells one by one.",
-        group=INSIDE,
-        minimum=0,
-    )
-    dump_sequences: int = option(
-        EngineConfig.dump_sequences, "Sequences of each request that it tells one by one.", group=INSIDE, minimum=0
-    )
-    dump_wait_seconds: float = option(
-        EngineConfig.dump_wait_seconds,
-        "Time that the engine has to tell its state between two steps; past it the state is read from outside.",
         group=INSIDE,
         minimum=0,
     )
@@ -843,7 +642,7 @@ class GenerationServiceConfig(ServerConfig):
 
     def request_limits(self) -> RequestLimits:
         """Return the limits that requests are checked against."""
-        given = {bound.name: getattr(self, bound.name) for bound in fields(RequestLimits) if hasattr(self, bound.name)}
+        bounds = values_of(RequestBounds, self)
         for name in ("max_return_sequences", "max_beams"):
-            given[name] = min(given[name], self.max_running_sequences)
-        return RequestLimits(**given, remembers_outputs=self.ngram_memory_tenants > 0)
+            bounds[name] = min(bounds[name], self.max_running_sequences)
+        return RequestLimits(**bounds, remembers_outputs=self.ngram_memory_tenants > 0)

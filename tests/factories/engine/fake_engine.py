@@ -285,6 +285,8 @@ def engine_config(**changes: Any) -> EngineConfig:
         "max_context_tokens": 200,
         "max_batch_tokens": 64,
         "max_running_sequences": 16,
+        # Prompts of tests are short.
+        "state_snapshot_tokens": 0,
     }
     return EngineConfig(**(defaults | changes))
 

@@ -178,7 +178,7 @@ def test_the_plan_of_memory_has_the_states(loaded: LoadedModel) -> None:
     assert states.num_slots == loaded.engine_config.max_running_sequences
     assert (loaded.engine_config.prefix_cache, states.num_snapshots) == (True, 32)
     assert states.num_bytes == (states.num_slots + 32) * states.bytes_per_slot > 0
-    assert loaded.engine_config.min_snapshot_tokens == 64
+    assert loaded.engine_config.state_snapshot_tokens == 64
     # The last: no prompt is as long.
     for without in ({"prefix_cache": False}, {"state_snapshots": 0}, {}):
         other = load_service(loaded.folder, **without)

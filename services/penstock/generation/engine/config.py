@@ -4,16 +4,141 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.common.options import option, options_of
+
 # Ways of a preemption: see swap_or_recompute.py.
 SWAP, RECOMPUTE, AUTO = "swap", "recompute", "auto"
 PREEMPTIONS = (AUTO, SWAP, RECOMPUTE)
+# Groups of options, which the service's configuration has more of.
+MEMORY, BATCHING, PROGRESS, INSIDE = "KV memory", "Batching", "Progress", "See inside"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Knobs of the engine. Each is declared here alone: the service's configuration inherits it, with flag and page."""
+
+    preemption: str = option(
+        AUTO,
+        "What becomes of a request that gives way: swap copies its blocks to the host pool and back, recompute "
+        "computes them again, auto takes what it measures to be cheaper. Without a host pool: recompute.",
+        group=MEMORY,
+    )
+    host_prefix_cache: bool = option(
+        True, "Keep prefixes that the KV pool has no room for in the host pool.", group=MEMORY
+    )
+    max_block_copies: int = option(1024, "Most blocks of one CopyBlocks or SwapBlocks.", group=MEMORY, minimum=1)
+    prefix_cache: bool = option(True, "Share the blocks of equal prompt beginnings.", group=MEMORY)
+    state_snapshot_tokens: int = option(
+        256,
+        "Tokens that a state which is kept saves at least, counted from the one before it: each costs its prompt a "
+        "further pass, and recurrent layers take as long for a few tokens as for some hundred.",
+        group=MEMORY,
+        minimum=0,
+    )
+    max_running_sequences: int = option(64, "Sequences computed in one engine step.", group=BATCHING, minimum=1)
+    # Drafts fill a step up to this number, so they become fewer with more sequences: rows are nearly free only while
+    # they are few.
+    max_draft_rows: int = option(
+        32,
+        "Decoding sequences and draft tokens of one engine step together, up to which drafts are verified; 0: none.",
+        group=BATCHING,
+        minimum=0,
+    )
+    ngram_memory_tokens: int = option(
+        65_536,
+        "Output tokens of each tenant that are remembered for ngram_memory_num_tokens, 20 to 28 bytes each; the oldest "
+        "go.",
+        group=BATCHING,
+        minimum=256,
+    )
+    ngram_memory_tenants: int = option(
+        64,
+        "Tenants whose outputs are remembered; the least recently used go. 0: nothing is.",
+        group=BATCHING,
+        minimum=0,
+    )
+    ngram_memory_seconds: float = option(
+        3600.0,
+        "How long a tenant's outputs are remembered after its last request that asked for it.",
+        group=BATCHING,
+        minimum=0.0,
+    )
+    max_queued_requests: int = option(
+        1024, "Requests waiting to be scheduled; more are refused.", group=BATCHING, minimum=1
+    )
+    deadline_headroom: float = option(
+        1.2,
+        "A request is refused when its forecast time, multiplied by this, is longer than its deadline leaves.",
+        group=BATCHING,
+        minimum=0.01,
+    )
+    wait_headroom: float = option(
+        2.0,
+        "Forecasts for a request that has to wait are multiplied by this, too: other programs may slow the machine "
+        "down meanwhile. It grows, up to 4, once requests have taken longer than it allows for.",
+        group=BATCHING,
+        minimum=1.0,
+    )
+    tenant_share: float = option(
+        0.75,
+        "Share of --max-running-sequences that one tenant may have beside others, and of --max-queued-requests.",
+        group=BATCHING,
+        minimum=0.01,
+        maximum=1.0,
+    )
+    tenant_slowdown: float = option(
+        1.5,
+        "Beside a crowd of one tenant's running sequences, steps of other tenants take at most this many times as long "
+        "on average: the crowd rests in the steps between. Above 1; 0: it never rests.",
+        group=BATCHING,
+        minimum=0.0,
+    )
+    tenant_memory_seconds: float = option(
+        10.0, "How long a tenant that has no request any more counts as being there.", group=BATCHING, minimum=0.0
+    )
+    heartbeat_seconds: float = option(
+        0.25,
+        "How often a session that waits is told that the engine makes progress; keep it well below the router's "
+        "--stall-timeout-seconds.",
+        group=PROGRESS,
+        minimum=0.01,
+    )
+    overdue_step_factor: float = option(
+        2.0,
+        "An engine step past so many times what steps of its size took is no progress: sessions are told nothing.",
+        group=PROGRESS,
+        minimum=1,
+    )
+    hung_step_seconds: float = option(
+        10.0,
+        "A step that takes longer than this, and than --hung-step-factor allows, hangs: health is NOT_SERVING until it "
+        "ends.",
+        group=PROGRESS,
+        minimum=0.1,
+    )
+    hung_step_factor: float = option(
+        10.0,
+        "A step hangs only when it takes this many times what steps of its size took, too.",
+        group=PROGRESS,
+        minimum=1,
+    )
+    dump_groups: int = option(
+        64, "Requests of each queue that a dump of the engine's state tells one by one.", group=INSIDE, minimum=0
+    )
+    dump_sequences: int = option(8, "Sequences of each request that it tells one by one.", group=INSIDE, minimum=0)
+    dump_wait_seconds: float = option(
+        2.0,
+        "Time that the engine has to tell its state between two steps; past it the state is read from outside.",
+        group=INSIDE,
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """Sizes in tokens or blocks, times in seconds. Raises ValueError naming the field that is wrong.
+class EngineConfig(EngineOptions):
+    """Configuration of one engine: its knobs, and what the start of its model has found and measured.
 
-    Not slotted, so that a service's own config can name these defaults: `EngineConfig.max_batch_tokens`.
+    Sizes in tokens or blocks, times in seconds. Raises ValueError naming the field that is wrong.
     """
 
     num_blocks: int
@@ -22,29 +147,19 @@ class EngineConfig:
     max_context_tokens: int
     # Rows of one forward pass. At least max_running_sequences, so that every decoding sequence moves each step.
     max_batch_tokens: int = 512
-    max_running_sequences: int = 64
-    # Assisted generation: most drawing rows and draft rows of one step together. Drafts fill a step up to this number,
-    # so they become fewer with more sequences: rows are nearly free only while they are few.
-    max_draft_rows: int = 32
-    # Drafts from memory: output tokens that are kept of a tenant, tenants, and how long after the last use of one.
-    ngram_memory_tokens: int = 65_536
-    ngram_memory_tenants: int = 64
-    ngram_memory_seconds: float = 3600.0
-    # Requests that are accepted and not running yet. Over it: RESOURCE_EXHAUSTED.
-    max_queued_requests: int = 1024
+    # Layers keep a state after a sequence's last computed token: it cannot go back to an earlier one, and no block has
+    # it. So there is no host pool, and a prefix is shared only where one of the snapshots has the state after it.
+    keeps_states: bool = False
+    num_state_snapshots: int = 0
+    # Positions up to its own that a row reads at most, in every layer; 0: some layer reads all. Blocks that are behind
+    # it are given back while a sequence goes on.
+    window: int = 0
+    # Blocks of the host pool; 0: there is none.
+    num_host_blocks: int = 0
+    # Bytes of one block; 0: not known.
+    block_bytes: int = 0
     # Time that a refused caller is told to wait.
     queue_full_retry_seconds: float = 1.0
-    # Forecasts of a request's time are multiplied by this before they are held against its deadline.
-    deadline_headroom: float = 1.2
-    # And by this, at least, where it has to wait: the machine may become half as fast meanwhile.
-    wait_headroom: float = 2.0
-    # Share of the running sequences, and of the queue, that one tenant may have while there are others.
-    tenant_share: float = 0.75
-    # Beside one tenant's crowd of running sequences, steps of the others take on average at most this many times as
-    # long as without it; the crowd rests in the steps between. Above 1; 0: it never rests.
-    tenant_slowdown: float = 1.5
-    # Time for which a tenant that has no request counts as being there.
-    tenant_memory_seconds: float = 10.0
     # Share of the pool that admission leaves free for running sequences to grow into.
     reserve_share: float = 0.01
     # Share of a step's prefill budget that a prompt too long for it gets while other prompts wait.
@@ -53,65 +168,23 @@ class EngineConfig:
     priority_seconds: float = 30.0
     # Largest priority, and smallest when negated: without a bound one request could outrun years of waiting.
     max_priority: int = 100
-    prefix_cache: bool = True
-    # Layers keep a state after a sequence's last computed token: it cannot go back to an earlier one, and no block has
-    # it. So there is no host pool, and a prefix is shared only where one of the snapshots has the state after it.
-    keeps_states: bool = False
-    num_state_snapshots: int = 0
-    # Least number of tokens from one to the next of a sequence.
-    min_snapshot_tokens: int = 0
-    # Positions up to its own that a row reads at most, in every layer; 0: some layer reads all. Blocks that are behind
-    # it are given back while a sequence goes on.
-    window: int = 0
-    # Blocks of the host pool; 0: there is none.
-    num_host_blocks: int = 0
-    # Bytes of one block; 0: not known.
-    block_bytes: int = 0
-    # Way of a preemption where there is a host pool: one of PREEMPTIONS.
-    preemption: str = AUTO
-    # The host pool keeps prefixes that the pool evicts.
-    host_prefix_cache: bool = True
-    # Most blocks of one call that copies blocks.
-    max_block_copies: int = 1024
-    # `Engine.dump`: most requests of each queue, and sequences of each request, that are listed one by one.
-    dump_groups: int = 64
-    dump_sequences: int = 8
-    # Time within which the engine's thread must reach a dump between two steps.
-    dump_wait_seconds: float = 2.0
-    # How often a caller that waits is told that the engine makes progress.
-    heartbeat_seconds: float = 0.25
-    # A step is overdue, and no sign of progress, past this many times what steps of its size take.
-    overdue_step_factor: float = 2.0
-    # A step hangs when it takes longer than both: this time, and this many times what steps of its size take.
-    hung_step_seconds: float = 10.0
-    hung_step_factor: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_running_sequences", "max_queued_requests"):
+        for bound in options_of(type(self)):
+            try:
+                bound.check(getattr(self, bound.name))
+            except ValueError as error:
+                raise ValueError(f"{bound.name} {error}") from None
+        for name in ("num_blocks", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
+        for name in ("num_state_snapshots", "window", "num_host_blocks", "block_bytes", "max_priority"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
         if self.max_context_tokens < 2:
             raise ValueError("max_context_tokens must hold a prompt token and a new one")
         if self.max_batch_tokens < self.max_running_sequences:
             raise ValueError("max_batch_tokens must be at least max_running_sequences")
-        if self.ngram_memory_tokens < 256:
-            raise ValueError("ngram_memory_tokens must be at least 256")
-        for name in (
-            "max_draft_rows",
-            "num_host_blocks",
-            "num_state_snapshots",
-            "min_snapshot_tokens",
-            "window",
-            "block_bytes",
-            "max_block_copies",
-            "ngram_memory_tenants",
-            "ngram_memory_seconds",
-            "dump_groups",
-            "dump_sequences",
-            "dump_wait_seconds",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative")
         if self.preemption not in PREEMPTIONS:
             raise ValueError(f"preemption must be one of {', '.join(PREEMPTIONS)}")
         if self.preemption == SWAP and not self.num_host_blocks:
@@ -122,30 +195,14 @@ class EngineConfig:
             raise ValueError("keeps_states with prefix_cache needs num_state_snapshots")
         if self.keeps_states and self.window:
             raise ValueError("keeps_states allows no window")
-        if self.deadline_headroom <= 0.0:
-            raise ValueError("deadline_headroom must be above 0")
-        if self.wait_headroom < 1.0:
-            raise ValueError("wait_headroom must be at least 1")
-        if not 0.0 < self.tenant_share <= 1.0:
-            raise ValueError("tenant_share must be in (0, 1]")
         if self.tenant_slowdown and self.tenant_slowdown <= 1.0:
             raise ValueError("tenant_slowdown must be 0 or above 1")
-        if self.tenant_memory_seconds < 0.0:
-            raise ValueError("tenant_memory_seconds must not be negative")
-        for name in ("heartbeat_seconds", "hung_step_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0")
-        for name in ("overdue_step_factor", "hung_step_factor"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
         if not 0.0 <= self.reserve_share < 1.0:
             raise ValueError("reserve_share must be in [0, 1)")
         if not 0.0 < self.long_prompt_share <= 1.0:
             raise ValueError("long_prompt_share must be in (0, 1]")
         if self.priority_seconds <= 0.0:
             raise ValueError("priority_seconds must be above 0")
-        if self.max_priority < 0:
-            raise ValueError("max_priority must not be negative")
 
     @property
     def reserve_blocks(self) -> int:

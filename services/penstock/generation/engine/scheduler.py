@@ -69,7 +69,9 @@ class Scheduler:
         )
         has_snapshots = config.keeps_states and config.prefix_cache
         self.snapshots = (
-            StateSnapshots(config.num_state_snapshots, self.pool, config.min_snapshot_tokens) if has_snapshots else None
+            StateSnapshots(config.num_state_snapshots, self.pool, config.state_snapshot_tokens)
+            if has_snapshots
+            else None
         )
         self.prefixes = SharedPrefixes(self.tables, self.snapshots)
         self.waiting = FairQueue(config.tenant_memory_seconds)

@@ -18,6 +18,7 @@ from penstock.common.errors import InvalidArgument, PenstockError, StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
+from penstock.common.options import values_of
 from penstock.common.progress import (
     LOAD_WEIGHTS,
     TUNE,
@@ -39,7 +40,7 @@ from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.registry import open_device
 from penstock.generation.engine.admission import most_output_tokens
-from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.config import EngineConfig, EngineOptions
 from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.grammar.state import MaskWorkers
 from penstock.generation.host.arena import Arena
@@ -632,39 +633,20 @@ def _engine_config(
     batch_tokens: int,
     window: int,
 ) -> EngineConfig:
+    states = kv.states
+    if states is not None and not states.num_snapshots:
+        config = replace(config, prefix_cache=False)
     return EngineConfig(
+        **values_of(EngineOptions, config),
         num_blocks=kv.num_blocks,
         block_size=kv.block_size,
         max_context_tokens=context,
         max_batch_tokens=batch_tokens,
-        max_running_sequences=config.max_running_sequences,
-        max_queued_requests=config.max_queued_requests,
-        max_draft_rows=config.max_draft_rows,
-        ngram_memory_tokens=config.ngram_memory_tokens,
-        ngram_memory_tenants=config.ngram_memory_tenants,
-        ngram_memory_seconds=config.ngram_memory_seconds,
-        deadline_headroom=config.deadline_headroom,
-        wait_headroom=config.wait_headroom,
-        tenant_share=config.tenant_share,
-        tenant_slowdown=config.tenant_slowdown,
-        tenant_memory_seconds=config.tenant_memory_seconds,
         window=window,
-        prefix_cache=config.prefix_cache and (kv.states is None or kv.states.num_snapshots > 0),
-        keeps_states=kv.states is not None,
-        num_state_snapshots=0 if kv.states is None else kv.states.num_snapshots,
-        min_snapshot_tokens=config.state_snapshot_tokens,
+        keeps_states=states is not None,
+        num_state_snapshots=0 if states is None else states.num_snapshots,
         num_host_blocks=0 if host_kv is None else host_kv.num_blocks,
         block_bytes=kv.bytes_per_block,
-        preemption=config.preemption,
-        host_prefix_cache=config.host_prefix_cache,
-        max_block_copies=config.max_block_copies,
-        dump_groups=config.dump_groups,
-        dump_sequences=config.dump_sequences,
-        dump_wait_seconds=config.dump_wait_seconds,
-        heartbeat_seconds=config.heartbeat_seconds,
-        overdue_step_factor=config.overdue_step_factor,
-        hung_step_seconds=config.hung_step_seconds,
-        hung_step_factor=config.hung_step_factor,
     )
 
 

@@ -115,7 +115,7 @@ class World:
                 self.config,
                 keeps_states=True,
                 num_state_snapshots=random.choice([1, 3, 12]),
-                min_snapshot_tokens=random.choice([0, 5]),
+                state_snapshot_tokens=random.choice([0, 5]),
                 **host_fields(*HOSTS[0]),
             )
         elif kind == WINDOW:

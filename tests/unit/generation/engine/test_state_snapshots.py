@@ -40,7 +40,7 @@ def test_a_prompt_leaves_one_after_its_last_whole_block_and_chunks_leave_theirs(
 
 
 def test_a_short_beginning_has_none_and_costs_no_further_pass() -> None:
-    engine, runner = make_engine(config(min_snapshot_tokens=16))
+    engine, runner = make_engine(config(state_snapshot_tokens=16))
     run(engine, request(PROMPT[:15], max_new_tokens=3))
     # Whole blocks, after which one would cost nothing, and be of no use.
     run(engine, request(range(60, 72), max_new_tokens=1))
@@ -57,7 +57,7 @@ def test_a_short_beginning_has_none_and_costs_no_further_pass() -> None:
     assert hits(engine, [*PROMPT[:16], *range(40, 60)]) == 16
     assert saved(runner) == [16, 32]
     # Chunks that end before it are as long as they can be.
-    engine, runner = make_engine(config(min_snapshot_tokens=16, max_batch_tokens=10, max_running_sequences=4))
+    engine, runner = make_engine(config(state_snapshot_tokens=16, max_batch_tokens=10, max_running_sequences=4))
     run(engine, request(PROMPT, max_new_tokens=2))
     assert [step.scheduled[0].num_tokens for step in runner.steps] == [10, 6, 3, 1]
     assert saved(runner) == [16]
@@ -109,7 +109,7 @@ def test_bounds_are_named() -> None:
         config(num_state_snapshots=0)
     with pytest.raises(ValueError, match="num_state_snapshots must not be negative"):
         config(num_state_snapshots=-1)
-    with pytest.raises(ValueError, match="min_snapshot_tokens must not be negative"):
-        config(min_snapshot_tokens=-1)
+    with pytest.raises(ValueError, match="state_snapshot_tokens must be at least 0"):
+        config(state_snapshot_tokens=-1)
     with pytest.raises(ValueError, match="keeps_states allows no num_host_blocks"):
         config(num_host_blocks=3)
