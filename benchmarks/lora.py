@@ -70,12 +70,12 @@ class Bench:
                 str(number),
                 rank,
                 (),
-                (weights := random_adapter(self.loaded.model, rank, number)).num_bytes,
+                (weights := random_adapter(self.loaded.weights.model, rank, number)).num_bytes,
                 weights,
             )
             for number, rank in zip(range(options.adapters), itertools.cycle(options.ranks), strict=False)
         ]
-        self.engine = Engine(self.loaded.engine_config, self.loaded.runner, None)
+        self.engine = Engine(self.loaded.engine.config, self.loaded.engine.runner, None)
         self._ids = itertools.count()
 
     def decode(self, batch: int, seed: int, *, adapted: bool) -> float:

@@ -78,7 +78,7 @@ class PenstockEngine(Adapter):
             given["max_adapters"] = str(len(adapters))
         config = from_env_and_flags(GenerationServiceConfig, given)
         self._loaded: Any = load(config, "bench", lambda percent: None)
-        self._engine = Engine(self._loaded.engine_config, self._loaded.runner, self._loaded.token_bytes)
+        self._engine = Engine(self._loaded.engine.config, self._loaded.engine.runner, self._loaded.files.token_bytes)
         self._runner.run(self._start())
 
     async def _start(self) -> None:
@@ -103,7 +103,7 @@ class PenstockEngine(Adapter):
             request_id = str(next(self._ids))
             self._index[request_id] = index
             params = SamplingParams(tokens, ignore_eos=True)
-            adapter = self._loaded.adapters.bring(str(self.adapter(index))) if self.settings.adapters else None
+            adapter = self._loaded.weights.adapters.bring(str(self.adapter(index))) if self.settings.adapters else None
             self._loop.submit(Request(request_id, prompt, params, time.monotonic(), adapter=adapter))
         await self._done
         return self._times.times
@@ -134,7 +134,7 @@ class PenstockEngine(Adapter):
     def facts(self) -> dict[str, int | float | str]:
         """See Adapter."""
         loaded = self._loaded
-        return {"weights_bytes": loaded.model.num_bytes, "kv_bytes": loaded.kv.num_bytes}
+        return {"weights_bytes": loaded.weights.model.num_bytes, "kv_bytes": loaded.pools.kv.num_bytes}
 
     def close(self) -> None:
         """See Adapter."""

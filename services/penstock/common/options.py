@@ -203,9 +203,8 @@ def options_of(config: type) -> tuple[BoundOption, ...]:
 @functools.cache
 def _options_of(config: Any) -> tuple[BoundOption, ...]:
     hints, own = get_type_hints(config), {field.name: field for field in dataclasses.fields(config)}
-    inherited = [
-        bound.name for base in config.__bases__ if dataclasses.is_dataclass(base) for bound in options_of(base)
-    ]
+    bases: tuple[type, ...] = config.__bases__
+    inherited = [bound.name for base in bases if dataclasses.is_dataclass(base) for bound in options_of(base)]
     return tuple(
         BoundOption(name, hints[name], own[name].default, own[name].metadata["option"])
         for name in dict.fromkeys([*inherited, *own])

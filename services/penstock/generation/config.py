@@ -55,7 +55,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What is loaded, from where, and in which form and memory."""
+    """Options of a start: model, adapters and memory."""
 
     model: str | None = option(None, "Folder or hub id of the model; the embedded one when left out.", group=MODEL)
     served_model_name: tuple[str, ...] = option(

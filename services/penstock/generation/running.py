@@ -25,7 +25,6 @@ from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.failpoints import FailingRunner
 from penstock.generation.engine.listener import EngineListener
 from penstock.generation.engine.loop import EngineLoop
-from penstock.generation.engine.stats import EngineStats
 from penstock.generation.engine.status_log import StatusLog
 from penstock.generation.engine.step_trace import StepTrace
 from penstock.generation.engine.trace_file import TraceFile
@@ -34,9 +33,11 @@ from penstock.generation.graphs.access import ModelAccess
 from penstock.generation.graphs.limits import GraphLimits
 from penstock.generation.host.mapped import MappedFile, weights_written
 from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures, StateFigures
-from penstock.generation.service import GenerationCore, WatermarkCalls
-from penstock.generation.startup.load import LoadedModel, adapter_opener, load_again, opens_graphs
-from penstock.generation.wire.embeds_intake import EmbedsIntake
+from penstock.generation.service import GenerationCore
+from penstock.generation.startup.load import load_again
+from penstock.generation.startup.load_weights import adapter_opener
+from penstock.generation.startup.loaded_model import LoadedModel
+from penstock.generation.startup.make_pools import opens_graphs
 
 _log = get_logger("penstock.generation")
 T = TypeVar("T")
@@ -55,7 +56,8 @@ class RunningEngine:
         set_hung: Callable[[bool], Awaitable[None]],
         check_reload: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the thread. `on_failure` is called when a step has raised, or the watchdog has: nothing runs any more.
+        """Make the parts; `start` runs them. `on_failure` is called when a step has raised, or the watchdog has:
+        nothing runs any more.
 
         `set_hung` is called with True when a step hangs, and with False when it ended after all; `check_reload` while
         weights are read again: it may raise StartCancelled.
@@ -64,18 +66,10 @@ class RunningEngine:
         self._check_reload = check_reload
         self._config = config
         self._metrics = metrics
-        drafter = None if loaded.draft is None else loaded.draft.drafter
+        self._events = asyncio.get_running_loop()
         path = config.trace_steps
         self._trace = TraceFile(path, config.trace_bytes) if path else None
-        runner = self._runner(loaded)
-        listeners: list[EngineListener] = []
-        if self._trace is not None:
-            listeners.append(StepTrace(loaded.engine_config, self._trace, time.monotonic()))
-        engine = Engine(loaded.engine_config, runner, loaded.token_bytes, drafter=drafter, listeners=listeners)
-        # The first steps of a slow model must not seem to hang.
-        for rows, seconds in loaded.batch.measured:
-            engine.watch.note(rows, seconds)
-            engine.policy.stepped(rows, seconds)
+        engine = self._engine(loaded)
         stats = engine.stats
 
         def deliver(step: int, outputs: list[RequestOutput]) -> None:
@@ -84,62 +78,66 @@ class RunningEngine:
             hub.deliver(step, outputs)
 
         nice = config.compute_nice
-        loop = EngineLoop(engine, asyncio.get_running_loop(), deliver, self._engine_failed, nice=nice)
-        hub = OutputHub(loop, metrics, lambda: stats.steps, loaded.adapters)
-        metrics.read_adapters(loaded.adapters.figures, loaded.adapters.infos)
-        block_bytes = loaded.kv.bytes_per_block
-        metrics.read_engine(
-            lambda: EngineFigures(loop.load, stats, loop.step_in_progress),
-            block_bytes,
-            partial(_states, loaded.kv.states),
-        )
-        loop.start()
+        loop = EngineLoop(engine, self._events, deliver, self._engine_failed, nice=nice)
+        hub = OutputHub(loop, metrics, lambda: stats.steps, loaded.weights.adapters)
         self._loop = loop
-        watchdog = Watchdog(loop, hub, loaded.engine_config.heartbeat_seconds, set_hung)
-        self._watchdog = asyncio.create_task(watchdog.run())
-        self._watchdog.add_done_callback(self._watchdog_ended)
+        self._watchdog = Watchdog(loop, hub, loaded.engine.config.heartbeat_seconds, set_hung)
+        self._watching: asyncio.Task[None] | None = None
         self.status = StatusLog(loop, stats, config.status_seconds)
-        self.status.start()
         self._watch: asyncio.Task[None] | None = None
         # No reload reads the draft model again.
-        self._draft_files = tuple(one for one in loaded.device.mapped_files if one.path.parent != loaded.folder)
-        self._watch_mapped(loaded)
+        own = loaded.files.folder
+        self._draft_files = tuple(one for one in loaded.weights.device.mapped_files if one.path.parent != own)
         self._compiler = _compiler(loaded, config)
-        self.core = self._core(loaded, loop, hub, stats)
-        if loaded.ranks is not None:
-            events = asyncio.get_running_loop()
-            loaded.ranks.on_loss = lambda error: _call_soon(events, partial(self._on_failure, error))
-
-    def _core(self, loaded: LoadedModel, loop: EngineLoop, hub: OutputHub, stats: EngineStats) -> GenerationCore:
-        """Return what the services stand on: the engine behind its loop, with the bounds of the configuration."""
-        config = self._config
-        retry_seconds = loaded.engine_config.queue_full_retry_seconds
-        return GenerationCore(
+        self.core = GenerationCore(
+            config,
             loaded,
-            self._compiler,
-            config.request_limits(),
             loop,
             hub,
             stats,
-            config.max_pending_messages,
-            config.max_items_in_flight,
-            WatermarkCalls(config.max_watermark_calls, retry_seconds),
-            EmbedsIntake(
-                str(loaded.model.dtype).removeprefix("torch."),
-                loaded.engine_config.block_size,
-                config.max_live_embeds_bytes,
-                retry_seconds,
-            ),
+            self._compiler,
             AdapterAccess(
-                loaded.adapters,
+                loaded.weights.adapters,
                 config.adapter_folder(),
                 on_change=hub.notify,
-                on_failure=self._metrics.adapter_failed,
+                on_failure=metrics.adapter_failed,
             ),
             self.reload,
-            config.max_warm_up_steps,
             self._open_access(loaded, loop, hub),
         )
+
+    def start(self) -> None:
+        """Start the engine's thread, and what watches it, the weights' files and the other ranks."""
+        loaded, loop, stats = self.core.loaded, self._loop, self.core.stats
+        self._metrics.read_adapters(loaded.weights.adapters.figures, loaded.weights.adapters.infos)
+        self._metrics.read_engine(
+            lambda: EngineFigures(loop.load, stats, loop.step_in_progress),
+            loaded.pools.kv.bytes_per_block,
+            partial(_states, loaded.pools.kv.states),
+        )
+        loop.start()
+        self._watching = asyncio.create_task(self._watchdog.run())
+        self._watching.add_done_callback(self._watchdog_ended)
+        self.status.start()
+        self._watch_mapped(loaded)
+        if loaded.weights.ranks is not None:
+            events = self._events
+            loaded.weights.ranks.on_loss = lambda error: _call_soon(events, partial(self._on_failure, error))
+
+    def _engine(self, loaded: LoadedModel) -> Engine:
+        """Make the engine of the model's parts. It knows how long steps took at the start."""
+        parts = loaded.engine
+        listeners: list[EngineListener] = []
+        if self._trace is not None:
+            listeners.append(StepTrace(parts.config, self._trace, time.monotonic()))
+        drafter = None if parts.draft is None else parts.draft.drafter
+        token_bytes = loaded.files.token_bytes
+        engine = Engine(parts.config, self._runner(loaded), token_bytes, drafter=drafter, listeners=listeners)
+        # The first steps of a slow model must not seem to hang.
+        for rows, seconds in parts.batch.measured:
+            engine.watch.note(rows, seconds)
+            engine.policy.stepped(rows, seconds)
+        return engine
 
     async def reload(self) -> None:
         """Put weights that are read again in place of the core's, while no request is live.
@@ -157,15 +155,17 @@ class RunningEngine:
             _log.error("the model was not reloaded", cause=str(error))
             raise FailedPrecondition(f"the model was not reloaded: {message}", reason="RELOAD_FAILED") from error
         runner = self._runner(fresh)
-        await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: engine.reinitialise(runner, fresh.warm_up)))
+        await asyncio.wrap_future(
+            core.loop.run_on_engine(lambda engine: engine.reinitialise(runner, fresh.engine.warm_up))
+        )
         core.loaded = fresh
         core.access = self._open_access(fresh, core.loop, core.hub)
         self._watch_mapped(fresh)
         # Nothing may keep the old weights in memory, or an adapter that fits only them. An adapter may be being read.
-        await asyncio.to_thread(fresh.adapters.open_by, adapter_opener(self._config, fresh.model))
+        await asyncio.to_thread(fresh.weights.adapters.open_by, adapter_opener(self._config, fresh.weights.model))
         core.hub.notify()
         await asyncio.to_thread(trim_heap)
-        _log.info("reloaded", weights_bytes=fresh.model.num_bytes)
+        _log.info("reloaded", weights_bytes=fresh.weights.model.num_bytes)
 
     def dump_soon(self) -> None:
         """Log the engine's state soon."""
@@ -182,7 +182,7 @@ class RunningEngine:
             access.close()
         await self._compiler.close()
         has_stopped = await _beside(partial(self._loop.stop, self._config.hung_step_seconds))
-        await _beside(self.core.loaded.close)
+        await _beside(self.core.loaded.weights.close)
         if self._trace is not None:
             await _beside(self._trace.close)
         # All of these would hold the model: metrics, and Forward streams that are open without a call.
@@ -195,7 +195,7 @@ class RunningEngine:
 
     def stop_watching(self) -> None:
         """End the watches and the log lines: the engine is about to be ended, or has failed."""
-        for task in (self._watch, self._watchdog):
+        for task in (self._watch, self._watching):
             if task is not None:
                 task.cancel()
         self.status.stop()
@@ -205,7 +205,7 @@ class RunningEngine:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-        files = tuple({*loaded.device.mapped_files, *self._draft_files})
+        files = tuple({*loaded.weights.device.mapped_files, *self._draft_files})
         if files and self._config.weights_check_seconds:
             self._watch = asyncio.create_task(self._watch_weights(files))
 
@@ -217,15 +217,15 @@ class RunningEngine:
     def _runner(self, loaded: LoadedModel) -> Runner:
         orders = self._config.failpoint_orders()
         if not orders:
-            return loaded.runner
+            return loaded.engine.runner
         _log.warning("this process fails on purpose", failpoints=self._config.failpoints)
-        return FailingRunner(loaded.runner, orders)
+        return FailingRunner(loaded.engine.runner, orders)
 
     def _open_access(self, loaded: LoadedModel, loop: EngineLoop, hub: OutputHub) -> ModelAccess | None:
         config = self._config
-        if not opens_graphs(config, loaded.model):
+        if not opens_graphs(config, loaded.weights.model):
             return None
-        limits = GraphLimits.of(config, loaded.served.max_context_tokens, loaded.engine_config.queue_full_retry_seconds)
+        limits = GraphLimits.of(config, loaded.served.max_context_tokens, loaded.engine.config.queue_full_retry_seconds)
         access = ModelAccess(loaded, config.request_limits(), limits, loop, hub.wait_idle, self._metrics.graphs)
         self._metrics.graphs.read(access.figures)
         return access
@@ -254,8 +254,8 @@ async def _beside(call: Callable[[], T]) -> T:
 
 
 def _compiler(loaded: LoadedModel, config: GenerationServiceConfig) -> GrammarCompiler:
-    folder = loaded.tokenizer_folder or loaded.folder
-    return GrammarCompiler(folder, loaded.served.vocab_size, config.grammar_limits(), loaded.token_bytes)
+    folder = loaded.files.tokenizer_folder or loaded.files.folder
+    return GrammarCompiler(folder, loaded.served.vocab_size, config.grammar_limits(), loaded.files.token_bytes)
 
 
 def _call_soon(events: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -57,7 +57,7 @@ from penstock.generation.options.tensors import TensorSizes, resolve_tensors
 from penstock.generation.options.validate import validate, with_prompt
 from penstock.generation.runner.model_runner import WarmUpWork
 from penstock.generation.sampling.watermark_detector import Detector, TooFewTokens, WatermarkEvidence, detector_of
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.wire.embeds_intake import EmbedsIntake
 
 STARTING_RETRY_SECONDS = 1.0
@@ -126,23 +126,28 @@ class _CallerGone(Exception):
 class GenerationCore:
     """A loaded model behind its engine. Used from the event loop only."""
 
+    config: GenerationServiceConfig
     loaded: LoadedModel
-    compiler: GrammarCompiler
-    limits: RequestLimits
     loop: EngineLoop
     hub: OutputHub
     stats: EngineStats
-    max_pending_messages: int
-    # Items of one Score or Embed in the engine at once.
-    max_items: int
-    watermark_calls: WatermarkCalls
-    embeds_intake: EmbedsIntake
+    compiler: GrammarCompiler
     adapter_access: AdapterAccess
     # Puts weights that are read again in place of `loaded`'s, while no request is live. Raises FailedPrecondition.
     reload: Callable[[], Awaitable[None]]
-    max_warm_up_steps: int = GenerationServiceConfig.max_warm_up_steps
     # The model opened to callers; None: it is not (--model-access).
     access: ModelAccess | None = None
+    limits: RequestLimits = field(init=False)
+    watermark_calls: WatermarkCalls = field(init=False)
+    embeds_intake: EmbedsIntake = field(init=False)
+
+    def __post_init__(self) -> None:
+        config, engine = self.config, self.loaded.engine.config
+        retry_seconds = engine.queue_full_retry_seconds
+        dtype = str(self.loaded.weights.model.dtype).removeprefix("torch.")
+        self.limits = config.request_limits()
+        self.watermark_calls = WatermarkCalls(config.max_watermark_calls, retry_seconds)
+        self.embeds_intake = EmbedsIntake(dtype, engine.block_size, config.max_live_embeds_bytes, retry_seconds)
 
     async def finish(self, grace: float | None) -> int:
         """Wait for live requests. After `grace` seconds abort them, wait for their last words and return their number.
@@ -165,17 +170,17 @@ class GenerationCore:
         a caller in this process.
         """
         loaded = self.loaded
-        options = with_prompt(options, loaded.defaults, loaded.served)
+        options = with_prompt(options, loaded.files.defaults, loaded.served)
         served = loaded.served if own.drafts is None else replace(loaded.served, assistant_model=CALLERS_DRAFTS)
         validate(options, served, self.limits)
-        resolved = resolve(options, loaded.defaults, served, self.limits)
+        resolved = resolve(options, loaded.files.defaults, served, self.limits)
         params = self._with_tensors(options, with_drafts(resolved.params, own.drafts))
-        plugins = loaded.plugins.make(options.options, own)
+        plugins = loaded.files.plugins.make(options.options, own)
         if plugins is not None:
             params = replace(params, plugins=plugins)
         arrival = time.monotonic()
         # None where `complete` must read it first.
-        adapter = loaded.adapters.get(options.adapter) if options.adapter else None
+        adapter = loaded.weights.adapters.get(options.adapter) if options.adapter else None
         _check_digest(adapter, options)
         request = Request(
             request_id=options.request_id or new_request_id(),
@@ -212,7 +217,7 @@ class GenerationCore:
     def _with_tensors(self, options: GenerateOptions, params: SamplingParams) -> SamplingParams:
         if not options.output.tensors:
             return params
-        model = self.loaded.model.config
+        model = self.loaded.weights.model.config
         sizes = TensorSizes(model.vocab_size, model.num_layers, model.hidden_size, model.num_heads)
         tensors = resolve_tensors(options.output, params, options.num_prompt_tokens, sizes, self.limits)
         return replace(params, tensors=tensors)
@@ -232,7 +237,7 @@ class GenerationCore:
         tensor, constraint = options.inputs_embeds, options.constraint
         live_bytes = 0 if tensor is None else self.hub.embeds_bytes
         # The adapter counts as used meanwhile: else others would take its place, and it stayed in memory uncounted.
-        with self.loaded.adapters.in_use(request.adapter), self.embeds_intake.room(tensor, live_bytes):
+        with self.loaded.weights.adapters.in_use(request.adapter), self.embeds_intake.room(tensor, live_bytes):
             if tensor is not None:
                 converting = self.embeds_intake.convert(tensor, options.num_placeholders)
                 request.embeds = await self._before_submission(request_id, deadline, converting, "inputs_embeds")
@@ -263,21 +268,23 @@ class GenerationCore:
         check_score(command, self.loaded.served, self.limits)
         adapter = await self._adapter_of_items(command.adapter, deadline, check_open)
         requests = score_requests(command, time.monotonic(), deadline, adapter)
-        return await ItemBatch(self.hub, requests, "items", self.max_items, followers(command.items)).run()
+        return await ItemBatch(
+            self.hub, requests, "items", self.config.max_items_in_flight, followers(command.items)
+        ).run()
 
     async def embed(
         self, command: EmbedCommand, deadline: float | None, check_open: Callable[[], object] = lambda: None
     ) -> list[ItemResult]:
         """Run an Embed to its end. Raises what `check_embed` raises, or the first error of an input; see `score`."""
-        check_embed(command, self.loaded.served, self.limits, self.loaded.model.config.hidden_size)
+        check_embed(command, self.loaded.served, self.limits, self.loaded.weights.model.config.hidden_size)
         adapter = await self._adapter_of_items(command.adapter, deadline, check_open)
         requests = embed_requests(command, time.monotonic(), deadline, adapter)
-        return await ItemBatch(self.hub, requests, "inputs", self.max_items, {}).run()
+        return await ItemBatch(self.hub, requests, "inputs", self.config.max_items_in_flight, {}).run()
 
     async def _adapter_of_items(
         self, name: str, deadline: float | None, check_open: Callable[[], object]
     ) -> Adapter | None:
-        adapter = self.loaded.adapters.get(name) if name else None
+        adapter = self.loaded.weights.adapters.get(name) if name else None
         if name and adapter is None:
             # The call has no id of its own; as a request that is prepared it is waited for by a drain.
             adapter = await self._bring(name, new_request_id(), deadline)
@@ -286,7 +293,7 @@ class GenerationCore:
 
     async def _bring(self, name: str, request_id: str, deadline: float | None) -> Adapter:
         """Read an adapter that is not in memory, on a thread. Raises as `AdapterStore.bring`."""
-        bringing = asyncio.to_thread(self.loaded.adapters.bring, name)
+        bringing = asyncio.to_thread(self.loaded.weights.adapters.bring, name)
         return await self._before_submission(request_id, deadline, bringing, "adapter")
 
     async def warm_up(self, size: WarmUpSize | None = None) -> None:
@@ -294,7 +301,7 @@ class GenerationCore:
 
         Raises InvalidArgument, and FailedPrecondition BUSY while requests are live or callers hold blocks.
         """
-        work = None if size is None else size.work(self.loaded.engine_config, self.max_warm_up_steps)
+        work = None if size is None else size.work(self.loaded.engine.config, self.config.max_warm_up_steps)
         await asyncio.wrap_future(self.loop.run_on_engine(lambda engine: _warm_up(engine, self.loaded, work)))
 
     async def clear_cache(self, request_ids: Sequence[str] = ()) -> int:
@@ -316,11 +323,11 @@ class GenerationCore:
         """Look for a watermark in given tokens. Raises what `check_detect_watermark` and `WatermarkCalls.run` raise."""
         loaded = self.loaded
         check_detect_watermark(command, loaded.served, self.limits)
-        options = loaded.defaults.options.watermarking_config or WatermarkOptions()
+        options = loaded.files.defaults.options.watermarking_config or WatermarkOptions()
         detector = detector_of(
             command.watermark or options,
             loaded.served.vocab_size,
-            bos_token_id=loaded.model.config.bos_token_id,
+            bos_token_id=loaded.weights.model.config.bos_token_id,
             ignore_repeated_ngrams=command.ignore_repeated_ngrams,
         )
         try:
@@ -385,7 +392,7 @@ def _warm_up(engine: Engine, loaded: LoadedModel, work: WarmUpWork | None) -> No
     if engine.caller_blocks.device:
         raise FailedPrecondition("a caller holds blocks of the pool: release them first", reason="BUSY")
     engine.clear_cache()
-    loaded.warm_up(work)
+    loaded.engine.warm_up(work)
 
 
 def no_model() -> Unavailable:

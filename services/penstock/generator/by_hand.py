@@ -22,7 +22,7 @@ from penstock.generation.core.step import SampledToken
 from penstock.generation.engine.block_commands import BlockCommands
 from penstock.generation.engine.engine import Engine
 from penstock.generation.sampling.sampler import Sampler
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
@@ -98,9 +98,9 @@ class ForwardPass:
     """Forward passes over blocks that a caller holds."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._model = loaded.model
-        self._kv = loaded.kv
-        self._adapters = loaded.adapters
+        self._model = loaded.weights.model
+        self._kv = loaded.pools.kv
+        self._adapters = loaded.weights.adapters
         self._longest = loaded.served.max_context_tokens
 
     def run(self, engine: Engine, given: ModelInput) -> Tensor:
@@ -212,8 +212,8 @@ class HandSampler:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._vocab_size = loaded.served.vocab_size
-        self._device = loaded.model.device
-        self._sampler = Sampler(self._device, loaded.device.sampling_kernels())
+        self._device = loaded.weights.model.device
+        self._sampler = Sampler(self._device, loaded.weights.device.sampling_kernels())
         # The caller's number -> the sequence under which the sampler keeps its state, and the options it began with.
         self._known: dict[int, tuple[EngineSequence, SamplingParams]] = {}
         self._next_id = 0

@@ -127,7 +127,7 @@ class Generator:
             self.close()
             raise
         loaded = self._engine.loaded
-        self._requests = RequestMaker(self._tokenizer, loaded.defaults.bos_token_id)
+        self._requests = RequestMaker(self._tokenizer, loaded.files.defaults.bos_token_id)
         self._forward, self._sampler = ForwardPass(loaded), HandSampler(loaded)
         self._drafts = DraftMaker(self._tokenizer, loaded.served.vocab_size)
 
@@ -305,7 +305,7 @@ class Generator:
         from penstock.generator.bayesian_detector import posterior, read_detector, synthid_options
 
         model = read_detector(detector)
-        ends = self._engine.loaded.defaults.eos_token_ids
+        ends = self._engine.loaded.files.defaults.eos_token_ids
         return posterior(model, synthid_options(watermarking_config, model), [int(one) for one in token_ids], ends)
 
     def compute_transition_scores(self, answer: Completion, *, normalize_logits: bool = False) -> list[list[float]]:
@@ -357,7 +357,7 @@ class Generator:
             given = [texts] if isinstance(texts, str) else list(texts)
             inputs = [self._tokens(one) if isinstance(one, str) else ids_of(one) for one in given]
         core = self._engine.core
-        fitting = MAX_EMBEDDING_BYTES // (4 * core.loaded.model.config.hidden_size)
+        fitting = MAX_EMBEDDING_BYTES // (4 * core.loaded.weights.model.config.hidden_size)
         results: list[Any] = []
         for begin, part in _parts(inputs, min(core.limits.max_embed_inputs, fitting), None, len):
             with _shifted("inputs", begin):
@@ -379,12 +379,12 @@ class Generator:
     @property
     def cache_pool(self) -> KVCachePool:
         """Keys and values of all blocks: (layers, 2, blocks, block_size, kv_heads, head_dim) in `tensors`."""
-        return self._engine.loaded.kv
+        return self._engine.loaded.pools.kv
 
     @property
     def device(self) -> torch.device:
         """Device of the model's tensors."""
-        return self._engine.loaded.device.torch_device
+        return self._engine.loaded.weights.device.torch_device
 
     @property
     def rank(self) -> int:
@@ -399,7 +399,7 @@ class Generator:
     @property
     def adapter_manager(self) -> AdapterStore:
         """Store of LoRA adapters."""
-        return self._engine.loaded.adapters
+        return self._engine.loaded.weights.adapters
 
     def forward(self, model_input: ModelInput | Mapping[str, Any]) -> torch.Tensor:
         """Compute rows by hand; keys and values go into the blocks that the caller names. Returns logits
@@ -456,7 +456,7 @@ class Generator:
         )
         with _renaming(_WARM_UP_NAMES):
             self._engine.call(core.warm_up(size))
-        return core.loaded.kv.num_bytes
+        return core.loaded.pools.kv.num_bytes
 
     def clear_cache(self, sequence_ids: Iterable[str | int] | None = None) -> int:
         """Forget what was computed, and return the number of blocks or sequences that are forgotten.
@@ -542,7 +542,7 @@ class Generator:
     ) -> _Asked:
         from penstock.generator.requests import ChatExtras, keyword_options
 
-        defaults = self._engine.loaded.defaults
+        defaults = self._engine.loaded.files.defaults
         call = take_apart(
             prompt,
             keyword_options(config, options),
@@ -607,7 +607,7 @@ class Generator:
         ids, salt = list(local.message.prompt_token_ids), local.message.cache_salt
         self._begin_stream(local).result()
         blocks = self._engine.on_engine(lambda engine: engine.caller_blocks.hold_prefix(ids, salt))
-        size = self._engine.loaded.kv.block_size
+        size = self._engine.loaded.pools.kv.block_size
         return PrefixHandle(ids, len(blocks) * size, partial(_release_prefix, weakref.ref(self._engine), blocks))
 
     def _begin_stream(self, local: LocalRequest) -> TextStream:
@@ -667,7 +667,7 @@ class Generator:
     def _divided(self, prompt: Any, continuation: Any) -> tuple[list[int], list[int]]:
         if isinstance(prompt, str) and isinstance(continuation, str):
             loaded = self._engine.loaded
-            bos, ends = loaded.defaults.bos_token_id, loaded.defaults.eos_token_ids
+            bos, ends = loaded.files.defaults.bos_token_id, loaded.files.defaults.eos_token_ids
             return self._needed().divide(prompt, continuation, beginning=(bos,) if bos is not None else ends[:1])
         with _reading("prompt", _TEXT_OR_IDS):
             before = self._tokens(prompt) if isinstance(prompt, str) else ids_of(prompt)

@@ -22,7 +22,8 @@ from penstock.generation.engine.engine import Engine
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.running import RunningEngine
 from penstock.generation.service import GenerationCore
-from penstock.generation.startup.load import LoadedModel, load
+from penstock.generation.startup.load import load
+from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.wire.convert import Event, to_generate_options
 from penstock.generator.argument_names import renaming
 from penstock.generator.requests import LocalRequest
@@ -81,7 +82,7 @@ class LocalEngine:
 
         Raises StartupError.
         """
-        folder = self.loaded.tokenizer_folder
+        folder = self.loaded.files.tokenizer_folder
         return None if folder is None else self.call(load_bundle(folder, timeout_seconds=_TOKENIZER_SECONDS))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -185,6 +186,7 @@ class LocalEngine:
         self._places = asyncio.Semaphore(self.max_in_flight)
         metrics = GenerationMetrics(CollectorRegistry(), name)
         self._running = RunningEngine(self.loaded, config, metrics, on_failure=self._fail, set_hung=self._set_hung)
+        self._running.start()
 
     async def _set_hung(self, hung: bool) -> None:
         self._hung = hung

@@ -18,7 +18,7 @@ from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.startup.load import window_of
+from penstock.generation.startup.tune_engine import window_of
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 ROOMY = engine_config(num_blocks=300, max_batch_tokens=200, max_running_sequences=64)

@@ -25,10 +25,10 @@ from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.generation.grammar.state import MaskWorkers
-from penstock.generation.options.limits import RequestLimits
 from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.service import GenerationCore
-from penstock.generation.startup.load import LoadedModel, load
+from penstock.generation.startup.load import load
+from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.wire.convert import to_generate_options
 from penstock.generation.wire.embeds_intake import to_prompt_embeds
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
@@ -138,12 +138,12 @@ def prepare(
     `block_size` is that of the engine that it is for.
     """
     # The parts of it that only move bytes are left out.
-    parts = dict.fromkeys((part.name for part in dataclasses.fields(GenerationCore)), None)
-    core = GenerationCore(**(parts | {"loaded": loaded, "limits": RequestLimits()}))  # type: ignore[arg-type]
+    parts = dict.fromkeys((part.name for part in dataclasses.fields(GenerationCore) if part.init), None)
+    core = GenerationCore(**(parts | {"config": GenerationServiceConfig(), "loaded": loaded}))  # type: ignore[arg-type]
     command = to_generate_options(message)
     request = core.prepare(command, None).request
     if command.inputs_embeds is not None:
-        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        dtype = str(loaded.weights.model.dtype).removeprefix("torch.")
         request.embeds = to_prompt_embeds(command.inputs_embeds, dtype, block_size, command.num_placeholders)
     if command.constraint is not None:
         grammar = compiled(command.constraint)
@@ -184,19 +184,19 @@ def _mask_workers(vocab_size: int) -> MaskWorkers:
 
 def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampler | None = None) -> Engine:
     """Make an engine with a pool of its own: reads of unwritten places give NaN."""
-    model = loaded.model
+    model = loaded.weights.model
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
-    kv = unwritten_pool(*geometry, model.config.num_kv_heads, model.config.head_dim, loaded.kv.dtype)
+    kv = unwritten_pool(*geometry, model.config.num_kv_heads, model.config.head_dim, loaded.pools.kv.dtype)
     config = add_states(model, kv, config)
     host = unwritten_host_pool(kv, config)
     runner = new_runner(model, kv, masks=_mask_workers(model.config.vocab_size), host=host)
     if sampler is not None:
         runner._sampler = sampler
-    drafter = None if loaded.draft is None else loaded.draft.drafter
+    drafter = None if loaded.engine.draft is None else loaded.engine.draft.drafter
     if drafter is not None:
         # Another engine counts its sequences from 0 as well.
         drafter.clear()
-    return Engine(config, runner, loaded.token_bytes, drafter=drafter)
+    return Engine(config, runner, loaded.files.token_bytes, drafter=drafter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def generate(
 ) -> Generated:
     """Run a request alone on an engine of its own to its end; check that every block is free then."""
     request = prepare(loaded, to_message(prompt, arguments))
-    sampler = RecordingSampler(loaded.model.device) if record else None
+    sampler = RecordingSampler(loaded.weights.model.device) if record else None
     engine = new_engine(loaded, sampler=sampler)
     answer = run(engine, request)[request.request_id]
     assert answer.finished is not None

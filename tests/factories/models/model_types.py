@@ -17,7 +17,7 @@ from factories.engine.fake_engine import engine_config, request, run
 from factories.engine.model_engine import model_engine
 from penstock.generation.core.request import Request
 from penstock.generation.models.language_model import LanguageModel
-from penstock.generation.startup.load import window_of
+from penstock.generation.startup.tune_engine import window_of
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

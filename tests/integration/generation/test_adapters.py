@@ -47,7 +47,7 @@ def store_of(client: Client) -> AdapterStore:
     assert isinstance(app, GenerationApp)
     core = app._lifecycle.core
     assert core is not None
-    return core.loaded.adapters
+    return core.loaded.weights.adapters
 
 
 async def ids(client: Client, **fields: str) -> list[int]:

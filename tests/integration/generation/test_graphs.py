@@ -614,7 +614,7 @@ async def test_where_the_model_is_not_open_all_calls_say_so_and_no_graph_is_list
         late = GraphDriver(model, LAYERS)
         assert (await late.refused()).reason == "MODEL_ACCESS_OFF"
         # No memory is set aside either.
-        assert client.running.service._lifecycle.core.loaded.kv.num_further_blocks == 0  # type: ignore[attr-defined]
+        assert client.running.service._lifecycle.core.loaded.pools.kv.num_further_blocks == 0  # type: ignore[attr-defined]
 
 
 async def test_the_calls_have_tokens_of_their_own(folder: Path, tmp_path: Path) -> None:

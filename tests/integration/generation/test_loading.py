@@ -571,7 +571,7 @@ async def test_streams_that_wait_do_not_keep_the_model(empty: Client, folder: Pa
     await load(empty, sent(folder))
     app: Any = empty.running.service
     core = app._holder.running.core
-    kept = [weakref.ref(one) for one in (core.loaded.model, core.loaded.kv, core.loop, core.hub)]
+    kept = [weakref.ref(one) for one in (core.loaded.weights.model, core.loaded.pools.kv, core.loop, core.hub)]
     del core
     session = Session(empty)
     await session.submit(request(request_id="over"))

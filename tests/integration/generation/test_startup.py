@@ -326,7 +326,7 @@ async def test_the_first_steps_are_held_against_what_the_start_measured(
 ) -> None:
     """A step of a slow model that takes longer than --hung-step-seconds is no hang, also when it is the first."""
     tuned = BatchTuning(512, ((64, 5.0), (512, 40.0)))
-    monkeypatch.setattr("penstock.generation.startup.load._batch", lambda *_: tuned)
+    monkeypatch.setattr("penstock.generation.startup.tune_engine._tune_batch", lambda *_: tuned)
     async with generation_service(checkpoint) as client:
         app: Any = client.running.service
         watch = app._holder.running._loop._engine.watch

@@ -177,7 +177,7 @@ def test_a_wrong_input_is_named(generator: Generator, field: str, changed: dict[
 
 
 def test_adapters_by_hand_and_by_request_are_the_same(generator: Generator, tmp_path: Path) -> None:
-    folder = lora_folder(tmp_path / "lora", generator._engine.loaded.folder)
+    folder = lora_folder(tmp_path / "lora", generator._engine.loaded.files.folder)
     with pytest.raises(NotFound) as caught:
         prefill(generator, PROMPT, [0, 1], adapter_ids=["mine"])
     assert caught.value.field == "adapter"

@@ -177,7 +177,7 @@ def test_the_bayesian_detector_is_transformers(generator: Generator, tmp_path: P
             float(torch.as_tensor(wanted[0]).flatten()[0]), abs=1e-6
         )
     model.save_pretrained(tmp_path)
-    ends = list(generator._engine.loaded.defaults.eos_token_ids)
+    ends = list(generator._engine.loaded.files.defaults.eos_token_ids)
     found = generator.detect_watermark(cases[2], detector=tmp_path, watermarking_config=watermark)
     assert found == pytest.approx(posterior(read_detector(tmp_path), options, cases[2], ends), abs=1e-6)
     with pytest.raises(InvalidArgument, match="token_ids: must be more than 4"):

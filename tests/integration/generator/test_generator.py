@@ -325,7 +325,7 @@ def test_a_broken_engine_ends_its_requests_and_is_told(folder: Path, monkeypatch
         def broken(*_: object) -> None:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(type(generator._engine.loaded.runner), "execute", broken)
+        monkeypatch.setattr(type(generator._engine.loaded.engine.runner), "execute", broken)
         with pytest.raises(PenstockError, match="failed"):
             generator.generate([5], max_new_tokens=2)
         with pytest.raises(Unavailable, match=r"the engine has (failed: make a new Generator|stopped)"):

@@ -80,7 +80,7 @@ async def test_a_reload_goes_through_the_router() -> None:
             async with grpc.aio.insecure_channel(router.server.address) as channel:
                 admin: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
                 answer = await admin.Reload(admin_pb2.ReloadRequest(), metadata=(("penstock-backend", address),))
-            assert answer.weights_bytes == backend.running.service._lifecycle.core.loaded.model.num_bytes
+            assert answer.weights_bytes == backend.running.service._lifecycle.core.loaded.weights.model.num_bytes
             await router.until("backend_up", 1, backend=address)
             few = config_pb2.GenerationConfig(max_new_tokens=8)
             assert (await collect(router.stub.Generate(generate(config=few)))).finished

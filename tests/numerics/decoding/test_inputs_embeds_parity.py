@@ -17,7 +17,7 @@ from factories.models.checkpoints import FAMILIES, LLAMA3_ROPE, reference_model,
 from factories.models.run_kernels import KERNELS
 from factories.models.transformers_reference import ReferenceScores, reference_answer, reference_logits
 from penstock.common.checkpoint import demo_folder
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 from transformers import AutoTokenizer, PreTrainedModel
 
 HIDDEN = 48

@@ -26,7 +26,7 @@ from penstock.generation.options.score_embed import (
     embed_requests,
     score_requests,
 )
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 5, 6, 7, 8]
 MODES: dict[str, dict[str, Any]] = {
@@ -149,14 +149,14 @@ def test_cached_blocks_belong_to_one_reading_of_one_adapter(folders: dict[str, P
     assert cached() == 0
     assert cached(adapter="small") == 0
     assert cached() == cached(adapter="small") == 12
-    loaded.adapters.load("small", folders["attention"], replace=True)
+    loaded.weights.adapters.load("small", folders["attention"], replace=True)
     assert cached(adapter="small") == 0
     assert cached(adapter="small") == 12
 
 
 def test_score_and_embed_have_adapters(loaded: LoadedModel, merged: dict[str, LoadedModel]) -> None:
     for name in TARGETS:
-        adapter = loaded.adapters.get(name)
+        adapter = loaded.weights.adapters.get(name)
         results = []
         for model, with_adapter in ((loaded, adapter), (merged[name], None)):
             score = score_requests(ScoreCommand([ScoreItem(PROMPT[:5], PROMPT[5:])]), 0.0, None, with_adapter)

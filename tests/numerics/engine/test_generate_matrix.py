@@ -26,7 +26,7 @@ from factories.models.golden_models import GOLDEN_MODELS, fingerprint, golden_ch
 from factories.models.run_kernels import KERNELS
 from factories.models.transformers_reference import ReferenceScores, reference_answer, reference_logits
 from penstock.common.checkpoint import demo_folder
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 from transformers import AutoTokenizer, PreTrainedModel
 
 GOLDENS = Path(__file__).parents[2] / "goldens"

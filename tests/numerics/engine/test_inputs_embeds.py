@@ -18,7 +18,7 @@ from factories.models.golden_models import VOCAB_SIZE, golden_checkpoint
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 from safetensors.torch import load_file, save_file
 
 HIDDEN = 48
@@ -258,7 +258,7 @@ def test_other_rows_of_the_same_length_share_nothing(pair: Pair) -> None:
 def test_rows_and_ids_share_nothing(pair: Pair) -> None:
     hits = Hits(pair)
     ids = [*range(60, 73)]
-    table = pair.model.model.embed(torch.tensor(ids)).clone()
+    table = pair.model.weights.model.embed(torch.tensor(ids)).clone()
     assert hits(None, ids) == 0
     # The very rows that the ids have: nothing tells that they are, and nothing goes wrong.
     assert hits(table) == 0
@@ -305,7 +305,7 @@ def test_narrow_weights_read_rows_as_they_read_ids(
 ) -> None:
     loaded = load_service(golden_checkpoint(tmp_path / name, name), dtype="bfloat16", quantization=quantization)
     ids = [*range(60, 83)]
-    rows = loaded.model.embed(torch.tensor(ids)).clone()
+    rows = loaded.weights.model.embed(torch.tensor(ids)).clone()
     assert rows.dtype is torch.bfloat16
     expected = generate(loaded, ids, options).ids
     assert generate(loaded, [], {**options, "inputs_embeds": rows}).ids == expected

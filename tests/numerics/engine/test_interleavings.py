@@ -56,7 +56,7 @@ from penstock.generation.options.score_embed import (
     embed_requests,
     score_requests,
 )
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 
 Spec = dict[str, Any]
 # Names that adapters may have, and how many of them are in memory at once.
@@ -79,7 +79,8 @@ class Served:
 def _served(folder: Path, first: Path, second: Path, draft: Path, extra: Callable[[str], dict[str, Draw]]) -> Served:
     """`extra` gives further modes, for the draft model's name."""
     loaded = load_service(first, assistant_model=str(draft), assistant_kv_memory="2MiB")
-    other = dataclasses.replace(loaded, model=load_model(second, dtype="float32", device=cpu_device()))
+    weights = dataclasses.replace(loaded.weights, model=load_model(second, dtype="float32", device=cpu_device()))
+    other = dataclasses.replace(loaded, weights=weights)
     targets = (LAYER_TARGETS, ("q_proj", "v_proj"), (*LAYER_TARGETS, "lm_head", "embed_tokens"), ("down_proj",))
     adapters = tuple(
         lora_folder(folder / f"lora-{number}", first, rank=4 << number % 3, seed=number, targets=names, strength=0.2)
@@ -145,7 +146,7 @@ class Alone:
         if key not in self._answers:
             loaded = self._served.models[model]
             item = make(loaded, spec)
-            item.adapter = None if adapter is None else read_adapter(adapter, loaded.model)
+            item.adapter = None if adapter is None else read_adapter(adapter, loaded.weights.model)
             self._answers[key] = run(new_engine(loaded, ROOMY), item)[item.request_id]
         return self._answers[key]
 
@@ -168,27 +169,31 @@ class World:
         self.now = 0.0
         self.model = 0
         loaded = served.models[0]
-        facts = loaded.model.config
+        facts = loaded.weights.model.config
         self.kv = KVCachePool(
             facts.num_layers,
             config.num_blocks,
             config.block_size,
             facts.num_kv_heads,
             facts.head_dim,
-            loaded.model.dtype,
-            loaded.model.device,
+            loaded.weights.model.dtype,
+            loaded.weights.model.device,
             num_further_blocks=FURTHER,
         )
         spoil(self.kv)
         self.host = unwritten_host_pool(self.kv, config)
         masks = MaskWorkers(facts.vocab_size, 1)
-        self.runner = new_runner(loaded.model, self.kv, masks=masks, host=self.host)
-        self.drafter = loaded.draft.drafter if loaded.draft is not None else None
+        self.runner = new_runner(loaded.weights.model, self.kv, masks=masks, host=self.host)
+        self.drafter = loaded.engine.draft.drafter if loaded.engine.draft is not None else None
         if self.drafter is not None:
             self.drafter.clear()
-        self.engine = Engine(config, self.runner, loaded.token_bytes, drafter=self.drafter, clock=lambda: self.now)
+        self.engine = Engine(
+            config, self.runner, loaded.files.token_bytes, drafter=self.drafter, clock=lambda: self.now
+        )
         self.engine.policy = AnyPolicy(config, random)
-        self.store = AdapterStore(AdapterLimits(max_loaded=SLOTS, max_known=len(NAMES)), self._opener(loaded.model))
+        self.store = AdapterStore(
+            AdapterLimits(max_loaded=SLOTS, max_known=len(NAMES)), self._opener(loaded.weights.model)
+        )
         self.known: dict[str, Path] = {}
         self.answers: dict[str, Answer] = {}
         # Request -> what it is: (model, adapter, spec, request).
@@ -221,7 +226,7 @@ class World:
         return lambda path, root: PeftFolder(path, root, model, AdapterLimits())
 
     def _open_graphs(self) -> None:
-        model = self.served.models[self.model].model
+        model = self.served.models[self.model].weights.model
         self.graphs = describe_graphs(model, _GRAPH_LIMITS)
         self.graph_runner = GraphRunner(model, self.kv, self.blocks, cpu_device().sampling_kernels())
 
@@ -384,7 +389,7 @@ class World:
 
     def begin_named(self) -> None:
         if len(self.named) < 3:
-            layers = self.served.models[self.model].model.config.num_layers
+            layers = self.served.models[self.model].weights.model.config.num_layers
             prompt = [5, 6, 7, 8, 9, 10 + self.random.randrange(3)]
             self.named.append(Named(prompt, PoolSequence([0] * layers), list(prompt)))
 
@@ -426,7 +431,7 @@ class World:
     def reload(self) -> None:
         """Put the other weights in place, if all is idle, as after a drain."""
         wanted = 1 - self.model
-        fresh = self.served.models[wanted].model
+        fresh = self.served.models[wanted].weights.model
         runner = self.runner.over(fresh)
         if self.random.random() < 0.8:
             # As after a drain.

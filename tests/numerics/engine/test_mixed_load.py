@@ -20,7 +20,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 
 CONCURRENT = 64
 SCORE_TOLERANCE = 1e-4

@@ -20,7 +20,7 @@ from factories.models.transformers_reference import ReferenceScores, reference_a
 from penstock.common.errors import Internal, InvalidArgument
 from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.sampling.row_plan import RowPlan
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.v1 import config_pb2
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 

@@ -19,7 +19,7 @@ from penstock.generation.engine.admission import output_limit
 from penstock.generation.engine.config import AUTO, RECOMPUTE, SWAP
 from penstock.generation.engine.decoding.modes import MODES as REGISTRY
 from penstock.generation.engine.engine import Engine
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 
 CONCURRENT = 10
 OVERCOMMIT = 4

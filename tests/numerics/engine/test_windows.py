@@ -26,7 +26,7 @@ from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model
-from penstock.generation.startup.load import window_of
+from penstock.generation.startup.tune_engine import window_of
 
 CONFIG = engine_config(
     num_blocks=24, block_size=4, max_context_tokens=1000, max_batch_tokens=20, max_running_sequences=9

@@ -12,7 +12,7 @@ from factories.models.checkpoints import tiny_checkpoint
 from factories.models.model_types import VOCAB_SIZE, reference_of, tiny_model_type
 from factories.models.transformers_reference import reference_answer
 from penstock.common.errors import InvalidArgument
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 
 PROMPT = [7, 91, 33, 12, 7, 91, 33, 56, 101, 14, 7, 91]
 MODES: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ def routes(tmp_path_factory: pytest.TempPathFactory) -> Routes:
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
     folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", seed=4, num_hidden_layers=6, **window)
     found = Routes(load_service(folder), load_service(folder, model_route="fallback"))
-    assert [one.model.config.route for one in found] == ["native", "fallback"]
+    assert [one.weights.model.config.route for one in found] == ["native", "fallback"]
     return found
 
 
@@ -81,7 +81,7 @@ def test_quantised_layers_are_ours(tmp_path: Path, quantization: str) -> None:
     native, fallback = (
         load_service(folder, model_route=route, quantization=quantization) for route in ("native", "fallback")
     )
-    assert fallback.model.num_bytes < load_service(folder, model_route="fallback").model.num_bytes
+    assert fallback.weights.model.num_bytes < load_service(folder, model_route="fallback").weights.model.num_bytes
     ids = [generate(one, PROMPT, {"max_new_tokens": 12}).ids for one in (native, fallback)]
     assert ids[0] == ids[1]
 
@@ -89,10 +89,10 @@ def test_quantised_layers_are_ours(tmp_path: Path, quantization: str) -> None:
 def test_a_draft_model_may_run_by_transformers_too(tmp_path: Path) -> None:
     folder, draft = (tiny_checkpoint(tmp_path / kind, kind, seed=4) for kind in ("qwen2", "llama"))
     loaded = load_service(folder, model_route="fallback", assistant_model=str(draft), assistant_kv_memory="1MiB")
-    assert loaded.draft is not None
-    assert loaded.draft.model.config.route == "fallback"
+    assert loaded.engine.draft is not None
+    assert loaded.engine.draft.model.config.route == "fallback"
     plain = generate(loaded, PROMPT, {"max_new_tokens": 12})
-    assisted = generate(loaded, PROMPT, {"max_new_tokens": 12, "assistant_model": loaded.draft.name})
+    assisted = generate(loaded, PROMPT, {"max_new_tokens": 12, "assistant_model": loaded.engine.draft.name})
     assert assisted.ids == plain.ids
 
 
@@ -101,7 +101,7 @@ def test_an_int8_pool_holds_keys_and_values(tmp_path: Path) -> None:
     native, fallback = (
         load_service(folder, model_route=route, kv_cache_dtype="int8") for route in ("native", "fallback")
     )
-    assert fallback.kv.dtype is torch.int8
+    assert fallback.pools.kv.dtype is torch.int8
     ids = [generate(one, PROMPT, {"max_new_tokens": 12}).ids for one in (native, fallback)]
     assert ids[0] == ids[1]
     # Chunks take the other way to the pool.

@@ -19,7 +19,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.startup.load import window_of
+from penstock.generation.startup.tune_engine import window_of
 
 INT8 = torch.int8
 
@@ -86,7 +86,7 @@ def test_beams_contrastive_search_and_drafts_give_what_they_give_in_a_pool_of_th
     ]
     own = load_service(demo, assistant_model=str(demo), assistant_kv_memory="4MiB")
     int8 = load_service(demo, assistant_model=str(demo), assistant_kv_memory="4MiB", kv_cache_dtype="int8")
-    assert int8.kv.dtype is int8.draft.kv.dtype is INT8  # type: ignore[union-attr]
+    assert int8.pools.kv.dtype is int8.engine.draft.kv.dtype is INT8  # type: ignore[union-attr]
     for mode in modes:
         if "assistant_model" in mode:
             mode = {"assistant_model": int8.served.assistant_model}

@@ -166,7 +166,7 @@ def test_adapters_come_change_and_go_under_traffic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks forget each reading after its last request."""
-    store, ranks = spread.adapter_manager, spread._engine.loaded.ranks
+    store, ranks = spread.adapter_manager, spread._engine.loaded.weights.ranks
     assert ranks is not None
     complete: list[int] = []
     forgotten: list[int] = []
@@ -232,7 +232,7 @@ def test_a_head_of_its_own_is_refused_and_an_embedding_is_not(
     adapter = store.load("embedding", folders["embedding"])
     assert adapter.depends_on_weights
     # In both ranks the embedding's change beside an identity; of q_proj A twice and B in parts, in float32.
-    config = spread._engine.loaded.model.config
+    config = spread._engine.loaded.weights.model.config
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     of_layers = config.num_layers * 8 * (2 * hidden + queries)
     dense = 4 * (2 * hidden * (config.vocab_size + hidden) + of_layers)
@@ -247,7 +247,7 @@ def test_a_head_of_its_own_is_refused_and_an_embedding_is_not(
 def test_an_adapter_that_a_rank_has_no_memory_for_is_refused(
     spread: Generator, folders: dict[str, Path], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads = spread._engine.loaded.ranks._adapters  # type: ignore[union-attr]
+    loads = spread._engine.loaded.weights.ranks._adapters  # type: ignore[union-attr]
     send = loads._send
 
     def send_too_large(message: bytes) -> None:
@@ -271,7 +271,7 @@ def test_an_adapter_that_a_rank_has_no_memory_for_is_refused(
 
 def rank_of(spread: Generator) -> psutil.Process:
     """Process of rank 1."""
-    ranks = spread._engine.loaded.ranks
+    ranks = spread._engine.loaded.weights.ranks
     assert ranks is not None
     return psutil.Process(ranks._ranks[0].process.pid)
 

@@ -29,7 +29,7 @@ from penstock.generation.engine.engine import Engine
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model
 from penstock.generation.models.transformers_states import StatefulModel
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 
 PROMPT = [7, 91, 33, 12, 7, 91, 33, 56, 101, 14, 7, 91]
 FALLBACK = ModelRoute("fallback")
@@ -90,7 +90,7 @@ def test_prompts_of_one_length_are_a_batch_and_give_the_ids_of_generate(tmp_path
 
 def test_beams_are_those_of_transformers(loaded: LoadedModel) -> None:
     arguments = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 10, "eos_token_id": 2}
-    expected, scores = reference_answer(reference_of(loaded.folder), PROMPT, arguments)
+    expected, scores = reference_answer(reference_of(loaded.files.folder), PROMPT, arguments)
     answer = generate(loaded, PROMPT, arguments)
     assert answer.ids == expected
     assert answer.scores == pytest.approx(scores, rel=1e-4, abs=1e-4)
@@ -106,13 +106,13 @@ def test_answers_do_not_depend_on_others_beside_them(loaded: LoadedModel) -> Non
         ]
 
     config = engine_config(num_blocks=12, max_batch_tokens=10, max_running_sequences=9)
-    engine = check_company(loaded.model, requests, config)
+    engine = check_company(loaded.weights.model, requests, config)
     assert engine.stats.preemptions > 0
     assert num_states(engine) == 0
 
 
 def test_an_aborted_request_gives_its_states_back(loaded: LoadedModel) -> None:
-    engine = model_engine(loaded.model, ROOMY)
+    engine = model_engine(loaded.weights.model, ROOMY)
     engine.add(request(PROMPT, max_new_tokens=9, request_id="gone", do_sample=True, num_return_sequences=3))
     engine.add(request(PROMPT, max_new_tokens=5, request_id="stays"))
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_what_needs_an_earlier_state_is_refused(loaded: LoadedModel, field: str,
 
 def test_a_prompt_goes_on_behind_the_last_block_with_a_snapshot(loaded: LoadedModel) -> None:
     prompt = [*PROMPT, *reversed(PROMPT), 5]
-    engine = model_engine(loaded.model, replace(ROOMY, block_size=4, max_batch_tokens=200))
+    engine = model_engine(loaded.weights.model, replace(ROOMY, block_size=4, max_batch_tokens=200))
     wanted = run(engine, request(prompt, request_id="first"))["first"].ids
     again = run(engine, request(prompt, request_id="again"))["again"]
     assert again.ids == wanted
@@ -152,40 +152,40 @@ def test_a_prompt_goes_on_behind_the_last_block_with_a_snapshot(loaded: LoadedMo
     assert engine.stats.prefix_hit_tokens == 24
     shorter = run(engine, request(prompt[:19], request_id="shorter"))["shorter"]
     assert engine.stats.prefix_hit_tokens == 24
-    assert shorter.ids == run(model_engine(loaded.model, ROOMY), request(prompt[:19], request_id="a"))["a"].ids
+    assert shorter.ids == run(model_engine(loaded.weights.model, ROOMY), request(prompt[:19], request_id="a"))["a"].ids
     longer = run(engine, request([*prompt[:18], 9, 9, 9], request_id="longer"))["longer"]
     assert engine.stats.prefix_hit_tokens == 24 + 16
-    fresh = run(model_engine(loaded.model, ROOMY), request([*prompt[:18], 9, 9, 9], request_id="a"))["a"]
+    fresh = run(model_engine(loaded.weights.model, ROOMY), request([*prompt[:18], 9, 9, 9], request_id="a"))["a"]
     assert longer.ids == fresh.ids
 
 
 def test_modules_that_go_on_token_by_token_have_no_prefix_cache(tmp_path: Path) -> None:
     loaded = load_service(tiny_model_type(tmp_path, "jamba"))
-    assert loaded.kv.states is not None
-    assert (loaded.engine_config.prefix_cache, loaded.kv.states.num_snapshots) == (False, 0)
+    assert loaded.pools.kv.states is not None
+    assert (loaded.engine.config.prefix_cache, loaded.pools.kv.states.num_snapshots) == (False, 0)
 
 
 def test_guidance_is_that_of_transformers(loaded: LoadedModel) -> None:
     arguments = {"guidance_scale": 1.5, "max_new_tokens": 8, "eos_token_id": 2}
-    expected, _ = reference_answer(reference_of(loaded.folder), PROMPT, arguments)
+    expected, _ = reference_answer(reference_of(loaded.files.folder), PROMPT, arguments)
     assert generate(loaded, PROMPT, arguments).ids == expected
 
 
 def test_the_plan_of_memory_has_the_states(loaded: LoadedModel) -> None:
-    loaded = load_service(loaded.folder, state_snapshot_tokens=64)
-    states = loaded.kv.states
+    loaded = load_service(loaded.files.folder, state_snapshot_tokens=64)
+    states = loaded.pools.kv.states
     assert states is not None
-    assert states.num_slots == loaded.engine_config.max_running_sequences
-    assert (loaded.engine_config.prefix_cache, states.num_snapshots) == (True, 32)
+    assert states.num_slots == loaded.engine.config.max_running_sequences
+    assert (loaded.engine.config.prefix_cache, states.num_snapshots) == (True, 32)
     assert states.num_bytes == (states.num_slots + 32) * states.bytes_per_slot > 0
-    assert loaded.engine_config.state_snapshot_tokens == 64
+    assert loaded.engine.config.state_snapshot_tokens == 64
     # The last: no prompt is as long.
     for without in ({"prefix_cache": False}, {"state_snapshots": 0}, {}):
-        other = load_service(loaded.folder, **without)
-        assert other.kv.states is not None
-        assert (other.engine_config.prefix_cache, other.kv.states.num_snapshots) == (False, 0)
+        other = load_service(loaded.files.folder, **without)
+        assert other.pools.kv.states is not None
+        assert (other.engine.config.prefix_cache, other.pools.kv.states.num_snapshots) == (False, 0)
     with pytest.raises(StartupError, match="layers of this model keep a state") as refused:
-        load_service(loaded.folder, host_kv_memory="1MiB")
+        load_service(loaded.files.folder, host_kv_memory="1MiB")
     assert refused.value.flag == "--host-kv-memory"
 
 

@@ -22,7 +22,7 @@ from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.startup.load import window_of
+from penstock.generation.startup.tune_engine import window_of
 from transformers import (
     LogitsProcessorList,
     PreTrainedModel,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from penstock.generation.layers.linear.base import Linear
     from penstock.generation.metrics import GraphMetrics
     from penstock.generation.options.limits import RequestLimits
-    from penstock.generation.startup.load import LoadedModel
+    from penstock.generation.startup.loaded_model import LoadedModel
 
 # Data of a message, so that it stays below the 4 MiB that clients receive by default.
 MESSAGE_BYTES = 2 << 20
@@ -103,7 +103,7 @@ class ModelAccess:
         metrics: GraphMetrics,
     ) -> None:
         """`wait_idle` returns when there are no requests. Named sequences get the pool's further blocks."""
-        kv, model = loaded.kv, loaded.model
+        kv, model = loaded.pools.kv, loaded.weights.model
         assert isinstance(model, CausalLM), "only a native model has graphs"
         self.limits = limits
         self.graphs = describe_graphs(model, limits)
@@ -114,7 +114,7 @@ class ModelAccess:
         self._blocks = SequenceBlocks(
             kv.num_blocks, kv.num_further_blocks, kv.block_size, loaded.served.max_context_tokens
         )
-        self._runner = GraphRunner(model, kv, self._blocks, loaded.device.sampling_kernels())
+        self._runner = GraphRunner(model, kv, self._blocks, loaded.weights.device.sampling_kernels())
         self._turns = Turns(limits.share, wait_idle)
         self._leases = Leases(limits, self._release)
         self._num_streams = 0
@@ -191,7 +191,7 @@ class ModelAccess:
             self._leases.change(lease, seconds)
         try:
             return lease, self._leases.add(
-                lease, sizes, lambda index: _zeros(tensors[index], self._loaded.model.device)
+                lease, sizes, lambda index: _zeros(tensors[index], self._loaded.weights.model.device)
             )
         except PenstockError:
             if not lease_id:
@@ -317,7 +317,7 @@ class ModelAccess:
         size = _size(one.dtype, one.shape, field)
         if len(one.data) != size:
             raise InvalidArgument(f"{field}.data", f"must be the {size} bytes of its shape")
-        return torch.frombuffer(one.data, dtype=DTYPES[one.dtype]).view(one.shape).to(self._loaded.model.device)
+        return torch.frombuffer(one.data, dtype=DTYPES[one.dtype]).view(one.shape).to(self._loaded.weights.model.device)
 
     def _targets(self, graph: Graph, wanted: list[OutputTarget], call: GraphCall, lease: Lease) -> dict[int, int]:
         """Set the call's targets; return the handles of new tensors, by output."""
@@ -347,7 +347,7 @@ class ModelAccess:
         if not self.can_keep_tensors:
             raise _no_tensors()
         sizes = [_size(dtype, shape, "outputs") for _, dtype, shape in kept]
-        device = self._loaded.model.device
+        device = self._loaded.weights.model.device
         handles = self._leases.add(
             lease, sizes, lambda number: fresh_zeros(kept[number][2], DTYPES[kept[number][1]], device)
         )
@@ -357,7 +357,7 @@ class ModelAccess:
 
     def _sequence(self, lease: Lease, name: str) -> PoolSequence:
         if name not in lease.sequences:
-            lease.sequences[name] = PoolSequence([0] * self._loaded.model.config.num_layers)
+            lease.sequences[name] = PoolSequence([0] * self._loaded.weights.model.config.num_layers)
         return lease.sequences[name]
 
     async def _run(self, kind: GraphKind, call: GraphCall) -> dict[int, Tensor]:
@@ -436,11 +436,11 @@ class ModelAccess:
             output=OutputOptions(top_logprobs=command.top_logprobs),
             seed=row.seed,
         )
-        options = with_prompt(options, loaded.defaults, loaded.served)
+        options = with_prompt(options, loaded.files.defaults, loaded.served)
         validate(options, loaded.served, self._request_limits)
-        params = resolve(options, loaded.defaults, loaded.served, self._request_limits).params
+        params = resolve(options, loaded.files.defaults, loaded.served, self._request_limits).params
         _check_plain(params)
-        params = replace(params, plugins=loaded.plugins.make(command.options))
+        params = replace(params, plugins=loaded.files.plugins.make(command.options))
         prompt = options.prompt_token_ids
         # No sequence of the engine has a negative id; the sampler of this call alone keeps its state.
         seed = derive_seed(params.seed, 0)

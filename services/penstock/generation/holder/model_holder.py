@@ -33,7 +33,8 @@ from penstock.generation.host.memory import resident_bytes
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.running import RunningEngine
 from penstock.generation.service import GenerationCore, Lifecycle, ModelState
-from penstock.generation.startup.load import LoadedModel, load
+from penstock.generation.startup.load import load
+from penstock.generation.startup.loaded_model import LoadedModel
 
 # Time that streams get to send their INTERNAL before a broken process goes, and to end before their model does.
 END_STREAMS_SECONDS = 1.0
@@ -209,6 +210,7 @@ class ModelHolder:
             on_failure=self.fail,
             check_reload=self._check_running,
         )
+        running.start()
         self.running, self._folder, self._load = running, folder, None
         lifecycle.core = running.core
         lifecycle.percent_loaded, lifecycle.load_stage = 100.0, ""

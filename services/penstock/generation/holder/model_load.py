@@ -40,7 +40,7 @@ from penstock.generation.holder.upload import (
 from penstock.generation.metrics import LoadMetrics
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.service import GenerationCore
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.startup.memory_check import check_weights
 
 _NAME = re.compile(r"[\w./:@-]{1,128}", re.ASCII)

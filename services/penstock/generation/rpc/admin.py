@@ -66,7 +66,7 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     ) -> admin_pb2.GetPoolStatsResponse:
         """Return counters of the KV pool since the start."""
         core = self._lifecycle.loaded()
-        return convert.from_pool_stats(self._load(), core.stats, core.loaded.kv.bytes_per_block)
+        return convert.from_pool_stats(self._load(), core.stats, core.loaded.pools.kv.bytes_per_block)
 
     async def CopyBlocks(self, request: admin_pb2.CopyBlocksRequest, context: Context) -> admin_pb2.CopyBlocksResponse:
         """Copy blocks of the pool that no request holds, between two steps."""
@@ -96,7 +96,7 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         core = self._lifecycle.loaded()
         ids = request.live_request_ids
         # Each is a command for the engine's thread: no more of them than may be live.
-        check_count("live_request_ids", ids, core.loaded.engine_config.max_queued_requests)
+        check_count("live_request_ids", ids, core.loaded.engine.config.max_queued_requests)
         return admin_pb2.ClearCacheResponse(blocks_cleared=await core.clear_cache(tuple(ids)))
 
     async def WarmUp(self, request: admin_pb2.WarmUpRequest, context: Context) -> admin_pb2.WarmUpResponse:
@@ -105,7 +105,9 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         begin = time.monotonic()
         asked = {field.name: value for field, value in request.ListFields()}
         await core.warm_up(WarmUpSize(**asked) if asked else None)
-        return admin_pb2.WarmUpResponse(kv_bytes_available=core.loaded.kv.num_bytes, seconds=time.monotonic() - begin)
+        return admin_pb2.WarmUpResponse(
+            kv_bytes_available=core.loaded.pools.kv.num_bytes, seconds=time.monotonic() - begin
+        )
 
     async def DumpState(self, request: admin_pb2.DumpStateRequest, context: Context) -> admin_pb2.DumpStateResponse:
         """Return the engine's state, also when its thread hangs."""
@@ -161,14 +163,14 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     async def Reload(self, request: admin_pb2.ReloadRequest, context: Context) -> admin_pb2.ReloadResponse:
         """Read the model's weights again, between a drain and a resume."""
         result = await self._lifecycle.reload(to_grace(request))
-        weights = self._lifecycle.loaded().loaded.model.num_bytes
+        weights = self._lifecycle.loaded().loaded.weights.model.num_bytes
         return admin_pb2.ReloadResponse(seconds=result.seconds, weights_bytes=weights, aborted_requests=result.aborted)
 
     def _load(self) -> admin_pb2.Load:
         core = self._lifecycle.core
         if core is None:
             return convert.from_load(EngineLoad(), StepView(), self._lifecycle.state.value, 0, self._lifecycle.start_id)
-        config, view = core.loaded.engine_config, core.loop.step_in_progress
+        config, view = core.loaded.engine.config, core.loop.step_in_progress
         if view.seconds < config.heartbeat_seconds:
             # Else a watcher would be told of every step that is under way.
             view = StepView()

@@ -48,7 +48,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             core = self._lifecycle.accepting()
             maker = await self._make(core, request, deadline_of(context))
             maker.request.span = span
-            stream = RequestStream(maker, core.max_pending_messages)
+            stream = RequestStream(maker, core.config.max_pending_messages)
             core.hub.submit(maker.request, stream)
         except PenstockError as error:
             end_refused(span, error)
@@ -78,7 +78,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         """Read commands, and send one message per engine step."""
         core = self._lifecycle.loaded()
-        session = SessionStream(core.max_pending_messages)
+        session = SessionStream(core.config.max_pending_messages)
         reader = asyncio.create_task(self._read(request_iterator, session, deadline_of(context)))
         # A reader that fails ends the session; its exception is raised below.
         reader.add_done_callback(lambda task: session.half_close() if _ended(task) else session.buffer.close())

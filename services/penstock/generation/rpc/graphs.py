@@ -107,7 +107,7 @@ class GraphCalls(model_pb2_grpc.ModelServiceServicer):
 
 def _opened(core: GenerationCore) -> ModelAccess:
     access = core.access
-    if access is None and core.loaded.model.config.route == "fallback":
+    if access is None and core.loaded.weights.model.config.route == "fallback":
         raise FailedPrecondition(
             "the model has no graphs: transformers' modules run it (--model-route), layers and all", reason="NO_GRAPHS"
         )

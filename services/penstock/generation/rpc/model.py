@@ -132,14 +132,14 @@ class ModelServicer(GraphCalls):
 
     def _describe(self, core: GenerationCore) -> model_pb2.GetModelInfoResponse:
         loaded = core.loaded
-        config, defaults = loaded.model.config, loaded.defaults
+        config, defaults = loaded.weights.model.config, loaded.files.defaults
         return model_pb2.GetModelInfoResponse(
             architecture=config.architecture,
             model_type=config.model_type,
             model_route=config.route,
             model_route_reason=config.route_reason,
-            dtype=convert.from_dtype(str(loaded.model.dtype)),
-            devices=[loaded.device.describe()],
+            dtype=convert.from_dtype(str(loaded.weights.model.dtype)),
+            devices=[loaded.weights.device.describe()],
             world_size=self._config.tensor_parallel,
             kv=_geometry(core),
             limits=self._limits(core),
@@ -154,7 +154,7 @@ class ModelServicer(GraphCalls):
             weight_forms=dict(config.weight_forms),
             tokenizer_fingerprint=loaded.served.tokenizer_fingerprint,
             assistant_model=loaded.served.assistant_model,
-            adapters=loaded.adapters.names(),
+            adapters=loaded.weights.adapters.names(),
             default_config=from_options(defaults.options),
             default_stop=config_pb2.StopConfig(
                 stop_strings=defaults.stop_strings,
@@ -169,7 +169,7 @@ class ModelServicer(GraphCalls):
         return self._listed[1]
 
     def _limits(self, core: GenerationCore) -> model_pb2.Limits:
-        engine, limits = core.loaded.engine_config, core.limits
+        engine, limits = core.loaded.engine.config, core.limits
         return model_pb2.Limits(
             max_context_tokens=core.loaded.served.max_context_tokens,
             max_queued_requests=engine.max_queued_requests,
@@ -220,7 +220,7 @@ class _NewestProgress:
 
 
 def _geometry(core: GenerationCore) -> model_pb2.KvGeometry:
-    kv = core.loaded.kv
+    kv = core.loaded.pools.kv
     return model_pb2.KvGeometry(
         num_blocks=kv.num_blocks,
         block_size=kv.block_size,
@@ -233,7 +233,7 @@ def _geometry(core: GenerationCore) -> model_pb2.KvGeometry:
         num_states=0 if kv.states is None else kv.states.num_slots,
         bytes_per_state=0 if kv.states is None else kv.states.bytes_per_slot,
         num_state_snapshots=0 if kv.states is None else kv.states.num_snapshots,
-        prefix_cache=core.loaded.engine_config.prefix_cache,
+        prefix_cache=core.loaded.engine.config.prefix_cache,
     )
 
 

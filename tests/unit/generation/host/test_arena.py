@@ -24,7 +24,8 @@ from penstock.generation.host.arena import ALIGNMENT, PIECE_BYTES, Arena, open_a
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.startup import preload
-from penstock.generation.startup.load import LoadedModel, load
+from penstock.generation.startup.load import load
+from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.weights.files import least_weight_bytes
 
 WEIGHTS = "model.safetensors"
@@ -162,8 +163,8 @@ def test_the_model_is_the_same_and_lies_in_memory_that_was_at_hand(
     assert arena.take(1) is None
     # No matrix needs padding here: what was reckoned is what they take.
     assert arena.num_taken == num_bytes
-    assert loaded.model.num_bytes >= num_bytes + loaded.model.mapped_bytes
-    assert torch.equal(logits(loaded.model), logits(started(config).model))
+    assert loaded.weights.model.num_bytes >= num_bytes + loaded.weights.model.mapped_bytes
+    assert torch.equal(logits(loaded.weights.model), logits(started(config).weights.model))
 
 
 @pytest.mark.thinned(2)
@@ -189,7 +190,7 @@ def test_a_small_arena_takes_what_fits(tmp_path: Path) -> None:
     loaded = started(config_of(folder), arena)
     # The embedding is larger than all of it.
     assert 0 < arena.num_taken < PIECE_BYTES
-    assert torch.equal(logits(loaded.model), logits(started(config_of(folder)).model))
+    assert torch.equal(logits(loaded.weights.model), logits(started(config_of(folder)).weights.model))
 
 
 @pytest.mark.usefixtures("native")

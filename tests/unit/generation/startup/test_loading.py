@@ -19,7 +19,7 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.captured_decode import CapturedLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.startup import load as load_module
+from penstock.generation.startup import load_weights
 from penstock.generation.startup.batch_tuning import LARGEST_SIZE, PromptTimer
 from penstock.generation.startup.load import load
 from prometheus_client import CollectorRegistry
@@ -37,7 +37,7 @@ def test_the_log_tells_when_steps_are_measured_and_what_each_part_took(tmp_path:
     assert events.index("measuring step sizes") < events.index("batch size") < events.index("loaded")
     last = logs[events.index("loaded")]
     assert list(last["seconds"]) == STAGES
-    assert (last["weights_bytes"], last["kv_bytes"]) == (loaded.model.num_bytes, loaded.kv.num_bytes)
+    assert (last["weights_bytes"], last["kv_bytes"]) == (loaded.weights.model.num_bytes, loaded.pools.kv.num_bytes)
 
 
 @pytest.mark.parametrize("device", [EmulatedCUDA, EmulatedNPU])
@@ -48,13 +48,13 @@ def test_decode_steps_are_captured_unless_the_flag_says_no(
     device: type[EmulatedCUDA | EmulatedNPU],
     capture_steps: bool,
 ) -> None:
-    monkeypatch.setattr(load_module, "open_device", lambda _name: device())
+    monkeypatch.setattr(load_weights, "open_device", lambda _name: device())
     config = GenerationServiceConfig(
         model=str(tiny_checkpoint(tmp_path)), kv_memory="4MiB", dtype="float32", capture_steps=capture_steps
     )
     loaded = load(config, "tiny", show_nothing)
-    assert isinstance(loaded.runner._model, CapturedLM) == capture_steps
-    assert (loaded.kv.scrap_block is not None) == capture_steps
+    assert isinstance(loaded.engine.runner._model, CapturedLM) == capture_steps
+    assert (loaded.pools.kv.scrap_block is not None) == capture_steps
 
 
 async def test_the_stages_of_a_start_with_a_draft_model_and_the_percentage_of_both(tmp_path: Path) -> None:

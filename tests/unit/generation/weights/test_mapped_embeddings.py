@@ -150,11 +150,11 @@ def test_a_service_says_what_it_maps_of_both_its_models(tmp_path: Path) -> None:
         kernels="torch",
     )
     loaded = load_service(config, "both", show_nothing)
-    assert [file.path.parent for file in loaded.device.mapped_files] == folders
+    assert [file.path.parent for file in loaded.weights.device.mapped_files] == folders
     lines = loaded.status_lines()
     assert ["60 KiB of it mapped" in line for line in (lines[0], lines[-1])] == [True, True]
     off = load_service(GenerationServiceConfig(**{**vars(config), "map_embeddings": False}), "both", show_nothing)
-    assert off.device.mapped_files == ()
+    assert off.weights.device.mapped_files == ()
     assert not [line for line in off.status_lines() if "mapped" in line]
 
 

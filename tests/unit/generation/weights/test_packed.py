@@ -357,8 +357,8 @@ def test_a_service_loads_one_as_its_model_and_as_its_draft_model(folder: Path, m
         model=str(model), assistant_model=str(folder), kv_memory="1MiB", assistant_kv_memory="1MiB", tune_seconds=0.0
     )
     loaded = load_service(config, "both", show_nothing)
-    assert loaded.draft is not None
-    assert loaded.draft.model.num_bytes < loaded.model.num_bytes
+    assert loaded.engine.draft is not None
+    assert loaded.engine.draft.model.num_bytes < loaded.weights.model.num_bytes
     assert " of it mapped)" in loaded.status_lines()[0]
     assert "B mapped)" in loaded.status_lines()[-1]
     swapped = dataclasses.replace(config, model=str(folder), assistant_model=str(model))
