@@ -19,6 +19,7 @@ from penstock.cli.console import say
 from penstock.cli.flags import ENV_NOTE, Overrides, command
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
+from penstock.common.dtypes import COMPUTED, dtype_name
 from penstock.common.errors import StartupError
 from penstock.common.gguf_folder import GGUF_FILE
 from penstock.common.options import option, options_of
@@ -44,9 +45,6 @@ GROUP = "Inspect"
 # Files that tell what a model is; weights are not among them.
 SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt")
 QUANTIZATIONS = ("none", "int8", "int4")
-# Bytes of a number by safetensors' names; those of packed formats hold several weights.
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 # Bytes of a weight with its part of the scales.
 _QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5625}
 # Names that families have for one thing, in the order in which they are asked.
@@ -256,12 +254,13 @@ def _kind(values: Mapping[str, Any]) -> str:
 
 def _dtype(values: Mapping[str, Any]) -> str | None:
     named = values.get("dtype") or values.get("torch_dtype")
-    return None if named is None else str(named).removeprefix("torch.")
+    return None if named is None else dtype_name(named)
 
 
 def _serving_item(values: Mapping[str, Any]) -> float:
     """Bytes of a number as --dtype auto has it."""
-    return _DTYPE_BYTES.get(_dtype(values) or "", 4.0)
+    dtype = COMPUTED.get(_dtype(values) or "")
+    return 4.0 if dtype is None else dtype.num_bytes
 
 
 def _kv_bytes(values: Mapping[str, Any]) -> int | None:

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from penstock.common.dtypes import BY_STORED
 from penstock.common.environment import cache_folder, child_environment
 from penstock.common.errors import StartupError
 from penstock.common.gguf_file import GgufFile
@@ -154,10 +155,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     config["bos_token_id"] = file.whole("tokenizer.ggml.bos_token_id", most=_MOST_WHOLE)
     types = [tensor.type.name for tensor in file.tensors.values()]
     counts = {one: types.count(one) for one in sorted(set(types))}
-    floats = {"F16": "float16", "F32": "float32"}
     kinds = [one for one in counts if one != "F32"] or ["F32"]
     # Numbers that are made of blocks have no dtype of their own.
-    config["dtype"] = floats.get(kinds[0], "bfloat16") if len(kinds) == 1 else "bfloat16"
+    config["dtype"] = BY_STORED[kinds[0]].name if len(kinds) == 1 and kinds[0] in BY_STORED else "bfloat16"
     config["quantization_config"] = {"quant_method": "gguf", "types": counts}
     return config
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock import __version__
 from penstock.common.checkpoint import source_name
+from penstock.common.dtypes import NATIVE, dtype_name
 from penstock.common.errors import StartupError
 from penstock.common.units import format_size
 from penstock.generation.core.model_config import ModelConfig, ModelRoute
@@ -30,7 +31,7 @@ from penstock.generation.models.registry import checkpoint_weights, read_model_c
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import PACKED_FILE, file_names, is_packed
 from penstock.generation.weights.packed_folder import copy_side_files, sync, unfinished
-from penstock.generation.weights.packed_layout import DTYPES, HEAD, PackedFacts, header, layout
+from penstock.generation.weights.packed_layout import HEAD, PackedFacts, header, layout
 from penstock.generation.weights.packed_weights import PackedFile
 from penstock.generation.weights.tensor_names import (
     EMBEDDING,
@@ -87,8 +88,8 @@ def pack(
             flag="--quantization",
         )
     weights = checkpoint_weights(folder, config, device, dtype, quantization, map_embeddings=False)
-    name = str(weights.dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    name = dtype_name(weights.dtype)
+    if name not in NATIVE:
         raise StartupError(f"the kernels have no {name}: choose --dtype bfloat16 or float32", flag="--dtype")
     facts = PackedFacts(
         name, "none" if quantization == "auto" else quantization, source=source_name(folder), written_by=__version__

@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.common.errors import InvalidArgument
 from penstock.generation.adapters.limits import AdapterLimits
 from penstock.generation.adapters.module_patterns import ModulePatterns
+from penstock.generation.devices.torch_dtypes import STORED_DTYPES
 from penstock.generation.layers.lora import SITES_A_LAYER, AdapterWeights, EmbeddingPart, LoraPart
 from penstock.generation.weights.files import StoredTensor, read_header
 from penstock.generation.weights.tensor_names import HeadOrder, layer_prefix, site_linears
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Fields of adapter_config.json that change nothing of what is computed, or that are read here.
 _HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
@@ -205,7 +205,7 @@ class PeftFolder:
         file.seek(stored.begin)
         if file.readinto(data) != len(data):
             raise _broken(f"{WEIGHTS_FILE} became shorter while it was read")
-        tensor = torch.frombuffer(data, dtype=_DTYPES[stored.dtype]).view(stored.shape)
+        tensor = torch.frombuffer(data, dtype=STORED_DTYPES[stored.dtype]).view(stored.shape)
         if not tensor.isfinite().all():
             raise _broken(f"{WEIGHTS_FILE}: {name} is not finite")
         tensor = tensor.to(self._model.device, self._model.dtype)
@@ -271,10 +271,10 @@ class PeftFolder:
         for name, tensor in stored.items():
             if len(name) > _LONGEST_NAME:
                 raise _broken(f"{WEIGHTS_FILE}: {name[:_LONGEST_NAME]} is no name of a tensor of an adapter")
-            dtype = _DTYPES.get(tensor.dtype)
+            dtype = STORED_DTYPES.get(tensor.dtype)
             if dtype is None:
                 raise _broken(
-                    f"{WEIGHTS_FILE}: {name} is stored as {tensor.dtype[:32]}; supported are {', '.join(_DTYPES)}"
+                    f"{WEIGHTS_FILE}: {name} is stored as {tensor.dtype[:32]}; supported are {', '.join(STORED_DTYPES)}"
                 )
             if tensor.end > size or tensor.end - tensor.begin != math.prod(tensor.shape) * dtype.itemsize:
                 raise _broken(f"{WEIGHTS_FILE} is cut off, or its header is wrong at {name}")

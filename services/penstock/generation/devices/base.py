@@ -33,23 +33,6 @@ class DeviceMemory:
     available: int
 
 
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
-
-
-def named_dtype(name: str) -> torch.dtype:
-    """Return the dtype that --dtype names. Raises StartupError naming --dtype."""
-    if name not in DTYPES:
-        raise StartupError(f"--dtype must be auto or one of {', '.join(DTYPES)}", flag="--dtype")
-    return DTYPES[name]
-
-
 class Device(ABC):
     """One accelerator, or the CPU. Cheap to make; `start` is called once before anything is loaded."""
 

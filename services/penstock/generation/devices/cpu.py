@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.common.dtypes import dtype_name
 from penstock.common.environment import cache_folder, system_folder
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
@@ -17,9 +18,10 @@ from penstock.generation.attention.base import Attention
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices import KERNELS
-from penstock.generation.devices.base import DTYPES, Device, DeviceMemory, named_dtype
+from penstock.generation.devices.base import Device, DeviceMemory
 from penstock.generation.devices.native import library
 from penstock.generation.devices.native.build import is_supported
+from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES, named_dtype
 from penstock.generation.host.arena import Arena
 from penstock.generation.host.cpu_features import packing_obstacle
 from penstock.generation.host.memory import host_memory
@@ -86,7 +88,7 @@ class CPUDevice(Device):
         if checkpoint is torch.float16 and packing_obstacle(torch.float16) is not None:
             _log.warning("the checkpoint's float16 is loaded as bfloat16: this CPU has no float16 arithmetic")
             return torch.bfloat16
-        return checkpoint if checkpoint in DTYPES.values() else torch.float32
+        return checkpoint if checkpoint in COMPUTED_DTYPES.values() else torch.float32
 
     def memory(self) -> DeviceMemory:
         """See Device."""
@@ -97,7 +99,7 @@ class CPUDevice(Device):
         method = cpu_method(dtype, quantization, native=self._uses_native(dtype), arena=self._arena)
         if isinstance(method, PlainLinearMethod) and dtype not in self._slow:
             self._slow.add(dtype)
-            name = str(dtype).removeprefix("torch.")
+            name = dtype_name(dtype)
             _log.warning("the model's number format is slow on this CPU", dtype=name, advice=self._faster_than(dtype))
             _log.debug("linear layers are not packed", dtype=name, cause=packing_obstacle(dtype))
         return method
@@ -110,7 +112,7 @@ class CPUDevice(Device):
             return "leave --kernels torch out: the C++ kernels are fast with it"
         for other in library.DTYPES:
             if other is not dtype and (self._uses_native(other) or packing_obstacle(other) is None):
-                return f"choose --dtype {str(other).removeprefix('torch.')}"
+                return f"choose --dtype {dtype_name(other)}"
         return "choose a machine with AVX2 or newer instructions"
 
     def weight_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

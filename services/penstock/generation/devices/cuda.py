@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.common.dtypes import dtype_name
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.attention.cuda import FlashAttention, FlashLimits
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.accelerator import Accelerator
-from penstock.generation.devices.base import DTYPES, named_dtype
 from penstock.generation.devices.cuda_graphs import CUDAGraphs
+from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES, named_dtype
 from penstock.generation.layers.kernels import LayerKernels
 from penstock.generation.layers.linear import FP8
 from penstock.generation.layers.linear.fp8 import Fp8LinearMethod
@@ -60,7 +61,7 @@ class CUDADevice(Accelerator):
         """See Device. "auto" turns bfloat16 into float16 on a GPU that has no bfloat16 arithmetic."""
         if requested != "auto":
             return named_dtype(requested)
-        dtype = checkpoint if checkpoint in DTYPES.values() else torch.bfloat16
+        dtype = checkpoint if checkpoint in COMPUTED_DTYPES.values() else torch.bfloat16
         if dtype is torch.bfloat16 and not self._has_bfloat16():
             _log.warning("the checkpoint's bfloat16 is loaded as float16: this GPU has no bfloat16 arithmetic")
             return torch.float16
@@ -89,7 +90,7 @@ class CUDADevice(Accelerator):
             return FlashAttention(self.limits, turn_and_write=turn_and_write)
         _log.warning(
             "attention runs by torch's general operators, which gather the context: FlashAttention has no such heads",
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype_name(dtype),
             head_dim=head_dim,
         )
         return SDPAAttention()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.common.dtypes import dtype_name
 from penstock.common.environment import VISIBLE_NPUS
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
@@ -17,8 +18,8 @@ from penstock.generation.attention.npu import NPUAttention
 from penstock.generation.attention.npu_operators import AttentionLimits
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.accelerator import Accelerator
-from penstock.generation.devices.base import DTYPES, named_dtype
 from penstock.generation.devices.npu_graphs import NPUGraphs
+from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES, named_dtype
 from penstock.generation.layers.kernels import LayerKernels, NPUKernels
 from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.layers.linear.dense import PlainLinearMethod
@@ -59,7 +60,7 @@ class NPUDevice(Accelerator):
     def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
         """See Device."""
         dtype = named_dtype(requested) if requested != "auto" else checkpoint
-        if dtype not in DTYPES.values():
+        if dtype not in COMPUTED_DTYPES.values():
             return torch.bfloat16
         if dtype is torch.float32:
             _log.warning("attention in float32 is slow on an NPU: its operator has float16 and bfloat16 only")
@@ -93,7 +94,7 @@ class NPUDevice(Accelerator):
             return NPUAttention(self.limits)
         _log.warning(
             "attention runs by torch's operators, which gather the context: the NPU's has no such heads",
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype_name(dtype),
             head_dim=head_dim,
         )
         return SDPAAttention()

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.common.dtypes import dtype_name
 from penstock.common.errors import FailedPrecondition, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.generation.attention.fresh_memory import fresh_zeros
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.graphs.commands import ForwardResult, OutputTarget
 from penstock.generation.graphs.graph import BATCH, GraphKind, Graphs, ModelSizes, Weights
-from penstock.generation.graphs.graph_runner import DTYPES, GraphCall, GraphRunner
+from penstock.generation.graphs.graph_runner import GRAPH_DTYPES, GraphCall, GraphRunner
 from penstock.generation.graphs.leases import Lease, Leases
 from penstock.generation.graphs.sequences import PoolSequence, SequenceBlocks
 from penstock.generation.metrics import GraphFigures
@@ -219,7 +220,7 @@ class ModelAccess:
         if source is not None:
             elements = _run(lease.tensor(source.handle, "slice.handle"), source, "slice.")
             if elements.dtype is not tensor.dtype:
-                raise InvalidArgument("slice.handle", f"must be of a tensor of {_name(tensor.dtype)}")
+                raise InvalidArgument("slice.handle", f"must be of a tensor of {dtype_name(tensor.dtype)}")
         elif not data or len(data) % tensor.itemsize:
             raise InvalidArgument("data", f"must hold whole elements of {tensor.itemsize} bytes, at least one")
         else:
@@ -307,7 +308,7 @@ class ModelAccess:
         field = f"inputs[{one.index}]"
         if one.handle:
             tensor: Tensor = lease.tensor(one.handle, f"{field}.handle")
-            if one.dtype not in ("", _name(tensor.dtype)) or _name(tensor.dtype) != wanted.dtype:
+            if one.dtype not in ("", dtype_name(tensor.dtype)) or dtype_name(tensor.dtype) != wanted.dtype:
                 raise InvalidArgument(f"{field}.dtype", f"must be {wanted.dtype}")
             if one.shape and (min(one.shape) < 0 or math.prod(one.shape) != tensor.numel()):
                 raise InvalidArgument(f"{field}.shape", f"must be of the tensor's {tensor.numel()} elements")
@@ -317,7 +318,11 @@ class ModelAccess:
         size = _size(one.dtype, one.shape, field)
         if len(one.data) != size:
             raise InvalidArgument(f"{field}.data", f"must be the {size} bytes of its shape")
-        return torch.frombuffer(one.data, dtype=DTYPES[one.dtype]).view(one.shape).to(self._loaded.weights.model.device)
+        return (
+            torch.frombuffer(one.data, dtype=GRAPH_DTYPES[one.dtype])
+            .view(one.shape)
+            .to(self._loaded.weights.model.device)
+        )
 
     def _targets(self, graph: Graph, wanted: list[OutputTarget], call: GraphCall, lease: Lease) -> dict[int, int]:
         """Set the call's targets; return the handles of new tensors, by output."""
@@ -331,7 +336,7 @@ class ModelAccess:
             shape = output.shape(call.sizes)
             if one.handle:
                 tensor = lease.tensor(one.handle, f"{field}.handle")
-                if _name(tensor.dtype) != output.dtype or tensor.numel() != math.prod(shape):
+                if dtype_name(tensor.dtype) != output.dtype or tensor.numel() != math.prod(shape):
                     raise InvalidArgument(
                         f"{field}.handle", f"must be of a tensor of {output.dtype} like {list(shape)}"
                     )
@@ -349,7 +354,7 @@ class ModelAccess:
         sizes = [_size(dtype, shape, "outputs") for _, dtype, shape in kept]
         device = self._loaded.weights.model.device
         handles = self._leases.add(
-            lease, sizes, lambda number: fresh_zeros(kept[number][2], DTYPES[kept[number][1]], device)
+            lease, sizes, lambda number: fresh_zeros(kept[number][2], GRAPH_DTYPES[kept[number][1]], device)
         )
         for (index, _, _), handle in zip(kept, handles, strict=True):
             call.targets[index] = lease.tensors[handle]
@@ -484,7 +489,7 @@ def gone() -> Unavailable:
 
 def describe_graphs(model: CausalLM, limits: GraphLimits) -> Graphs:
     """Return the graphs of a model."""
-    config, dtype = model.config, _name(model.dtype)
+    config, dtype = model.config, dtype_name(model.dtype)
     sizes = ModelSizes(
         config.num_layers, config.hidden_size, config.num_kv_heads, config.head_dim, config.vocab_size, dtype
     )
@@ -530,15 +535,15 @@ def _no_tensors() -> FailedPrecondition:
 
 def _size(dtype: str, shape: tuple[int, ...], field: str) -> int:
     """Return the bytes of a tensor. Raises InvalidArgument."""
-    if dtype not in DTYPES:
-        raise InvalidArgument(f"{field}.dtype", f"must be one of {', '.join(DTYPES)}")
+    if dtype not in GRAPH_DTYPES:
+        raise InvalidArgument(f"{field}.dtype", f"must be one of {', '.join(GRAPH_DTYPES)}")
     if not shape or min(shape) < 1:
         raise InvalidArgument(f"{field}.shape", "must have one size at least, and sizes of 1 or more")
-    return math.prod(shape) * DTYPES[dtype].itemsize
+    return math.prod(shape) * GRAPH_DTYPES[dtype].itemsize
 
 
 def _zeros(wanted: TensorRequest, device: torch.device) -> Tensor:
-    return fresh_zeros(wanted.shape, DTYPES[wanted.dtype], device)
+    return fresh_zeros(wanted.shape, GRAPH_DTYPES[wanted.dtype], device)
 
 
 def _run(tensor: Tensor, wanted: TensorSlice, prefix: str) -> Tensor:
@@ -561,7 +566,3 @@ def _bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes, row-major; a copy, which nobody writes into."""
     flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy().tobytes())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

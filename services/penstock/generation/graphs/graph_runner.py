@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
+from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
 from penstock.generation.graphs.blocks import read_mask, run_block, run_block_in_pool
 from penstock.generation.graphs.graph import BATCH, SAMPLE_CANDIDATES, GraphKind
 from penstock.generation.sampling.sampler import Sampler
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from penstock.generation.models.decoder import CausalLM
     from penstock.generation.sampling.kernels import SamplingKernels
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-DTYPES |= {"int8": torch.int8, "int32": torch.int32}
+# Those of inputs, outputs and tensors at the server.
+GRAPH_DTYPES = {**COMPUTED_DTYPES, "int8": torch.int8, "int32": torch.int32}
 # Ids of rows that are shorter than others.
 _PADDING = -1
 # Inputs of sample_head: index, the option that it is, its largest value.

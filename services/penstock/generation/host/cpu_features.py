@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.common.dtypes import dtype_name
 from penstock.common.environment import torch_cpu_capability
 
 # Rows of the products that are tried: oneDNN has other code for one row.
@@ -116,5 +117,5 @@ def has_wide_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def describe_onednn() -> str:
     """Describe, for people, the number formats that oneDNN packs and its int8 product."""
     formats = (torch.float32, torch.bfloat16, torch.float16)
-    packed = [str(dtype).removeprefix("torch.") for dtype in formats if packing_obstacle(dtype) is None]
+    packed = [dtype_name(dtype) for dtype in formats if packing_obstacle(dtype) is None]
     return f"packs {', '.join(packed) or 'nothing'}; int8 {int8_product().value}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor
 
+from penstock.common.dtypes import dtype_name
 from penstock.generation.attention.base import HeadWeights
 from penstock.generation.core.model_config import Activation, ModelConfig, NormKind
 from penstock.generation.layers.decoder_layer import (
@@ -83,7 +84,7 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
     norm = parts.norm(NORM)
     config = dataclasses.replace(
         config,
-        dtype=str(weights.dtype).removeprefix("torch."),
+        dtype=dtype_name(weights.dtype),
         num_parameters=sum(math.prod(shape) for shape in tensor_shapes(config).values()),
         weight_forms=tuple(sorted(weights.forms.items())),
     )

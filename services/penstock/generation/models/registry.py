@@ -21,6 +21,7 @@ from penstock.generation.core.model_config import (
     UnsupportedField,
     read_json,
 )
+from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
 from penstock.generation.models.dense_families import (
     COHERE,
     COHERE2,
@@ -61,7 +62,6 @@ FAMILIES = {
 }
 _log = get_logger("penstock.generation")
 _AUTO = ModelRoute()
-_CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
@@ -165,7 +165,7 @@ def checkpoint_weights(
         if LM_HEAD in checkpoint:
             optional[EMBEDDING] = expected.pop(EMBEDDING)
     checkpoint.check(expected, optional)
-    stored = _CHECKPOINT_DTYPES.get(config.checkpoint_dtype or "")
+    stored = COMPUTED_DTYPES.get(config.checkpoint_dtype or "")
     if stored is None:
         stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD) or torch.bfloat16
     if dtype == "auto" and quantization != "none" and stored is torch.float16 and config.kept_form:

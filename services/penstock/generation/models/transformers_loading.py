@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.common.dtypes import BY_STORED, dtype_name
 from penstock.common.errors import StartupError
 from penstock.common.gguf_folder import GGUF_FILE
 from penstock.common.logging import get_logger
@@ -17,6 +18,7 @@ from penstock.common.progress import CountBytes
 from penstock.generation.attention.state_pool import state_bytes
 from penstock.generation.attention.transformers_interface import UnsupportedAttention
 from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig, ModelRoute, RopeConfig
+from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
 from penstock.generation.models.module_swaps import ModuleSwaps
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.self_check import check_paged
@@ -42,8 +44,6 @@ _SEEING = frozenset((
     "aria", "aya_vision", "cohere2_vision", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llava", "llava_next",
     "llava_onevision", "mistral3", "ovis2", "qwen2_5_vl", "qwen3_vl", "smolvlm", "step3p7", "video_llava", "vipllava",
 ))  # fmt: skip
-_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAMED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_transformers_config(
@@ -74,7 +74,7 @@ def read_transformers_config(
     # Some without attention name no heads.
     heads, hidden = number("num_attention_heads", 1), number("hidden_size")
     names = (getattr(one, "dtype", None) for one in (whole, text))
-    dtype = next((str(name).removeprefix("torch.") for name in names if name is not None), None)
+    dtype = next((dtype_name(name) for name in names if name is not None), None)
     return ModelConfig(
         model_type=model_type,
         architecture=_architecture(config) or type(whole).__name__,
@@ -98,7 +98,7 @@ def read_transformers_config(
         eos_token_ids=generation.token_ids("eos_token_id") or _ids(whole, text, "eos_token_id"),
         bos_token_id=next(iter(_ids(whole, text, "bos_token_id")), None),
         pad_token_id=next(iter(_ids(whole, text, "pad_token_id")), None),
-        checkpoint_dtype=dtype if dtype in _NAMED_DTYPES else None,
+        checkpoint_dtype=dtype if dtype in COMPUTED_DTYPES else None,
         checkpoint_format="" if format is None else format.description,
         route="fallback",
     )
@@ -131,11 +131,10 @@ def load_transformers_model(
     total = sum(one.end - one.begin for one in headers.values())
     if progress is not None:
         progress(0, total)
-    stored = _NAMED_DTYPES.get(config.checkpoint_dtype or "")
+    stored = COMPUTED_DTYPES.get(config.checkpoint_dtype or "")
     if stored is None:
-        stored = next(
-            (_TORCH_DTYPES[one.dtype] for one in headers.values() if one.dtype in _TORCH_DTYPES), torch.float32
-        )
+        kinds = (BY_STORED[one.dtype].name for one in headers.values() if one.dtype in BY_STORED)
+        stored = next((COMPUTED_DTYPES[name] for name in kinds if name in COMPUTED_DTYPES), torch.float32)
     compute = device.compute_dtype(dtype, stored)
     quantization = "none" if quantization == "auto" else quantization
     # Before the weights: it may be refused.
@@ -172,7 +171,7 @@ def load_transformers_model(
         num_kv_heads=kv_heads,
         # Kernels take pairs.
         head_dim=width + width % 2,
-        dtype=str(compute).removeprefix("torch."),
+        dtype=dtype_name(compute),
         num_parameters=parameters,
         weight_forms=_forms(num_dequantised, compute, quantization),
     )
@@ -408,7 +407,7 @@ def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.d
 
 def _forms(count: int, compute: torch.dtype, quantization: str) -> tuple[tuple[str, int], ...]:
     """Return the form in which `count` matrices of a quantised checkpoint run: see ModelConfig.weight_forms."""
-    form = str(compute).removeprefix("torch.") if quantization == "none" else quantization
+    form = dtype_name(compute) if quantization == "none" else quantization
     return ((form, count),) if count else ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from penstock.common.dtypes import COMPUTED
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.modes import Scope
 from penstock.generation.core.sampling_params import SamplingParams
@@ -13,7 +14,6 @@ from penstock.generation.options.request_options import GenerateOptions, ModelFa
 from penstock.generation.options.table import RequestOptions
 
 _FIELD = "inputs_embeds"
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Options that have no effect beside embeddings, since transformers takes "encoder" ids from the model's input alone.
 ENCODER_OPTIONS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
 # Options that look at the ids of prompt and output.
@@ -28,8 +28,8 @@ def check_embeds(request: GenerateOptions, model: ModelFacts, limits: RequestLim
         if request.inputs_embeds_before_ids:
             raise InvalidArgument("inputs_embeds_before_ids", f"must be false without {_FIELD}")
         return
-    item = ITEM_BYTES.get(embeds.dtype)
-    if item is None:
+    dtype = COMPUTED.get(embeds.dtype)
+    if dtype is None:
         raise InvalidArgument(_FIELD, "dtype must be D_TYPE_FLOAT32, D_TYPE_FLOAT16 or D_TYPE_BFLOAT16")
     if len(embeds.shape) != 2 or embeds.shape[0] < 1 or embeds.shape[1] != model.hidden_size:
         raise InvalidArgument(_FIELD, f"shape must be (tokens, {model.hidden_size}), with at least one token")
@@ -37,8 +37,8 @@ def check_embeds(request: GenerateOptions, model: ModelFacts, limits: RequestLim
         most = limits.max_inputs_embeds_bytes
         raise InvalidArgument(_FIELD, f"must take at most the {most} bytes of --max-inputs-embeds-bytes")
     rows, hidden = embeds.shape
-    if len(embeds.data) != rows * hidden * item:
-        raise InvalidArgument(_FIELD, f"data must be {rows * hidden * item} bytes, as dtype and shape say")
+    if len(embeds.data) != (num_bytes := rows * hidden * dtype.num_bytes):
+        raise InvalidArgument(_FIELD, f"data must be {num_bytes} bytes, as dtype and shape say")
     if len(request.prompt_token_ids) > rows and not request.inputs_embeds_before_ids:
         raise InvalidArgument(
             "prompt",

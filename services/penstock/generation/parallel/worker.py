@@ -27,8 +27,9 @@ from penstock.common.logging import configure_logging, get_logger
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.host_kv import HostKVPool, copy_blocks
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.devices.base import Device, named_dtype
+from penstock.generation.devices.base import Device
 from penstock.generation.devices.registry import open_device
+from penstock.generation.devices.torch_dtypes import named_dtype
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.parallel.group import RankGroup

@@ -11,6 +11,7 @@ from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generation.graphs.access import MESSAGE_BYTES, ModelAccess, gone
 from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.wire import graphs as wire
+from penstock.generation.wire.dtypes import from_dtype
 from penstock.v1 import graphs_pb2, model_pb2, model_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -66,7 +67,7 @@ class GraphCalls(model_pb2_grpc.ModelServiceServicer):
         """Return elements of a tensor."""
         tensor, data, count = self._access().read(request.model, request.lease_id, wire.to_run(request))
         return graphs_pb2.ReadTensorResponse(
-            dtype=wire.dtype_of(str(tensor.dtype)), shape=tensor.shape, data=bytes(data), num_elements=count
+            dtype=from_dtype(str(tensor.dtype)), shape=tensor.shape, data=bytes(data), num_elements=count
         )
 
     async def WriteTensor(

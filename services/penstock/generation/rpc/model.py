@@ -18,6 +18,7 @@ from penstock.generation.options.validate import check_model
 from penstock.generation.rpc.graphs import GraphCalls
 from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.wire import convert, load_model
+from penstock.generation.wire.dtypes import from_dtype
 from penstock.generation.wire.graphs import from_graph
 from penstock.generation.wire.options import from_options
 from penstock.v1 import common_pb2, config_pb2, model_pb2
@@ -138,7 +139,7 @@ class ModelServicer(GraphCalls):
             model_type=config.model_type,
             model_route=config.route,
             model_route_reason=config.route_reason,
-            dtype=convert.from_dtype(str(loaded.weights.model.dtype)),
+            dtype=from_dtype(str(loaded.weights.model.dtype)),
             devices=[loaded.weights.device.describe()],
             world_size=self._config.tensor_parallel,
             kv=_geometry(core),
@@ -227,7 +228,7 @@ def _geometry(core: GenerationCore) -> model_pb2.KvGeometry:
         num_layers=kv.num_layers,
         num_kv_heads=kv.num_kv_heads,
         head_dim=kv.head_dim,
-        dtype=convert.from_dtype(str(kv.dtype)),
+        dtype=from_dtype(str(kv.dtype)),
         bytes_per_block=kv.bytes_per_block,
         total_bytes=kv.num_bytes,
         num_states=0 if kv.states is None else kv.states.num_slots,

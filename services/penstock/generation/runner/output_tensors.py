@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.common.dtypes import dtype_name
 from penstock.generation.attention.capture import AttentionCapture, CapturedRow
 from penstock.generation.core.modes import TensorOutputs
 from penstock.generation.core.tensors import StepTensors, TensorData
@@ -114,5 +115,5 @@ def _highest(values_V: torch.Tensor | None, top_k: int) -> tuple[TensorData | No
 
 def _data(values: torch.Tensor) -> TensorData:
     """Convert a tensor of fp32 or int64."""
-    dtype = str(values.dtype).removeprefix("torch.")
+    dtype = dtype_name(values.dtype)
     return TensorData(dtype, tuple(values.shape), values.cpu().contiguous().numpy().tobytes())

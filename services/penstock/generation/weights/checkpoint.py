@@ -17,8 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.common.dtypes import stored_bytes
 from penstock.common.errors import StartupError
 from penstock.common.progress import CountBytes
+from penstock.generation.devices.torch_dtypes import STORED_DTYPES
 from penstock.generation.host.mapped import MappedFile
 from penstock.generation.layers.linear.base import WholeRows
 from penstock.generation.weights.files import (
@@ -31,9 +33,6 @@ from penstock.generation.weights.files import (
     stored_tensors,
 )
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Bytes of a number of the other dtypes, which quantised matrices are stored as.
-_OTHER_BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 # Pages that were read stay resident until their mapping goes.
 RELEASE_BYTES = 2**25
 # Most bytes of a piece, unless a single row is larger.
@@ -79,7 +78,7 @@ class Checkpoint:
 
     def dtype(self, tensor: str) -> torch.dtype:
         """Return the dtype that the tensor is stored in."""
-        return _DTYPES[self._tensors[tensor][2]]
+        return STORED_DTYPES[self._tensors[tensor][2]]
 
     def stored_as(self, tensor: str) -> str:
         """Return safetensors' name of the dtype that the tensor is stored in."""
@@ -113,7 +112,7 @@ class Checkpoint:
                     f"{list(shapes[name])}",
                     flag="MODEL",
                 )
-            allowed = (dtypes or {}).get(name, tuple(_DTYPES))
+            allowed = (dtypes or {}).get(name, tuple(STORED_DTYPES))
             if dtype not in allowed:
                 raise StartupError(
                     f"{self.folder / file}: tensor {name} is stored as {dtype}; supported are {', '.join(allowed)}",
@@ -242,7 +241,7 @@ class Checkpoint:
 
     def _size(self, tensor: str) -> int:
         _, shape, dtype = self._tensors[tensor]
-        return math.prod(shape) * (_DTYPES[dtype].itemsize if dtype in _DTYPES else _OTHER_BYTES.get(dtype, 4))
+        return math.prod(shape) * stored_bytes(dtype, 4)
 
 
 def _some(names: list[str]) -> str:

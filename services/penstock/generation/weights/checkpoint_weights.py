@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from penstock.common.dtypes import dtype_name
 from penstock.common.errors import StartupError
 from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
@@ -195,7 +196,7 @@ class CheckpointWeights:
         self.num_bytes += linear.num_bytes
         quantised = sum(map(self._checkpoint.is_quantised, weight.names))
         if quantised:
-            self._forms[linear.quantised_as or str(self.dtype).removeprefix("torch.")] += quantised
+            self._forms[linear.quantised_as or dtype_name(self.dtype)] += quantised
         return linear
 
     def _whole(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from penstock.common.dtypes import NATIVE, dtype_name
 from penstock.common.errors import StartupError
 from penstock.common.gguf_folder import GGUF_FILE
 from penstock.generation.core.model_config import CONFIG_FILE, read_json
@@ -139,7 +140,8 @@ def file_names(folder: Path) -> list[str]:
     return list(dict.fromkeys(listed.values())) if listed else [SINGLE_FILE]
 
 
-_ITEM_BYTES = {"float32": 4, "fp32": 4, "F32": 4, "bfloat16": 2, "bf16": 2, "BF16": 2}
+# By each name of a format that the kernels have.
+_ITEM_BYTES = {name: one.num_bytes for one in NATIVE.values() for name in (one.name, one.short, one.stored)}
 # Bytes of a number in a linear layer.
 _QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5}
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -173,7 +175,7 @@ def _item_bytes(matrices: dict[str, StoredTensor], named: object, dtype: str) ->
     if dtype != "auto":
         return _ITEM_BYTES[dtype]
     stored = _ITEM_BYTES[matrices[_EMBEDDING if _EMBEDDING in matrices else _LM_HEAD].dtype]
-    return stored if named is None else min(stored, _ITEM_BYTES[str(named).removeprefix("torch.")])
+    return stored if named is None else min(stored, _ITEM_BYTES[dtype_name(named)])
 
 
 def _ends(matrices: dict[str, StoredTensor]) -> list[str]:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 
 from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.devices.torch_dtypes import stored_name
 from penstock.generation.layers.linear.native import LAYOUT_VERSION, formats, part_sizes
 from penstock.generation.weights.tensor_names import (
     EMBEDDING,
@@ -31,8 +32,6 @@ FORMAT_VERSION = 1
 ALIGNMENT = 64
 # The head's matrix without `.weight`: its parts are named like those of the layers' matrices.
 HEAD = LM_HEAD.removesuffix(".weight")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_STORED = {torch.uint8: "U8", torch.int32: "I32", torch.float32: "F32", torch.bfloat16: "BF16"}
 _NO_DIGEST = "0" * 64
 
 
@@ -101,7 +100,7 @@ def header(places: dict[str, Place], facts: PackedFacts) -> bytes:
 def entries_of(places: dict[str, Place]) -> dict[str, object]:
     """Return the entries as safetensors writes them."""
     return {
-        name: {"dtype": _STORED[place.dtype], "shape": list(place.shape), "data_offsets": [place.begin, place.end]}
+        name: {"dtype": stored_name(place.dtype), "shape": list(place.shape), "data_offsets": [place.begin, place.end]}
         for name, place in places.items()
     }
 

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from penstock.common.dtypes import dtype_name
 from penstock.common.errors import StartupError
 from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import Activation, ModelConfig
+from penstock.generation.devices.torch_dtypes import NATIVE_DTYPES
 from penstock.generation.host.mapped import MappedFile, populate
 from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.layers.linear.native import (
@@ -30,7 +32,7 @@ from penstock.generation.layers.linear.native import (
     part_sizes,
 )
 from penstock.generation.weights.files import PACKED_FILE, parse_header
-from penstock.generation.weights.packed_layout import ALIGNMENT, DTYPES, HEAD, PackedFacts, entries_of, layout
+from penstock.generation.weights.packed_layout import ALIGNMENT, HEAD, PackedFacts, entries_of, layout
 from penstock.generation.weights.tensor_names import EMBEDDING, LayerLinear, layer_linears
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class PackedFile:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the computation."""
-        return DTYPES[self.facts.dtype]
+        return NATIVE_DTYPES[self.facts.dtype]
 
     def _check_facts(self) -> None:
         facts = self.facts
@@ -73,7 +75,7 @@ class PackedFile:
             is_version = is_layout or one.name.startswith("format")
             if is_version and not (can_read(found, facts.quantization) if is_layout else found == one.default):
                 raise self.error(f"has {one.name.replace('_', ' ')} {found!r}, and this release {one.default!r}")
-        if facts.dtype not in DTYPES or facts.quantization not in QUANTIZATIONS:
+        if facts.dtype not in NATIVE_DTYPES or facts.quantization not in QUANTIZATIONS:
             raise self.error(f"names the format {facts.dtype!r} and {facts.quantization!r}, which does not exist")
 
 
@@ -172,7 +174,7 @@ def _facts(metadata: dict[str, str]) -> PackedFacts:
 def _check_wanted(file: PackedFile, device: Device, dtype: str, quantization: str) -> None:
     facts = file.facts
     wanted = {
-        "--dtype": (dtype, str(device.compute_dtype(dtype, file.dtype)).removeprefix("torch."), facts.dtype),
+        "--dtype": (dtype, dtype_name(device.compute_dtype(dtype, file.dtype)), facts.dtype),
         "--quantization": (quantization, quantization, facts.quantization),
     }
     for flag, (given, meant, found) in wanted.items():

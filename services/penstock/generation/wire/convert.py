@@ -34,6 +34,7 @@ from penstock.generation.options.detect_watermark import DEFAULT_Z_THRESHOLD, De
 from penstock.generation.options.kinds import check_count
 from penstock.generation.options.limits import DEFAULT_LIMITS, RequestLimits
 from penstock.generation.options.request_options import GenerateOptions
+from penstock.generation.wire.dtypes import from_dtype, to_dtype
 from penstock.generation.wire.options import to_options, to_output, to_stop
 from penstock.text.thoughts import Thought
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
@@ -53,13 +54,6 @@ SessionResponse = generation_pb2.SessionResponse
 MAX_REPORTED_TENANTS = 64
 # Fields of a request that must be known whole.
 _OPTIONS: tuple[Literal["config", "stop", "output", "constraint"], ...] = ("config", "stop", "output", "constraint")
-_DTYPES = {
-    "float32": common_pb2.D_TYPE_FLOAT32,
-    "float16": common_pb2.D_TYPE_FLOAT16,
-    "bfloat16": common_pb2.D_TYPE_BFLOAT16,
-    "int8": common_pb2.D_TYPE_INT8,
-}
-_DTYPE_NAMES = {number: name for name, number in _DTYPES.items()}
 # Of tensors in a request; each is a number that any caller may send millions of.
 _MOST_DIMENSIONS = 8
 
@@ -108,7 +102,7 @@ def to_generate_options(
 
 def _to_tensor(message: common_pb2.Tensor) -> TensorData:
     """Return a tensor as plain data, unchecked. Of a shape only so much is kept that a check can tell what is wrong."""
-    return TensorData(_DTYPE_NAMES.get(message.dtype, ""), tuple(message.shape[:_MOST_DIMENSIONS]), message.data)
+    return TensorData(to_dtype(message.dtype), tuple(message.shape[:_MOST_DIMENSIONS]), message.data)
 
 
 def to_detect_watermark(
@@ -380,14 +374,6 @@ def from_state(state: int) -> common_pb2.ModelState.ValueType:
     return common_pb2.ModelState.ValueType(state)
 
 
-def from_dtype(name: str) -> common_pb2.DType.ValueType:
-    """Return `torch.bfloat16` or `bfloat16` as DType; unknown names are UNSPECIFIED."""
-    return _DTYPES.get(name.removeprefix("torch."), common_pb2.D_TYPE_UNSPECIFIED)
-
-
-_TENSOR_DTYPES = {"float32": common_pb2.D_TYPE_FLOAT32, "int64": common_pb2.D_TYPE_INT64}
-
-
 def fill_tensors(
     messages: RepeatedCompositeFieldContainer[common_pb2.StepTensors], tensors: Iterable[StepTensors | None]
 ) -> None:
@@ -412,6 +398,6 @@ def fill_tensors(
 
 
 def _fill_tensor(message: common_pb2.Tensor, data: TensorData) -> None:
-    message.dtype = _TENSOR_DTYPES[data.dtype]
+    message.dtype = from_dtype(data.dtype)
     message.shape.extend(data.shape)
     message.data = data.data

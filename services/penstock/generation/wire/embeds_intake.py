@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.common.dtypes import COMPUTED
 from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.generation.core.prompt_embeds import PromptEmbeds
 from penstock.generation.core.tensors import TensorData
-from penstock.generation.options.inputs_embeds import ITEM_BYTES
 
-# numpy's types; bfloat16, which it does not have, is the upper half of a float32.
-_STORED: dict[str, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+# numpy has no bfloat16: its bits are the upper half of a float32.
 _BFLOAT16_EXPONENT = 0x7F80
 # Values that are converted at a time: what that takes fits a core's cache.
 _PIECE = 1 << 15
@@ -50,7 +49,7 @@ class EmbedsIntake:
         if tensor is None:
             yield
             return
-        num_bytes = max(len(tensor.data), math.prod(tensor.shape) * ITEM_BYTES[self._dtype])
+        num_bytes = max(len(tensor.data), math.prod(tensor.shape) * COMPUTED[self._dtype].num_bytes)
         held = live_bytes + self._coming
         if held and held + num_bytes > self._most_bytes:
             raise ResourceExhausted(
@@ -86,16 +85,16 @@ def to_prompt_embeds(tensor: TensorData, dtype: str, block_size: int, num_placeh
 
     Takes a core for some milliseconds. Raises InvalidArgument for a value that is not finite, or is not in that type.
     """
-    given = np.frombuffer(tensor.data, dtype=_STORED[tensor.dtype])
-    data = bytearray(len(given) * ITEM_BYTES[dtype])
-    taken = np.frombuffer(data, dtype=_STORED[dtype])
+    given = np.frombuffer(tensor.data, dtype=COMPUTED[tensor.dtype].bits)
+    data = bytearray(len(given) * COMPUTED[dtype].num_bytes)
+    taken = np.frombuffer(data, dtype=COMPUTED[dtype].bits)
     for first in range(0, len(given), _PIECE):
         piece = _converted(given[first : first + _PIECE], tensor.dtype, dtype)
         if not _is_finite(piece, dtype):
             raise InvalidArgument("inputs_embeds", f"must hold finite values only, also in the model's {dtype}")
         taken[first : first + _PIECE] = piece
     num_rows, hidden = tensor.shape
-    each = block_size * hidden * ITEM_BYTES[dtype]
+    each = block_size * hidden * COMPUTED[dtype].num_bytes
     view = memoryview(data)
     digests = tuple(hashlib.sha256(view[first : first + each]).digest() for first in range(0, len(data), each))
     return PromptEmbeds(data, num_rows, num_placeholders, digests)
@@ -111,7 +110,7 @@ def _converted(values: npt.NDArray[Any], source: str, target: str) -> npt.NDArra
         return _to_bfloat16(values.astype(np.float32))
     # What has no room becomes infinite, and the caller refuses it.
     with np.errstate(over="ignore"):
-        return values.astype(_STORED[target])
+        return values.astype(COMPUTED[target].bits)
 
 
 def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

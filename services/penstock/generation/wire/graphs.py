@@ -18,6 +18,7 @@ from penstock.generation.graphs.commands import (
     TensorSlice,
 )
 from penstock.generation.wire.convert import from_positions
+from penstock.generation.wire.dtypes import from_dtype, to_dtype
 from penstock.generation.wire.options import to_options, to_stop
 from penstock.v1 import common_pb2, graphs_pb2
 
@@ -27,14 +28,6 @@ if TYPE_CHECKING:
     from penstock.generation.graphs.graph import Graph, GraphTensor
     from penstock.generation.options.limits import RequestLimits
 
-_DTYPES = {
-    "float32": common_pb2.D_TYPE_FLOAT32,
-    "float16": common_pb2.D_TYPE_FLOAT16,
-    "bfloat16": common_pb2.D_TYPE_BFLOAT16,
-    "int8": common_pb2.D_TYPE_INT8,
-    "int32": common_pb2.D_TYPE_INT32,
-}
-_NAMES = {number: name for name, number in _DTYPES.items()}
 # Of a shape: each size is a number that any caller may send millions of. One more than any graph has.
 _MOST_DIMENSIONS = 5
 # Of a call; no graph has as many.
@@ -90,7 +83,7 @@ def _begin(message: graphs_pb2.ForwardRequest) -> ForwardCommand:
 
 
 def _input(one: graphs_pb2.GraphInput) -> InputTensor:
-    return InputTensor(one.index, _NAMES.get(one.dtype, ""), _shape(one.shape), bytearray(one.data), one.handle)
+    return InputTensor(one.index, to_dtype(one.dtype), _shape(one.shape), bytearray(one.data), one.handle)
 
 
 def _go_on(command: ForwardCommand, message: graphs_pb2.ForwardRequest) -> None:
@@ -115,7 +108,7 @@ def from_results(call_id: int, results: Iterable[ForwardResult], most: int) -> I
             part = result.data[at : at + room]
             response.outputs.add(
                 index=result.index,
-                dtype=_DTYPES[result.dtype],
+                dtype=from_dtype(result.dtype),
                 shape=result.shape,
                 data=bytes(part),
                 handle=result.handle,
@@ -152,7 +145,7 @@ def _tensor_info(graph: Graph, tensor: GraphTensor) -> graphs_pb2.GraphTensorInf
     return graphs_pb2.GraphTensorInfo(
         name=tensor.name,
         index=tensor.index,
-        dtype=_DTYPES[tensor.dtype],
+        dtype=from_dtype(tensor.dtype),
         shapes=[graphs_pb2.TensorShape(sizes=shape) for shape in graph.stage_shapes(tensor)],
         min_shape=graphs_pb2.TensorShape(sizes=graph.min_shape(tensor)),
         max_shape=graphs_pb2.TensorShape(sizes=graph.max_shape(tensor)),
@@ -164,7 +157,7 @@ def _tensor_info(graph: Graph, tensor: GraphTensor) -> graphs_pb2.GraphTensorInf
 
 def to_tensors(specs: Iterable[graphs_pb2.TensorSpec]) -> list[TensorRequest]:
     """Return wanted tensors as plain data, unchecked."""
-    return [TensorRequest(_NAMES.get(one.dtype, ""), _shape(one.shape)) for one in specs]
+    return [TensorRequest(to_dtype(one.dtype), _shape(one.shape)) for one in specs]
 
 
 def to_run(message: graphs_pb2.ReadTensorRequest) -> TensorSlice:
@@ -175,11 +168,6 @@ def to_run(message: graphs_pb2.ReadTensorRequest) -> TensorSlice:
 def to_slice(message: graphs_pb2.TensorSlice) -> TensorSlice:
     """Return elements of another tensor as plain data, unchecked."""
     return TensorSlice(message.handle, message.offset, message.count)
-
-
-def dtype_of(name: str) -> common_pb2.DType.ValueType:
-    """Return `torch.float32` or `float32` as DType."""
-    return _DTYPES[name.removeprefix("torch.")]
 
 
 def to_sample(message: graphs_pb2.SampleRequest, limits: RequestLimits) -> SampleCommand:
@@ -219,7 +207,7 @@ def from_sampled(drawn: Iterable[SampledToken]) -> graphs_pb2.SampleResponse:
 
 
 def _tensor(message: common_pb2.Tensor) -> TensorData:
-    return TensorData(_NAMES.get(message.dtype, ""), _shape(message.shape), message.data)
+    return TensorData(to_dtype(message.dtype), _shape(message.shape), message.data)
 
 
 def _shape(sizes: Any) -> tuple[int, ...]:

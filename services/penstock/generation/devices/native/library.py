@@ -10,10 +10,11 @@ from penstock.common.logging import get_logger
 from penstock.generation.devices.native.build import find
 from penstock.generation.devices.native.build_cache import mark_used
 from penstock.generation.devices.native.prebuilt import find_prebuilt
+from penstock.generation.devices.torch_dtypes import NATIVE_DTYPES
 from penstock.generation.host.cpu_features import native_bound
 
 _log = get_logger("penstock.generation")
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = tuple(NATIVE_DTYPES.values())
 
 
 def find_first(*folders: Path) -> Path | None:

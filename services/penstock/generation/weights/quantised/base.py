@@ -13,13 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.common.dtypes import COMPUTED
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import ConfigReader
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8, WholeRows
 from penstock.generation.layers.linear.native import GROUP
 
 FIELD = "quantization_config"
-FLOATS = ("F16", "BF16", "F32")
+FLOATS = tuple(one.stored for one in COMPUTED.values())
 # Ending of the advice that comes with a refusal.
 UNQUANTISED = "give the model's unquantised checkpoint, which --quantization int8 and int4 quantise as they load"
 _INT4 = (-8, 7)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.common.dtypes import stored_bytes
 from penstock.generation.core.model_config import ConfigReader
 from penstock.generation.layers.linear.base import INT8
 from penstock.generation.weights.quantised.base import (
@@ -73,8 +74,7 @@ class BitsAndBytes(QuantFormat):
         facts = f"{module}.{_STATE}{state or self._kind}"
         parts = {f"{_STATE}{state or self._kind}": Part(files.shape(facts) if facts in files else (1,), ("U8",))}
         # Bytes may be stored as numbers of another dtype.
-        kind = files.stored_as(weight) if weight in files else "U8"
-        size = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}.get(kind, 1)
+        size = stored_bytes(files.stored_as(weight), 1) if weight in files else 1
         parts["weight"] = Part((-(-math.prod(shape) // 2) // size, 1), ("U8", "I8", *FLOATS))
         parts["weight.quant_map"] = Part((16,), ("F32",))
         absmax = f"{module}.weight.absmax"

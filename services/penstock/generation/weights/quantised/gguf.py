@@ -19,12 +19,12 @@ from torch import Tensor
 from penstock.common.gguf_file import GgufFile, GgufTensor
 from penstock.common.gguf_folder import GGUF_FILE, ROPE_FACTORS
 from penstock.common.progress import CountBytes
+from penstock.generation.devices.torch_dtypes import STORED_DTYPES
 from penstock.generation.host.mapped import MappedFile
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, WholeRows
 from penstock.generation.weights.checkpoint import PIECE_BYTES
 
-# ggml's types that are dtypes, and those with a form of whole numbers.
-FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# ggml's types with a form of whole numbers.
 WHOLE_TYPES = {"Q4_0": INT4, "Q4_1": INT4_ASYMMETRIC, "Q4_K": INT4_ASYMMETRIC}
 # llama.cpp's names -> Hugging Face's, without `.weight` and `.bias`.
 _ENDS = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
@@ -109,7 +109,7 @@ class GgufCheckpoint:
 
     def dtype(self, tensor: str) -> torch.dtype | None:
         """See TensorSource."""
-        return FLOAT_TYPES.get(self._names[tensor].type.name)
+        return STORED_DTYPES.get(self._names[tensor].type.name)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """See TensorSource."""
@@ -150,7 +150,7 @@ class GgufCheckpoint:
         numbers = _NUMBERS.get(stored.type.name)
         for rows in self._stored(tensor, multiple):
             if numbers is None:
-                piece = rows.view(FLOAT_TYPES[stored.type.name])
+                piece = rows.view(STORED_DTYPES[stored.type.name])
             else:
                 blocks = rows.view(-1, stored.type.num_bytes)
                 piece = numbers(blocks).view(len(rows), stored.shape[-1])

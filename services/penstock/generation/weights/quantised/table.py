@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.common.dtypes import BY_STORED
 from penstock.common.errors import StartupError
 from penstock.common.gguf_folder import GGUF_FILE
 from penstock.common.progress import CountBytes
@@ -18,7 +19,7 @@ from penstock.generation.weights.quantised.base import FIELD, UNQUANTISED, Part,
 from penstock.generation.weights.quantised.bitsandbytes import BitsAndBytes
 from penstock.generation.weights.quantised.compressed_tensors import CompressedTensors
 from penstock.generation.weights.quantised.fp8 import FbgemmFp8, Fp8
-from penstock.generation.weights.quantised.gguf import FLOAT_TYPES, WHOLE_TYPES, GgufCheckpoint
+from penstock.generation.weights.quantised.gguf import WHOLE_TYPES, GgufCheckpoint
 from penstock.generation.weights.quantised.gptq import Gptq
 from penstock.generation.weights.quantised.quantised_checkpoint import QuantisedCheckpoint
 from penstock.generation.weights.quantised.torchao import TorchAo
@@ -35,7 +36,7 @@ class Gguf(QuantFormat):
         names = [] if types is None else list(types.values)
         self.description = f"gguf of {', '.join(names)}"
         if types is not None:
-            most = max(types.values, key=lambda name: types.values[name] if name not in FLOAT_TYPES else 0, default="")
+            most = max(types.values, key=lambda name: types.values[name] if name not in BY_STORED else 0, default="")
             self.form = WHOLE_TYPES.get(most, "")
 
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
