@@ -15,13 +15,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 from _report import write
 from penstock.common.environment import quiet_environment
-from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights
+from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
@@ -37,12 +38,12 @@ class Case:
     """Rows of one step over pools of one format."""
 
     def __init__(self, options: argparse.Namespace, batch: int, context: int, rows: int, kv_dtype: torch.dtype) -> None:
-        self._heads = HeadWeights(*options.heads)
         dtype = getattr(torch, options.dtype)
         blocks = -(-context // BLOCK_SIZE)
         num_heads, kv_heads, head_dim = options.heads
+        sizes = (num_heads, kv_heads, head_dim, head_dim**-0.5)
+        self._layers = [AttentionLayer(*sizes, index) for index in range(options.layers)]
         device = torch.device("cpu")
-        self._layers = options.layers
         self._kv = KVCachePool(options.layers, batch * blocks, BLOCK_SIZE, kv_heads, head_dim, kv_dtype, device)
         for layer in range(options.layers):
             shape = (self._kv.num_slots, kv_heads, head_dim)
@@ -53,16 +54,13 @@ class Case:
         self._qkv = torch.randn(batch * rows, (num_heads + 2 * kv_heads) * head_dim).to(dtype)
         angles = positions[:, None, None] / 1e6 ** torch.linspace(0, 1, head_dim // 2)
         self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self._next = 0
 
     def call(self, attention: Attention) -> Callable[[], None]:
         """One layer, the next one each time."""
-        scale = self._heads.head_dim**-0.5
+        layers = cycle(self._layers)
 
         def run() -> None:
-            self._next = (self._next + 1) % self._layers
-            parts = (self._qkv, self._cos, self._sin, self._heads, self._next, self._metadata, self._kv, scale, None)
-            attention.forward_qkv(*parts)
+            attention.forward_qkv(self._qkv, self._cos, self._sin, next(layers), self._metadata, self._kv)
 
         return run
 

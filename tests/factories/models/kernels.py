@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from factories.engine.pools import unwritten_pool
 from hypothesis import strategies as st
-from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights
+from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
 from torch import Tensor
 
 # Largest difference of a result, relative to the largest of the reference: a few roundings of the dtype.
@@ -79,7 +79,7 @@ class Layer:
         self._heads: dict[str, Any] = {}
 
     def with_heads(self, **fields: Any) -> Layer:
-        """Set fields of HeadWeights: norms, a soft cap, sinks."""
+        """Set fields of AttentionLayer: norms, a soft cap, sinks."""
         self._heads |= fields
         return self
 
@@ -108,9 +108,9 @@ class Layer:
         every = torch.arange(int(positions.max()) // TABLE * TABLE + TABLE)
         angles = every[:, None] / 100.0 ** torch.linspace(0, 1, shape.head_dim // 2)
         cos, sin = (part.to(qkv.dtype)[positions][:, None] for part in (angles.cos(), angles.sin()))
-        heads = HeadWeights(shape.heads, shape.kv_heads, shape.head_dim, eps=1e-6, **self._heads)
-        scale = shape.head_dim**-0.5
-        return self._attention.forward_qkv(qkv, cos, sin, heads, 0, metadata, self.kv, scale, shape.window)
+        sizes = (shape.heads, shape.kv_heads, shape.head_dim)
+        layer = AttentionLayer(*sizes, shape.head_dim**-0.5, window=shape.window, eps=1e-6, **self._heads)
+        return self._attention.forward_qkv(qkv, cos, sin, layer, metadata, self.kv)
 
     def run(self, sequences: list[Context], cuts: list[list[int]]) -> list[Tensor]:
         """Compute all rows of each sequence, in the chunks between its cuts; step i computes the i-th chunk of each."""

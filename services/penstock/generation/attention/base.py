@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -145,13 +145,23 @@ def _check(query_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Tens
         raise ValueError("block_tables hold fewer slots than the longest kv_len")
 
 
-@dataclass(frozen=True, slots=True)
-class HeadWeights:
-    """Split of the fused qkv projection's outputs, norms of the heads, and what else a layer does to its scores."""
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionLayer:
+    """Facts of one layer's attention, bound when the model is loaded: a step's call adds what changes with the step.
+
+    The first three are the split of the fused qkv projection's outputs.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    # Factor of the products of q and k.
+    scale: float
+    # Number of the layer in the pool.
+    index: int = 0
+    # Number of positions that a row sees, itself included; None: all.
+    window: int | None = None
+    _: KW_ONLY
     # (D) each, or with `norm_is_whole`, over all heads of a row together, (H * D) and (K * D); None without. A norm in
     # float32 is multiplied before its result is rounded to a narrower dtype.
     q_norm: Tensor | None = None
@@ -163,8 +173,13 @@ class HeadWeights:
     # (H) float32: a score of each head that takes weight and has no value.
     sinks: Tensor | None = None
 
-    def whole_norms(self, qkv_TE: Tensor) -> HeadWeights:
-        """Norm q and k over all their heads, in place. Return these weights without norms."""
+    @property
+    def changes_scores(self) -> bool:
+        """True where scores have a soft cap or sinks, which few operators know."""
+        return bool(self.softcap) or self.sinks is not None
+
+    def whole_norms(self, qkv_TE: Tensor) -> AttentionLayer:
+        """Norm q and k over all their heads, in place. Return this layer without norms."""
         assert self.q_norm is not None
         assert self.k_norm is not None
         query, kv = len(self.q_norm), len(self.k_norm)
@@ -173,20 +188,20 @@ class HeadWeights:
         return replace(self, q_norm=None, k_norm=None)
 
 
-def turned(qkv_TE: Tensor, cos: Tensor, sin: Tensor, heads: HeadWeights) -> tuple[Tensor, Tensor, Tensor]:
+def turned(qkv_TE: Tensor, cos: Tensor, sin: Tensor, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (T, H, D), k and v (T, K, D) of the fused projection: split, q and k normed and turned."""
-    if heads.norm_is_whole:
+    if layer.norm_is_whole:
         qkv_TE = qkv_TE.clone()
-        heads = heads.whole_norms(qkv_TE)
-    num_turned = heads.num_heads + heads.num_kv_heads
-    qkv = qkv_TE.view(qkv_TE.shape[0], num_turned + heads.num_kv_heads, heads.head_dim)
+        layer = layer.whole_norms(qkv_TE)
+    num_turned = layer.num_heads + layer.num_kv_heads
+    qkv = qkv_TE.view(qkv_TE.shape[0], num_turned + layer.num_kv_heads, layer.head_dim)
     qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
-    if heads.q_norm is not None and heads.k_norm is not None:
-        weights = (heads.q_norm.expand(heads.num_heads, -1), heads.k_norm.expand(heads.num_kv_heads, -1))
-        qk = qk.to(heads.q_norm.dtype)
-        qk = (F.rms_norm(qk, (heads.head_dim,), None, heads.eps) * torch.cat(weights)).to(v.dtype)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        weights = (layer.q_norm.expand(layer.num_heads, -1), layer.k_norm.expand(layer.num_kv_heads, -1))
+        qk = qk.to(layer.q_norm.dtype)
+        qk = (F.rms_norm(qk, (layer.head_dim,), None, layer.eps) * torch.cat(weights)).to(v.dtype)
     qk = rotate(qk, cos, sin)
-    return qk[:, : heads.num_heads], qk[:, heads.num_heads :], v
+    return qk[:, : layer.num_heads], qk[:, layer.num_heads :], v
 
 
 class Attention(ABC):
@@ -196,8 +211,8 @@ class Attention(ABC):
     # Positions before its window that a row may read. They take no weight, but must hold numbers.
     reads_behind = 0
 
-    def can_be_captured(self, heads: HeadWeights, dtype: torch.dtype, kv: KVCachePool) -> bool:
-        """True when `forward_qkv` of decoding sequences with these heads queues the same work in every step, and reads
+    def can_be_captured(self, layer: AttentionLayer, dtype: torch.dtype, kv: KVCachePool) -> bool:
+        """True when `forward_qkv` of decoding sequences in this layer queues the same work in every step, and reads
         nothing of `metadata` but its tensors, its number of rows and, on a device whose graphs are given them anew in
         every step (GraphCapture.needs_lengths), `kv_lens`."""
         return False
@@ -208,21 +223,15 @@ class Attention(ABC):
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKD: Tensor,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write k and v at `slot_mapping` of `layer`, then attend; returns o_THD in q's dtype.
 
         Everything is written before any row attends: a sequence may share blocks that another one's rows fill in this
-        step. A row at position p sees positions [max(0, p - sliding_window + 1), p] of its own sequence (transformers
-        5.x). `softcap` and `sinks`: see HeadWeights. Mutates the pool's `layer` at `slot_mapping` and
-        `metadata.plans`, nothing else.
+        step. A row at position p sees positions [max(0, p - window + 1), p] of its own sequence (transformers 5.x).
+        Mutates the pool's layer at `slot_mapping` and `metadata.plans`, nothing else.
         """
 
     def forward_qkv(
@@ -230,19 +239,14 @@ class Attention(ABC):
         qkv_TE: Tensor,
         cos: Tensor,
         sin: Tensor,
-        heads: HeadWeights,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
     ) -> Tensor:
         """Split, norm and turn the fused projection by cos and sin (T, 1, D / 2), then attend as `forward`; returns
         o_THD."""
-        q, k, v = turned(qkv_TE, cos, sin, heads)
-        return self.forward(
-            q, k, v, layer, metadata, kv, scale, sliding_window, softcap=heads.softcap, sinks=heads.sinks
-        )
+        q, k, v = turned(qkv_TE, cos, sin, layer)
+        return self.forward(q, k, v, layer, metadata, kv)
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

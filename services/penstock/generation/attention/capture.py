@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.generation.attention.base import (
     Attention,
+    AttentionLayer,
     AttentionMetadata,
-    HeadWeights,
     softmax_with_sinks,
     turned,
 )
@@ -55,21 +55,14 @@ class AttentionCapture(Attention):
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKD: Tensor,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """See Attention.forward."""
-        out = self._inner.forward(
-            q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window, softcap=softcap, sinks=sinks
-        )
+        out = self._inner.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv)
         rows = [one.row for one in self._rows]
-        self._keep(q_THD[rows], layer, metadata, kv, scale, sliding_window, softcap, sinks)
+        self._keep(q_THD[rows], layer, metadata, kv)
         return out
 
     def forward_qkv(
@@ -77,46 +70,39 @@ class AttentionCapture(Attention):
         qkv_TE: Tensor,
         cos: Tensor,
         sin: Tensor,
-        heads: HeadWeights,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
     ) -> Tensor:
         """See Attention.forward_qkv. The result has the inner implementation's own bits, so other rows stay as they
         were."""
         rows = [one.row for one in self._rows]
         # Before the inner implementation, which may norm the projection in place.
-        q_RHD, _, _ = turned(qkv_TE[rows], cos[rows], sin[rows], heads)
-        out = self._inner.forward_qkv(qkv_TE, cos, sin, heads, layer, metadata, kv, scale, sliding_window)
-        self._keep(q_RHD, layer, metadata, kv, scale, sliding_window, heads.softcap, heads.sinks)
+        q_RHD, _, _ = turned(qkv_TE[rows], cos[rows], sin[rows], layer)
+        out = self._inner.forward_qkv(qkv_TE, cos, sin, layer, metadata, kv)
+        self._keep(q_RHD, layer, metadata, kv)
         return out
 
     def _keep(
         self,
         q_RHD: Tensor,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float,
-        sinks: Tensor | None,
     ) -> None:
         """Keep the weights of the chosen rows' queries over the keys, which are in the pool by now."""
         if not self._slots:
             self._slots = [_slots(one, metadata, kv.block_size) for one in self._rows]
         for one, q_HD, slots_C, found in zip(self._rows, q_RHD, self._slots, self._weights, strict=True):
-            k_CKD = kv.read(layer, slots_C, torch.float32)[0].float()
+            k_CKD = kv.read(layer.index, slots_C, torch.float32)[0].float()
             # The query heads that share a key/value head are neighbours.
             q_KGD = q_HD.float().view(kv.num_kv_heads, -1, kv.head_dim)
-            scores_KGC = torch.einsum("kgd,ckd->kgc", q_KGD, k_CKD) * scale
-            if softcap:
-                scores_KGC = softcap * (scores_KGC / softcap).tanh_()
-            if sliding_window is not None and one.context > sliding_window:
-                scores_KGC[:, :, : one.context - sliding_window] = -torch.inf
-            found.append(softmax_with_sinks(scores_KGC.flatten(0, 1), sinks))
+            scores_KGC = torch.einsum("kgd,ckd->kgc", q_KGD, k_CKD) * layer.scale
+            if layer.softcap:
+                scores_KGC = layer.softcap * (scores_KGC / layer.softcap).tanh_()
+            if layer.window is not None and one.context > layer.window:
+                scores_KGC[:, :, : one.context - layer.window] = -torch.inf
+            found.append(softmax_with_sinks(scores_KGC.flatten(0, 1), layer.sinks))
 
 
 def _slots(one: CapturedRow, metadata: AttentionMetadata, block_size: int) -> Tensor:

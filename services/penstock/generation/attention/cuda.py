@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights
+from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
 from penstock.generation.attention.sdpa import SDPAAttention
 
 if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
 
 # gpu_operators.turn_and_write.
-TurnAndWrite = Callable[[Tensor, Tensor, Tensor, HeadWeights, Tensor, Tensor, Tensor], Tensor]
+TurnAndWrite = Callable[[Tensor, Tensor, Tensor, AttentionLayer, Tensor, Tensor, Tensor], Tensor]
 _INT32 = torch.iinfo(torch.int32).max
 
 
@@ -56,51 +56,39 @@ class FlashAttention(Attention):
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKD: Tensor,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """See Attention.forward."""
-        if softcap or sinks is not None or not self._takes(q_THD.dtype, q_THD.shape[2], kv):
-            return self._portable.forward(
-                q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window, softcap=softcap, sinks=sinks
-            )
-        kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
-        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window)
+        if layer.changes_scores or not self._takes(q_THD.dtype, q_THD.shape[2], kv):
+            return self._portable.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv)
+        kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
+        return self._attend(q_THD, layer, metadata, kv)
 
     def forward_qkv(
         self,
         qkv_TE: Tensor,
         cos: Tensor,
         sin: Tensor,
-        heads: HeadWeights,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
     ) -> Tensor:
         """See Attention.forward_qkv."""
-        is_plain = not heads.norm_is_whole and self.can_be_captured(heads, qkv_TE.dtype, kv)
+        is_plain = not layer.norm_is_whole and self.can_be_captured(layer, qkv_TE.dtype, kv)
         if self._turn_and_write is None or not is_plain:
-            return super().forward_qkv(qkv_TE, cos, sin, heads, layer, metadata, kv, scale, sliding_window)
+            return super().forward_qkv(qkv_TE, cos, sin, layer, metadata, kv)
         slots = metadata.slot_mapping
-        q_THD = self._turn_and_write(qkv_TE, cos, sin, heads, kv.key(layer), kv.value(layer), slots)
-        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window)
+        q_THD = self._turn_and_write(qkv_TE, cos, sin, layer, kv.key(layer.index), kv.value(layer.index), slots)
+        return self._attend(q_THD, layer, metadata, kv)
 
     def _attend(
         self,
         q_THD: Tensor,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
     ) -> Tensor:
         """Return o_THD over keys and values that are in the pool."""
         # Imported late: the module makes an operator of its own, which a CPU's process has no use for.
@@ -110,19 +98,19 @@ class FlashAttention(Attention):
         longest = max(metadata.query_lens)
         # Tokens that are their sequences' last see all of them: without a mask, query heads of one key/value head are
         # the rows of one product.
-        is_grouped = longest == 1 and sliding_window is None and q_THD.shape[1] > kv.num_kv_heads
+        is_grouped = longest == 1 and layer.window is None and q_THD.shape[1] > kv.num_kv_heads
         out = varlen_attn(
             q_THD.contiguous(),
-            kv.key(layer),
-            kv.value(layer),
+            kv.key(layer.index),
+            kv.value(layer.index),
             metadata.query_start,
             # Wanted beside block tables, though lengths are those of seqused_k.
             metadata.query_start,
             longest,
             tables.shape[1] * kv.block_size,
-            scale=scale,
+            scale=layer.scale,
             # Positions before a row that it sees, and after it. The row itself is not counted.
-            window_size=(-1, -1) if is_grouped else (-1 if sliding_window is None else sliding_window - 1, 0),
+            window_size=(-1, -1) if is_grouped else (-1 if layer.window is None else layer.window - 1, 0),
             enable_gqa=q_THD.shape[1] != kv.num_kv_heads,
             seqused_k=metadata.context_lens,
             block_table=tables,
@@ -133,9 +121,9 @@ class FlashAttention(Attention):
         assert isinstance(out, Tensor)
         return out
 
-    def can_be_captured(self, heads: HeadWeights, dtype: torch.dtype, kv: KVCachePool) -> bool:
+    def can_be_captured(self, layer: AttentionLayer, dtype: torch.dtype, kv: KVCachePool) -> bool:
         """See Attention."""
-        return not heads.softcap and heads.sinks is None and self._takes(dtype, heads.head_dim, kv)
+        return not layer.changes_scores and self._takes(dtype, layer.head_dim, kv)
 
     def _takes(self, dtype: torch.dtype, head_dim: int, kv: KVCachePool) -> bool:
         """True when the operator has such heads, and its offsets reach all of a layer's pool."""

@@ -24,7 +24,7 @@ from penstock.generation.attention.gpu_kernels import (
 )
 
 if TYPE_CHECKING:
-    from penstock.generation.attention.base import HeadWeights
+    from penstock.generation.attention.base import AttentionLayer
 
 # Numbers of a row that one program of `silu_mul` computes.
 _PIECE = 1024
@@ -80,36 +80,36 @@ def silu_mul(gate_up_TF: Tensor) -> Tensor:
 
 
 def turn_and_write(
-    qkv_TE: Tensor, cos: Tensor, sin: Tensor, heads: HeadWeights, keys: Tensor, values: Tensor, slots_T: Tensor
+    qkv_TE: Tensor, cos: Tensor, sin: Tensor, layer: AttentionLayer, keys: Tensor, values: Tensor, slots_T: Tensor
 ) -> Tensor:
     """Split, norm and turn the fused projection (attention.base.turned), write keys and values at their slots, and
     return q_THD.
 
     `keys`, `values`: a layer's (blocks, block size, K, D) in the projection's dtype; cos and sin (T, 1, D / 2). Norms
-    of whole rows (HeadWeights.norm_is_whole) are not computed here.
+    of whole rows (AttentionLayer.norm_is_whole) are not computed here.
     """
     qkv_TE = qkv_TE.contiguous()
     rows = len(qkv_TE)
-    q_THD = qkv_TE.new_empty((rows, heads.num_heads, heads.head_dim))
-    has_norm = heads.q_norm is not None and heads.k_norm is not None
-    half = heads.head_dim // 2
-    grid = (rows, heads.num_heads + 2 * heads.num_kv_heads)
+    q_THD = qkv_TE.new_empty((rows, layer.num_heads, layer.head_dim))
+    has_norm = layer.q_norm is not None and layer.k_norm is not None
+    half = layer.head_dim // 2
+    grid = (rows, layer.num_heads + 2 * layer.num_kv_heads)
     _launch(
         turn_rows,
         grid,
         qkv_TE,
         cos.contiguous(),
         sin.contiguous(),
-        heads.q_norm if has_norm else qkv_TE,
-        heads.k_norm if has_norm else qkv_TE,
+        layer.q_norm if has_norm else qkv_TE,
+        layer.k_norm if has_norm else qkv_TE,
         slots_T.contiguous(),
         q_THD,
         keys,
         values,
-        heads.num_heads,
-        heads.num_kv_heads,
+        layer.num_heads,
+        layer.num_kv_heads,
         half,
-        heads.eps,
+        layer.eps,
         has_norm,
         triton.next_power_of_2(half),
         num_warps=1,

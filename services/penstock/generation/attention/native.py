@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.generation.attention.base import Attention, AttentionMetadata
 
 if TYPE_CHECKING:
-    from penstock.generation.attention.base import HeadWeights
+    from penstock.generation.attention.base import AttentionLayer
     from penstock.generation.attention.kv_cache import KVCachePool
 
 
@@ -32,74 +32,62 @@ class NativeAttention(Attention):
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKD: Tensor,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """See Attention.forward."""
-        kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
-        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window, softcap, sinks)
+        kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
+        return self._attend(q_THD, layer, metadata, kv)
 
     def forward_qkv(
         self,
         qkv_TE: Tensor,
         cos: Tensor,
         sin: Tensor,
-        heads: HeadWeights,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
     ) -> Tensor:
         """See Attention.forward_qkv."""
-        if heads.norm_is_whole:
-            heads = heads.whole_norms(qkv_TE)
-        keys, values = kv.key(layer), kv.value(layer)
+        if layer.norm_is_whole:
+            layer = layer.whole_norms(qkv_TE)
+        keys, values = kv.key(layer.index), kv.value(layer.index)
         q_THD: Tensor = torch.ops.penstock.rope_and_cache(
             qkv_TE,
             cos,
             sin,
             keys,
             values,
-            kv.key_scale(layer),
-            kv.value_scale(layer),
+            kv.key_scale(layer.index),
+            kv.value_scale(layer.index),
             metadata.slot_mapping,
-            heads.num_heads,
-            heads.q_norm,
-            heads.k_norm,
-            heads.eps,
+            layer.num_heads,
+            layer.q_norm,
+            layer.k_norm,
+            layer.eps,
         )
-        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window, heads.softcap, heads.sinks)
+        return self._attend(q_THD, layer, metadata, kv)
 
     @staticmethod
     def _attend(
         q_THD: Tensor,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float,
-        sinks: Tensor | None,
     ) -> Tensor:
         out: Tensor = torch.ops.penstock.paged_attention(
             q_THD,
-            kv.key(layer),
-            kv.value(layer),
-            kv.key_scale(layer),
-            kv.value_scale(layer),
+            kv.key(layer.index),
+            kv.value(layer.index),
+            kv.key_scale(layer.index),
+            kv.value_scale(layer.index),
             metadata.block_tables,
             metadata.query_start,
             metadata.context_lens,
-            scale,
-            sliding_window or 0,
-            softcap,
-            sinks,
+            layer.scale,
+            layer.window or 0,
+            layer.softcap,
+            layer.sinks,
         )
         return out

@@ -22,7 +22,7 @@ from penstock.generation.attention.npu_operators import (
 from penstock.generation.attention.sdpa import SDPAAttention
 
 if TYPE_CHECKING:
-    from penstock.generation.attention.base import HeadWeights
+    from penstock.generation.attention.base import AttentionLayer
     from penstock.generation.attention.kv_cache import KVCachePool
 
 
@@ -48,35 +48,28 @@ class NPUAttention(Attention):
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKD: Tensor,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """See Attention.forward."""
-        if softcap or sinks is not None or not self._takes(q_THD.dtype, q_THD.shape[2], kv):
-            return self._portable.forward(
-                q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window, softcap=softcap, sinks=sinks
-            )
-        keys, values = kv.key(layer), kv.value(layer)
+        if layer.changes_scores or not self._takes(q_THD.dtype, q_THD.shape[2], kv):
+            return self._portable.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv)
+        keys, values = kv.key(layer.index), kv.value(layer.index)
         q_THD = q_THD.contiguous()
-        key = ("npu", sliding_window)
+        key = ("npu", layer.window)
         call = cast("PagedCall | None", metadata.plans.get(key))
         if call is None:
             check_scatter(k_TKD, v_TKD, keys, values, metadata.slot_mapping)
-            call = self._call(metadata, sliding_window)
+            call = self._call(metadata, layer.window)
             call.check(q_THD, keys, values, self._limits)
             metadata.plans[key] = call
         scatter(k_TKD, v_TKD, keys, values, metadata.slot_mapping)
-        return call.attend(q_THD, keys, values, scale)
+        return call.attend(q_THD, keys, values, layer.scale)
 
-    def can_be_captured(self, heads: HeadWeights, dtype: torch.dtype, kv: KVCachePool) -> bool:
+    def can_be_captured(self, layer: AttentionLayer, dtype: torch.dtype, kv: KVCachePool) -> bool:
         """See Attention."""
-        return not heads.softcap and heads.sinks is None and self._takes(dtype, heads.head_dim, kv)
+        return not layer.changes_scores and self._takes(dtype, layer.head_dim, kv)
 
     def _takes(self, dtype: torch.dtype, head_dim: int, kv: KVCachePool) -> bool:
         return kv.dtype is dtype and self._limits.fits(dtype, head_dim)
@@ -86,27 +79,22 @@ class NPUAttention(Attention):
         qkv_TE: Tensor,
         cos: Tensor,
         sin: Tensor,
-        heads: HeadWeights,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
     ) -> Tensor:
         """See Attention.forward_qkv."""
-        is_mixed = heads.q_norm is not None and heads.q_norm.dtype is not qkv_TE.dtype
-        if heads.norm_is_whole or is_mixed:
-            return super().forward_qkv(qkv_TE, cos, sin, heads, layer, metadata, kv, scale, sliding_window)
-        num_turned = heads.num_heads + heads.num_kv_heads
-        qkv = qkv_TE.view(len(qkv_TE), num_turned + heads.num_kv_heads, heads.head_dim)
-        q, k, v = qkv[:, : heads.num_heads], qkv[:, heads.num_heads : num_turned], qkv[:, num_turned:]
-        if heads.q_norm is not None and heads.k_norm is not None:
-            q, k = rms_norm(q, heads.q_norm, heads.eps), rms_norm(k, heads.k_norm, heads.eps)
+        is_mixed = layer.q_norm is not None and layer.q_norm.dtype is not qkv_TE.dtype
+        if layer.norm_is_whole or is_mixed:
+            return super().forward_qkv(qkv_TE, cos, sin, layer, metadata, kv)
+        num_turned = layer.num_heads + layer.num_kv_heads
+        qkv = qkv_TE.view(len(qkv_TE), num_turned + layer.num_kv_heads, layer.head_dim)
+        q, k, v = qkv[:, : layer.num_heads], qkv[:, layer.num_heads : num_turned], qkv[:, num_turned:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, layer.eps), rms_norm(k, layer.k_norm, layer.eps)
         cos, sin = _both_halves(q, cos, sin, metadata)
         q, k = rotary_mul(q, cos, sin), rotary_mul(k, cos, sin)
-        return self.forward(
-            q, k, v, layer, metadata, kv, scale, sliding_window, softcap=heads.softcap, sinks=heads.sinks
-        )
+        return self.forward(q, k, v, layer, metadata, kv)
 
     def _call(self, metadata: AttentionMetadata, window: int | None) -> PagedCall:
         device = metadata.block_tables.device

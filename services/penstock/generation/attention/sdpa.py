@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.attention.base import Attention, AttentionMetadata, softmax_with_sinks
+from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata, softmax_with_sinks
 
 if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
@@ -52,32 +52,25 @@ class SDPAAttention(Attention):
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKD: Tensor,
-        layer: int,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
         kv: KVCachePool,
-        scale: float,
-        sliding_window: int | None,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """See Attention.forward."""
-        k_TKD, v_TKD = kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
-        groups = _plan(metadata, sliding_window, q_THD.dtype, q_THD.shape[1] // kv.num_kv_heads, kv.block_size)
-        if softcap or sinks is not None:
+        k_TKD, v_TKD = kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
+        groups = _plan(metadata, layer.window, q_THD.dtype, q_THD.shape[1] // kv.num_kv_heads, kv.block_size)
+        if layer.changes_scores:
             out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
             for group in groups:
                 rows = group.rows
-                out[rows] = _attend_by_scores(
-                    q_THD[rows], k_TKD[rows], v_TKD[rows], group, layer, kv, scale, softcap, sinks
-                )
+                out[rows] = _attend_by_scores(q_THD[rows], k_TKD[rows], v_TKD[rows], group, layer, kv)
             return out
         if len(groups) == 1:  # in order, by construction
-            return _attend(q_THD, k_TKD, v_TKD, groups[0], layer, kv, scale)
+            return _attend(q_THD, k_TKD, v_TKD, groups[0], layer, kv)
         out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         for group in groups:
             rows = group.rows
-            out[rows] = _attend(q_THD[rows], k_TKD[rows], v_TKD[rows], group, layer, kv, scale)
+            out[rows] = _attend(q_THD[rows], k_TKD[rows], v_TKD[rows], group, layer, kv)
         return out
 
 
@@ -86,27 +79,26 @@ def _attend(
     k_RKD: Tensor,
     v_RKD: Tensor,
     group: Group,
-    layer: int,
+    layer: AttentionLayer,
     kv: KVCachePool,
-    scale: float,
 ) -> Tensor:
     """Attention of one group's R = N * query_len rows."""
     num_rows, num_heads, head_dim = q_RHD.shape
     if group.slots is None:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_RHD, k_RKD, v_RKD))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1).reshape(num_rows, num_heads, head_dim)
     shape = (group.num_seqs, -1, kv.num_kv_heads, head_dim)
-    k, v = (x.view(shape).transpose(1, 2) for x in kv.read(layer, group.slots, q_RHD.dtype))
+    k, v = (x.view(shape).transpose(1, 2) for x in kv.read(layer.index, group.slots, q_RHD.dtype))
     if group.query_len > MAX_BATCHED_QUERY:
         q = q_RHD.view(group.num_seqs, group.query_len, num_heads, head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=layer.scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(num_rows, num_heads, head_dim)
     # The query heads of one key/value head become rows: keys are read once, and bf16 takes the blocked path.
     heads_per_kv = num_heads // kv.num_kv_heads
     grouped = (group.num_seqs, group.query_len, kv.num_kv_heads, heads_per_kv, head_dim)
     q = q_RHD.reshape(grouped).transpose(1, 2).flatten(2, 3)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=layer.scale)
     out = out.view(group.num_seqs, kv.num_kv_heads, group.query_len, heads_per_kv, head_dim)
     return out.transpose(1, 2).reshape(num_rows, num_heads, head_dim)
 
@@ -116,11 +108,8 @@ def _attend_by_scores(
     k_RKD: Tensor,
     v_RKD: Tensor,
     group: Group,
-    layer: int,
+    layer: AttentionLayer,
     kv: KVCachePool,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of one group's rows whose scores torch's own operator cannot change: in float32, the heads of one
     key/value head at a time."""
@@ -131,7 +120,7 @@ def _attend_by_scores(
         visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q_RHD.device).tril()
         mask = torch.zeros(visible.shape, device=q_RHD.device).masked_fill_(~visible, float("-inf"))[None]
     else:
-        keys, values = kv.read(layer, group.slots, q_RHD.dtype)
+        keys, values = kv.read(layer.index, group.slots, q_RHD.dtype)
         # The rows of a batched group's mask are (query, head of the group), all of a query the same.
         step = heads_per_kv if group.query_len <= MAX_BATCHED_QUERY else 1
         mask = cast("Tensor", group.mask)[:, 0, ::step].float()
@@ -141,11 +130,11 @@ def _attend_by_scores(
     out = torch.empty_like(q_NQKGD)
     for head in range(kv.num_kv_heads):
         q_GNQD = q_NQKGD[:, :, head].float().permute(2, 0, 1, 3)
-        scores = torch.matmul(q_GNQD, k_NCKD[:, :, head].float().transpose(1, 2)) * scale
-        if softcap:
-            scores = softcap * (scores / softcap).tanh_()
+        scores = torch.matmul(q_GNQD, k_NCKD[:, :, head].float().transpose(1, 2)) * layer.scale
+        if layer.softcap:
+            scores = layer.softcap * (scores / layer.softcap).tanh_()
         scores += mask
-        own = None if sinks is None else sinks[head * heads_per_kv : (head + 1) * heads_per_kv]
+        own = None if layer.sinks is None else layer.sinks[head * heads_per_kv : (head + 1) * heads_per_kv]
         weighted = torch.matmul(softmax_with_sinks(scores, own), v_NCKD[:, :, head].float())
         out[:, :, head] = weighted.permute(1, 2, 0, 3).to(out.dtype)
     return out.view(num_rows, num_heads, head_dim)

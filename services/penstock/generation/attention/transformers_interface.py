@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.generation.attention.base import AttentionLayer
+
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
@@ -94,18 +96,17 @@ class PagedStep:
                 repeats = kv.num_kv_heads // call.num_kv_heads
                 k_TKD, v_TKD = (x.repeat_interleave(repeats, 1) for x in (k_TKD, v_TKD))
             q_THD, k_TKD, v_TKD = (_padded(x, x.shape[1], kv.head_dim) for x in (q_THD, k_TKD, v_TKD))
-            out_THD = self._attention.forward(
-                q_THD,
-                k_TKD,
-                v_TKD,
-                layer,
-                self._metadata,
-                kv,
+            facts = AttentionLayer(
+                q_THD.shape[1],
+                kv.num_kv_heads,
+                kv.head_dim,
                 scale,
+                layer,
                 call.window,
                 softcap=softcap or 0.0,
                 sinks=None if sinks_H is None else sinks_H.float(),
             )
+            out_THD = self._attention.forward(q_THD, k_TKD, v_TKD, facts, self._metadata, kv)
             out_THD = out_THD[..., : call.value_width]
         else:
             k_TKD, v_TKD = (_padded(x, kv.num_kv_heads, kv.head_dim) for x in (k_TKD, v_TKD))

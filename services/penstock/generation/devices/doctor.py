@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.errors import StartupError
-from penstock.generation.attention.base import AttentionMetadata, HeadWeights
+from penstock.generation.attention.base import AttentionLayer, AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.base import Device
@@ -163,12 +163,12 @@ def _attention(
         metadata, _ = AttentionMetadata.build(query_lens, kv_lens, tables, size, place)
         turns = [part.to(dtype).to(place, kind) for part in (angles.cos(), angles.sin())]
         attention = SDPAAttention() if kind is torch.float32 else device.attention(kind, _HEAD_DIM)
-        heads = HeadWeights(_HEADS, _KV_HEADS, _HEAD_DIM)
+        layer = AttentionLayer(_HEADS, _KV_HEADS, _HEAD_DIM, _HEAD_DIM**-0.5, window=window)
         if has_norms:
             norms = [(1 + _numbers(_HEAD_DIM, seed=seed) / 8).to(dtype).to(place, kind) for seed in (5, 6)]
-            heads = replace(heads, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
+            layer = replace(layer, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
         rows = qkv.to(place, kind)
-        return attention.forward_qkv(rows, turns[0], turns[1], heads, 0, metadata, kv, _HEAD_DIM**-0.5, window)
+        return attention.forward_qkv(rows, turns[0], turns[1], layer, metadata, kv)
 
     return run(device.torch_device, dtype), run(cpu, torch.float32)
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from penstock.generation.layers.lora import DOWN, GATED, OUTPUT, QKV, SITES_A_LAYER, AdapterBatch, SiteAdapters
 
 if TYPE_CHECKING:
-    from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights
+    from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
-    from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.layers.experts import MixtureOfExperts
     from penstock.generation.layers.kernels import LayerKernels
     from penstock.generation.layers.linear.base import Linear
@@ -118,26 +117,20 @@ class Step:
 class SelfAttention:
     """Fused qkv, optional head norm, rotary embedding, paged attention, output projection."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, qkv: Linear, output: Linear, heads: HeadWeights, turn: int = 0
-    ) -> None:
+    def __init__(self, layer: AttentionLayer, qkv: Linear, output: Linear, turn: int = 0) -> None:
         """Take the layer's parts; `turn` is the number of its rotary embedding in Step.turns."""
-        self.heads = heads
+        self.layer = layer
         self.turn = turn
-        self.window = config.sliding_windows[layer]
         self.qkv = qkv
         self.output = output
-        self._layer = layer
-        self.scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden); write this layer's keys and values into the pool."""
-        qkv = step.linear(self.qkv, x_TI, self._layer, QKV)
+        layer = self.layer
+        qkv = step.linear(self.qkv, x_TI, layer.index, QKV)
         cos, sin = step.turns[self.turn]
-        out = step.attention.forward_qkv(
-            qkv, cos, sin, self.heads, self._layer, step.metadata, step.kv, self.scale, self.window
-        )
-        return step.linear(self.output, out.flatten(1), self._layer, OUTPUT)
+        out = step.attention.forward_qkv(qkv, cos, sin, layer, step.metadata, step.kv)
+        return step.linear(self.output, out.flatten(1), layer.index, OUTPUT)
 
 
 class SwiGLU:

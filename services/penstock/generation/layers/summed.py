@@ -10,8 +10,7 @@ from torch import Tensor
 from penstock.generation.layers.decoder_layer import SelfAttention, Step, SwiGLU
 
 if TYPE_CHECKING:
-    from penstock.generation.attention.base import HeadWeights
-    from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.attention.base import AttentionLayer
     from penstock.generation.layers.linear.base import Linear
 
 # Adds up what every process passes, in place, and returns it.
@@ -21,18 +20,9 @@ Sum = Callable[[Tensor], Tensor]
 class SummedAttention(SelfAttention):
     """Attention over some of the heads; its output projection has the columns of these."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        qkv: Linear,
-        output: Linear,
-        heads: HeadWeights,
-        turn: int,
-        sum_parts: Sum,
-    ) -> None:
-        """See SelfAttention; `config` is of this part."""
-        super().__init__(config, layer, qkv, output, heads, turn)
+    def __init__(self, layer: AttentionLayer, qkv: Linear, output: Linear, turn: int, sum_parts: Sum) -> None:
+        """See SelfAttention; `layer` is of this part."""
+        super().__init__(layer, qkv, output, turn)
         self._sum = sum_parts
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:

@@ -277,7 +277,7 @@ def can_capture(model: LanguageModel, kv: KVCachePool) -> TypeGuard[CausalLM]:
         return False
     # Experts wait for the number of their rows.
     return all(
-        type(layer.mlp) is SwiGLU and model.attention.can_be_captured(layer.attention.heads, model.dtype, kv)
+        type(layer.mlp) is SwiGLU and model.attention.can_be_captured(layer.attention.layer, model.dtype, kv)
         for layer in model.layers
     )
 

@@ -53,7 +53,7 @@ class FusedLayers:
         }
         factors = {
             "eps": config.rms_norm_eps,
-            "attention_scale": layers[0].attention.scale,
+            "attention_scale": layers[0].attention.layer.scale,
             "softcap": config.attention_softcap,
             "embedding_scale": embedding_scale,
             "residual_scale": config.residual_scale,
@@ -144,7 +144,7 @@ def can_fuse(
 
 def _own_sizes(layer: DecoderLayer) -> dict[str, int]:
     """Return a layer's numbers by the names that csrc/decoder knows: each product may have a format of its own."""
-    sizes = {"window": layer.attention.window or 0, "turn": layer.attention.turn}
+    sizes = {"window": layer.attention.layer.window or 0, "turn": layer.attention.turn}
     return sizes | {f"{name}.format": int(linear.format) for name, linear in _products(layer).items()}
 
 
@@ -164,8 +164,8 @@ def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     if isinstance(layer, AroundLayer):
         norms |= {"attention_out_norm": layer.attention_out, "mlp_out_norm": layer.mlp_out}
     tensors |= {name: norm.weight for name, norm in norms.items() if not isinstance(norm, NoNorm)}
-    heads = layer.attention.heads
-    others = {"q_norm": heads.q_norm, "k_norm": heads.k_norm, "sinks": heads.sinks}
+    own = layer.attention.layer
+    others = {"q_norm": own.q_norm, "k_norm": own.k_norm, "sinks": own.sinks}
     return tensors | {name: weight for name, weight in others.items() if weight is not None}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.dtypes import dtype_name
-from penstock.generation.attention.base import HeadWeights
+from penstock.generation.attention.base import AttentionLayer
 from penstock.generation.core.model_config import Activation, ModelConfig, NormKind
 from penstock.generation.layers.decoder_layer import (
     AroundLayer,
@@ -135,9 +135,9 @@ class _Parts:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
         before = [self._norm_in(prefix, names.before_attention), self._norm_in(prefix, names.before_mlp)]
         after = [self._norm_after(prefix, name) for name in (names.after_attention, names.after_mlp)]
-        heads = self._heads(prefix)
+        heads = self._heads(index, prefix)
         qkv, output, *rest = layer_linears(config, index)
-        attention = self._attention(index, self._linear(prefix, qkv), self._linear(prefix, output), heads)
+        attention = self._attention(heads, self._linear(prefix, qkv), self._linear(prefix, output))
         mlp = self._mixture(prefix, rest) if config.has_experts(index) else self._mlp(index, prefix, rest)
         self._weights.layer_is_complete()
         if config.is_parallel:
@@ -146,11 +146,11 @@ class _Parts:
             return DecoderLayer(before[0], attention, before[1], mlp)
         return AroundLayer(before[0], attention, before[1], mlp, *after)
 
-    def _attention(self, index: int, qkv: Linear, output: Linear, heads: HeadWeights) -> SelfAttention:
-        turn = self._turns[index]
+    def _attention(self, layer: AttentionLayer, qkv: Linear, output: Linear) -> SelfAttention:
+        turn = self._turns[layer.index]
         if self._sum is None:
-            return SelfAttention(self._config, index, qkv, output, heads, turn)
-        return SummedAttention(self._config, index, qkv, output, heads, turn, self._sum)
+            return SelfAttention(layer, qkv, output, turn)
+        return SummedAttention(layer, qkv, output, turn, self._sum)
 
     def _norm_weight(self, name: str) -> Tensor:
         weight = self._weights.tensor(name, is_exact=rounds_once(self._config))
@@ -164,18 +164,21 @@ class _Parts:
             return Multiplied(self._config.residual_scale)
         return self._norm_in(prefix, name)
 
-    def _heads(self, prefix: str) -> HeadWeights:
+    def _heads(self, index: int, prefix: str) -> AttentionLayer:
         config = self._config
         q_norm, k_norm = (
             self._norm_weight(f"{prefix}self_attn.{name}_norm.weight") if config.qk_norm else None for name in "qk"
         )
-        return HeadWeights(
+        return AttentionLayer(
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            q_norm,
-            k_norm,
-            config.rms_norm_eps,
+            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            index,
+            config.sliding_windows[index],
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=config.rms_norm_eps,
             norm_is_whole=config.qk_norm_is_whole,
             softcap=config.attention_softcap,
             sinks=self._weights.tensor(f"{prefix}self_attn.sinks", is_exact=True) if config.has_sinks else None,

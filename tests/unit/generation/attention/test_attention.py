@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.base import AttentionLayer, AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.sdpa import MAX_BATCHED_QUERY, SMALL_CONTEXT, SDPAAttention
 from torch import Tensor
@@ -59,7 +59,8 @@ def run(lengths: list[tuple[int, int]], block_size: int, heads: int, kv_heads: i
     queries = [torch.randn(query_len, heads, HEAD_DIM) for query_len, _ in lengths]
     new_keys = torch.cat([key[-q:] for key, (q, _) in zip(keys, lengths, strict=True)])
     new_values = torch.cat([value[-q:] for value, (q, _) in zip(values, lengths, strict=True)])
-    out = SDPAAttention().forward(torch.cat(queries), new_keys, new_values, 1, metadata, pool, SCALE, window)
+    layer = AttentionLayer(heads, kv_heads, HEAD_DIM, SCALE, 1, window)
+    out = SDPAAttention().forward(torch.cat(queries), new_keys, new_values, layer, metadata, pool)
     for found, q, k, v in zip(out.split([q for q, _ in lengths]), queries, keys, values, strict=True):
         torch.testing.assert_close(found.double(), textbook(q, k, v, window), atol=1e-5, rtol=1e-5)
 
@@ -93,7 +94,7 @@ def test_a_layer_reuses_the_plan_of_the_layer_before_it() -> None:
     metadata, _ = AttentionMetadata.build([2], [2], torch.tensor([[3]], dtype=torch.int32), 4)
     rows = torch.randn(2, 1, HEAD_DIM)
     for layer in range(2):
-        SDPAAttention().forward(rows, rows, rows, layer, metadata, pool, SCALE, None)
+        SDPAAttention().forward(rows, rows, rows, AttentionLayer(1, 1, HEAD_DIM, SCALE, layer), metadata, pool)
     assert len(metadata.plans) == 1
 
 

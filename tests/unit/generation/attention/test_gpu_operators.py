@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from penstock.generation.attention.base import HeadWeights, turned
+from penstock.generation.attention.base import AttentionLayer, turned
 from penstock.generation.layers.kernels import LayerKernels
 from penstock.generation.layers.linear import fp8
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
@@ -59,8 +59,8 @@ def test_heads_are_turned_and_written(dtype: torch.dtype, norm: str, heads: int,
     qkv = numbers(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     cos, sin = (numbers(rows, 1, head_dim // 2, dtype=dtype) for _ in range(2))
     kind = torch.float32 if norm == "float32" else dtype
-    norms = () if norm == "none" else tuple(numbers(head_dim, dtype=kind) for _ in range(2))
-    weights = HeadWeights(heads, kv_heads, head_dim, *norms, eps=1e-6)
+    norms = {} if norm == "none" else {name: numbers(head_dim, dtype=kind) for name in ("q_norm", "k_norm")}
+    weights = AttentionLayer(heads, kv_heads, head_dim, 1.0, **norms, eps=1e-6)
     keys, values = (torch.zeros(4, 8, kv_heads, head_dim, dtype=dtype, device=DEVICE) for _ in range(2))
     q, k, v = turned(qkv, cos, sin, weights)
     assert_close(gpu_operators.turn_and_write(qkv, cos, sin, weights, keys, values, slots), q)

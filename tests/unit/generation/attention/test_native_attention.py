@@ -33,7 +33,7 @@ def num_blocks(shape: Shape, lengths: list[int]) -> int:
 
 
 def changed_scores(shape: Shape, softcap: float, has_sinks: bool) -> dict[str, Any]:
-    """Return fields of HeadWeights."""
+    """Return fields of AttentionLayer."""
     return {"softcap": softcap, "sinks": torch.randn(shape.heads) if has_sinks else None}
 
 

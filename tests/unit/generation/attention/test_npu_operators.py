@@ -12,7 +12,7 @@ import pytest
 import torch
 from factories.models.emulated_npu import IMPLEMENTATIONS, PINNED, calls, install
 from penstock.generation.attention import npu_operators
-from penstock.generation.attention.base import AttentionMetadata, HeadWeights
+from penstock.generation.attention.base import AttentionLayer, AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.npu import NPUAttention
 from penstock.generation.attention.npu_operators import AttentionLimits, OperatorLimit, PagedCall, causal_mask
@@ -156,7 +156,7 @@ def test_a_mixed_step_equals_the_portable_attention(window: int | None, sinks: T
     torch.manual_seed(0)
     qkv = torch.randn(sum(query_lens), (HEADS + 2 * KV_HEADS) * DIM).to(BF16)
     norm = torch.rand(DIM).to(BF16)
-    heads = HeadWeights(HEADS, KV_HEADS, DIM, norm, norm, 1e-6, sinks=sinks)
+    layer = AttentionLayer(HEADS, KV_HEADS, DIM, 0.125, window=window, q_norm=norm, k_norm=norm, eps=1e-6, sinks=sinks)
     angles = torch.rand(len(qkv), 1, DIM // 2)
     before = torch.randn(2, 8, BLOCK, KV_HEADS, DIM).to(BF16)
     found = []
@@ -167,7 +167,7 @@ def test_a_mixed_step_equals_the_portable_attention(window: int | None, sinks: T
         kv.value(0).copy_(before[1])
         metadata, _ = AttentionMetadata.build(query_lens, kv_lens, tables, BLOCK)
         turns = angles.cos().to(BF16), angles.sin().to(BF16)
-        out = attention.forward_qkv(qkv.clone(), *turns, heads, 0, metadata, kv, 0.125, window)
+        out = attention.forward_qkv(qkv.clone(), *turns, layer, metadata, kv)
         found.append((out, kv.key(0).clone(), kv.value(0).clone()))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=2e-2, rtol=2e-2)
