@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from factories.servers import stack
 from penstock.common.pace import Demand
-from penstock.router.backends.backend import to_pace
+from penstock.router.backends.load_report import to_pace
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 _BOUNDS = ("--max-running-sequences", "32", "--max-queued-requests", "32")

@@ -91,11 +91,11 @@ SAFEGUARDS = (
         "tests/integration/router/test_lies.py::test_no_lie_ends_with_ok[more tokens than asked for-asyncio]",
     ),
     Safeguard(
-        "a request is poison only after deaths",
+        "a request is poison only after crashes",
         _PENSTOCK + "router/requests/suspect.py",
-        "return self.is_death is not False and not self.is_explained",
+        "return self.is_confirmed is not False and not self.is_explained",
         "return not self.is_explained",
-        "tests/unit/router/test_deaths.py::test_nothing_is_held_against_it_before_it_is_known",
+        "tests/unit/router/test_crash_log.py::test_nothing_is_held_against_it_before_it_is_known",
     ),
     Safeguard(
         "a poison request ends",

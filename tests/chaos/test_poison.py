@@ -18,7 +18,7 @@ SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "1"))
 @pytest.fixture(scope="module")
 def lines(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """Rows of a table that is printed in the end."""
-    head = "| backends | transport | tries | as promised | deaths | endings | exact | longest pause p50 | max |"
+    head = "| backends | transport | tries | as promised | crashes | endings | exact | longest pause p50 | max |"
     made = [head, "|---|---|---|---|---|---|---|---|---|"]
     yield made
     with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
@@ -30,10 +30,10 @@ def row(count: int, transport: str, tries: list[Seen]) -> str:
     pauses = sorted(one.pause for one in tries)
     endings = sorted({one.ending for one in tries} | {reason for one in tries for reason in one.lost})
     exact = f"{sum(one.exact for one in tries)} of {len(tries) * NEIGHBOURS}"
-    deaths = ", ".join(map(str, sorted({one.deaths for one in tries})))
+    crashes = ", ".join(map(str, sorted({one.crashes for one in tries})))
     good = sum(one.is_as_promised for one in tries)
     pause = f"{pauses[len(pauses) // 2]:.2f} s | {pauses[-1]:.2f} s"
-    return f"| {count} | {transport} | {len(tries)} | {good} | {deaths} | {', '.join(endings)} | {exact} | {pause} |"
+    return f"| {count} | {transport} | {len(tries)} | {good} | {crashes} | {', '.join(endings)} | {exact} | {pause} |"
 
 
 @pytest.mark.parametrize("transport", ["asyncio", "grpc"])

@@ -15,9 +15,10 @@ from penstock.common.errors import StartupError
 from penstock.inference import kserve_pb2_grpc
 from penstock.router.aio import Wakeup
 from penstock.router.backends.attempts import Attempts
-from penstock.router.backends.backend import Backend, BackendState
+from penstock.router.backends.backend import Backend
 from penstock.router.backends.discovery import resolve
 from penstock.router.backends.forecast import Forecast
+from penstock.router.backends.link import BackendState
 from penstock.router.backends.policy import Policy, PolicyConfig
 from penstock.router.backends.pool import BackendPool, Resolver
 from penstock.router.backends.unary_attempts import UnaryAttempts
@@ -197,7 +198,7 @@ class RouterApp:
         return lines
 
     def _states(self) -> str:
-        known = [f"{backend.key} ({_STATES[backend.state]})" for backend in self._pool.backends]
+        known = [f"{backend.key} ({_STATES[backend.link.state]})" for backend in self._pool.backends]
         return ", ".join(known) or f"{', '.join(self._config.backend)} (name not resolved)"
 
     async def _follow_health(self) -> None:

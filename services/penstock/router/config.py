@@ -182,8 +182,8 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     death_verdict_seconds: float = option(
         2.0,
-        "A backend whose connection ended and that cannot be reached for this long counts as dead, which a request may "
-        "be to blame for.",
+        "A backend whose connection ended and that cannot be reached for this long counts as crashed, for which a "
+        "request may be to blame.",
         group=FAILURE,
         minimum=0.01,
     )
@@ -199,13 +199,13 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     quarantine_wait_seconds: float = option(
         30.0,
-        "How long a request waits to be tried apart from others that ran on the same dead backends, while none of "
-        "them gets on.",
+        "How long a request waits for its probation, apart from others that ran on the same crashed backends, while "
+        "none of them gets on.",
         group=FAILURE,
         minimum=0.0,
     )
     quarantine_tokens: int = option(
-        32, "Tokens after which such a trial is passed, if the backend lives.", group=FAILURE, minimum=1
+        32, "Tokens after which such a probation is passed, if the backend lives.", group=FAILURE, minimum=1
     )
     eject_consecutive_failures: int = option(
         5, "A backend that fails so often in a row is ejected; 0: none is for that.", group=FAILURE, minimum=0

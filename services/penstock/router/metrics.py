@@ -56,7 +56,7 @@ class RouterMetrics:
         self.request_tokens = histogram("request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
         self.retries = counter("retries_total", "Requests tried again before their first token.")
         self.moves = counter("moves_total", "Streams moved to another backend after their first token.")
-        self.poisoned = counter("poisoned_requests_total", "Requests given up as the cause of backends' deaths.")
+        self.poisoned = counter("poisoned_requests_total", "Requests given up as the cause of backends' crashes.")
         self.stale_frames = counter("stale_frames_total", "Frames dropped: of an attempt that was given up.")
         self.coalesced = counter("coalesced_deltas_total", "Deltas merged since the reader was behind.")
         self.slow_readers = counter("slow_readers_total", "Streams cut off since the reader was too far behind.")

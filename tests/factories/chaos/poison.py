@@ -34,13 +34,13 @@ class Mortal:
 
     process: stack.Process
     flags: tuple[str, ...]
-    deaths: int = 0
+    crashes: int = 0
 
     async def run(self) -> None:
         """Start it again until cancelled."""
         while True:
             await asyncio.to_thread(self.process.popen.wait)
-            self.deaths += 1
+            self.crashes += 1
             port = self.process.port
             self.process.log.unlink(missing_ok=True)
             self.process = stack.start("generation", *self.flags, "--port", str(port))
@@ -51,7 +51,7 @@ class Mortal:
 class Seen:
     """End of one poison request and its neighbours."""
 
-    deaths: int
+    crashes: int
     # Reason of the poison's end; "OK" where it had none.
     ending: str
     exact: int
@@ -63,7 +63,7 @@ class Seen:
     @property
     def is_as_promised(self) -> bool:
         """True where the poison took two processes and nothing else."""
-        return (self.deaths, self.ending, self.exact) == (2, "INTERNAL POISON", NEIGHBOURS)
+        return (self.crashes, self.ending, self.exact) == (2, "INTERNAL POISON", NEIGHBOURS)
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Deployment:
 
     async def strike(self, rng: random.Random) -> Seen:
         """Send the poison when a neighbour has some of its tokens, and wait for the end of all."""
-        before, started = sum(one.deaths for one in self.backends), asyncio.Event()
+        before, started = sum(one.crashes for one in self.backends), asyncio.Event()
         after = (rng.randrange(1, TOKENS // 2), started)
         beside = [
             asyncio.ensure_future(Stream().run(self.neighbour(number), None if number else after))
@@ -148,7 +148,7 @@ class Deployment:
         poison = await Stream().run(self.poison())
         neighbours = await asyncio.gather(*beside)
         seen = Seen(
-            deaths=sum(one.deaths for one in self.backends) - before,
+            crashes=sum(one.crashes for one in self.backends) - before,
             ending=poison.ending,
             exact=sum(
                 one.error is None and one.answer.ids() == self.wanted[number] for number, one in enumerate(neighbours)
@@ -157,7 +157,7 @@ class Deployment:
             pause=max(one.pause for one in neighbours),
         )
         await self.until_whole()
-        seen.deaths = sum(one.deaths for one in self.backends) - before
+        seen.crashes = sum(one.crashes for one in self.backends) - before
         return seen
 
     async def until_whole(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from factories.servers.generation import generation_service
 from factories.servers.router import Router, running_router
 from penstock.common.checkpoint import demo_folder
-from penstock.router.backends.backend import BackendAddress
+from penstock.router.backends.discovery import BackendAddress
 
 # Of the two backends: facts of their states that tell them apart.
 BLOCK_SIZES = (16, 32)

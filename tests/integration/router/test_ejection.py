@@ -72,7 +72,7 @@ async def test_a_backend_that_has_recovered_comes_back() -> None:
         bad.refuse = None
         good.extra_load = 100
         app: Any = router.server.service
-        await until(lambda: any(one.load >= 100 for one in app._pool.backends))
+        await until(lambda: any(one.load.requests >= 100 for one in app._pool.backends))
         while router.metric("backend_ejected", backend=bad.address):
             await ask(router, 1, 1)
         before = len(bad.submitted)

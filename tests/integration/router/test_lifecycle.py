@@ -20,8 +20,7 @@ from factories.servers.router import (
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.errors import StartupError, from_rpc_error
-from penstock.router.backends.backend import BackendAddress
-from penstock.router.backends.discovery import resolve
+from penstock.router.backends.discovery import BackendAddress, resolve
 from penstock.router.config import RouterConfig
 from penstock.v1 import common_pb2, text_pb2
 

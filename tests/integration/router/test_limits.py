@@ -205,7 +205,7 @@ async def test_backends_full_is_resource_exhausted_before_any_work() -> None:
 async def room_for(router: Router, requests: int) -> None:
     """Wait until the router knows that the backend's queue has room."""
     service: Any = router.server.service
-    await until(lambda: service._pool.ready("")[0].room >= requests)
+    await until(lambda: service._pool.ready("")[0].load.room >= requests)
 
 
 async def test_running_requests_are_not_in_a_backends_queue() -> None:

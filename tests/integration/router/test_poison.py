@@ -1,4 +1,4 @@
-"""POISON ends the request that kills backends, and nobody beside it; a connection that ends is no death."""
+"""POISON ends the request that kills backends, and nobody beside it; a connection that ends is no crash."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from penstock.v1 import config_pb2, generation_pb2
 KILLER = 666
 LONG = 120
 LONG_IDS = list(count_up(LONG)(None))  # type: ignore[arg-type]
-# On a slow machine suspects wait long for their trials, and it is long until a lost connection is back.
+# On a slow machine suspects wait long for their probations, and it is long until a lost connection is back.
 PATIENT = {"quarantine_wait_seconds": PATIENCE_SECONDS, "isolation_wait_seconds": PATIENCE_SECONDS}
-NO_VERDICT = {"death_verdict_seconds": PATIENCE_SECONDS}
+UNCONFIRMED = {"death_verdict_seconds": PATIENCE_SECONDS}
 
 
 class Mortal:
     """Backend whose process dies of one request, once that has `tokens`, and is started again."""
 
     def __init__(self, tokens: int) -> None:
-        # Long answers: where a killer is tried, others run.
+        # Long answers: where a killer is on probation, others run.
         self.backend = held(allowance=None, step_seconds=0.002, script=count_up(LONG))
         self.backend.distort = self._watch
-        self.deaths = 0
+        self.crashes = 0
         self._tokens = tokens
         self._dying: asyncio.Task[None] | None = None
 
@@ -45,7 +45,7 @@ class Mortal:
         return message if self._dying is None else generation_pb2.SessionResponse()
 
     async def _die(self) -> None:
-        self.deaths += 1
+        self.crashes += 1
         await self.backend.stop()
         self._dying = None
         await self.backend.start()
@@ -94,11 +94,11 @@ async def test_twenty_of_twenty_killers_are_found_and_no_neighbour(count: int, t
                 assert isinstance(neighbour, Answer), neighbour
                 assert neighbour.ids() == LONG_IDS
         assert router.metric("poisoned_requests_total") == 20
-        assert sum(one.deaths for one in backends) == 40
+        assert sum(one.crashes for one in backends) == 40
 
 
 async def test_two_backends_that_die_by_themselves_make_nobody_poison() -> None:
-    """Several requests were on both, but each was tried apart between the deaths, and all end well."""
+    """Several requests were on both, but each ran apart between the crashes, and all end well."""
     one, two = held(script=count_up(LONG)), held(script=count_up(LONG), extra_load=100)
     async with one, two, running_router(one, two, **PATIENT) as router:
         streams = [
@@ -126,13 +126,13 @@ async def test_two_backends_that_die_by_themselves_make_nobody_poison() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one after the other"])
-async def test_connections_that_are_reset_are_no_deaths(at_once: bool) -> None:
+async def test_connections_that_are_reset_are_no_crashes(at_once: bool) -> None:
     async with (
         held(allowance=5) as one,
         held(allowance=5) as two,
         TcpProxy(one.address) as a,
         TcpProxy(two.address) as b,
-        running_router(backend=(a.address, b.address), **NO_VERDICT) as router,
+        running_router(backend=(a.address, b.address), **UNCONFIRMED) as router,
     ):
         streams = [
             asyncio.ensure_future(collect(router.stub.Generate(generate(f"{index}", output=WANT_IDS))))
@@ -157,7 +157,7 @@ async def test_a_lone_stream_whose_connections_are_reset_goes_on() -> None:
         held(allowance=5) as two,
         TcpProxy(one.address) as a,
         TcpProxy(two.address) as b,
-        running_router(backend=(a.address, b.address), **NO_VERDICT) as router,
+        running_router(backend=(a.address, b.address), **UNCONFIRMED) as router,
     ):
 
         async def reset() -> None:

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from penstock.common.errors import Internal, ResourceExhausted
 from penstock.router.backends.attempts import Attempts
-from penstock.router.backends.deaths import Blame, Deaths
+from penstock.router.backends.crash_log import Blame, CrashLog
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.probation import StreamProbation
 from penstock.router.requests.suspect import Suspect
-from penstock.router.requests.trial import StreamTrial
 from prometheus_client import CollectorRegistry
 
 
 def attempts(*rooms: float) -> Attempts:
     """Over backends with this much room."""
     pool: Any = SimpleNamespace(
-        ready=lambda *_: [SimpleNamespace(room=room) for room in rooms],
-        usable=lambda *_: [SimpleNamespace(room=room) for room in rooms],
+        ready=lambda *_: [SimpleNamespace(load=SimpleNamespace(room=room)) for room in rooms],
+        usable=lambda *_: [SimpleNamespace(load=SimpleNamespace(room=room)) for room in rooms],
     )
     policy: Any = None
     return Attempts(pool, policy, RouterConfig(), RouterMetrics(CollectorRegistry()))
@@ -43,32 +43,32 @@ def test_a_backend_beyond_its_bound_takes_no_room_from_another() -> None:
         tries.prepare("m")
 
 
-async def test_a_request_that_passed_its_trial_is_not_blamed_for_what_it_was_tried_for() -> None:
-    deaths = Deaths(lambda: None)
-    pool: Any = SimpleNamespace(deaths=deaths)
+async def test_a_request_that_passed_its_probation_is_cleared_of_the_crashes_before_it() -> None:
+    crashes = CrashLog(lambda: None)
+    pool: Any = SimpleNamespace(crashes=crashes)
     policy: Any = None
     tries = Attempts(pool, policy, RouterConfig(), RouterMetrics(CollectorRegistry()))
     one, beside = Suspect(0.0), Suspect(0.0)
 
-    def death(*suspects: Suspect) -> None:
-        deaths.judge(deaths.doubt(suspects), is_death=True)
+    def crash(*suspects: Suspect) -> None:
+        crashes.resolve(crashes.note(suspects), is_confirmed=True)
 
-    death(one, beside)
-    death(one, beside)
-    assert deaths.blame(one) is Blame.SHARED
+    crash(one, beside)
+    crash(one, beside)
+    assert crashes.blame(one) is Blame.SHARED
     state: Any = SimpleNamespace(
         suspect=one, attempts=2, num_tokens=10, finished=None, closed=False, attempt=SimpleNamespace()
     )
-    trial = StreamTrial(state, 5, 0.0)
-    trial.had_company = True
+    probation = StreamProbation(state, 5, 0.0)
+    probation.had_company = True
     state.attempts, state.num_tokens = 3, 100
-    # Long after it passed, and before anybody asked, its backend dies of something else.
-    death(one)
+    # Long after it passed, and before anybody asked, its backend crashes by something else.
+    crash(one)
     assert await tries.check_blame(one) is Blame.SUSPECTED
-    assert len(one.deaths) == 1
-    # That is held against it as anybody's: where backends died without it, it takes three.
+    assert len(one.crashes) == 1
+    # That is held against it as anybody's: where backends crashed without it, it takes three.
     for _ in range(2):
-        death(one)
+        crash(one)
     with pytest.raises(Internal):
         await tries.check_blame(one)
 

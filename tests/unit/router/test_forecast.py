@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from penstock.common.errors import ResourceExhausted, from_status, to_status, trailing_metadata
 from penstock.common.pace import Demand, Pace
-from penstock.router.backends.backend import to_pace
 from penstock.router.backends.forecast import Forecast
+from penstock.router.backends.load_report import to_pace
 from penstock.router.config import RouterConfig
 from penstock.router.frontend.convert import to_demand
 from penstock.v1 import admin_pb2, config_pb2, model_pb2, text_pb2
@@ -20,9 +20,13 @@ IDLE = Pace(tokens_per_second=100.0, step_seconds=0.01, full_step_seconds=0.01, 
 SMALL = Demand("a", 10, 10)
 
 
+def _backend(pace: Pace, sent: dict[str, float]) -> SimpleNamespace:
+    return SimpleNamespace(load=SimpleNamespace(pace=pace, sent_tokens=sent))
+
+
 def forecast(*paces: Pace, sent: dict[str, float] | None = None) -> Forecast:
-    backends = [SimpleNamespace(pace=pace, sent_tokens=sent or {}) for pace in paces]
-    ejected = [SimpleNamespace(pace=IDLE, sent_tokens={})]
+    backends = [_backend(pace, sent or {}) for pace in paces]
+    ejected = [_backend(IDLE, {})]
     pool: Any = SimpleNamespace(ready=lambda _: [*backends, *ejected], usable=lambda _: backends)
     return Forecast(pool, RouterConfig())
 

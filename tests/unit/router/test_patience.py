@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.router.backends.deaths import Deaths
+from penstock.router.backends.crash_log import CrashLog
 from penstock.router.backends.patience import Patience
 from penstock.router.config import RouterConfig
 from penstock.router.requests.suspect import Suspect
@@ -27,10 +27,10 @@ def test_a_process_that_starts_is_waited_for() -> None:
 
 
 def test_who_was_beside_a_poison_waits_for_the_processes_that_it_took() -> None:
-    deaths, poison, beside = Deaths(lambda: None), Suspect(0.0), Suspect(0.0)
+    crashes, poison, beside = CrashLog(lambda: None), Suspect(0.0), Suspect(0.0)
     waits = patience(beside)
     for suspects in ((poison, beside), (poison,)):
-        deaths.judge(deaths.doubt(suspects), is_death=True)
+        crashes.resolve(crashes.note(suspects), is_confirmed=True)
     assert waits.left() <= 0
-    deaths.convict(poison)
+    crashes.mark_poison(poison)
     assert waits.left() > 0

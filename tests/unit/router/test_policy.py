@@ -12,13 +12,20 @@ from penstock.router.backends.prefix_index import PrefixIndex, routing_hashes
 
 
 @dataclass
+class FakeLoad:
+    """A load with knobs."""
+
+    requests: float = 0.0
+    is_full: bool = False
+    kv_pressure: float = 0.0
+
+
+@dataclass
 class FakeBackend:
     """A candidate with knobs."""
 
     key: str
-    load: float = 0.0
-    is_full: bool = False
-    kv_pressure: float = 0.0
+    load: FakeLoad = field(default_factory=FakeLoad)
     prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(1000))
 
     def match(self, hashes: Sequence[int]) -> int:
@@ -38,7 +45,7 @@ def pair() -> tuple[FakeBackend, FakeBackend]:
 
 def test_least_loaded_without_knowledge() -> None:
     a, b = pair()
-    a.load = 3
+    a.load.requests = 3
     assert policy().choose([a, b], PROMPT) is b
 
 
@@ -52,7 +59,7 @@ def test_longest_cached_prefix_wins_over_a_little_load() -> None:
     a, b = pair()
     a.prefixes.add(PROMPT)
     b.prefixes.add(PROMPT[:1])
-    a.load = 3
+    a.load.requests = 3
     assert policy().choose([a, b], PROMPT) is a
 
 
@@ -64,21 +71,21 @@ def test_those_that_have_as_much_of_a_prompt_take_turns() -> None:
     # As of a backend that was ejected, recovered, and got its probes.
     chosen = [chooser.choose([a, b], PROMPT).key for _ in range(50)]  # type: ignore[union-attr]
     assert (chosen.count("a"), chosen.count("b")) == (25, 25)
-    a.load = 1
+    a.load.requests = 1
     assert chooser.choose([a, b], PROMPT) is b
 
 
 def test_affinity_yields_when_its_backend_is_busy() -> None:
     a, b = pair()
     a.prefixes.add(PROMPT)
-    a.load = 5
+    a.load.requests = 5
     assert policy().choose([a, b], PROMPT) is b
 
 
 def test_affinity_yields_when_kv_is_nearly_gone() -> None:
     a, b = pair()
     a.prefixes.add(PROMPT)
-    a.kv_pressure = 0.95
+    a.load.kv_pressure = 0.95
     assert policy().choose([a, b], PROMPT) is b
 
 
@@ -88,9 +95,9 @@ def test_one_hot_prefix_spreads_over_all_backends() -> None:
     for _ in range(60):
         chosen = chooser.choose(backends, PROMPT)
         assert chosen is not None
-        chosen.load += 1
+        chosen.load.requests += 1
         chosen.prefixes.add(PROMPT)
-    assert min(backend.load for backend in backends) >= 10
+    assert min(backend.load.requests for backend in backends) >= 10
 
 
 def test_session_sticks_to_its_backend() -> None:
@@ -98,7 +105,7 @@ def test_session_sticks_to_its_backend() -> None:
     chooser = policy()
     first = chooser.choose([a, b], [], session="s")
     assert first is not None
-    first.load = 3
+    first.load.requests = 3
     assert chooser.choose([a, b], [], session="s") is first
 
 
@@ -108,7 +115,7 @@ def test_session_moves_when_its_backend_is_full_or_gone() -> None:
     first = chooser.choose([a, b], [], session="s")
     assert first is not None
     other = b if first is a else a
-    first.is_full = True
+    first.load.is_full = True
     assert chooser.choose([a, b], [], session="s") is other
 
 
@@ -119,19 +126,19 @@ def test_sessions_are_bounded() -> None:
     for index in range(1, 6):
         chooser.choose([b], [], session=str(index))
     assert first is a
-    a.load = 1
+    a.load.requests = 1
     assert chooser.choose([a, b], [], session="0") is b
 
 
 def test_backends_to_avoid_are_the_last_resort() -> None:
     a, b = pair()
-    b.load = 100
+    b.load.requests = 100
     assert policy().choose([a, b], [], avoid={"a"}) is b
     assert policy().choose([a], [], avoid={"a"}) is a
 
 
 def test_nowhere_when_all_are_full() -> None:
-    assert policy().choose([FakeBackend("a", is_full=True)], []) is None
+    assert policy().choose([FakeBackend("a", FakeLoad(is_full=True))], []) is None
 
 
 ids = st.lists(st.integers(min_value=0, max_value=2**32 - 1), max_size=80)

@@ -47,7 +47,7 @@ def session_with(*names: str, budget: int = 100) -> tuple[BackendSession, list[R
     return session, states
 
 
-async def test_requests_of_a_broken_step_move_and_those_in_it_are_told_of_the_death() -> None:
+async def test_requests_of_a_broken_step_move_and_those_in_it_are_told_of_the_crash() -> None:
     BLAMED.clear()
     session, (culprit, beside, waiting) = session_with("a", "b", "c")
     message = generation_pb2.SessionResponse()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from penstock.common.errors import Internal, Unavailable
 from penstock.router.backends.attempts import Attempts
-from penstock.router.backends.deaths import Deaths
+from penstock.router.backends.crash_log import CrashLog
 from penstock.router.backends.policy import Policy, PolicyConfig
 from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
@@ -19,20 +19,18 @@ from prometheus_client import CollectorRegistry
 
 
 class Backends:
-    """Backends that lose every call until the last of `losses`; each loss is a death or is not."""
+    """Backends that lose every call until the last of `losses`; each loss is a crash or is not."""
 
     def __init__(self, losses: list[bool]) -> None:
-        self.deaths = Deaths(lambda: None)
+        self.crashes = CrashLog(lambda: None)
         self.calls = 0
         self._losses = losses
         self._all: list[Any] = [
             SimpleNamespace(
                 key=key,
                 call=self.call,
-                load=0.0,
+                load=SimpleNamespace(requests=0.0, is_full=False, kv_pressure=0.0),
                 in_flight=0,
-                is_full=False,
-                kv_pressure=0.0,
                 match=lambda _: 0,
                 suspects=list,
             )
@@ -56,7 +54,7 @@ class Backends:
         self.calls += 1
         if self.calls > len(self._losses):
             return "answer"
-        self.deaths.judge(self.deaths.doubt([suspect]), is_death=self._losses[self.calls - 1])
+        self.crashes.resolve(self.crashes.note([suspect]), is_confirmed=self._losses[self.calls - 1])
         raise Unavailable("the backend was lost", reason="BACKEND_LOST")
 
 
@@ -68,12 +66,12 @@ async def answer(backends: Any) -> Any:
     return await UnaryAttempts(backends, attempts, config, metrics).run(call, model="", hashes=(), deadline=None)
 
 
-async def test_connections_that_end_are_no_deaths() -> None:
+async def test_connections_that_end_are_no_crashes() -> None:
     backends = Backends([False, False])
     assert await answer(backends) == "answer"
 
 
-async def test_two_deaths_are_not_followed_by_a_third_try() -> None:
+async def test_two_crashes_are_not_followed_by_a_third_try() -> None:
     backends = Backends([True, True])
     with pytest.raises(Internal) as caught:
         await answer(backends)
@@ -85,7 +83,7 @@ class Together:
     """Two backends that lose all calls together, twice; then each answers, alone."""
 
     def __init__(self, count: int) -> None:
-        self.deaths = Deaths(lambda: None)
+        self.crashes = CrashLog(lambda: None)
         self.running = {"a": 0, "b": 0}
         self.most = 0
         self._tries: dict[Any, int] = {}
@@ -96,10 +94,8 @@ class Together:
             SimpleNamespace(
                 key=key,
                 call=partial(self._call, key),
-                load=0.0,
+                load=SimpleNamespace(requests=0.0, is_full=False, kv_pressure=0.0),
                 in_flight=0,
-                is_full=False,
-                kv_pressure=0.0,
                 suspects=list,
             )
             for key in self.running
@@ -136,14 +132,14 @@ class Together:
         self._losing.append(suspect)
         lost = self._lost
         if len(self._losing) == self._count:
-            self.deaths.judge(self.deaths.doubt(self._losing), is_death=True)
+            self.crashes.resolve(self.crashes.note(self._losing), is_confirmed=True)
             self._losing, self._lost = [], asyncio.Event()
             lost.set()
         await lost.wait()
         raise Unavailable("the backend was lost", reason="BACKEND_LOST")
 
 
-async def test_calls_that_share_the_blame_are_tried_apart() -> None:
+async def test_calls_that_share_the_blame_run_apart() -> None:
     backends: Any = Together(6)
     config, metrics = RouterConfig(), RouterMetrics(CollectorRegistry())
     policy: Policy[Any] = Policy(PolicyConfig())

@@ -86,9 +86,9 @@ class AdapterLoading:
         until = time.monotonic() + self._config.adapter_load_seconds
         path = self._pool.adapter_path(model, adapter)
         failure: PenstockError | None = None
-        for backend in sorted(self._pool.usable(model), key=attrgetter("load"))[: self._config.max_attempts]:
+        for backend in sorted(self._pool.usable(model), key=attrgetter("load.requests"))[: self._config.max_attempts]:
             try:
-                await backend.load_adapter(adapter, path, max(until - time.monotonic(), 0.001))
+                await backend.adapters.load(adapter, path, max(until - time.monotonic(), 0.001))
             except PenstockError as error:
                 _log.warning("backend did not load an adapter", backend=backend.key, reason=error.reason)
                 self._metrics.adapter_loads("failed").inc()

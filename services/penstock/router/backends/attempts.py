@@ -21,18 +21,18 @@ from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
 from penstock.router.backends.adapter_loading import AdapterLoading
 from penstock.router.backends.backend import Backend
-from penstock.router.backends.deaths import Blame
+from penstock.router.backends.crash_log import Blame
 from penstock.router.backends.outliers import Probe
 from penstock.router.backends.patience import Patience
 from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
-from penstock.router.backends.trials import Trials, Turn
+from penstock.router.backends.probation_queue import ProbationQueue, Turn
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.probation import CallProbation, Probation, StreamProbation
 from penstock.router.requests.request_spans import begin_attempt
 from penstock.router.requests.request_state import Loss, RequestState
 from penstock.router.requests.suspect import Suspect
-from penstock.router.requests.trial import CallTrial, StreamTrial, Trial
 from penstock.v1 import common_pb2, generation_pb2
 
 _log = get_logger("penstock.router")
@@ -78,7 +78,7 @@ class Attempts:
         self.adapters = AdapterLoading(pool, config, metrics)
         # Model, and model with adapter -> number of requests that wait for their prompt's ids.
         self._preparing: Counter[tuple[str, str]] = Counter()
-        self._trials = Trials(pool, config)
+        self._probations = ProbationQueue(pool, config)
 
     def prepare(self, model: str, adapter: str = "") -> Callable[[], None]:
         """Set room aside before a prompt is computed; call the result once the request is placed or given up.
@@ -97,7 +97,7 @@ class Attempts:
             self.adapters.check(model, adapter)
             adapter = ""
         for name in _with_model(model, adapter):
-            if sum(max(0, backend.room) for backend in self._pool.usable(*name)) <= self._preparing[name]:
+            if sum(max(0, backend.load.room) for backend in self._pool.usable(*name)) <= self._preparing[name]:
                 raise self.nowhere(*name)
 
     def _prepared(self, names: Sequence[tuple[str, str]]) -> None:
@@ -162,22 +162,22 @@ class Attempts:
         self._submit(state, backend)
 
     async def check_blame(self, suspect: Suspect) -> Blame:
-        """Return what backends' deaths say about a request, once it is known which of them are deaths.
+        """Return what backends' crashes say about a request, once it is known which of them are crashes.
 
         Raises Internal POISON when it is the cause.
         """
-        deaths = self._pool.deaths
-        # One that passed its trial is cleared before it is judged again.
-        deaths.settle(suspect)
-        # A verdict comes in time by itself; the limit is for a clock that does not run.
+        crashes = self._pool.crashes
+        # One that passed its probation is cleared before it is judged again.
+        crashes.clear(suspect)
+        # It is known in time by itself; the limit is for a clock that does not run.
         until = time.monotonic() + 2 * self._config.death_verdict_seconds
-        while (blame := deaths.blame(suspect)) is Blame.OPEN:
+        while (blame := crashes.blame(suspect)) is Blame.OPEN:
             left = until - time.monotonic()
             if left <= 0:
                 break
             await self._pool.changed(left)
         if blame is Blame.OWN:
-            deaths.convict(suspect)
+            crashes.mark_poison(suspect)
             self._metrics.poisoned.inc()
             raise Internal("every backend that ran this request died", reason="POISON")
         return blame
@@ -187,7 +187,7 @@ class Attempts:
         state.suspect.longest_attempt = max(state.suspect.longest_attempt, made)
 
     def _check_limits(self, state: RequestState, loss: Loss, begun: bool) -> None:
-        # What another's trial cost it is not held against it.
+        # What another's probation cost it is not held against it.
         excused = state.suspect.excused
         if begun and state.moves >= self._config.max_moves + excused:
             raise _given_up(state, loss, "it was moved as often as allowed", begun=begun)
@@ -203,9 +203,9 @@ class Attempts:
     def choose(
         self, model: str, hashes: Sequence[int], lost_on: set[str], *, session: str = "", adapter: str = ""
     ) -> Backend | None:
-        """Choose a backend by the policy; one that the request was lost on, or a suspect is tried on, comes last."""
+        """Choose a backend by the policy; last one that the request was lost on, or that has a suspect on probation."""
         return self._policy.choose(
-            self._pool.usable(model, adapter), hashes, session=session, avoid=lost_on | self._trials.taken()
+            self._pool.usable(model, adapter), hashes, session=session, avoid=lost_on | self._probations.taken()
         )
 
     async def _wait_for_place(self, state: RequestState, blame: Blame) -> Backend | None:
@@ -218,7 +218,7 @@ class Attempts:
             (spec.model, spec.adapter),
             spec.prefix_hashes,
             state.lost_on,
-            partial(StreamTrial, state, most),
+            partial(StreamProbation, state, most),
             session=spec.session,
             is_given_up=lambda: state.closed,
         )
@@ -235,15 +235,15 @@ class Attempts:
 
     async def wait_for_place(
         self, suspect: Suspect, where: tuple[str, str], hashes: Sequence[int], lost_on: set[str]
-    ) -> tuple[Backend | None, CallTrial | None]:
-        """Wait for a backend for a call with a single answer that was lost. The trial's `end` must be called in any
-        case."""
+    ) -> tuple[Backend | None, CallProbation | None]:
+        """Wait for a backend for a call with a single answer that was lost. The probation's `end` must be called in
+        any case."""
         model, adapter = where
         patience = Patience(self._pool, self._config, model, suspect)
-        made: list[CallTrial] = []
+        made: list[CallProbation] = []
 
-        def begin(now: float) -> CallTrial:
-            made.append(CallTrial(suspect, now))
+        def begin(now: float) -> CallProbation:
+            made.append(CallProbation(suspect, now))
             return made[0]
 
         backend = await self._wait_for_turn(self._turn(suspect, where, hashes, lost_on, begin), patience)
@@ -260,7 +260,7 @@ class Attempts:
         return backend, None
 
     async def _wait_for_turn(self, turn: Turn, patience: Patience) -> Backend | None:
-        return await self._trials.wait(turn, partial(self._pool.deaths.blame, turn.suspect), patience)
+        return await self._probations.wait(turn, partial(self._pool.crashes.blame, turn.suspect), patience)
 
     def _turn(
         self,
@@ -268,23 +268,23 @@ class Attempts:
         where: tuple[str, str],
         hashes: Sequence[int],
         lost_on: set[str],
-        begin: Callable[[float], Trial],
+        begin: Callable[[float], Probation],
         *,
         session: str = "",
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> Turn:
         def choose(free: Sequence[Backend]) -> Backend:
             if self._is_shared(suspect):
-                # Where a death costs least; but who has shown only that it does no harm alone needs company.
+                # Where a crash costs least; but who has shown only that it does no harm alone needs company.
                 return min(free, key=lambda one: (needs_company and not one.in_flight, one.in_flight))
             return self._policy.choose(free, hashes, session=session, avoid=lost_on) or free[0]
 
-        needs_company = any(suspect.number in death.past_trial for death in suspect.deaths)
+        needs_company = any(suspect.number in crash.past_probation for crash in suspect.crashes)
         bring = partial(self.adapters.bring, *where) if where[1] else None
         return Turn(suspect, where, choose, begin, is_given_up, bring)
 
     def _is_shared(self, suspect: Suspect) -> bool:
-        return self._pool.deaths.blame(suspect) is Blame.SHARED
+        return self._pool.crashes.blame(suspect) is Blame.SHARED
 
     def _submit(self, state: RequestState, backend: Backend, probe: Probe | None = None) -> None:
         command = generation_pb2.SessionRequest()

@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from penstock.common.addresses import join_address
 from penstock.common.logging import get_logger
-from penstock.router.backends.backend import BackendAddress
 from penstock.router.config import is_address, split_target
 
 _log = get_logger("penstock.router")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendAddress:
+    """Address of a backend, and the configured target that it came from (a closed set, so usable as a label)."""
+
+    address: str
+    target: str
 
 
 async def resolve(targets: Iterable[str]) -> dict[str, set[BackendAddress]]:

@@ -51,9 +51,9 @@ class Forecast:
         for backend in backends:
             # What is coming is spread over the backends.
             there = {tenant: tokens / len(backends) for tenant, tokens in coming.items()}
-            for tenant, tokens in backend.sent_tokens.items():
+            for tenant, tokens in backend.load.sent_tokens.items():
                 there[tenant] = there.get(tenant, 0.0) + tokens
-            late = min(late, backend.pace.seconds_late(demand, _SHARE_OF_DEADLINE * left, there))
+            late = min(late, backend.load.pace.seconds_late(demand, _SHARE_OF_DEADLINE * left, there))
             if not late:
                 return
         if late:
@@ -66,7 +66,7 @@ class Forecast:
     def tokens(self, model: str, demand: Demand) -> float:
         """Tokens to expect of a request."""
         backend = next(iter(self._pool.ready(model)), None)
-        return (Pace() if backend is None else backend.pace).tokens(demand)
+        return (Pace() if backend is None else backend.load.pace).tokens(demand)
 
     def _arrived(self, model: str, tenant: str, tokens: float) -> None:
         coming = self._coming[model]

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 
-class Candidate(Protocol):
-    """A backend, as seen by the policy."""
+class CandidateLoad(Protocol):
+    """Load of a backend, as seen by the policy."""
 
     @property
-    def key(self) -> str:
-        """Key that is unique among backends."""
-
-    @property
-    def load(self) -> float:
+    def requests(self) -> float:
         """Number of requests that wait or run there, ours that it has not reported yet included."""
 
     @property
@@ -30,6 +26,18 @@ class Candidate(Protocol):
     @property
     def kv_pressure(self) -> float:
         """Share of KV blocks held by running requests, 0 to 1."""
+
+
+class Candidate(Protocol):
+    """A backend, as seen by the policy."""
+
+    @property
+    def key(self) -> str:
+        """Key that is unique among backends."""
+
+    @property
+    def load(self) -> CandidateLoad:
+        """Load of the backend."""
 
     def match(self, hashes: Sequence[int]) -> int:
         """Number of leading blocks that it probably has cached."""
@@ -68,7 +76,7 @@ class Policy(Generic[CandidateT]):
 
         `avoid` names backends that this request was lost on: used only when nothing else is there.
         """
-        usable = [candidate for candidate in candidates if not candidate.is_full]
+        usable = [candidate for candidate in candidates if not candidate.load.is_full]
         usable = [candidate for candidate in usable if candidate.key not in avoid] or usable
         if not usable:
             return None
@@ -87,13 +95,13 @@ class Policy(Generic[CandidateT]):
     def _of_prefix(self, usable: Sequence[CandidateT], hashes: Sequence[int]) -> CandidateT | None:
         if not hashes or len(usable) == 1:
             return usable[0] if len(usable) == 1 else None
-        least = min(candidate.load for candidate in usable)
+        least = min(candidate.load.requests for candidate in usable)
         bound = least * self._config.factor + self._config.slack
         best: list[CandidateT] = []
         best_match = 1
         for candidate in usable:
-            match = candidate.match(hashes)
-            if match < best_match or candidate.load > bound or candidate.kv_pressure > self._config.max_kv_pressure:
+            match, load = candidate.match(hashes), candidate.load
+            if match < best_match or load.requests > bound or load.kv_pressure > self._config.max_kv_pressure:
                 continue
             if match > best_match:
                 best, best_match = [], match
@@ -106,4 +114,4 @@ class Policy(Generic[CandidateT]):
         self._turn += 1
         turn = self._turn % len(usable)
         rotated = [*usable[turn:], *usable[:turn]]
-        return min(rotated, key=lambda candidate: (candidate.load, round(candidate.kv_pressure, 2)))
+        return min(rotated, key=lambda candidate: (candidate.load.requests, round(candidate.load.kv_pressure, 2)))

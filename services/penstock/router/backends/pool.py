@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.common.logging import get_logger
 from penstock.common.model_names import those_there_are
-from penstock.router.backends.backend import Backend, BackendAddress, BackendState
-from penstock.router.backends.deaths import Deaths
-from penstock.router.backends.discovery import resolve
+from penstock.router.backends.backend import Backend
+from penstock.router.backends.crash_log import CrashLog
+from penstock.router.backends.discovery import BackendAddress, resolve
+from penstock.router.backends.link import BackendState
 from penstock.router.backends.outliers import OutlierConfig, Outliers
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
@@ -49,7 +50,7 @@ class BackendPool:
         self._leaving: set[BackendAddress] = set()
         self._follower: asyncio.Task[None] | None = None
         self._waiters: set[asyncio.Future[None]] = set()
-        self.deaths = Deaths(self.wake)
+        self.crashes = CrashLog(self.wake)
         self.outliers = Outliers(
             OutlierConfig(
                 consecutive=config.eject_consecutive_failures,
@@ -96,10 +97,10 @@ class BackendPool:
         return [
             backend
             for where, backend in self._backends.items()
-            if backend.state is BackendState.READY
+            if backend.link.is_ready
             and where not in self._leaving
-            and (not model or (backend.info and backend.info.model == model))
-            and (not adapter or adapter in backend.adapters)
+            and (not model or backend.link.serves(model))
+            and (not adapter or adapter in backend.adapters.known)
         ]
 
     def usable(self, model: str = "", adapter: str = "") -> list[Backend]:
@@ -110,32 +111,32 @@ class BackendPool:
     def to_probe(self, model: str, adapter: str = "") -> Backend | None:
         """Return an ejected backend to which one request may be sent now, to see whether it has recovered."""
         ejected = [backend for backend in self.ready(model, adapter) if self.outliers.wants_probe(backend.key)]
-        return next((backend for backend in ejected if not backend.is_full), None)
+        return next((backend for backend in ejected if not backend.load.is_full), None)
 
     def adapters(self, model: str) -> list[str]:
         """Names of the adapters of a model that some backend has, or had when it was lost."""
-        found = (name for backend in self._of_model(model) for name in backend.adapters.names)
+        found = (name for backend in self._of_model(model) for name in backend.adapters.known.names)
         return list(dict.fromkeys(found))
 
     def adapter_path(self, model: str, adapter: str) -> str:
         """Path of an adapter below the root of a backend that has it; empty when none tells one."""
-        paths = (backend.adapters.path_of(adapter) for backend in self._of_model(model))
+        paths = (backend.adapters.known.path_of(adapter) for backend in self._of_model(model))
         return next(filter(None, paths), "")
 
     def _of_model(self, model: str) -> Iterator[Backend]:
         """Backends of a model, in whatever state."""
-        return (one for one in self._backends.values() if one.info is not None and one.info.model == model)
+        return (one for one in self._backends.values() if one.link.serves(model))
 
     def is_any_starting(self, model: str) -> bool:
         """True while a process is there that does not serve yet, and that may come to serve the model."""
         return any(
-            backend.is_starting and (backend.info is None or backend.info.model == model)
-            for backend in self._backends.values()
+            link.is_starting and (link.info is None or link.serves(model))
+            for link in (backend.link for backend in self._backends.values())
         )
 
     def only_mismatches(self) -> bool:
         """True when every known backend was turned away for its tokenizer fingerprint."""
-        states = {backend.state for backend in self._backends.values()}
+        states = {backend.link.state for backend in self._backends.values()}
         return states == {BackendState.MISMATCH}
 
     def choose_model(self, asked: str, adapter: str = "") -> tuple[str, str]:
@@ -219,11 +220,11 @@ class BackendPool:
             self._metrics,
             tokenizer_fingerprint=self._tokenizer_fingerprint,
             on_change=self._on_change,
-            deaths=self.deaths,
+            crashes=self.crashes,
             outliers=self.outliers,
         )
         self._backends[where] = backend
-        self._tasks[where] = self._spawn(backend.run())
+        self._tasks[where] = self._spawn(backend.link.run())
         _log.info("backend found", backend=where.address, target=where.target)
 
     def _remove(self, where: BackendAddress) -> None:
@@ -248,7 +249,7 @@ class BackendPool:
 
     def _peers(self, key: str) -> list[str]:
         """Keys of the ready backends of the same model, itself included."""
-        models = {backend.key: backend.info.model if backend.info else "" for backend in self.ready()}
+        models = {one.key: one.link.info.model if one.link.info else "" for one in self.ready()}
         return [one for one, model in models.items() if key in models and model == models[key]]
 
     def _on_ejection(self, key: str, cause: str) -> None:
@@ -262,9 +263,10 @@ class BackendPool:
 
     def _on_change(self) -> None:
         for backend in self.ready():
-            if backend.info is not None:
-                self._models[backend.info.model] = backend.info
-                self._note_served(backend.where, backend.info.model)
+            info = backend.link.info
+            if info is not None:
+                self._models[info.model] = info
+                self._note_served(backend.where, info.model)
         for target in self._config.backend:
             ready = sum(1 for backend in self.ready() if backend.where.target == target)
             self._metrics.backends_up.labels(target).set(ready)

@@ -16,8 +16,8 @@ from penstock.router.backends.outliers import Probe
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.probation import CallProbation
 from penstock.router.requests.suspect import Suspect
-from penstock.router.requests.trial import CallTrial
 
 AnswerT = TypeVar("AnswerT")
 # (stub, seconds left) -> the call.
@@ -54,7 +54,7 @@ class UnaryAttempts:
         """Return the first answer. `deadline` is a time of time.monotonic().
 
         Raises the backend's error when it is about the request itself; Unavailable when no backend could answer,
-        Internal POISON when the backends that tried died.
+        Internal POISON when the backends that ran it crashed.
         """
         where = (model, adapter)
         self._attempts.note_request()
@@ -66,16 +66,16 @@ class UnaryAttempts:
         suspect = Suspect(time.monotonic())
         attempt = 0
         while True:
-            backend, probe, trial = await self._choose(where, hashes, lost_on, suspect, first=attempt == 0)
+            backend, probe, probation = await self._choose(where, hashes, lost_on, suspect, first=attempt == 0)
             try:
                 with stage(f"attempt {attempt + 1}", SpanKind.CLIENT, {"server.address": backend.key}):
                     answer = await backend.call(call, hashes, deadline, suspect, probe)
             except BaseException as error:
-                if trial is not None:
-                    trial.end(has_passed=False)
+                if probation is not None:
+                    probation.end(has_passed=False)
                 if isinstance(error, NotFound) and error.reason == "ADAPTER_NOT_FOUND" and adapter:
                     # It was unloaded there a moment ago. Others may have it.
-                    backend.note_no_adapter(adapter)
+                    backend.adapters.note_missing(adapter)
                     if self._attempts.adapters.is_hopeless(model, adapter):
                         raise
                 elif not isinstance(error, Unavailable):
@@ -83,8 +83,8 @@ class UnaryAttempts:
                 lost_on.add(backend.key)
                 await self._check_again(error, attempt, suspect)
             else:
-                if trial is not None:
-                    trial.end(has_passed=True)
+                if probation is not None:
+                    probation.end(has_passed=True)
                 return answer
             self._metrics.retries.inc()
             attempt += 1
@@ -92,7 +92,7 @@ class UnaryAttempts:
 
     async def _check_again(self, error: Unavailable | NotFound, attempt: int, suspect: Suspect) -> None:
         await self._attempts.check_blame(suspect)
-        # What another's trial or guilt cost it is not held against it.
+        # What another's crashes or probation cost it is not held against it.
         if attempt + 1 >= self._config.max_attempts + suspect.excused or not self._attempts.may_retry():
             raise error
 
@@ -104,13 +104,13 @@ class UnaryAttempts:
         suspect: Suspect,
         *,
         first: bool,
-    ) -> tuple[Backend, Probe | None, CallTrial | None]:
+    ) -> tuple[Backend, Probe | None, CallProbation | None]:
         model, adapter = where
         if not first:
-            moved, trial = await self._attempts.wait_for_place(suspect, where, hashes, lost_on)
+            moved, probation = await self._attempts.wait_for_place(suspect, where, hashes, lost_on)
             if moved is None:
                 raise self._attempts.nowhere(*where)
-            return moved, None, trial
+            return moved, None, probation
         probed = self._pool.to_probe(*where)
         if probed is not None:
             return probed, self._pool.outliers.begin_probe(probed.key), None

@@ -27,7 +27,8 @@ from penstock.common.errors import (
 )
 from penstock.common.request_context import BACKEND_KEY
 from penstock.router.aio import is_cancelled
-from penstock.router.backends.backend import Backend, backend_lost, is_broken
+from penstock.router.backends.backend import Backend
+from penstock.router.backends.link import backend_lost, is_broken
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.serving.transport import Channel, ServerCall, StreamCall
@@ -166,7 +167,7 @@ async def _reached(backend: Backend, *, is_apart: bool = False) -> AsyncIterator
     """Open a channel to a backend; `is_apart`: one that no loss of the backend's own connection ends."""
     async with contextlib.AsyncExitStack() as stack:
         try:
-            channel = await stack.enter_async_context(backend.open_channel() if is_apart else backend.reach())
+            channel = await stack.enter_async_context(backend.link.open_channel() if is_apart else backend.link.reach())
         except StartupError:
             raise Unavailable("the router cannot read its credentials for the backend", reason="NO_BACKEND") from None
         yield channel
@@ -270,7 +271,7 @@ class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         answer: admin_pb2.LoadAdapterResponse = await self._forwarding.call_at(
             backend, stub, "LoadAdapter", request, context
         )
-        backend.note_adapter(answer)
+        backend.adapters.note_loaded(answer)
         return answer
 
     async def UnloadAdapter(
@@ -282,7 +283,7 @@ class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         answer: admin_pb2.UnloadAdapterResponse = await self._forwarding.call_at(
             backend, stub, "UnloadAdapter", request, context
         )
-        backend.note_no_adapter(request.name, answer.version)
+        backend.adapters.note_missing(request.name, answer.version)
         return answer
 
     async def ListAdapters(

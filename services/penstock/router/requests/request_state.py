@@ -118,7 +118,7 @@ class RequestState:
         # Tokens when the present attempt began.
         self.tokens_before = 0
         self.moves = 0
-        # What is held against it when backends die.
+        # Its part in crashes of backends.
         self.suspect = Suspect(timings.received_at)
         self.lost_on: set[str] = set()
         # Pieces at the tokenizer.

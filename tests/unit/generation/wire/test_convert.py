@@ -32,7 +32,7 @@ from penstock.generation.options.kinds import as_written
 from penstock.generation.options.table import CONFIG, RequestOptions
 from penstock.generation.wire import convert
 from penstock.generation.wire.options import from_options, to_options, to_output
-from penstock.router.backends.backend import to_pace
+from penstock.router.backends.load_report import to_pace
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 
 

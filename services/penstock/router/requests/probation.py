@@ -1,8 +1,8 @@
-"""Trials: a request that may be to blame for a backend's death runs on, apart from others that may be.
+"""Probation: a request that may be to blame for a backend's crash runs on, apart from others that may be.
 
-A stream passes by tokens, a call with a single answer by that. One that passed is cleared of the deaths that it was
-tried for as soon as it matters, when it is lost again: unless it was alone on its backend, since a process may die of
-it in company only, or has just come as far as it was when it was lost before.
+A stream passes by tokens, a call with a single answer by that. One that passed is cleared of the crashes that it was
+on probation for as soon as it matters, when it is lost again: unless it was alone on its backend, since a process may
+crash in company only, or has just come as far as it was when it was lost before.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import ClassVar
 from penstock.router.requests.request_state import RequestState
 from penstock.router.requests.suspect import Suspect
 
-# Tokens that may have been on their way when a backend died: so exactly is it known how far an attempt had come.
+# Tokens that may have been on their way when a backend crashed: so exactly is it known how far an attempt had come.
 _ON_THEIR_WAY = 3
 
 
-class Trial(ABC):
-    """Trial of a suspect with its next attempt. Implements SuspectTrial."""
+class Probation(ABC):
+    """Probation of a suspect with its next attempt. Implements SuspectProbation."""
 
     # True where nobody need be beside it for its pass to clear it.
     clears_alone: ClassVar[bool] = False
@@ -26,12 +26,12 @@ class Trial(ABC):
     def __init__(self, suspect: Suspect, begun_at: float) -> None:
         """Begin it. `begun_at` is a time of time.monotonic()."""
         self.suspect = suspect
-        # Those that it is tried for: what comes after it passed is another matter.
-        self.deaths = tuple(suspect.deaths)
+        # Those that it is on probation for: what comes after it passed is another matter.
+        self.crashes = tuple(suspect.crashes)
         self.begun_at = begun_at
         # True once others were seen beside it on its backend.
         self.had_company = False
-        suspect.trial = self
+        suspect.probation = self
 
     @property
     @abstractmethod
@@ -46,11 +46,11 @@ class Trial(ABC):
     @property
     @abstractmethod
     def clears(self) -> bool:
-        """True when it has passed, and what it did since is no reason to suspect it of its deaths."""
+        """True when it has passed, and what it did since is no reason to suspect it of its crashes."""
 
 
-class StreamTrial(Trial):
-    """Trial of a stream, which passes by tokens."""
+class StreamProbation(Probation):
+    """Probation of a stream, which passes by tokens."""
 
     def __init__(self, state: RequestState, most_tokens: int, begun_at: float) -> None:
         """Begin it. It is passed by a token more than its longest attempt had, or by `most_tokens` where that was much
@@ -84,8 +84,8 @@ class StreamTrial(Trial):
         return self._state.num_tokens - self._begin
 
 
-class CallTrial(Trial):
-    """Trial of a call with a single answer, which passes by that."""
+class CallProbation(Probation):
+    """Probation of a call with a single answer, which passes by that."""
 
     clears_alone = True
 

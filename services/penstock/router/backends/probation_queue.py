@@ -1,11 +1,11 @@
-"""Turns of the requests that were lost with a backend: a poison must be alone among suspects where it strikes again.
+"""Queue of the requests that were lost with a backend: a poison must be alone among suspects where it strikes again.
 
-On each backend one suspect is being tried at a time; the others of its death wait. Whoever is most likely to be to
-blame comes first, so that innocents seldom wait for long: who was there at most deaths, then who had made the fewest
+On each backend one suspect is on probation at a time; the others of its crash wait. Whoever is most likely to be to
+blame comes first, so that innocents seldom wait for long: who was there at most crashes, then who had made the fewest
 tokens (what runs for long has shown that it can), then the newest. One that passed alone is cleared by nothing yet (it
-may do harm in company), so that of two that were there a death would not tell which: where another backend will do,
-the next are tried there. For one that is taken they wait only where the trial there will clear who is tried, and for
-half of their time: a trial in bad company tells more than none.
+may do harm in company), so that of two that were there a crash would not tell which: where another backend will do,
+the next are on probation there. For one that is taken they wait only where the probation there will clear its suspect,
+and for half of their time: a probation in bad company tells more than none.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.router.backends.backend import Backend
-from penstock.router.backends.deaths import Blame
+from penstock.router.backends.crash_log import Blame
 from penstock.router.backends.patience import Patience
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
+from penstock.router.requests.probation import Probation
 from penstock.router.requests.suspect import Suspect
-from penstock.router.requests.trial import Trial
 
-# A trial ends with a token, for which nothing is called. It is also the time in which all of a death come to the queue.
+# A probation ends with a token, for which nothing is called. All of a crash come to the queue within this time.
 _LOOK_SECONDS = 0.02
 # Part of its longest wait in which a suspect leaves a free backend for a better one that is taken.
 _PICKY_SHARE = 0.5
@@ -31,14 +31,14 @@ _PICKY_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A suspect's wait: what it is tried for, where it may go, and how its trial begins."""
+    """A suspect's wait: the crashes that it is suspected of, where it may go, and how its probation begins."""
 
     suspect: Suspect
     # (model, adapter).
     where: tuple[str, str]
-    # Chooses among backends without a trial. They are never empty.
+    # Chooses among backends without a probation. They are never empty.
     choose: Callable[[Sequence[Backend]], Backend]
-    begin: Callable[[float], Trial]
+    begin: Callable[[float], Probation]
     # True once nobody waits for it any more.
     is_given_up: Callable[[], bool]
     # Gets the adapter to a backend, in so many seconds at most.
@@ -48,7 +48,7 @@ class Turn:
     def rank(self) -> tuple[int, int, float]:
         """Order of turns: lower is earlier."""
         suspect = self.suspect
-        return (-len(suspect.deaths), suspect.longest_attempt, -suspect.received_at)
+        return (-len(suspect.crashes), suspect.longest_attempt, -suspect.received_at)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,53 +60,53 @@ class _Wait:
     picky_until: float
 
 
-class Trials:
-    """Trials and waits of one router process. Belongs to one event loop."""
+class ProbationQueue:
+    """Probations of one router process, and the suspects that wait for theirs. Belongs to one event loop."""
 
     def __init__(self, pool: BackendPool, config: RouterConfig) -> None:
-        """Make it: nothing is tried."""
+        """Make it: nobody is on probation."""
         self._pool = pool
         self._config = config
-        # Key of a backend -> the backend, and the trial there.
-        self._running: dict[str, tuple[Backend, Trial]] = {}
+        # Key of a backend -> the backend, and the probation there.
+        self._running: dict[str, tuple[Backend, Probation]] = {}
         # Key -> those that passed there alone.
-        self._alone: dict[str, list[Trial]] = {}
+        self._alone: dict[str, list[Probation]] = {}
         self._waiting: list[_Wait] = []
-        # time.monotonic() when a trial last began or ended: while some do, the others' turns come.
+        # time.monotonic() when a probation last began or ended: while some do, the others' turns come.
         self._moved_at = 0.0
         self._look_timer: asyncio.TimerHandle | None = None
 
     def taken(self) -> set[str]:
-        """Return the keys of backends with a trial that is not over. What is over is noted, and wakes who waits."""
+        """Return the keys of backends with a probation that is not over. What is over is noted, and wakes who waits."""
         now, before = time.monotonic(), len(self._running)
-        for key, (backend, trial) in list(self._running.items()):
+        for key, (backend, probation) in list(self._running.items()):
             # One that waits in a queue for so long keeps the others back for nothing.
-            is_late = now - trial.begun_at > self._config.quarantine_wait_seconds
-            if trial.is_over or is_late or not any(death.is_open for death in trial.deaths):
+            is_late = now - probation.begun_at > self._config.quarantine_wait_seconds
+            if probation.is_over or is_late or not any(crash.is_open for crash in probation.crashes):
                 del self._running[key]
                 self._moved_at = now
-                if trial.has_passed:
-                    self._note_passed(key, trial, has_company=backend.in_flight > 1)
+                if probation.has_passed:
+                    self._note_passed(key, probation, has_company=backend.in_flight > 1)
         if len(self._running) < before:
             self._pool.wake()
         return set(self._running)
 
     async def wait(self, turn: Turn, blame: Callable[[], Blame], patience: Patience) -> Backend | None:
-        """Return a backend for a suspect, where its trial has begun; None when it must, or may, do without.
+        """Return a backend for a suspect, where its probation has begun; None when it must, or may, do without.
 
-        `blame` tells what is known of it now. One that shares it waits for as long as others are tried; one that is
-        merely suspected, for `--isolation-wait-seconds` at most; nobody, once another was found to blame.
+        `blame` tells what is known of it now. One that shares it waits for as long as others are on probation; one that
+        is merely suspected, for `--isolation-wait-seconds` at most; nobody, once another was found to blame.
         """
         wait = _Wait(turn, time.monotonic() + _PICKY_SHARE * self._config.isolation_wait_seconds)
         self._waiting.append(wait)
         try:
-            if any(len(death.suspects) > 1 for death in turn.suspect.deaths):
+            if any(len(crash.suspects) > 1 for crash in turn.suspect.crashes):
                 await asyncio.sleep(_LOOK_SECONDS)
             since = time.monotonic()
             while not turn.is_given_up() and (known := blame()) in (Blame.SUSPECTED, Blame.SHARED):
                 if turn.bring is not None:
                     await turn.bring(patience.left())
-                usable = [one for one in self._pool.usable(*turn.where) if not one.is_full]
+                usable = [one for one in self._pool.usable(*turn.where) if not one.load.is_full]
                 wait.picky_until = since + _PICKY_SHARE * self._longest(known)
                 backend = self._place(wait, usable)
                 if backend is not None:
@@ -125,7 +125,7 @@ class Trials:
         return None
 
     def _place(self, wait: _Wait, usable: Sequence[Backend]) -> Backend | None:
-        """Begin the trial, if it is the suspect's turn."""
+        """Begin the probation, if it is the suspect's turn."""
         taken = self.taken()
         places = self._places(wait, usable, taken)
         if not places or self._are_for_others(places, wait.turn, usable, taken):
@@ -152,7 +152,7 @@ class Trials:
         return False
 
     def _places(self, wait: _Wait, usable: Sequence[Backend], taken: set[str]) -> list[Backend]:
-        """Return the free backends where a suspect may be tried now: those where a death would tell that it was this
+        """Return the free backends where a probation may begin now: those where a crash would tell that it was this
         one; all of them, where no backend is such. None while it waits for one that is taken and will be such."""
         free = [one for one in usable if one.key not in taken]
         suspect = wait.turn.suspect
@@ -165,28 +165,28 @@ class Trials:
         return free
 
     def _is_apart(self, suspect: Suspect, backend: Backend) -> bool:
-        """Return True where a death of this backend would tell that it was this suspect, once the trial there is
+        """Return True where a crash of this backend would tell that it was this suspect, once the probation there is
         over."""
         return not any(map(suspect.is_suspected_with, self._others(backend)))
 
     def _others(self, backend: Backend) -> list[Suspect]:
-        """Return who runs at a backend, but for one that is being tried there and will be cleared by that."""
-        _, trial = self._running.get(backend.key, (backend, None))
-        if trial is None or not (trial.clears_alone or backend.in_flight > 1):
+        """Return who runs at a backend, but for one that is on probation there and will be cleared by that."""
+        _, probation = self._running.get(backend.key, (backend, None))
+        if probation is None or not (probation.clears_alone or backend.in_flight > 1):
             return backend.suspects()
-        return [one for one in backend.suspects() if one is not trial.suspect]
+        return [one for one in backend.suspects() if one is not probation.suspect]
 
     def _look(self) -> None:
-        """Look for trials that are over, again and again while there is one."""
+        """Look for probations that are over, again and again while there is one."""
         loop = asyncio.get_running_loop()
         self._look_timer = loop.call_later(_LOOK_SECONDS, self._look) if self.taken() else None
 
-    def _note_passed(self, key: str, trial: Trial, *, has_company: bool) -> None:
+    def _note_passed(self, key: str, probation: Probation, *, has_company: bool) -> None:
         """Note who has run beside others: those that passed there before have, too."""
-        trial.had_company = has_company
-        alone = [one for one in self._alone.pop(key, []) if one.suspect.trial is one]
+        probation.had_company = has_company
+        alone = [one for one in self._alone.pop(key, []) if one.suspect.probation is one]
         if not has_company:
-            self._alone[key] = [*alone, trial]
+            self._alone[key] = [*alone, probation]
             return
         for one in alone:
             one.had_company = True

@@ -1,0 +1,92 @@
+"""Load of one backend as the router sees it: its last report, and what was sent there since."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from penstock.common.pace import Demand, Pace
+from penstock.router.backends.load_report import LoadReport
+
+
+class LoadView:
+    """Last report of a backend, corrected by our own requests. Implements policy.CandidateLoad."""
+
+    def __init__(self, in_flight: Callable[[], int]) -> None:
+        """Make it: nothing is reported. `in_flight`: number of our requests that are there now."""
+        self._in_flight = in_flight
+        self.connect()
+
+    def connect(self) -> None:
+        """Begin anew: on this connection nothing is reported yet."""
+        self._report = LoadReport()
+        self._reported_in_flight = 0
+        self._num_reports = self._progress = 0
+        self._sent_tokens: dict[str, float] = {}
+
+    def take(self, report: LoadReport) -> None:
+        """Take a report: it counts all that was sent so far."""
+        self._num_reports += 1
+        self._progress += report.is_stepping or report.step != self._report.step
+        self._report = report
+        self._reported_in_flight = self._in_flight()
+        self._sent_tokens.clear()
+
+    def note_sent(self, demand: Demand) -> None:
+        """Note a request that is sent now."""
+        sent = self._sent_tokens
+        sent[demand.tenant] = sent.get(demand.tenant, 0.0) + self.pace.tokens(demand)
+
+    @property
+    def report(self) -> LoadReport:
+        """Last report of this connection, or the default."""
+        return self._report
+
+    @property
+    def has_report(self) -> bool:
+        """True once a report has come on this connection."""
+        return self._num_reports > 0
+
+    @property
+    def num_reports(self) -> int:
+        """Number of reports of this connection."""
+        return self._num_reports
+
+    @property
+    def progress(self) -> int:
+        """Number of those that show progress of the engine."""
+        return self._progress
+
+    @property
+    def requests(self) -> float:
+        """Number of requests in the report, corrected by ours that were sent and finished since."""
+        in_flight = self._in_flight()
+        return float(max(self._report.requests + in_flight - self._reported_in_flight, in_flight))
+
+    @property
+    def room(self) -> float:
+        """Number of requests that its queue would still take; infinite when it reports no bound."""
+        report = self._report
+        # Requests sent since the report count as waiting until the next one; running requests are not in the queue.
+        waiting = report.waiting_requests + self._in_flight() - self._reported_in_flight
+        return report.max_queued_requests - waiting if report.max_queued_requests else math.inf
+
+    @property
+    def is_full(self) -> bool:
+        """True when another request would be refused."""
+        return self.room <= 0
+
+    @property
+    def kv_pressure(self) -> float:
+        """Share of KV blocks held by running requests."""
+        return self._report.kv_pressure
+
+    @property
+    def pace(self) -> Pace:
+        """Figures of the report."""
+        return self._report.pace
+
+    @property
+    def sent_tokens(self) -> Mapping[str, float]:
+        """Tokens that were sent since the report, by tenant."""
+        return self._sent_tokens

@@ -1,0 +1,102 @@
+"""Load of a backend as the router sees it: the last report, corrected by what was sent since."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.common.pace import Demand
+from penstock.router.backends.load_report import LoadReport, from_load
+from penstock.router.backends.load_view import LoadView
+from penstock.v1 import admin_pb2, common_pb2
+
+
+class Seen:
+    """A backend's view, and the number of our requests there."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.view = LoadView(lambda: self.in_flight)
+
+
+def test_requests_sent_since_the_report_count() -> None:
+    seen = Seen()
+    seen.in_flight = 2
+    assert seen.view.requests == 2, "nothing is reported yet"
+    seen.view.take(LoadReport(waiting_requests=3, running_requests=4, max_queued_requests=5))
+    assert (seen.view.requests, seen.view.room, seen.view.is_full) == (7, 2, False)
+    seen.in_flight = 4
+    assert (seen.view.requests, seen.view.room, seen.view.is_full) == (9, 0, True)
+    seen.view.take(LoadReport(waiting_requests=1, running_requests=0, max_queued_requests=5))
+    assert seen.view.requests == 4, "never fewer than ours"
+    seen.in_flight = 0
+    assert (seen.view.requests, seen.view.room) == (0, 8)
+
+
+def test_a_queue_without_a_bound_has_room() -> None:
+    seen = Seen()
+    seen.view.take(LoadReport(waiting_requests=100))
+    assert seen.view.room == math.inf
+
+
+def test_tokens_count_until_the_next_report() -> None:
+    seen = Seen()
+    seen.view.note_sent(Demand("a", 10, 10))
+    seen.view.note_sent(Demand("a", 10, 10))
+    seen.view.note_sent(Demand("b", 5, 10))
+    assert {tenant: int(tokens) for tenant, tokens in seen.view.sent_tokens.items()} == {"a": 40, "b": 15}
+    seen.view.take(LoadReport())
+    assert not seen.view.sent_tokens
+
+
+def test_progress_is_another_step_or_one_under_way() -> None:
+    view = Seen().view
+    for report, progress in (
+        (LoadReport(step=1), 1),
+        (LoadReport(step=1), 1),
+        (LoadReport(step=1, is_stepping=True), 2),
+        (LoadReport(step=1, is_overdue=True), 2),
+        (LoadReport(step=2), 3),
+    ):
+        view.take(report)
+        assert view.progress == progress
+    assert view.num_reports == 5
+
+
+def test_another_connection_has_reported_nothing() -> None:
+    seen = Seen()
+    seen.view.take(LoadReport(step=9, waiting_requests=3, kv_pressure=0.5))
+    seen.view.connect()
+    assert (seen.view.has_report, seen.view.requests, seen.view.kv_pressure, seen.view.progress) == (False, 0, 0, 0)
+
+
+def test_a_report_becomes_plain_data() -> None:
+    load = admin_pb2.Load(
+        process_start_id="one",
+        step=3,
+        step_seconds=0.5,
+        draining=True,
+        waiting_requests=1,
+        running_requests=2,
+        max_queued_requests=4,
+        kv_blocks_used=1,
+        kv_blocks_total=4,
+        adapters_version=7,
+        state=common_pb2.MODEL_STATE_READY,
+    )
+    assert from_load(load) == LoadReport(
+        start_id="one",
+        step=3,
+        is_stepping=True,
+        is_loaded=True,
+        is_draining=True,
+        waiting_requests=1,
+        running_requests=2,
+        max_queued_requests=4,
+        kv_pressure=0.25,
+        adapters_version=7,
+    )
+    load.step_overdue, load.step_hung, load.state = True, True, common_pb2.MODEL_STATE_LOADING
+    late = from_load(load)
+    assert (late.is_stepping, late.is_overdue, late.is_hung, late.is_loaded) == (False, True, True, False)
+    # A service of an older release tells little.
+    assert from_load(admin_pb2.Load()) == LoadReport(is_loaded=True)
