@@ -8,7 +8,7 @@ documents of `--context` tokens: perplexity, the largest and the mean absolute e
 the float32 logits), the share of positions with float32's likeliest token. And the mean length to which greedy
 continuations are float32's, of at most `--new-tokens` tokens, beside their mean length in float32.
 
-The embedded model reads conversations that training never saw: the held-out side of tools/demo_corpus, by a fixed seed.
+The embedded model reads conversations that training never saw: the held-out side of dev/demo/corpus, by a fixed seed.
 It has learnt to answer and not to ask, so perplexity and `of answers` count the answers' tokens only, and continuations
 begin from held-out prompts. Other models need `--text`: there everything counts, and continuations begin from the first
 `--prompt` tokens of each document. float32's logits are kept: tokens x vocabulary x 4 bytes.
@@ -105,9 +105,9 @@ class Model:
 
 def held_out(folder: Path, options: argparse.Namespace) -> Material:
     """Conversations of the demo corpus's held-out side, several to a document, and held-out prompts."""
-    from tools.demo_corpus import FAMILIES, held_out_prompts
-    from tools.demo_model.evaluate import prompt_ids
-    from tools.demo_model.render import Conversation, encode_conversations
+    from dev.demo.corpus import FAMILIES, held_out_prompts
+    from dev.demo.model.evaluate import prompt_ids
+    from dev.demo.model.render import Conversation, encode_conversations
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     template = (folder / "chat_template.jinja").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 # Run as a script, from anywhere.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # Read when torch loads its OpenMP: waiting threads sleep soon instead of spinning, three times faster on shared cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "200")
 
@@ -16,22 +16,22 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from transformers import Qwen2ForCausalLM
 
-from tools.demo_corpus import held_out_prompts, held_out_thinking_prompts
-from tools.demo_model import training
-from tools.demo_model.assets import save_model
-from tools.demo_model.card import Run, write_card
-from tools.demo_model.evaluate import Outcome, accuracy, evaluate, load
-from tools.demo_model.hf import quiet, set_training
-from tools.demo_model.tokenizer import train_tokenizer
-from tools.demo_model.training import TrainingConfig
+from dev.demo.corpus import held_out_prompts, held_out_thinking_prompts
+from dev.demo.model import training
+from dev.demo.model.assets import save_model
+from dev.demo.model.card import Run, write_card
+from dev.demo.model.evaluate import Outcome, accuracy, evaluate, load
+from dev.demo.model.hf import quiet, set_training
+from dev.demo.model.tokenizer import train_tokenizer
+from dev.demo.model.training import TrainingConfig
 
-FOLDER = Path(__file__).resolve().parents[1] / "services" / "penstock" / "assets" / "demo"
+FOLDER = Path(__file__).resolve().parents[2] / "services" / "penstock" / "assets" / "demo"
 
 _EXAMPLES = """examples:
-  python tools/train_demo_model.py                      make the model again, with the committed settings
-  python tools/train_demo_model.py --steps 300 --decay 100 --out demo-weak    a weak model in a few minutes
-  python tools/train_demo_model.py --minutes 20         stop after 20 minutes (not reproducible)
-  python tools/train_demo_model.py --evaluate-only      measure the model that is there
+  python -m dev.demo.train                      make the model again, with the committed settings
+  python -m dev.demo.train --steps 300 --decay 100 --out demo-weak    a weak model in a few minutes
+  python -m dev.demo.train --minutes 20         stop after 20 minutes (not reproducible)
+  python -m dev.demo.train --evaluate-only      measure the model that is there
 """
 
 

@@ -15,7 +15,7 @@ from penstock_client import AsyncClient, Choice, Client, Completion
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.demo_corpus import HeldOutPrompt, held_out_prompts, held_out_thinking_prompts
+from dev.demo.corpus import HeldOutPrompt, held_out_prompts, held_out_thinking_prompts
 
 WANTED = 0.9
 

@@ -8,8 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.demo_corpus import FAMILIES, held_out_prompts, held_out_thinking_prompts  # noqa: E402
-from tools.demo_model.evaluate import Outcome, accuracy, evaluate, load  # noqa: E402
+from dev.demo.corpus import FAMILIES, held_out_prompts, held_out_thinking_prompts  # noqa: E402
+from dev.demo.model.evaluate import Outcome, accuracy, evaluate, load  # noqa: E402
 
 # Minutes, about files that seldom change; test_demo_answers.py asks the same model as it is served.
 pytestmark = pytest.mark.slow

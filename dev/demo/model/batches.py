@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from tools.demo_corpus import FAMILIES, Dialogue, Turn
+from dev.demo.corpus import FAMILIES, Dialogue, Turn
 
 from .render import Conversation, Row, encode_conversations
 

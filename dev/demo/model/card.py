@@ -73,14 +73,14 @@ things by heart and a few by rule; it is for demos and tests, not for advice.
   embeddings, bf16, context {CONTEXT} tokens (trained on rows of up to 512).
 * Byte-level BPE of {size.vocab_size} entries; digits are single tokens, emoji are mostly single bytes.
 * Chat template: ChatML with tools (`<tool_call>`) and thinking (`<think>`; `enable_thinking=true` asks for it).
-* Data: only text that `tools/demo_corpus` generates, {len(WEIGHTS)} families: {", ".join(WEIGHTS)}.
+* Data: only text that `dev/demo/corpus` generates, {len(WEIGHTS)} families: {", ".join(WEIGHTS)}.
 * Licence: Apache-2.0, data and weights alike.
 
 ## Training
 
 {run.last.step} steps, {run.last.tokens / 1e6:.1f} M tokens (padding included), {run.last.seconds / 60:.1f} minutes on
 {config.threads} threads of {_processor()}, torch {torch.__version__}, transformers {transformers.__version__}, seed
-{config.seed}, from commit {_commit()}, {os.cpu_count()} cores in the machine. Made by `tools/train_demo_model.py`.
+{config.seed}, from commit {_commit()}, {os.cpu_count()} cores in the machine. Made by `dev/demo/train.py`.
 
 ## Accuracy
 

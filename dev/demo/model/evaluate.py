@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen2ForCausalLM
 
-from tools.demo_corpus import HeldOutPrompt
+from dev.demo.corpus import HeldOutPrompt
 
 from .hf import greedy, load_model, render
 from .render import answer_of

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from tools.demo_corpus import LETTER_BREAK, Turn, visible
+from dev.demo.corpus import LETTER_BREAK, Turn, visible
 
 from .hf import render
 

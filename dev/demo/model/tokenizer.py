@@ -9,8 +9,8 @@ from random import Random
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
-from tools.demo_corpus import FAMILIES, visible
-from tools.demo_corpus.words import SHORT_WORDS
+from dev.demo.corpus import FAMILIES, visible
+from dev.demo.corpus.words import SHORT_WORDS
 
 VOCAB_SIZE = 4096
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

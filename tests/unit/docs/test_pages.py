@@ -34,7 +34,7 @@ _TEST_FUNCTION = re.compile(r"^(?:async )?def (test_\w+)", re.MULTILINE)
 _MERGE_MARKER = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 _PREFIXES = ("", "services/penstock/", "services/penstock/generation/", "services/")
 # Trees that pages name files of.
-_TREES = ("services", "clients", "tests", "benchmarks", "tools", "protos", "deploy")
+_TREES = ("services", "clients", "tests", "benchmarks", "tools", "dev", "protos", "deploy")
 _tracked = subprocess.run(
     ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False
 ).stdout.split()

@@ -19,7 +19,11 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACK
 EVERYTHING = [
     *SOURCES,
     *sorted(CLIENT.rglob("*.py")),
-    *(path for folder in ("tests", "tools", "benchmarks", "protos") for path in sorted((ROOT / folder).rglob("*.py"))),
+    *(
+        path
+        for folder in ("tests", "tools", "dev", "benchmarks", "protos")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ),
 ]
 STUB_PACKAGES = tuple(f"penstock.{folder}" for folder in STUBS)
 # A stub's message never travels further in than the file that converts it.

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "services" / "penstock"
 GLOSSARY = ROOT / "docs" / "learn" / "glossary.md"
-FOLDERS = ("services", "clients", "tests", "tools", "benchmarks")
+FOLDERS = ("services", "clients", "tests", "tools", "dev", "benchmarks")
 # A docstring names its subject first, as a verb or a noun.
 QUESTION = re.compile(r"(What|Who|Whose|Whether|Where|Which|How|Those)\b")
 # A string that may be such a docstring, and definitions: what has neither need not be parsed.

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from tools.demo_corpus import FAMILIES, held_out_prompts, messages_of  # noqa: E402
-from tools.demo_model.hf import render  # noqa: E402
-from tools.demo_model.render import Conversation, conversation_text, encode_conversations  # noqa: E402
+from dev.demo.corpus import FAMILIES, held_out_prompts, messages_of  # noqa: E402
+from dev.demo.model.hf import render  # noqa: E402
+from dev.demo.model.render import Conversation, conversation_text, encode_conversations  # noqa: E402
 
 DEMO = ROOT / "services" / "penstock" / "assets" / "demo"
 TEMPLATE = (DEMO / "chat_template.jinja").read_text(encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Development only: the demo model and the log of measurements."""
