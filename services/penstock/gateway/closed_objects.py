@@ -26,13 +26,16 @@ def close_objects(schema: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return a schema with `additionalProperties: false` wherever objects are silent about it, and whether that is all.
 
     A schema that is a part of another's, by allOf and its like, is left open: closed alone, it would shut out the
-    other's keys.
+    other's keys. One that lists objects or arrays stays as it is: closed, it could shut out what it lists.
     """
     targets = {str(part.get("$ref")) for part in _parts(schema) if "$ref" in part}
     if not all(map(_DEFINITION.fullmatch, targets)):
         return dict(schema), False
     closing = _Closing(has_parts=bool(targets))
-    return closing.run(schema, is_part=False), closing.is_whole
+    closed = closing.run(schema, is_part=False)
+    if closed != schema and _lists_values(schema):
+        return dict(schema), False
+    return closed, closing.is_whole
 
 
 class _Closing:
@@ -68,6 +71,17 @@ class _Closing:
             elif is_definition and not schema.keys() & _WORDS:
                 self.is_whole = False
         return made
+
+
+def _lists_values(schema: Any) -> bool:
+    """True where objects or arrays are listed anywhere in a schema."""
+    if isinstance(schema, list):
+        return any(map(_lists_values, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    values = schema.get("enum")
+    listed = [schema.get("const"), *(values if isinstance(values, list) else ())]
+    return any(isinstance(value, dict | list) for value in listed) or any(map(_lists_values, schema.values()))
 
 
 def _may_close(schema: Mapping[str, Any]) -> bool:

@@ -102,6 +102,16 @@ CLOSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "values that are none": ({"enum": [BARE], "default": BARE}, {"enum": [BARE], "default": BARE}),
     # What only the generation service can tell is left to it.
+    **{
+        f"listed {name}": (schema, {**schema, "x-guidance": {"strict": True}})
+        for name, schema in {
+            "beside its keys": {**SCHEMA, "enum": [{"a": 1, "b": 2}]},
+            "above": {**BARE, "properties": {"o": SCHEMA}, "const": {"o": {"b": 1}}},
+            "items": {"type": "array", "items": BARE, "enum": [[{"b": 1}]]},
+            "in another part": {"allOf": [{"enum": [{"o": {"b": 1}}]}, {"properties": {"o": SCHEMA}}]},
+            "by name": {"properties": {"o": {"const": {"b": 1}, **REFERENCE}}, "$defs": {"a": {"items": SCHEMA}}},
+        }.items()
+    },
     "a part that names none": (
         {"allOf": [REFERENCE, OTHER], "$defs": {"a": BARE}},
         {"allOf": [REFERENCE, OTHER], "$defs": {"a": BARE}, "x-guidance": {"strict": True}},

@@ -12,8 +12,14 @@ from penstock.generation.grammar.tokenizer import GrammarTokenizer
 # llguidance's defaults, except a lexer of 100 MB instead of 500, and messages without the grammar in them. They bound
 # the cost of a mask or a token while a request runs. The fuel of a lexer's first state is a cost of compiling: fifty
 # models of twenty bounded numbers take more than a million. Costs of compiling that they do not bound, the trial
-# process does.
-LIMITS = LLParserLimits(max_lexer_states=50_000, initial_lexer_fuel=20_000_000, verbose_errors=False)
+# process does. A row has four items for each key that may be left out: the masks of 1500 such keys take up to 90 ms.
+LIMITS = LLParserLimits(
+    max_items_in_row=6_000, max_lexer_states=50_000, initial_lexer_fuel=20_000_000, verbose_errors=False
+)
+_LIMITED = ("ParserTooComplex", "LexerTooComplex")
+# llguidance has no stop reason of its own for each of its limits.
+_FULL_ROW = "Current row has"
+_TOO_COMPLEX = ("too large", "too many", "too complex", "too big", "fuel", "too deep", _FULL_ROW)
 _MAX_MESSAGE = 200
 _QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|`[^`]*`|/(?:[^/\\\n]|\\.)*/|@\S+)""")
 # Numbers of less than four digits are places, mostly.
@@ -50,12 +56,20 @@ def new_matcher(tokenizer: GrammarTokenizer, lark: str, around: str = "") -> LLM
     return LLMatcher(tokenizer.native, json.dumps({"grammars": grammars}), log_level=0, limits=LIMITS)
 
 
+def is_too_complex(matcher: LLMatcher) -> bool:
+    """Return True where a matcher has failed at a limit, and not at a grammar that is wrong."""
+    message = _QUOTED.sub("", matcher.get_error())
+    return matcher.stop_reason() in _LIMITED or any(words in message for words in _TOO_COMPLEX)
+
+
 def shorten(message: str, source: str = "") -> str:
     """Shorten an llguidance message for the caller: its reason, on one line, without words of `source`, a constraint.
 
     What callers write is not repeated, since details of errors are logged on their way: places stay, and the schema's
     keywords.
     """
+    if _FULL_ROW in message:
+        return "allows too much at one place, as an object does with thousands of keys that may be left out"
     reason = _REGEX_REASON.search(message)
     line = f"invalid regex: {reason[1]}" if reason is not None else message.replace(_MARKER, "").strip()
     line = _POSITION.sub("", line.partition("\n")[0].partition(" (at ")[0])

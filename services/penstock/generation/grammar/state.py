@@ -10,12 +10,11 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from penstock.common.errors import Internal, InvalidArgument, PenstockError
+from penstock.generation.grammar.matching import is_too_complex
 from penstock.generation.grammar.tokenizer import GrammarTokenizer, words_of
 
 if TYPE_CHECKING:
     from penstock.generation.core.grammar import GrammarState
-
-_LIMITS = ("ParserTooComplex", "LexerTooComplex")
 
 
 class CompiledGrammar:
@@ -110,7 +109,7 @@ class MatcherState:
             row.fill(0xFFFFFFFF)
 
     def _fail(self) -> PenstockError:
-        if self.matcher.stop_reason() in _LIMITS or "too many" in self.matcher.get_error():
+        if is_too_complex(self.matcher):
             self._failure = InvalidArgument(
                 self._field, "became too complex while the output grew", reason="CONSTRAINT_TOO_COMPLEX"
             )

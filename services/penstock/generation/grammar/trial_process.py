@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 from penstock.common import child_io
 from penstock.common.child_limits import limit_cpu, limit_memory
 from penstock.generation.grammar.limits import JsonBounds
-from penstock.generation.grammar.matching import new_matcher, shorten
+from penstock.generation.grammar.matching import is_too_complex, new_matcher, shorten
 from penstock.generation.grammar.schemas.document import write_json
 from penstock.generation.grammar.schemas.place import MAX_SECONDS, find_place
 from penstock.generation.grammar.schemas.refusal import ONE_OF, describe
@@ -120,9 +120,7 @@ def _refusal(matcher: LLMatcher, source: str) -> dict[str, str]:
     message = shorten(matcher.get_error(), source)
     if "NoExtensionBias" in (message, matcher.stop_reason()):
         return {"refused": "allows no output"}
-    limited = matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex")
-    too_large = any(word in message for word in ("too large", "too many", "too complex", "too big", "fuel", "too deep"))
-    return {"too_complex" if limited or too_large else "refused": message}
+    return {"too_complex" if is_too_complex(matcher) else "refused": message}
 
 
 def main() -> None:

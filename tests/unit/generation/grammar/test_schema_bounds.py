@@ -56,6 +56,11 @@ LISTED: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = [
     ({**SELF, "enum": [DEEP, {}], "$defs": {"T": SELF}}, {"max_depth": 1}, [DEEP, {}]),
     ({"$ref": "#/$defs/T", "$defs": {"T": {**SELF, "enum": ALL_DEPTHS}}}, {"max_depth": 1}, ALL_DEPTHS),
 ]
+FEW = {"max_keys": 2}
+FREE = '"x": 1, "y": 1'
+FIVE: dict[str, Any] = {"type": "object", "properties": dict.fromkeys("abcde", INTEGER)}
+SOME = '"a": 1, "c": 1'
+ALL = ", ".join(f'"{name}": 1' for name in "abcde")
 # Schema -> documents that may be written, and that may not.
 TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     # Keys that the schema does not name come without all those that it does.
@@ -63,6 +68,31 @@ TOLD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({**TWO, "additionalProperties": True}, ['{"c": "x"}', '{"a": 1, "c": "x"}'], ['{"a": "x"}']),
     ({**TWO, "additionalProperties": TEXT, "minProperties": 1}, ['{"c": "x"}', '{"b": 1}'], ["{}"]),
     ({**TWO, "patternProperties": {"^x": TEXT}, "additionalProperties": False}, ['{"xc": "x"}'], ['{"c": "x"}']),
+    # Those keys are bounded whichever of the named ones are left out.
+    *(
+        (
+            {**TWO, "required": required, "additionalProperties": INTEGER, "x-guidance": FEW},
+            [f"{{{named}{FREE}}}" for named in ('"a": 1, ', '"a": 1, "b": 1, ')] + ['{"a": 1, "x": 1}', '{"a": 1}'],
+            [f'{{{named}{FREE}, "z": 1}}' for named in ('"a": 1, ', '"a": 1, "b": 1, ')] + ['{"a": "x"}'],
+        )
+        for required in ([], ["a"])
+    ),
+    (
+        {**TWO, "type": ["object", "null"], "patternProperties": {"^x": INTEGER}, "x-guidance": FEW},
+        ["null", '{"xa": 1, "xb": 1}', '{"b": 1, "xa": 1, "xb": 1}'],
+        ['{"xa": 1, "xb": 1, "xc": 1}', '{"b": 1, "xa": 1, "xb": 1, "xc": 1}'],
+    ),
+    # Of many that may be left out, none or all are there, or no other key is.
+    (
+        {**FIVE, "additionalProperties": INTEGER, "x-guidance": FEW},
+        [f"{{{SOME}}}", f"{{{ALL}}}", f"{{{FREE}}}", f"{{{ALL}, {FREE}}}", "{}"],
+        [f'{{{FREE}, "z": 1}}', f'{{{ALL}, {FREE}, "z": 1}}', f'{{{SOME}, "x": 1}}'],
+    ),
+    (
+        {**FIVE, "required": ["r"], "patternProperties": {"^x": INTEGER}, "x-guidance": FEW},
+        ['{"a": 1, "e": 1, "r": 1}', '{"r": 1, "x": 1, "xx": 1}', f'{{{ALL}, "r": 1, "x": 1}}'],
+        ['{"r": 1, "x": 1, "xx": 1, "xy": 1}', '{"a": 1, "e": 1, "r": 1, "x": 1}', '{"e": 1}'],
+    ),
     # A bound is none beside a schema that may ask for more.
     ({"type": "object", "allOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": MANY}}, [ALL_OF_MANY], ["{}"]),
     ({"type": "object", "$ref": "#/$defs/B", "$defs": {"B": MANY}}, [ALL_OF_MANY], ["{}"]),

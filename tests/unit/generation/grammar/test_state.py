@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +39,8 @@ SPECS = [
     lark('start: greeting ("," greeting)*\ngreeting: "hello" | "hi" WORD\nWORD: / [a-z]+/'),
     lark('root ::= item{2,3}\nitem ::= [a-z]+ "=" [0-9]+ ";"'),
 ]
+# Deep in a document: a compilation does not come there.
+TOO_WIDE: dict[str, Any] = {"type": "object", "properties": {f"k{at}": {"type": "null"} for at in range(2000)}}
 IM_START = 4088
 
 
@@ -195,6 +199,28 @@ def test_a_dead_end_fails_its_request_and_says_so() -> None:
     assert (raised.value.field, raised.value.reason) == ("constraint.grammar", "CONSTRAINT_DEAD_END")
     with pytest.raises(PenstockError):
         state.copy().advance(1)
+
+
+@pytest.mark.parametrize("word", ["advance", "mask"])
+def test_a_place_of_too_many_ways_is_the_constraints_fault_and_not_the_services(word: str) -> None:
+    wide = schema({"type": "object", "properties": {"a": {"type": "string"}, "b": TOO_WIDE}, "required": ["a", "b"]})
+    state = compiled(wide).start(EOS)
+
+    def write(text: str) -> None:
+        for token_id in ids_of(text):
+            if word == "mask":
+                allowed(state)
+            state.advance(token_id)
+
+    with pytest.raises(InvalidArgument, match="too complex") as raised:
+        write('{"a": "some words", "b": {"k0": null}}')
+    assert (raised.value.field, raised.value.reason) == ("constraint.json_schema", "CONSTRAINT_TOO_COMPLEX")
+
+
+def test_an_object_of_a_thousand_keys_that_may_be_left_out_is_written() -> None:
+    wide = {**TOO_WIDE, "properties": dict(itertools.islice(TOO_WIDE["properties"].items(), 1000))}
+    grammar = compiled(schema({"type": "array", "items": wide}))
+    assert accepts(grammar, '[{"k0": null, "k999": null}, {"k500": null}, {}]')
 
 
 def test_a_sequence_never_takes_a_token_that_its_grammar_refuses() -> None:

@@ -5,6 +5,7 @@ Each is narrower than the schema, never wider: what is written with them satisfi
 
 from __future__ import annotations
 
+import itertools
 from decimal import Decimal
 from typing import Any
 
@@ -17,6 +18,8 @@ _MOST_BEFORE = 15
 _MOST_BEHIND = 9
 # llguidance reckons with 64 bits, of which the least numbers would become others in its doubles.
 _LEAST_INTEGER, _MOST_INTEGER = -(2**63) + 1024, 2**63 - 1
+# Most keys that may be left out of which each choice is told for itself.
+_MOST_OPTIONAL = 4
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
@@ -75,19 +78,34 @@ def bound_items(schema: dict[str, Any], bounds: JsonBounds) -> None:
 
 
 def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
-    """Bound the keys of an object in place, besides those that it requires.
+    """Bound the keys of an object in place, besides those that it names.
 
-    llguidance counts only where no named key may be left out. Another object stays without a bound: to count its keys,
-    all the named ones would have to come before any other.
+    llguidance counts only where no named key may be left out. So the object is told once for each choice of the keys
+    that may be; where these are many, with none or all of them, or without any key that it does not name.
     """
     is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
     if not bounds.keys or not is_open or "type" not in schema or "object" not in types_of(schema):
         return
     required = {*(schema.get("required") or ())}
-    if any(name not in required and one is not False for name, one in (schema.get("properties") or {}).items()):
+    named = schema.get("properties") or {}
+    optional = [name for name, one in named.items() if name not in required and one is not False]
+    if schema.keys() & {"minProperties", "maxProperties"} and optional:
         return
-    if "maxProperties" not in schema and schema.get("minProperties", 0) <= len(required) + bounds.keys:
-        schema["maxProperties"] = len(required) + bounds.keys
+    if not optional:
+        if "maxProperties" not in schema and schema.get("minProperties", 0) <= len(required) + bounds.keys:
+            schema["maxProperties"] = len(required) + bounds.keys
+        return
+    if len(optional) <= _MOST_OPTIONAL:
+        chosen = [one for size in range(len(optional) + 1) for one in itertools.combinations(optional, size)]
+        told = []
+    else:
+        chosen = [(), tuple(optional)]
+        told = [{"properties": dict.fromkeys([*required, *named], True), "additionalProperties": False}]
+    for names in chosen:
+        others = {name: False for name in optional if name not in names}
+        one: dict[str, Any] = {"maxProperties": len(required) + len(names) + bounds.keys}
+        told.append(one | ({"required": list(names)} if names else {}) | ({"properties": others} if others else {}))
+    schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": told}]
 
 
 def bound_names(schema: dict[str, Any], bounds: JsonBounds) -> None:
