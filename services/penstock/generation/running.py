@@ -115,6 +115,8 @@ class RunningEngine:
             loaded.pools.kv.bytes_per_block,
             partial(_states, loaded.pools.kv.states),
         )
+        if self._trace is not None:
+            self._trace.start()
         loop.start()
         self._watching = asyncio.create_task(self._watchdog.run())
         self._watching.add_done_callback(self._watchdog_ended)

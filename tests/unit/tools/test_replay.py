@@ -96,6 +96,7 @@ def traced(
     path: Path, config: EngineConfig, clock: Callable[[], float] = time.monotonic, **runner: Any
 ) -> tuple[Engine, TraceFile]:
     file = TraceFile(str(path), 1 << 24)
+    file.start()
     return Engine(
         config,
         Runner(config, **runner),
@@ -370,6 +371,7 @@ def test_a_trace_tells_no_token_and_no_id(tmp_path: Path) -> None:
 def test_a_full_file_ends_and_its_beginning_can_be_replayed(tmp_path: Path) -> None:
     config = engine_config()
     file = TraceFile(str(tmp_path / "trace"), 6000)
+    file.start()
     engine = Engine(config, FakeRunner(config), None, listeners=[StepTrace(config, file, time.monotonic())])
     with capture_logs() as logs:
         for number in range(6):
@@ -393,6 +395,7 @@ def test_a_disk_that_is_too_slow_is_told_at_the_end_and_the_beginning_can_be_rep
     monkeypatch.setattr(trace_file, "_MAX_QUEUED_LINES", 4)
     config = engine_config()
     file = TraceFile(str(tmp_path / "trace"), 1 << 20)
+    file.start()
     engine = Engine(config, FakeRunner(config), None, listeners=[StepTrace(config, file, time.monotonic())])
     engine.add(request([1, 2, 3], max_new_tokens=9))
     with capture_logs() as logs:

@@ -28,7 +28,7 @@ class TraceFile:
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
-        """`%p` in `path` stands for the process id. Never raises for a file: its errors are logged."""
+        """`%p` in `path` stands for the process id. Lines are taken from now on, and written once it is started."""
         self._path = Path(path.replace("%p", str(os.getpid()))).expanduser()
         self._left = max_bytes
         # Reason for the end, which is the last line's.
@@ -36,14 +36,18 @@ class TraceFile:
         self._lines: deque[Any] = deque()
         self._closing = threading.Event()
         self._file: IO[str] | None = None
-        self.is_open = False
+        self.is_open = True
+        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+
+    def start(self) -> None:
+        """Open the file, and start the thread that writes it. Never raises for a file: its errors are logged."""
         try:
             self._file = self._opened()
         except OSError as error:
+            self.is_open = False
+            self._lines.clear()
             self._complain(error.strerror)
             return
-        self.is_open = True
-        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
 
     def write(self, line: Any) -> None:

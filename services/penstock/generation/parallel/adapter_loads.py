@@ -36,6 +36,9 @@ class AdapterLoads:
         # Loads, numbers to forget, and None: the end.
         self._orders: SimpleQueue[_Load | int | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rank adapters", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def load(self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None) -> Future[HeldAdapter]:

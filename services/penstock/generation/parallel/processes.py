@@ -84,18 +84,16 @@ class Ranks:
     thread that starts the ranks, then by that of the adapters.
     """
 
-    def __init__(self, count: int, device: Device, order: dict[str, Any], meeting: Meeting | None = None) -> None:
-        """Start them. `device` is rank 0's; `order` is what each needs to load its part, as JSON: see worker.py.
-
-        `meeting`: where a launcher's processes come, which are the ranks then; it is closed with them. Raises
-        StartupError naming --tensor-parallel where the device has none.
+    def __init__(self, count: int, device: Device, meeting: Meeting | None = None) -> None:
+        """Make them; `start` starts them. `device` is rank 0's; `meeting`: where a launcher's processes come, which are
+        the ranks then; it is closed with them. Raises StartupError naming --tensor-parallel where the device has none.
         """
-        devices = [device.of_rank(number) for number in range(1, count)]
+        self._devices = [device.of_rank(number) for number in range(1, count)]
         self.group = RankGroup(Shard(0, count))
         self._device = device
         # Called once, on a thread of its own, when a rank is lost.
         self.on_loss: Callable[[RankLost], None] | None = None
-        self._folder = tempfile.mkdtemp(prefix="penstock-ranks-")
+        self._folder = ""
         self._is_closed = self._is_broken = self._has_pools = False
         self._meeting = meeting
         self._lock = threading.Lock()
@@ -103,12 +101,22 @@ class Ranks:
         self._sending = threading.Lock()
         self._ranks: list[_Rank] = []
         self._adapters = AdapterLoads(self.send, self._answers)
+        # Ends of a pipe, which wakes the thread that watches.
+        self._wake = self._woken = -1
+
+    def start(self, order: dict[str, Any]) -> None:
+        """Start the processes. `order` is what each needs to load its part, as JSON: see worker.py.
+
+        None of them is left where it fails; else `close` ends them.
+        """
+        self._folder = tempfile.mkdtemp(prefix="penstock-ranks-")
+        self._adapters.start()
         self._wake, self._woken = os.pipe()
         try:
-            for number, name in enumerate(devices, 1):
-                own = {**order, "device": name, "rank": number, "count": count}
+            for number, name in enumerate(self._devices, 1):
+                own = {**order, "device": name, "rank": number, "count": len(self._devices) + 1}
                 self._ranks.append(
-                    _start(number, own) if meeting is None else _Rank(number, *meeting.take(number, own))
+                    _start(number, own) if self._meeting is None else _Rank(number, *self._meeting.take(number, own))
                 )
             # Here: the thread may begin after `close` has ended them, and their numbers be other processes' by then.
             ends = [(os.pidfd_open(rank.process.pid), rank) for rank in self._ranks]

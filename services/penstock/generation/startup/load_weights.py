@@ -152,7 +152,9 @@ def _start_ranks(start: Start, files: ModelFiles, device: Device) -> Ranks | Non
         "log_lines": config.log_lines,
         "log_seconds": config.log_seconds,
     }
-    return Ranks(config.tensor_parallel, device, order, meeting)
+    ranks = Ranks(config.tensor_parallel, device, meeting)
+    ranks.start(order)
+    return ranks
 
 
 def _load_model(start: Start, files: ModelFiles, device: Device, ranks: Ranks | None) -> LanguageModel:

@@ -301,6 +301,7 @@ def test_a_step_may_be_read_while_it_is_put_together(monkeypatch: pytest.MonkeyP
 
 def test_an_idle_engine_holds_nothing_of_requests_that_ended(tmp_path: Path) -> None:
     trace = TraceFile(str(tmp_path / "trace"), 1 << 20)
+    trace.start()
     config = engine_config()
     engine, _ = make_engine(config, listeners=[StepTrace(config, trace, 0.0)])
     engine.add(item := request([1, 2, 3], max_new_tokens=3))

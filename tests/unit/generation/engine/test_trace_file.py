@@ -22,6 +22,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_the_engine_goes_on(tmp_p
     config = engine_config()
     with capture_logs() as logs:
         file = TraceFile(str(tmp_path / "no" / "such" / "folder"), 1 << 20)
+        file.start()
         engine = Engine(config, FakeRunner(config), None, listeners=[StepTrace(config, file, time.monotonic())])
         engine.add(request([1, 2, 3]))
         while engine.has_work:
@@ -36,6 +37,7 @@ def test_a_full_disk_is_told_once_and_the_engine_goes_on() -> None:
     config = engine_config()
     with capture_logs() as logs:
         file = TraceFile("/dev/full", 1 << 20)
+        file.start()
         engine = Engine(config, FakeRunner(config), None, listeners=[StepTrace(config, file, time.monotonic())])
         engine.add(request([1, 2, 3]))
         while engine.has_work:
@@ -47,8 +49,10 @@ def test_a_full_disk_is_told_once_and_the_engine_goes_on() -> None:
 
 def test_of_two_writers_of_a_file_the_second_writes_nothing(tmp_path: Path) -> None:
     first = TraceFile(str(tmp_path / "trace"), 1 << 20)
+    first.start()
     with capture_logs() as logs:
         second = TraceFile(str(tmp_path / "trace"), 1 << 20)
+        second.start()
     assert (first.is_open, second.is_open, logs[0]["event"]) == (True, False, "steps are not traced")
     first.write({"from": "first"})
     second.write({"from": "second"})
@@ -56,6 +60,7 @@ def test_of_two_writers_of_a_file_the_second_writes_nothing(tmp_path: Path) -> N
     first.close()
     assert (tmp_path / "trace").read_text() == '{"from":"first"}\n{"end": "stopped"}\n'
     own = TraceFile(str(tmp_path / "trace-%p"), 1 << 20)
+    own.start()
     own.close()
     assert (tmp_path / f"trace-{os.getpid()}").exists()
 
@@ -63,6 +68,7 @@ def test_of_two_writers_of_a_file_the_second_writes_nothing(tmp_path: Path) -> N
 def test_a_line_that_is_no_json_is_told_once_and_ends_the_trace(tmp_path: Path) -> None:
     with capture_logs() as logs:
         file = TraceFile(str(tmp_path / "trace"), 1 << 20)
+        file.start()
         file.write({"it": 1})
         file.write({"it": object()})
         file._thread.join(60)
@@ -95,6 +101,7 @@ def test_a_fault_of_the_trace_ends_the_trace_and_no_step(
     config = engine_config()
     with capture_logs() as logs:
         file = TraceFile(str(tmp_path / "trace"), 1 << 20)
+        file.start()
         engine = Engine(config, FakeRunner(config), None, listeners=[StepTrace(config, file, time.monotonic())])
         owner: Any = TraceFile if "." in name else step_trace
         attribute = name.rpartition(".")[2]

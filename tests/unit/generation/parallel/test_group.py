@@ -57,7 +57,7 @@ def test_each_rank_has_a_device_of_its_own_where_there_are_several() -> None:
 
 def test_a_device_without_ranks_names_the_flag_before_a_process_starts() -> None:
     with pytest.raises(StartupError, match="--tensor-parallel is not there with --device cuda") as caught:
-        Ranks(2, CUDADevice(), {})
+        Ranks(2, CUDADevice())
     assert caught.value.flag == "--tensor-parallel"
 
 

@@ -47,7 +47,8 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
 @pytest.fixture
 def ranks(peers: Peers) -> Iterator[Ranks]:
     """Two further ranks."""
-    made = Ranks(3, CPUDevice(), {})
+    made = Ranks(3, CPUDevice())
+    made.start({})
     yield made
     made.close()
 
@@ -163,6 +164,7 @@ class Sent:
         self.changed = threading.Condition()
         self.threads: set[str] = set()
         self.loads = AdapterLoads(self.send, self.answer)
+        self.loads.start()
 
     def send(self, message: bytes) -> None:
         self.threads.add(threading.current_thread().name)
