@@ -17,7 +17,7 @@ from penstock.common.config import (
 from penstock.common.environment import usable_cores
 from penstock.common.errors import StartupError
 from penstock.common.options import values_of
-from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.adapters.limits import ADAPTERS, AdapterLimits, AdapterOptions
 from penstock.generation.core.model_config import ROUTES, ModelRoute
 from penstock.generation.devices import KERNELS
 from penstock.generation.engine.config import BATCHING, INSIDE, MEMORY, PREEMPTIONS, SWAP, EngineOptions
@@ -27,7 +27,7 @@ from penstock.generation.host.memory import parse_memory
 from penstock.generation.layers.linear import FP8, QUANTIZATIONS
 from penstock.generation.options.limits import REQUESTS, RequestBounds, RequestLimits
 
-MODEL, LOADING, ADAPTERS = "Model", "Loading by call", "Adapters"
+MODEL, LOADING = "Model", "Loading by call"
 CONSTRAINTS, GRAPHS = "Structured output", "The model as graphs"
 KV_CACHE_DTYPES = ("auto", "int8")
 
@@ -232,36 +232,6 @@ class ModelOptions:
         group=ADAPTERS,
         metavar="FOLDER",
     )
-    max_adapters: int = option(
-        AdapterLimits.max_loaded,
-        "LoRA adapters in memory at once; of those that no request uses, the one that was used longest ago leaves for "
-        "another. 0: none may be loaded.",
-        group=ADAPTERS,
-        minimum=0,
-    )
-    max_known_adapters: int = option(
-        AdapterLimits.max_known, "Names of LoRA adapters, in memory or not.", group=ADAPTERS, minimum=0
-    )
-    max_adapter_rank: int = option(AdapterLimits.max_rank, "Largest rank of a LoRA adapter.", group=ADAPTERS, minimum=1)
-    max_adapter_patterns: int = option(
-        AdapterLimits.max_patterns,
-        "Entries of an adapter's rank_pattern, and of its alpha_pattern.",
-        group=ADAPTERS,
-        minimum=1,
-    )
-    adapter_pattern_seconds: float = option(
-        AdapterLimits.pattern_seconds,
-        "Processor time for those of an adapter's patterns that are no names of modules: a process matches them, and "
-        "ends then.",
-        group=ADAPTERS,
-        minimum=0.1,
-    )
-    max_adapter_checks: int = option(
-        AdapterLimits.max_loads,
-        "Folders of LoadAdapter that are checked at the same time; one is then read after the other.",
-        group=ADAPTERS,
-        minimum=1,
-    )
     adapter_memory: str = option(
         "1GiB", "Memory of all LoRA adapters together, in all processes of --tensor-parallel.", group=ADAPTERS
     )
@@ -304,7 +274,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationServiceConfig(ServerConfig, ModelOptions, EngineOptions, RequestBounds):
+class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, EngineOptions, RequestBounds):
     """One model on one device, behind one gRPC server: the options of its parts, and those of the service."""
 
     port: int = option(GENERATION_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
@@ -589,15 +559,7 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, EngineOptions, Request
         size = parse_memory(self.adapter_memory, flag="--adapter-memory")
         if size is None:
             raise StartupError("--adapter-memory must be a size such as 512MiB", flag="--adapter-memory")
-        return AdapterLimits(
-            max_loaded=self.max_adapters,
-            max_known=self.max_known_adapters,
-            max_rank=self.max_adapter_rank,
-            max_patterns=self.max_adapter_patterns,
-            pattern_seconds=self.adapter_pattern_seconds,
-            max_loads=self.max_adapter_checks,
-            max_bytes=size,
-        )
+        return AdapterLimits(**values_of(AdapterOptions, self), max_bytes=size)
 
     def adapters_to_load(self) -> dict[str, str]:
         """Return name -> folder of --lora. Raises StartupError."""

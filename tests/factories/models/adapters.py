@@ -124,7 +124,7 @@ def merged_checkpoint(target: Path, checkpoint: Path, folder: Path) -> Path:
 
 def read_adapter(folder: Path, model: CausalLM, *, name: str = "adapter", generation: str = "") -> Adapter:
     """Read an adapter for `model`, without a store."""
-    files = PeftFolder(folder, None, model, AdapterLimits(max_rank=1024))
+    files = PeftFolder(folder, None, model, AdapterLimits(max_adapter_rank=1024))
     weights = files.read()
     return Adapter(
         name, folder, generation or name, files.rank, files.targets, weights.num_bytes, weights, files.digest()

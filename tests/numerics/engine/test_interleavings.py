@@ -192,7 +192,7 @@ class World:
         )
         self.engine.policy = AnyPolicy(config, random)
         self.store = AdapterStore(
-            AdapterLimits(max_loaded=SLOTS, max_known=len(NAMES)), self._opener(loaded.weights.model)
+            AdapterLimits(max_adapters=SLOTS, max_known_adapters=len(NAMES)), self._opener(loaded.weights.model)
         )
         self.known: dict[str, Path] = {}
         self.answers: dict[str, Answer] = {}

@@ -12,6 +12,7 @@ from pathlib import Path
 import penstock
 import pytest
 from penstock.common.options import options_of
+from penstock.generation.adapters.limits import AdapterLimits, AdapterOptions
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.config import EngineConfig, EngineOptions
 from penstock.generation.options.limits import RequestBounds, RequestLimits
@@ -38,6 +39,7 @@ sys.meta_path.insert(0, Finder())
 from penstock.cli.reference import configuration_markdown
 from penstock.common.config import from_env_and_flags
 from penstock.common.options import values_of
+from penstock.generation.adapters.limits import AdapterLimits, AdapterOptions
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.config import EngineConfig, EngineOptions
 config = from_env_and_flags(GenerationServiceConfig, {"spare_knob": "5"})
@@ -59,7 +61,10 @@ def test_a_knob_of_the_engine_is_one_edit() -> None:
     assert "| `--spare-knob INT` | `PENSTOCK_SPARE_KNOB` | `3` | Nothing. |" in page
 
 
-@pytest.mark.parametrize(("part", "whole"), [(EngineOptions, EngineConfig), (RequestBounds, RequestLimits)])
+@pytest.mark.parametrize(
+    ("part", "whole"),
+    [(EngineOptions, EngineConfig), (RequestBounds, RequestLimits), (AdapterOptions, AdapterLimits)],
+)
 def test_a_knob_is_declared_in_one_class_and_copied_by_none(part: type, whole: type) -> None:
     names = {bound.name for bound in options_of(part)}
     assert names

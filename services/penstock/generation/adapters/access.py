@@ -39,7 +39,7 @@ class AdapterAccess:
         self._on_failure = on_failure
         # A load has one until it ends, its caller gone or not. Some are checked at the same time; the store reads one
         # at a time: they share the disk, and the memory of reading one.
-        self._places = asyncio.Semaphore(store.limits.max_loads)
+        self._places = asyncio.Semaphore(store.limits.max_adapter_checks)
         # Loads whose caller is gone end all the same.
         self._loads: set[asyncio.Task[None]] = set()
         # Number of changes to the names that are known; those of the start are one.

@@ -1,28 +1,53 @@
-"""Bounds on adapters. Imports nothing: the configuration names these defaults."""
+"""Bounds on adapters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.common.options import option
 
-@dataclass(frozen=True)
-class AdapterLimits:
-    """Bounds on adapters, from the service's configuration."""
+ADAPTERS = "Adapters"
 
-    # Adapters in memory at once; 0: none may be loaded.
-    max_loaded: int = 8
-    # Names that are known, in memory or not.
-    max_known: int = 256
-    max_rank: int = 64
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Bounds that a server's owner may change. Each is declared here alone, as `EngineOptions`."""
+
+    max_adapters: int = option(
+        8,
+        "LoRA adapters in memory at once; of those that no request uses, the one that was used longest ago leaves for "
+        "another. 0: none may be loaded.",
+        group=ADAPTERS,
+        minimum=0,
+    )
+    max_known_adapters: int = option(256, "Names of LoRA adapters, in memory or not.", group=ADAPTERS, minimum=0)
+    max_adapter_rank: int = option(64, "Largest rank of a LoRA adapter.", group=ADAPTERS, minimum=1)
+    max_adapter_patterns: int = option(
+        4096, "Entries of an adapter's rank_pattern, and of its alpha_pattern.", group=ADAPTERS, minimum=1
+    )
+    adapter_pattern_seconds: float = option(
+        2.0,
+        "Processor time for those of an adapter's patterns that are no names of modules: a process matches them, and "
+        "ends then.",
+        group=ADAPTERS,
+        minimum=0.1,
+    )
+    max_adapter_checks: int = option(
+        4,
+        "Folders of LoadAdapter that are checked at the same time; one is then read after the other.",
+        group=ADAPTERS,
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterLimits(AdapterOptions):
+    """All bounds on adapters."""
+
     # Bytes of all adapters in memory together.
     max_bytes: int = 1 << 30
     # Bytes of adapter_config.json, and characters of a name.
     max_config_bytes: int = 1 << 20
     max_name_chars: int = 256
-    # Entries of rank_pattern, and of alpha_pattern; characters of one.
-    max_patterns: int = 4096
+    # Characters of an entry of rank_pattern or alpha_pattern.
     max_pattern_chars: int = 256
-    # Processor time that an adapter's regular expressions may take.
-    pattern_seconds: float = 2.0
-    # Loads that go on at the same time; the others wait for their turn.
-    max_loads: int = 4

@@ -34,9 +34,9 @@ class ModulePatterns:
         """Check them. Raises InvalidArgument naming the field and the bound."""
         self.field = field
         self._limits = limits
-        if len(keys) > limits.max_patterns:
+        if len(keys) > limits.max_adapter_patterns:
             raise self._error(
-                f"{len(keys)} entries of {field}: --max-adapter-patterns is {limits.max_patterns}",
+                f"{len(keys)} entries of {field}: --max-adapter-patterns is {limits.max_adapter_patterns}",
                 "ADAPTER_UNSUPPORTED",
             )
         self._keys = tuple(keys)
@@ -71,7 +71,7 @@ class ModulePatterns:
         return found
 
     def _by_process(self, expressions: Sequence[int], modules: Sequence[str]) -> Mapping[str, int]:
-        seconds = self._limits.pattern_seconds
+        seconds = self._limits.adapter_pattern_seconds
         order = {
             "seconds": seconds,
             "patterns": [self._keys[number] for number in expressions],
@@ -102,7 +102,7 @@ class ModulePatterns:
     def _too_slow(self) -> InvalidArgument:
         return self._error(
             f"the patterns of {self.field} take longer than --adapter-pattern-seconds "
-            f"{self._limits.pattern_seconds:g}: name the modules",
+            f"{self._limits.adapter_pattern_seconds:g}: name the modules",
             "ADAPTER_UNSUPPORTED",
         )
 

@@ -325,9 +325,11 @@ class PeftFolder:
                 f"{module} has lora_A {list(a)} and lora_B {list(b)}: this model needs [rank, {inputs}] and "
                 f"[{outputs}, rank]"
             )
-        if not 1 <= a[0] <= limits.max_rank:
+        if not 1 <= a[0] <= limits.max_adapter_rank:
             raise InvalidArgument(
-                "path", f"{module} has rank {a[0]}: --max-adapter-rank is {limits.max_rank}", reason="ADAPTER_RANK"
+                "path",
+                f"{module} has rank {a[0]}: --max-adapter-rank is {limits.max_adapter_rank}",
+                reason="ADAPTER_RANK",
             )
         return a[0]
 

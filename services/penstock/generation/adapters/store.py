@@ -231,9 +231,9 @@ class AdapterStore:
         with self._lock:
             if name in self._known and not replace:
                 raise InvalidArgument("name", "an adapter of this name is loaded", reason="ADAPTER_EXISTS")
-            if name not in self._known and len(self._known) >= self.limits.max_known:
+            if name not in self._known and len(self._known) >= self.limits.max_known_adapters:
                 raise ResourceExhausted(
-                    f"name: --max-known-adapters {self.limits.max_known} are known: unload one",
+                    f"name: --max-known-adapters {self.limits.max_known_adapters} are known: unload one",
                     reason="ADAPTER_SLOTS_FULL",
                     field="name",
                 )
@@ -279,9 +279,9 @@ class AdapterStore:
         idle.sort(key=lambda known: known.used_at)
         taken = sum(adapter.num_bytes for adapter in present)
         leaving: list[_Known] = []
-        while len(present) - len(leaving) >= limits.max_loaded or taken + num_bytes > limits.max_bytes:
+        while len(present) - len(leaving) >= limits.max_adapters or taken + num_bytes > limits.max_bytes:
             if len(leaving) == len(idle):
-                self._raise_full(is_slot=len(present) - len(leaving) >= limits.max_loaded)
+                self._raise_full(is_slot=len(present) - len(leaving) >= limits.max_adapters)
             leaving.append(idle[len(leaving)])
             taken -= leaving[-1].last.num_bytes
         for known in leaving:
@@ -292,7 +292,7 @@ class AdapterStore:
     def _raise_full(self, *, is_slot: bool) -> None:
         if is_slot:
             raise ResourceExhausted(
-                f"requests use all adapters that may be in memory: --max-adapters {self.limits.max_loaded}",
+                f"requests use all adapters that may be in memory: --max-adapters {self.limits.max_adapters}",
                 reason="ADAPTER_SLOTS_FULL",
                 retry_after_seconds=_RETRY_SECONDS,
             )

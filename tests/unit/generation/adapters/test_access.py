@@ -31,7 +31,7 @@ class SlowFolders:
 async def test_a_load_keeps_its_place_until_it_ends_though_its_caller_gave_up(tmp_path: Path) -> None:
     """Else a caller who gives up in turns has any number of folders checked at the same time."""
     folders, failures = SlowFolders(), []
-    store = AdapterStore(AdapterLimits(max_loads=2), folders.open)  # type: ignore[arg-type]
+    store = AdapterStore(AdapterLimits(max_adapter_checks=2), folders.open)  # type: ignore[arg-type]
     access = AdapterAccess(store, tmp_path, on_change=lambda: None, on_failure=failures.append)
     loads = [asyncio.create_task(access.load(name, "", replace=False)) for name in ("a", "b", "c")]
     first = [await asyncio.to_thread(folders.began.get, timeout=60) for _ in range(2)]

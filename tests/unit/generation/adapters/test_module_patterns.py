@@ -59,7 +59,7 @@ def refusal(keys: list[str], limits: AdapterLimits = LIMITS) -> tuple[str, str]:
 def test_slow_expressions_end_by_the_processor_time_that_they_take() -> None:
     """In this process they would hold its lock: 4000 of these take minutes."""
     keys = [f"[a-z._0-9]*[a-z._0-9]*[a-z._0-9]*[a-z._0-9]*x{number}" for number in range(4000)]
-    reason, message = refusal(keys, AdapterLimits(pattern_seconds=0.1))
+    reason, message = refusal(keys, AdapterLimits(adapter_pattern_seconds=0.1))
     assert reason == "ADAPTER_UNSUPPORTED"
     assert "--adapter-pattern-seconds 0.1" in message
 

@@ -18,7 +18,7 @@ from penstock.generation.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, 
 from penstock.generation.models.decoder import CausalLM
 from safetensors.torch import load_file, save_file
 
-LIMITS = AdapterLimits(max_rank=16)
+LIMITS = AdapterLimits(max_adapter_rank=16)
 
 
 @pytest.fixture(scope="module")

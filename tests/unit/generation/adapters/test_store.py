@@ -102,7 +102,7 @@ def test_names_that_no_adapter_may_have(name: str) -> None:
 
 
 def test_the_one_used_longest_ago_leaves_and_comes_back() -> None:
-    store, folders = make_store(max_loaded=2)
+    store, folders = make_store(max_adapters=2)
     old = store.load("a", Path("a"))
     store.load("b", Path("b"))
     store.get("a")
@@ -121,7 +121,7 @@ def test_the_one_used_longest_ago_leaves_and_comes_back() -> None:
 
 
 def test_nobody_leaves_while_a_request_uses_it() -> None:
-    store, _ = make_store(max_loaded=2)
+    store, _ = make_store(max_adapters=2)
     a, b = store.load("a", PATH), store.load("b", PATH)
     store.acquire(a)
     store.acquire(b)
@@ -141,7 +141,7 @@ def test_nobody_leaves_while_a_request_uses_it() -> None:
 
 
 def test_an_unloaded_adapter_takes_its_place_until_the_last_request_ends() -> None:
-    store, _ = make_store(max_loaded=1)
+    store, _ = make_store(max_adapters=1)
     a = store.load("a", PATH)
     store.acquire(a)
     store.unload("a")
@@ -154,7 +154,7 @@ def test_an_unloaded_adapter_takes_its_place_until_the_last_request_ends() -> No
 
 
 def test_replacing_keeps_the_old_one_for_its_requests() -> None:
-    store, _ = make_store(max_loaded=2)
+    store, _ = make_store(max_adapters=2)
     old = store.load("a", PATH)
     store.acquire(old)
     new = store.load("a", PATH, replace=True)
@@ -185,7 +185,7 @@ def test_bytes_are_bounded() -> None:
 
 
 def test_names_are_bounded() -> None:
-    store, _ = make_store(max_known=2)
+    store, _ = make_store(max_known_adapters=2)
     store.load("a", PATH)
     store.load("b", PATH)
     with pytest.raises(ResourceExhausted) as caught:
@@ -195,7 +195,7 @@ def test_names_are_bounded() -> None:
 
 
 def test_none_may_be_loaded_where_there_are_no_places() -> None:
-    store, _ = make_store(max_loaded=0)
+    store, _ = make_store(max_adapters=0)
     with pytest.raises(ResourceExhausted) as caught:
         store.load("a", PATH)
     assert "--max-adapters 0" in caught.value.message
