@@ -116,6 +116,7 @@ class Generator:
 
         self.name = (*config.served_model_name, model_name(config.model))[0]
         self._engine: LocalEngine = LocalEngine(config, self.name, max_in_flight, show)
+        self._engine.start()
         # Also at the interpreter's end, and where nobody closed it.
         self._finalizer = weakref.finalize(self, self._engine.close)
         try:

@@ -45,11 +45,14 @@ class LocalEngine:
     def __init__(
         self, config: GenerationServiceConfig, name: str, max_in_flight: int | None, show: ShowProgress
     ) -> None:
-        """Load the model and start. `max_in_flight`: most requests in the engine at once, others wait for a place;
-        None: twice the sequences that run at once. Raises StartupError naming the option to change."""
+        """Make it; `start` loads the model. `max_in_flight`: most requests in the engine at once, others wait for a
+        place; None: twice the sequences that run at once."""
+        self._config, self._name, self._show = config, name, show
+        most = 2 * config.max_running_sequences if max_in_flight is None else max_in_flight
+        self.max_in_flight = max(1, min(most, config.max_queued_requests))
+        self._places = asyncio.Semaphore(self.max_in_flight)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="generator", daemon=True)
-        self._thread.start()
         self._running: RunningEngine | None = None
         self._failure: BaseException | None = None
         self._closed = False
@@ -57,11 +60,14 @@ class LocalEngine:
         self._tasks: set[asyncio.Task[Any]] = set()
         # The last call that nobody waits for.
         self._soon: Future[Any] | None = None
+
+    def start(self) -> None:
+        """Load the model, and start the engine. Raises StartupError naming the option to change; nothing is left of it
+        then."""
+        self._thread.start()
         try:
-            self.loaded: LoadedModel = load(config, name, show)
-            most = 2 * config.max_running_sequences if max_in_flight is None else max_in_flight
-            self.max_in_flight = max(1, min(most, config.max_queued_requests))
-            self.call(self._start(config, name))
+            self.loaded: LoadedModel = load(self._config, self._name, self._show)
+            self.call(self._start_engine())
         except BaseException:
             self.close()
             raise
@@ -182,10 +188,11 @@ class LocalEngine:
             task.add_done_callback(self._tasks.discard)
         return await work
 
-    async def _start(self, config: GenerationServiceConfig, name: str) -> None:
-        self._places = asyncio.Semaphore(self.max_in_flight)
-        metrics = GenerationMetrics(CollectorRegistry(), name)
-        self._running = RunningEngine(self.loaded, config, metrics, on_failure=self._fail, set_hung=self._set_hung)
+    async def _start_engine(self) -> None:
+        metrics = GenerationMetrics(CollectorRegistry(), self._name)
+        self._running = RunningEngine(
+            self.loaded, self._config, metrics, on_failure=self._fail, set_hung=self._set_hung
+        )
         self._running.start()
 
     async def _set_hung(self, hung: bool) -> None:
