@@ -160,8 +160,7 @@ class RunningEngine:
         await asyncio.wrap_future(
             core.loop.run_on_engine(lambda engine: engine.reinitialise(runner, fresh.engine.warm_up))
         )
-        core.loaded = fresh
-        core.access = self._open_access(fresh, core.loop, core.hub)
+        core.renew(fresh, self._open_access(fresh, core.loop, core.hub))
         self._watch_mapped(fresh)
         # Nothing may keep the old weights in memory, or an adapter that fits only them. An adapter may be being read.
         await asyncio.to_thread(fresh.weights.adapters.open_by, adapter_opener(self._config, fresh.weights.model))

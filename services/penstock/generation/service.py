@@ -149,6 +149,10 @@ class GenerationCore:
         self.watermark_calls = WatermarkCalls(config.max_watermark_calls, retry_seconds)
         self.embeds_intake = EmbedsIntake(dtype, engine.block_size, config.max_live_embeds_bytes, retry_seconds)
 
+    def renew(self, loaded: LoadedModel, access: ModelAccess | None) -> None:
+        """Serve weights that were read again, from the next request on."""
+        self.loaded, self.access = loaded, access
+
     async def finish(self, grace: float | None) -> int:
         """Wait for live requests. After `grace` seconds abort them, wait for their last words and return their number.
 
