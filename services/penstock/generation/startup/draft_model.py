@@ -27,10 +27,11 @@ from penstock.generation.host.memory import format_weights, kv_pool_blocks, pars
 from penstock.generation.layers.lora import AdapterBatch
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
-from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.models.registry import read_model_config
 from penstock.generation.runner.drafter import ModelDrafter
 from penstock.generation.runner.grammar_masks import MaskFiller
 from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.startup.read_model import read_model
 
 _log = get_logger("penstock.generation")
 MODEL_FLAG, MEMORY_FLAG = "--assistant-model", "--assistant-kv-memory"
@@ -78,15 +79,7 @@ def load_draft_weights(
         served, drafting = (read_model_config(one, config.route).vocab_size for one in (folder, own))
         _check_vocabulary(folder, own, served, drafting)
         with Stage(show, LOAD_WEIGHTS, model_name(config.assistant_model)) as stage:
-            weights = load_model(
-                own,
-                dtype=config.dtype,
-                quantization=config.quantization,
-                device=device,
-                progress=stage.count,
-                map_embeddings=config.map_embeddings,
-                route=config.route,
-            )
+            weights = read_model(config, own, device, stage.count)
         if weights.state_layout:
             raise StartupError(
                 f"{MODEL_FLAG} has layers that keep a state: it cannot go back to the last accepted draft",

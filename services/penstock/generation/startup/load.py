@@ -17,12 +17,13 @@ from penstock.generation.devices.registry import open_device
 from penstock.generation.engine.admission import most_output_tokens
 from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.host.arena import Arena
-from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.models.registry import read_model_config
 from penstock.generation.options.request_options import ModelFacts
 from penstock.generation.startup.load_weights import LoadedWeights, check_room, load_weights
 from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.startup.make_pools import make_pools
 from penstock.generation.startup.read_files import ModelFiles, read_files
+from penstock.generation.startup.read_model import read_model
 from penstock.generation.startup.start import Start
 from penstock.generation.startup.tune_engine import EngineParts, tune_engine
 from penstock.generation.weights.sharding import FLAG
@@ -91,15 +92,7 @@ def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: Coun
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels)
     check_room(config, files.folder, found, None, device.memory().available)
-    model = load_model(
-        files.folder,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        device=device,
-        progress=count,
-        map_embeddings=config.map_embeddings,
-        route=config.route,
-    )
+    model = read_model(config, files.folder, device, count)
     if model.config != old:
         raise StartupError("MODEL's weights have another number format: start a process for them", flag="MODEL")
     trim_heap()

@@ -20,7 +20,6 @@ from penstock.generation.host.arena import Arena
 from penstock.generation.host.memory import format_weights, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
-from penstock.generation.models.registry import load_model
 from penstock.generation.options.request_options import ModelDefaults
 from penstock.generation.options.validate import unsupported_option
 from penstock.generation.parallel.launch import Place
@@ -30,6 +29,7 @@ from penstock.generation.parallel.processes import Ranks
 from penstock.generation.startup.draft_model import load_draft_weights
 from penstock.generation.startup.memory_check import check_kv_memory, check_weights, stored_weight_bytes
 from penstock.generation.startup.read_files import ModelFiles
+from penstock.generation.startup.read_model import read_model
 from penstock.generation.startup.start import Start
 from penstock.generation.weights.files import is_packed, least_weight_bytes
 from penstock.generation.weights.sharding import Shard
@@ -160,17 +160,7 @@ def _start_ranks(start: Start, files: ModelFiles, device: Device) -> Ranks | Non
 def _load_model(start: Start, files: ModelFiles, device: Device, ranks: Ranks | None) -> LanguageModel:
     config = start.config
     with Stage(start.show, LOAD_WEIGHTS, start.name) as stage:
-        model = load_model(
-            files.folder,
-            dtype=config.dtype,
-            quantization=config.quantization,
-            device=device,
-            progress=stage.count,
-            map_embeddings=config.map_embeddings,
-            route=config.route,
-            shard=None if ranks is None else ranks.group.shard,
-            sum_parts=None if ranks is None else ranks.group.sum,
-        )
+        model = read_model(config, files.folder, device, stage.count, ranks)
     if ranks is None:
         return model
     assert isinstance(model, CausalLM), "only native models are spread"
