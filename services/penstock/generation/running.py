@@ -82,7 +82,7 @@ class RunningEngine:
         hub = OutputHub(loop, metrics, lambda: stats.steps, loaded.weights.adapters)
         self._loop = loop
         self._watchdog = Watchdog(loop, hub, loaded.engine.config.heartbeat_seconds, set_hung)
-        self._watching: asyncio.Task[None] | None = None
+        self._watchdog_task: asyncio.Task[None] | None = None
         self.status = StatusLog(loop, stats, config.status_seconds)
         self._watch: asyncio.Task[None] | None = None
         # No reload reads the draft model again.
@@ -90,20 +90,20 @@ class RunningEngine:
         self._draft_files = tuple(one for one in loaded.weights.device.mapped_files if one.path.parent != own)
         self._compiler = _compiler(loaded, config)
         self.core = GenerationCore(
-            config,
-            loaded,
-            loop,
-            hub,
-            stats,
-            self._compiler,
-            AdapterAccess(
+            config=config,
+            loaded=loaded,
+            loop=loop,
+            hub=hub,
+            stats=stats,
+            compiler=self._compiler,
+            adapter_access=AdapterAccess(
                 loaded.weights.adapters,
                 config.adapter_folder(),
                 on_change=hub.notify,
                 on_failure=metrics.adapter_failed,
             ),
-            self.reload,
-            self._open_access(loaded, loop, hub),
+            reload=self.reload,
+            access=self._open_access(loaded, loop, hub),
         )
 
     def start(self) -> None:
@@ -118,8 +118,8 @@ class RunningEngine:
         if self._trace is not None:
             self._trace.start()
         loop.start()
-        self._watching = asyncio.create_task(self._watchdog.run())
-        self._watching.add_done_callback(self._watchdog_ended)
+        self._watchdog_task = asyncio.create_task(self._watchdog.run())
+        self._watchdog_task.add_done_callback(self._watchdog_ended)
         self.status.start()
         self._watch_mapped(loaded)
         if loaded.weights.ranks is not None:
@@ -196,7 +196,7 @@ class RunningEngine:
 
     def stop_watching(self) -> None:
         """End the watches and the log lines: the engine is about to be ended, or has failed."""
-        for task in (self._watch, self._watching):
+        for task in (self._watch, self._watchdog_task):
             if task is not None:
                 task.cancel()
         self.status.stop()

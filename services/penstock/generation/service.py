@@ -122,7 +122,7 @@ class _CallerGone(Exception):
     """End of a detection whose caller is gone."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class GenerationCore:
     """A loaded model behind its engine. Used from the event loop only."""
 
