@@ -36,7 +36,7 @@ def measure(kv_memory: str) -> dict[str, Any]:
     """Start a stack, answer one chat so that nothing is lazy any more, and read each process."""
     with Stack(generation_flags=("--kv-memory", kv_memory)) as stack:
         with Client(stack.address) as client:
-            client.chat("Hello!", max_new_tokens=16).result()
+            client.generate([{"role": "user", "content": "Hello!"}], max_new_tokens=16)
         return {process.name: resident(process) for process in stack.processes}
 
 

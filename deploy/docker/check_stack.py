@@ -225,7 +225,12 @@ def probe_answers(stack: Stack) -> str:
 async def kill_one_of_two(stack: Stack) -> list[Completion]:
     """16 long chats; one backend is killed once every chat has begun."""
     async with AsyncClient(ROUTER, stack.client()) as client:
-        streams = [client.chat(f"{i}: count from 1 to 20.", max_new_tokens=600, ignore_eos=True) for i in range(16)]
+        streams = [
+            client.stream(
+                [{"role": "user", "content": f"{i}: count from 1 to 20."}], max_new_tokens=600, ignore_eos=True
+            )
+            for i in range(16)
+        ]
         await asyncio.gather(*(anext(stream) for stream in streams))
         await asyncio.to_thread(run, "docker", "kill", stack.containers("generation")[0])
         return await asyncio.gather(*(stream.result() for stream in streams))
@@ -285,7 +290,7 @@ def check(stack: Stack, report: Report, folder: Path) -> None:
         seen.append(f"tokenizer, generation, router and gateway healthy; generation on {device_of_generation(stack)}")
         seen.append(probe_answers(stack))
     with report.step("chat") as seen, Client(ROUTER, stack.client()) as client:
-        answer = client.chat("What is Penstock?", max_new_tokens=64).result()
+        answer = client.generate([{"role": "user", "content": "What is Penstock?"}], max_new_tokens=64)
         seen.append(f"{answer.text.strip()!r}, {answer.choices[0].finish_reason}")
     with report.step("chat by HTTP") as seen:
         body = {"messages": [{"role": "user", "content": "What is Penstock?"}], "max_tokens": 64}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from factories.servers.stack import Stack
+from factories.wire.conversation import user
 from penstock.v1 import common_pb2
 from penstock_client import AsyncClient, Client, Completion, InvalidArgument
 
@@ -35,17 +36,17 @@ def mode_of(completion: Completion) -> str:
 async def test_options_choose_the_mode_and_both_clients_agree(stack: Stack, mode: str, options: dict[str, Any]) -> None:
     wanted = {"max_new_tokens": 8, "return_token_ids": True, **options}
     with Client(stack.address) as client:
-        completion = client.generate(PROMPT, **wanted).result()
+        completion = client.generate(PROMPT, **wanted)
     assert mode_of(completion) == mode
     assert list(completion.started.warnings) == []
     async with AsyncClient(stack.address) as client_:
-        again = await client_.generate(PROMPT, **wanted).result()
+        again = await client_.generate(PROMPT, **wanted)
     assert again.choices == completion.choices
 
 
 def test_forced_and_forbidden_tokens(stack: Stack) -> None:
     with Client(stack.address) as client:
-        plain = client.generate(PROMPT, max_new_tokens=4, return_token_ids=True, ignore_eos=True).result()
+        plain = client.generate(PROMPT, max_new_tokens=4, return_token_ids=True, ignore_eos=True)
         first = plain.choices[0].token_ids[0]
         for forbid in (
             {"bad_words_ids": [[first]]},
@@ -53,11 +54,11 @@ def test_forced_and_forbidden_tokens(stack: Stack) -> None:
             {"sequence_bias": {(first,): -100.0}},
             {"logit_bias": {first: -100.0}},
         ):
-            answer = client.generate(PROMPT, max_new_tokens=4, return_token_ids=True, ignore_eos=True, **forbid)
+            answer = client.stream(PROMPT, max_new_tokens=4, return_token_ids=True, ignore_eos=True, **forbid)
             assert first not in answer.result().choices[0].token_ids
         beams = client.generate(
             PROMPT, num_beams=4, force_words_ids=[[300, 301]], max_new_tokens=8, return_token_ids=True, ignore_eos=True
-        ).result()
+        )
     ids = beams.choices[0].token_ids
     assert (300, 301) in pairwise(ids)
 
@@ -70,13 +71,13 @@ def test_structured_output(stack: Stack) -> None:
         "additionalProperties": False,
     }
     with Client(stack.address) as client:
-        document = json.loads(client.chat("Where?", json_schema=schema, max_new_tokens=64).result().text)
+        document = json.loads(client.generate(user("Where?"), json_schema=schema, max_new_tokens=64).text)
         assert list(document) == ["city"]
-        assert client.chat("Is it?", choice=["maybe", "never"]).result().text in ("maybe", "never")
-        assert client.chat("How many?", regex="[0-9]{3}").result().text.isdigit()
+        assert client.generate(user("Is it?"), choice=["maybe", "never"]).text in ("maybe", "never")
+        assert client.generate(user("How many?"), regex="[0-9]{3}").text.isdigit()
 
 
 def test_a_refusal_names_the_option(stack: Stack) -> None:
     with Client(stack.address) as client, pytest.raises(InvalidArgument) as refused:
-        client.generate(PROMPT, num_beams=4, num_return_sequences=5).result()
+        client.generate(PROMPT, num_beams=4, num_return_sequences=5)
     assert refused.value.field == "config.num_return_sequences"

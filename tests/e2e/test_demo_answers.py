@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from factories.servers.stack import Stack
+from factories.wire.conversation import user
 from penstock_client import AsyncClient, Choice, Client, Completion
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -30,7 +31,7 @@ async def ask(client: AsyncClient, prompt: HeldOutPrompt, thinking: bool) -> Com
     """One greedy answer."""
     options: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}} if thinking else {}
     messages = [{k: _plain(v) for k, v in message.items()} for message in prompt.messages]
-    return await client.chat(messages, tools=prompt.tools or (), max_new_tokens=200, **options).result()
+    return await client.generate(messages, tools=prompt.tools or (), max_new_tokens=200, **options)
 
 
 def _plain(value: Any) -> Any:
@@ -61,7 +62,7 @@ def test_a_tool_call_arrives_parsed(stack: Stack) -> None:
     """Name and JSON arguments instead of text, and the finish reason says so."""
     [prompt] = [p for p in held_out_prompts() if p.tools and p.messages[-1]["role"] == "user"][:1]
     with Client(stack.address) as client:
-        answer = client.chat(prompt.messages, tools=prompt.tools or (), max_new_tokens=100).result()
+        answer = client.generate(prompt.messages, tools=prompt.tools or (), max_new_tokens=100)
     [choice] = answer.choices
     assert choice.finish_reason == "TOOL_CALLS"
     assert choice.tool_calls[0].name in {tool["function"]["name"] for tool in prompt.tools or ()}
@@ -71,7 +72,7 @@ def test_a_tool_call_arrives_parsed(stack: Stack) -> None:
 def test_text_of_many_bytes_streams_in_whole_characters(stack: Stack) -> None:
     """Every delta is valid text, and together they are the decoded ids."""
     with Client(stack.address) as client:
-        stream = client.chat("你好!", max_new_tokens=80, return_token_ids=True)
+        stream = client.stream(user("你好!"), max_new_tokens=80, return_token_ids=True)
         deltas = list(stream)
         [choice] = stream.result().choices
     assert "".join(delta.text for delta in deltas) == choice.text
@@ -82,7 +83,7 @@ def test_text_of_many_bytes_streams_in_whole_characters(stack: Stack) -> None:
 def test_the_time_of_every_stage_is_reported(stack: Stack) -> None:
     """All stages ran, and they fit into the total."""
     with Client(stack.address) as client:
-        timings = client.chat("What is Penstock?", max_new_tokens=32).result().timings
+        timings = client.generate(user("What is Penstock?"), max_new_tokens=32).timings
     stages = (
         "template",
         "tokenize",
@@ -104,9 +105,9 @@ def test_a_seed_repeats_an_answer_and_is_reported_when_the_server_chose_it(stack
     """Sampling at a high temperature: the seed from Started gives the same text again."""
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "ignore_eos": True}
     with Client(stack.address) as client:
-        first = client.chat("Hello!", **options).result()
-        again = client.chat("Hello!", seed=first.started.seed, **options).result()
+        first = client.generate(user("Hello!"), **options)
+        again = client.generate(user("Hello!"), seed=first.started.seed, **options)
         # The demo model is sure of itself: one other seed in a few gives the same text.
-        others = {client.chat("Hello!", seed=first.started.seed ^ bit, **options).result().text for bit in range(1, 9)}
+        others = {client.generate(user("Hello!"), seed=first.started.seed ^ bit, **options).text for bit in range(1, 9)}
     assert first.text == again.text
     assert others != {first.text}

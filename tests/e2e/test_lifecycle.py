@@ -8,6 +8,7 @@ import sys
 import pytest
 from factories.engine.load import steps_of
 from factories.servers.stack import Stack
+from factories.wire.conversation import user
 from penstock_client import AsyncClient
 
 LONG = {"max_new_tokens": 150, "ignore_eos": True}
@@ -15,7 +16,8 @@ CLIENT = """
 import sys
 from penstock_client import Client
 with Client(sys.argv[1]) as client:
-    for delta in client.chat("Count from 1 to 20.", max_new_tokens=3500, ignore_eos=True, return_token_ids=True):
+    question = [{"role": "user", "content": "Count from 1 to 20."}]
+    for delta in client.stream(question, max_new_tokens=3500, ignore_eos=True, return_token_ids=True):
         print(delta.seq, flush=True)
 """
 
@@ -36,7 +38,7 @@ async def test_killing_the_client_process_frees_its_blocks(stack: Stack) -> None
 
 async def _stop_during_streams(running: Stack, name: str) -> None:
     async with AsyncClient(running.address) as client:
-        streams = [client.chat("Count from 1 to 20.", **LONG) for _ in range(8)]  # type: ignore[arg-type]
+        streams = [client.stream(user("Count from 1 to 20."), **LONG) for _ in range(8)]  # type: ignore[arg-type]
         await asyncio.gather(*(anext(stream) for stream in streams))
         process = next(one for one in running.processes if one.name == name)
         stopping = asyncio.create_task(asyncio.to_thread(process.terminate))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from factories.servers.stack import Stack
+from factories.wire.conversation import user
 from google.protobuf import json_format
 from penstock.v1 import text_pb2
 from penstock_client import Client, GenerationOptions
@@ -42,7 +43,7 @@ def test_node_streams_the_same_chat_as_python(example: Path, stack: Stack) -> No
     done = run(example, "--address", stack.address, "--max-new-tokens", "64", QUESTION)
     assert done.returncode == 0, done.stderr
     with Client(stack.address) as client:
-        expected = client.chat(QUESTION, max_new_tokens=64).result()
+        expected = client.generate(user(QUESTION), max_new_tokens=64)
     assert done.stdout.rstrip("\n") == expected.text.rstrip("\n")
     summary = json.loads(done.stderr)
     assert summary["finish_reason"] == f"FINISH_REASON_{expected.choices[0].finish_reason}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from factories.servers.stack import Stack, wait_idle
+from factories.wire.conversation import user
 from google.rpc import error_details_pb2, status_pb2
 from penstock.v1 import common_pb2, text_pb2
 from penstock_client import Client
@@ -110,7 +111,7 @@ def test_calls_end_as_they_should(server: Stack, program: list[str], tmp_path: P
     }
     answer = [text_pb2.ChatResponse.FromString(message) for message in messages(tmp_path / "chat.out")]
     with Client(server.address) as client:
-        expected = client.chat(QUESTION, max_new_tokens=64).result()
+        expected = client.generate(user(QUESTION), max_new_tokens=64)
     assert "".join(event.delta.text for event in answer) == expected.text
     assert answer[-1].finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_STOP_EOS
     assert field_of(messages(tmp_path / "error.out")[0]) == "config.max_new_tokens"

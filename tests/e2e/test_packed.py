@@ -11,6 +11,7 @@ import pytest
 from factories.models.packed import use_packing
 from factories.servers.generation import request
 from factories.servers.stack import Process, Stack, start, wait_serving
+from factories.wire.conversation import user
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.weights.files import PACKED_FILE
 from penstock.v1 import generation_pb2_grpc
@@ -58,7 +59,7 @@ async def test_a_packed_folder_is_a_model_that_processes_share(tmp_path: Path, m
             expected = ids(direct)
             assert [ids(process) for process in stack.generations] == [expected] * 2
             async with AsyncClient(stack.address) as client:
-                assert (await client.chat("What is 1 + 1?", max_new_tokens=8).result()).text
+                assert (await client.generate(user("What is 1 + 1?"), max_new_tokens=8)).text
             for process in stack.generations:
                 found = mapping(process, folder / PACKED_FILE)
                 assert found["Rss"] * 1024 >= (folder / PACKED_FILE).stat().st_size

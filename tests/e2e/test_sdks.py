@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from factories.servers.stack import Stack
+from factories.wire.conversation import user
 from penstock_client import Client
 
 from tools import make_sdks
@@ -179,7 +180,7 @@ def test_a_client_with_generated_types_passes_the_vectors_and_chats(
     names = [vector["name"] for vector in json.loads(VECTORS.read_text(encoding="utf-8"))["vectors"]]
     assert [line for line in lines if line.startswith("vector ")] == [f"vector {name} ok" for name in names]
     with Client(stack.address) as client:
-        expected = client.chat("What is Penstock?", max_new_tokens=64).result().text
+        expected = client.generate(user("What is Penstock?"), max_new_tokens=64).text
     told = dict(line.split(" ", 1) for line in lines if not line.startswith("vector "))
     assert bytes.fromhex(told["chat"]).decode() == expected
     assert told["error"] == "config.max_new_tokens"

@@ -38,7 +38,7 @@ def seen(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 def test_texts_are_those_of_generate(seen: dict[str, Any], stack: Stack) -> None:
     with Client(stack.address) as client:
-        expected = client.generate(TEXT, max_new_tokens=24).result().text
+        expected = client.generate(TEXT, max_new_tokens=24).text
     assert seen["infer"] == seen["async_infer"] == "".join(seen["pieces"]) == expected
     assert len(seen["pieces"]) > 2
     assert seen["id"] == "one"

@@ -7,6 +7,7 @@ import random
 
 from factories.engine.load import steps_of
 from factories.servers.stack import Stack
+from factories.wire.conversation import user
 from penstock_client import AsyncClient, Completion
 
 QUESTIONS = [
@@ -22,7 +23,7 @@ CHATS = 64
 async def test_64_concurrent_chats_each_end_in_one_finished_with_gapless_deltas(stack: Stack) -> None:
     """The client raises on a gap in seq, on an event after Finished and on OK without it."""
     async with AsyncClient(stack.address) as client:
-        calls = [client.chat(QUESTIONS[i % len(QUESTIONS)], max_new_tokens=32).result() for i in range(CHATS)]
+        calls = [client.generate(user(QUESTIONS[i % len(QUESTIONS)]), max_new_tokens=32) for i in range(CHATS)]
         completions: list[Completion] = await asyncio.gather(*calls)
     for completion in completions:
         [choice] = completion.choices
@@ -40,7 +41,7 @@ async def test_both_backends_take_part(stack: Stack) -> None:
     before = await steps_of(*addresses)
     async with AsyncClient(stack.address) as client:
         calls = [
-            client.chat(f"{i} What is {i} + 5?", max_new_tokens=48, ignore_eos=True).result() for i in range(CHATS)
+            client.generate(user(f"{i} What is {i} + 5?"), max_new_tokens=48, ignore_eos=True) for i in range(CHATS)
         ]
         await asyncio.gather(*calls)
     after = await steps_of(*addresses)
@@ -55,7 +56,7 @@ async def test_cancelling_half_of_the_chats_frees_every_block(stack: Stack) -> N
     async def chat(client: AsyncClient, number: int) -> Completion | None:
         stop_after = rng.randrange(24) if number % 2 else None
         tokens = 64 if stop_after is None else 3000
-        stream = client.chat(f"{number}: Count from 1 to 20.", max_new_tokens=tokens, ignore_eos=True)
+        stream = client.stream(user(f"{number}: Count from 1 to 20."), max_new_tokens=tokens, ignore_eos=True)
         if stop_after is None:
             return await stream.result()
         async with stream:

@@ -2,8 +2,9 @@
 
 >>> from penstock_client import Client
 >>> with Client("localhost:50050") as client:
-...     for delta in client.chat("Hello!", max_new_tokens=64):
+...     for delta in client.stream([{"role": "user", "content": "Hello!"}], max_new_tokens=64):
 ...         print(delta.text, end="", flush=True)
+...     print(client.generate("The capital of France is", max_new_tokens=8).text)
 """
 
 from penstock_client._async import AsyncClient, AsyncStream
@@ -24,7 +25,7 @@ from penstock_client._exceptions import (
 )
 from penstock_client._graph_values import BmrtFlag, Dtype
 from penstock_client._load_model import LoadProgress, UnloadedModel
-from penstock_client._options import GenerationOptions, check_options
+from penstock_client._options import GenerationOptions, PromptOptions, check_options
 from penstock_client._server_tensor import ServerTensor
 from penstock_client._sync import Client, Stream
 from penstock_client._tensors import StepTensors, Tensor
@@ -67,6 +68,7 @@ __all__ = [
     "LogprobEntry",
     "NotFound",
     "PenstockError",
+    "PromptOptions",
     "ResourceExhausted",
     "RetryConfig",
     "Score",

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 from penstock.common.request_context import BACKEND_KEY
@@ -26,13 +26,13 @@ from penstock_client._load_model import (
     unloaded_of,
 )
 from penstock_client._options import (
-    GenerationOptions,
     Messages,
-    chat_request,
-    generate_request,
-    generate_requests,
+    Prompt,
+    PromptOptions,
+    TextRequest,
     render_request,
-    set_tool_choice,
+    text_request,
+    text_requests,
 )
 from penstock_client._score_embed import (
     embed_request,
@@ -220,64 +220,55 @@ class AsyncClient:
             told = "; ".join(filter(None, ("no connection to the router", self._channel.through)))
             raise Unavailable(told, reason="NOT_CONNECTED") from None
 
-    def generate(
-        self, prompt: str | Sequence[int] = "", *, timeout: float | None = None, **options: Unpack[GenerationOptions]
-    ) -> AsyncStream:
-        """Complete text or token ids; an empty prompt is the option `inputs_embeds`, or begins with the model's
-        beginning-of-sequence id.
+    async def generate(
+        self, prompt: Prompt = "", *, timeout: float | None = None, **options: Unpack[PromptOptions]
+    ) -> Completion:
+        """Answer a prompt: a text, token ids, or a conversation, a list of {"role", "content"} mappings.
 
-        `timeout` in seconds is the request's deadline.
+        An empty prompt is the option `inputs_embeds`, or begins with the model's beginning-of-sequence id. A content of
+        a message is a text, or OpenAI's list of parts, of which only those of text are read: InvalidArgument names any
+        other. `timeout` in seconds is the request's deadline.
         """
-        request = generate_request(prompt, options)
-        return self._stream(self._stub.Generate, request, timeout)
+        async with self.stream(prompt, timeout=timeout, **options) as stream:
+            return await stream.result()
+
+    def stream(
+        self, prompt: Prompt = "", *, timeout: float | None = None, **options: Unpack[PromptOptions]
+    ) -> AsyncStream:
+        """Answer a prompt as `generate` does, delta by delta. Closing the stream cancels the request."""
+        return self._open(text_request(prompt, options), timeout)
 
     async def generate_many(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: Iterable[Prompt],
         *,
         concurrency: int | None = None,
         timeout: float | None = None,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[PromptOptions],
     ) -> list[Completion | PenstockError]:
-        """Complete several prompts under the same options. Return their answers in order, or the error of one.
+        """Answer several prompts under the same options. Return their answers in order, or the error of one.
 
         `concurrency` of them are with the server at once (default ClientConfig.max_concurrent_prompts). `timeout` in
         seconds is each one's own, from when it is sent; so is a seed. Raises TypeError and ValueError before anything
         is sent.
         """
-        requests = generate_requests(prompts, options)
+        requests = text_requests(prompts, options)
         most = self.config.max_concurrent_prompts if concurrency is None else concurrency
         if most < 1:
             raise ValueError("concurrency must be at least 1")
-        return await self._channel.results(
-            lambda request: self._stream(self._stub.Generate, request, timeout), requests, most
-        )
+        return await self._channel.results(lambda request: self._open(request, timeout), requests, most)
 
-    def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Iterable[Mapping[str, Any]] = (),
-        documents: Iterable[Mapping[str, str]] = (),
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        timeout: float | None = None,
-        **options: Unpack[GenerationOptions],
-    ) -> AsyncStream:
-        """Answer a conversation: a list of {"role", "content"} mappings, or a string for one user message.
+    if not TYPE_CHECKING:
 
-        `tool_choice`: "auto", "none", "required" (a call is forced) or a tool's name. `parallel_tool_calls` False: at
-        most one call is returned.
+        def __getattr__(self, name: str) -> Any:
+            if name == "chat":
+                raise AttributeError(
+                    'chat is now generate([{"role": "user", "content": ...}]), which answers, or stream() of the same'
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-        A content is a text, or OpenAI's list of parts, of which only those of text are read: InvalidArgument names
-        any other.
-        """
-        request = chat_request(messages, tools, documents, chat_template_kwargs, options)
-        set_tool_choice(request, tool_choice, parallel_tool_calls)
-        return self._stream(self._stub.Chat, request, timeout)
-
-    def _stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> AsyncStream:
+    def _open(self, request: TextRequest, timeout: float | None) -> AsyncStream:
+        method = self._stub.Chat if isinstance(request, text_pb2.ChatRequest) else self._stub.Generate
         timeout = timeout if timeout is not None else self.config.timeouts.generate
         state = StreamState(self.config.retry, timeout, self._channel.through)
         return AsyncStream(lambda: method(request, timeout=state.remaining(), metadata=self._metadata_for("")), state)
@@ -370,7 +361,7 @@ class AsyncClient:
         model: str = "",
         timeout: float | None = None,
     ) -> tuple[str, list[int]]:
-        """The prompt that `chat` makes of a conversation: its text, and its token ids. `timeout` in seconds."""
+        """The prompt that `generate` makes of a conversation: its text, and its token ids. `timeout` in seconds."""
         options = {
             "model": model,
             "add_generation_prompt": add_generation_prompt,

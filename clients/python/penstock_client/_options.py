@@ -40,26 +40,41 @@ class GenerationOptions(OptionKeywords, total=False):
     session_id: str
     priority: int
     cache_salt: str
-    # generate() only. True, or left out: the tokenizer's own special tokens are added to a text.
+    # Of a text or ids alone. True, or left out: the tokenizer's own special tokens are added to a text.
     add_special_tokens: bool
-    # generate() only. True: a text that spells a control token becomes that token. Left out: as the server is set up,
-    # which keeps it text and warns.
+    # Of a text alone. True: what spells a control token becomes that token. Left out: as the server is set up, which
+    # keeps it text and warns.
     parse_special_tokens: bool
-    # generate() only. The answer is to stand between the prompt and this text; for models with tokens for that.
+    # Of a text alone. The answer is to stand between the prompt and this text; for models with tokens for that.
     suffix: str
-    # generate() only. Embeddings in place of the prompt's ids, (tokens, hidden size): a torch tensor, a numpy array, or
-    # rows of numbers. The prompt is then left out, or the ids that penalties and the like take for it.
+    # Not with a conversation. Embeddings in place of the prompt's ids, (tokens, hidden size): a torch tensor, a numpy
+    # array, or rows of numbers. The prompt is then left out, or the ids that penalties and the like take for it.
     inputs_embeds: Any
     # With inputs_embeds. True: they come before the prompt, which the model reads as well.
     inputs_embeds_before_ids: bool
-    # chat() only. True, or left out: the prompt ends where an answer begins. False: the last message goes on.
+    # Of a conversation alone. True, or left out: the prompt ends where an answer begins. False: the last message goes
+    # on.
     add_generation_prompt: bool
     continue_final_message: bool
 
 
+class PromptOptions(GenerationOptions, total=False):
+    """Options of `generate` and `stream`: those of every request, and what goes with a conversation."""
+
+    # OpenAI-shaped, or bare functions.
+    tools: Iterable[Mapping[str, Any]]
+    documents: Iterable[Mapping[str, str]]
+    chat_template_kwargs: Mapping[str, Any] | None
+    # "auto", "none", "required" (a call is forced), a tool's name, or OpenAI's object with one.
+    tool_choice: str | Mapping[str, Any] | None
+    # False: at most one call is returned.
+    parallel_tool_calls: bool | None
+
+
+_WITH_CONVERSATION = PromptOptions.__optional_keys__ - GenerationOptions.__optional_keys__
 _REQUEST = {"model", "adapter", "request_id", "session_id", "priority", "cache_salt"}
-# Options of one method only.
-_GENERATE = {"add_special_tokens", "parse_special_tokens", "suffix", "inputs_embeds", "inputs_embeds_before_ids"}
+# Options of one kind of prompt only.
+_COMPLETION = {"add_special_tokens", "parse_special_tokens", "suffix", "inputs_embeds", "inputs_embeds_before_ids"}
 _CHAT = {"add_generation_prompt", "continue_final_message"}
 
 # Frames between a warning and somebody's call, about.
@@ -69,7 +84,10 @@ _LEAST_SEED = -(1 << 63)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "input_file")
 
-Messages = str | Iterable[Mapping[str, Any] | tokenizer_pb2.Message]
+Message = Mapping[str, Any] | tokenizer_pb2.Message
+Messages = str | Iterable[Message]
+# A text, token ids, or a conversation.
+Prompt = str | Sequence[int] | Sequence[Message]
 TextRequest = text_pb2.GenerateTextRequest | text_pb2.ChatRequest
 
 
@@ -110,17 +128,17 @@ def _set(request: TextRequest, name: str, value: Any) -> None:
         set_option(request.stop, name, STOP[name], value)
     elif name in OUTPUT:
         set_option(request.output, name, OUTPUT[name], value)
-    elif name in _REQUEST or (name in _GENERATE | _CHAT and name in request.DESCRIPTOR.fields_by_name):
+    elif name in _REQUEST or (name in _COMPLETION | _CHAT and name in request.DESCRIPTOR.fields_by_name):
         if name == "inputs_embeds":
             set_rows(getattr(request, name), value)
         else:
             setattr(request, name, value)
-    elif name in _GENERATE | _CHAT:
-        raise WrongType(f"is for {'generate' if name in _GENERATE else 'chat'} only")
+    elif name in _COMPLETION | _CHAT:
+        raise WrongType(f"is for {'a text or ids' if name in _COMPLETION else 'a conversation'} only")
     elif name in REFUSED:
         raise WrongType(REFUSED[name])
     else:
-        raise unknown(name, {*CONFIG, *STOP, *OUTPUT, *CONSTRAINTS, *_REQUEST, *_GENERATE, *_CHAT})
+        raise unknown(name, {*CONFIG, *STOP, *OUTPUT, *CONSTRAINTS, *_REQUEST, *_COMPLETION, *_CHAT})
 
 
 def check_options(**options: Unpack[GenerationOptions]) -> None:
@@ -129,17 +147,40 @@ def check_options(**options: Unpack[GenerationOptions]) -> None:
     _apply(request, options)
 
 
+def text_request(prompt: Prompt, options: Mapping[str, Any]) -> TextRequest:
+    """Return the request of a text, token ids or a conversation, with PromptOptions. Raises TypeError and ValueError
+    naming an option, InvalidArgument."""
+    asked = {name: value for name, value in options.items() if name not in _WITH_CONVERSATION}
+    beside = {name: options[name] for name in _WITH_CONVERSATION if options.get(name) is not None}
+    if is_conversation(prompt):
+        tools, documents, variables = (beside.get(name) for name in ("tools", "documents", "chat_template_kwargs"))
+        request = chat_request(prompt, tools or (), documents or (), variables, asked)  # type: ignore[arg-type]
+        set_tool_choice(request, beside.get("tool_choice"), beside.get("parallel_tool_calls"))
+        return request
+    for name in sorted(beside):
+        if beside[name] not in ((), [], {}):
+            raise TypeError(f"option {name!r}: is for a conversation only")
+    return generate_request(prompt, asked)  # type: ignore[arg-type]
+
+
+def is_conversation(prompt: Any) -> bool:
+    """True for a list of messages."""
+    if isinstance(prompt, str) or not hasattr(prompt, "__len__") or not len(prompt):
+        return False
+    return isinstance(prompt, Sequence) and isinstance(prompt[0], Mapping | tokenizer_pb2.Message)
+
+
 def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) -> text_pb2.GenerateTextRequest:
     """Return a GenerateTextRequest for text or token ids; an empty text beside `inputs_embeds` is none."""
     request = text_pb2.GenerateTextRequest()
     if not hasattr(prompt, "__len__"):
-        raise TypeError(f"prompt: must be a text or a list of ids, found {found(prompt)}")
+        raise TypeError(f"prompt: must be a text, a list of ids or a list of messages, found {found(prompt)}")
     if isinstance(prompt, str):
         if prompt or options.get("inputs_embeds") is None:
             with naming_prompt():
                 request.text = prompt
     elif len(prompt) and isinstance(prompt[0], str | Sequence):
-        raise TypeError("prompt: one text or the ids of one; generate_many takes several")
+        raise TypeError("prompt: one text, the ids of one, or one conversation; generate_many takes several")
     else:
         request.token_ids.SetInParent()
         with naming_prompt():
@@ -148,17 +189,15 @@ def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) ->
     return request
 
 
-def generate_requests(
-    prompts: Iterable[str | Sequence[int]], options: Mapping[str, Any]
-) -> list[text_pb2.GenerateTextRequest]:
-    """Return a request for each prompt. Raises as `generate_request`, and TypeError for one prompt alone."""
+def text_requests(prompts: Iterable[Prompt], options: Mapping[str, Any]) -> list[TextRequest]:
+    """Return a request for each prompt. Raises as `text_request`, and TypeError for one prompt alone."""
     if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
-        raise TypeError("prompts: several texts or runs of ids; generate takes one")
+        raise TypeError("prompts: several texts, runs of ids or conversations; generate takes one")
     if options.get("request_id"):
         raise ValueError("option 'request_id' is for one prompt")
     if options.get("inputs_embeds") is not None:
         raise ValueError("option 'inputs_embeds' is for one prompt")
-    return [generate_request(prompt, options) for prompt in prompts]
+    return [text_request(prompt, options) for prompt in prompts]
 
 
 def chat_request(

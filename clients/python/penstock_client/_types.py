@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.common.units import format_duration
 from penstock.v1 import common_pb2, generation_pb2
@@ -224,6 +224,17 @@ class Completion:
     choices: tuple[Choice, ...]
     started: generation_pb2.Started
     finished: generation_pb2.Finished
+
+    if not TYPE_CHECKING:
+        # What a stream has: `generate` returned one once.
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("result", "read", "run", "close"):
+                raise AttributeError(f"{name}: generate() returns the whole answer, stream() a stream of it")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        def __iter__(self) -> Any:
+            raise TypeError("this is the whole answer: stream() yields its deltas")
 
     def best(self, count: int) -> Completion:
         """Return the answer with its `count` best choices by mean log-probability, best first, numbered anew.

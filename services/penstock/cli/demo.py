@@ -32,7 +32,7 @@ def run_demo() -> int:
         connection = ConnectionConfig(address=ready.addresses["router"])
         with open_client(connection) as client:
             say(f"\n› {QUESTION}")
-            completion = stream_answer(client.chat(QUESTION, max_new_tokens=200))
+            completion = stream_answer(client.stream([{"role": "user", "content": QUESTION}], max_new_tokens=200))
             if completion is None:
                 return 130
             console().print(stats_line(completion), style="dim", markup=False)

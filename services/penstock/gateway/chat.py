@@ -58,7 +58,7 @@ def open_chat(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncS
     fields.done()
     return checked(
         options,
-        lambda: call.client.chat(
+        lambda: call.client.stream(
             messages,
             tools=tools,
             documents=documents,

@@ -69,7 +69,7 @@ class _Plan:
         call = self.call
         return checked(
             self.options,
-            lambda: call.client.generate(prompt, timeout=call.config.answer_seconds, **self.options),
+            lambda: call.client.stream(prompt, timeout=call.config.answer_seconds, **self.options),
         )
 
 

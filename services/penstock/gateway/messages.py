@@ -97,7 +97,7 @@ def _open(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStrea
     fields.done()
     return checked(
         options,
-        lambda: call.client.chat(
+        lambda: call.client.stream(
             conversation,
             tools=tools,
             chat_template_kwargs=variables or None,

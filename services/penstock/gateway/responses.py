@@ -168,6 +168,8 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
     fields.done()
     earlier = await _earlier(call, previous) if previous is not None else []
     messages = conversation_of([*earlier, *given], len(earlier), call)
+    if not messages:
+        raise InvalidArgument("input", "must have a message")
     call.names["messages"] = "input"
     if instructions is not None:
         messages.insert(0, {"role": "system", "content": instructions})
@@ -175,7 +177,7 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
     def send() -> AsyncStream:
         return checked(
             options,
-            lambda: call.client.chat(
+            lambda: call.client.stream(
                 messages,
                 tools=tools,
                 chat_template_kwargs=variables or None,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from penstock_client._options import chat_request, generate_request
+from penstock_client._options import chat_request, generate_request, is_conversation
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.common.hf_fields import FACTS, WITHOUT_EFFECT, is_nothing
@@ -83,11 +83,6 @@ class LocalRequest:
         return self.chat.kept_for(with_tools=self.parses_tools) if self.is_chat else ()
 
 
-def is_conversation(prompt: Any) -> bool:
-    """True for a list of messages."""
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
 def is_batch(prompt: Any) -> bool:
     """True for several prompts, False for one: a text, ids, or a conversation."""
     if isinstance(prompt, str | Mapping):
@@ -133,9 +128,7 @@ class RequestMaker:
 
     def make(self, prompt: PromptInput, options: Mapping[str, Any], extras: ChatExtras = NO_EXTRAS) -> LocalRequest:
         """Return the request for one prompt. Raises TypeError and ValueError naming an option, and PenstockError."""
-        with reading("prompt", "a text, a list of ids, or a list of messages"):
-            is_chat = is_conversation(prompt)
-        if is_chat:
+        if is_conversation(prompt):
             return self._chat(prompt, options, extras)
         with reading("prompt", "a text, a list of ids, or a list of messages"):
             ids = prompt if isinstance(prompt, str) else ids_of(prompt)

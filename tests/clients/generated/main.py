@@ -82,9 +82,12 @@ def main() -> None:
         wrong = sorted(key for key in seen.keys() | expect.keys() if seen.get(key, "") != expect.get(key, ""))
         print("vector", vector["name"], f"wrong {wrong[0]} {seen.get(wrong[0], '')}" if wrong else "ok")
     with Client(address) as client:
-        print("chat", client.chat("What is Penstock?", max_new_tokens=64).result().text.encode().hex())
+        print(
+            "chat",
+            client.generate([{"role": "user", "content": "What is Penstock?"}], max_new_tokens=64).text.encode().hex(),
+        )
         try:
-            client.chat("What is Penstock?", max_new_tokens=0).result()
+            client.generate([{"role": "user", "content": "What is Penstock?"}], max_new_tokens=0)
         except PenstockError as refused:
             print("error", refused.field)
 

@@ -56,7 +56,7 @@ def test_a_tree_starts_with_its_defaults_answers_and_stops(flags: tuple[str, ...
     with started(None, "--http-port", "0", *flags) as process:
         stack.wait_serving(process.address, process, START_SECONDS)
         with Client(process.address) as client:
-            assert client.generate("One, two", max_new_tokens=4).result().text
+            assert client.generate("One, two", max_new_tokens=4).text
         assert process.terminate(STOP_SECONDS) == 0, process.output()
 
 
@@ -71,7 +71,7 @@ def test_services_start_one_by_one_with_their_defaults(flags: tuple[str, ...]) -
         for process in (tokenizer, generation, router):
             stack.wait_serving(process.address, process, START_SECONDS)
         with Client(router.address) as client:
-            assert client.generate("One, two", max_new_tokens=4).result().text
+            assert client.generate("One, two", max_new_tokens=4).text
         for process in (gateway, router, generation, tokenizer):
             assert process.terminate(STOP_SECONDS) == 0, process.output()
 

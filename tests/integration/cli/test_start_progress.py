@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from factories.servers.hub import HUB_CHUNK, Hub, running_hub
+from factories.wire.conversation import user
 from penstock.common.checkpoint import demo_folder
 from penstock_client import AsyncClient
 
@@ -130,7 +131,7 @@ async def test_a_tree_tells_of_a_download_in_plain_lines(hub: Hub) -> None:
         assert "Fetching" not in started.text
         address = next(word for word in lines[-1].split() if word.startswith("127.0.0.1:"))
         async with AsyncClient(address) as client:
-            completion = await client.chat("Hello", max_new_tokens=3, ignore_eos=True).result()
+            completion = await client.generate(user("Hello"), max_new_tokens=3, ignore_eos=True)
         assert completion.usage.completion_tokens == 3
         assert await started.stop() == 0
 

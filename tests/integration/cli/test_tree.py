@@ -18,6 +18,7 @@ from pathlib import Path
 import factories.servers.tiny_service
 import psutil
 import pytest
+from factories.wire.conversation import user
 from penstock.cli.progress import WORDS
 from penstock_client import AsyncClient
 
@@ -86,7 +87,7 @@ async def test_a_tree_is_ready_serves_and_lets_streams_finish_when_stopped() -> 
         assert sorted(line.partition(":")[0] for line in tree.lines if ": ready on " in line) == ROLES
         members = tree.members()
         async with AsyncClient(address) as client:
-            stream = client.chat("Count from 1 to 20.", max_new_tokens=400, ignore_eos=True)
+            stream = client.stream(user("Count from 1 to 20."), max_new_tokens=400, ignore_eos=True)
             await anext(stream)
             tree.process.send_signal(signal.SIGTERM)
             completion = await stream.result()

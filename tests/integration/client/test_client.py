@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from factories.wire.conversation import user
 from google.protobuf import any_pb2
 from google.rpc import status_pb2
 from penstock.common.errors import InvalidArgument as ServerInvalidArgument
@@ -96,7 +97,7 @@ def test_deltas_are_folded_into_choices() -> None:
         yield finished(EOS, LENGTH)
 
     with serving(script) as (address, _), Client(address) as client:
-        completion = client.chat("Hi").result()
+        completion = client.generate(user("Hi"))
     first, second = completion.choices
     assert (first.text, first.reasoning, first.finish_reason) == ("Hello", "hm", "STOP_EOS")
     assert [(call.name, call.arguments) for call in first.tool_calls] == [("f", '{"a": 1}')]
@@ -115,11 +116,11 @@ def test_options_reach_their_fields_of_the_request() -> None:
 
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     with serving(script) as (address, _), Client(address) as client:
-        client.chat(
+        client.generate(
             [{"role": "user", "content": "Hi"}], tools=[tool], chat_template_kwargs={"enable_thinking": True},
             temperature=0.0, logit_bias={3: -1.5}, stop_strings="end", stop_token_ids=[1, [2, 3]], top_logprobs=0,
             request_id="mine",
-        ).result()  # fmt: skip
+        )  # fmt: skip
     [request] = seen
     assert request.config.HasField("temperature")
     assert not request.config.HasField("top_k")
@@ -134,7 +135,7 @@ def test_options_reach_their_fields_of_the_request() -> None:
 def test_an_unknown_option_is_a_type_error_that_names_it() -> None:
     """Nothing is dropped silently."""
     with Client("localhost:1") as client, pytest.raises(TypeError, match="num_beeps"):
-        client.chat("Hi", num_beeps=3)  # type: ignore[call-arg]
+        client.stream(user("Hi"), num_beeps=3)  # type: ignore[call-arg]
 
 
 def test_unavailable_before_the_first_event_is_retried() -> None:
@@ -148,7 +149,7 @@ def test_unavailable_before_the_first_event_is_retried() -> None:
         yield finished(EOS)
 
     with serving(script) as (address, servicer), Client(address, FAST) as client:
-        assert client.chat("Hi").result().text == "ok"
+        assert client.generate(user("Hi")).text == "ok"
     assert servicer.calls == 3
 
 
@@ -160,7 +161,7 @@ def test_retries_end_at_max_attempts() -> None:
         yield started()
 
     with serving(script) as (address, servicer), Client(address, FAST) as client, pytest.raises(Unavailable):
-        client.chat("Hi").result()
+        client.generate(user("Hi"))
     assert servicer.calls == 3
 
 
@@ -174,7 +175,7 @@ def test_a_stream_lost_after_a_delta_is_aborted_with_last_seq_and_not_retried() 
         context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
     with serving(script) as (address, servicer), Client(address, FAST) as client, pytest.raises(Aborted) as caught:
-        client.chat("Hi").result()
+        client.generate(user("Hi"))
     assert caught.value.metadata["last_seq"] == "1"
     assert servicer.calls == 1
 
@@ -191,11 +192,11 @@ async def test_a_stream_that_breaks_the_protocol_is_refused(events: list[Any], r
     """OK without Finished, a gap in seq, something after Finished: by both clients."""
     with serving(lambda *_: iter(events)) as (address, _):
         with Client(address) as client, pytest.raises(Internal) as caught:
-            client.chat("Hi").result()
+            client.generate(user("Hi"))
         assert caught.value.reason == reason
         async with AsyncClient(address) as async_client:
             with pytest.raises(Internal) as caught:
-                await async_client.chat("Hi").result()
+                await async_client.generate(user("Hi"))
         assert caught.value.reason == reason
 
 
@@ -214,11 +215,11 @@ async def test_details_of_an_error_arrive_typed() -> None:
 
     with serving(script) as (address, _):
         with Client(address) as client, pytest.raises(InvalidArgument) as caught:
-            client.chat("Hi", top_p=2.0).result()
+            client.generate(user("Hi"), top_p=2.0)
         check(caught.value)
         async with AsyncClient(address) as async_client:
             with pytest.raises(InvalidArgument) as caught:
-                await async_client.chat("Hi", top_p=2.0).result()
+                await async_client.generate(user("Hi"), top_p=2.0)
         check(caught.value)
 
 
@@ -234,7 +235,7 @@ def test_a_timeout_is_the_deadline_of_the_call() -> None:
         over.wait()
 
     with serving(script) as (address, _), Client(address) as client, pytest.raises(DeadlineExceeded):
-        client.chat("Hi", timeout=1.0).result()
+        client.generate(user("Hi"), timeout=1.0)
     # Not exactly: it travels rounded up, and a busy machine may call the script too late or not at all.
     assert all(seconds < 30 for seconds in left)
 
@@ -266,7 +267,7 @@ def test_retries_keep_to_the_deadline(retry_after: float | None) -> None:
             return chat(request, timeout=timeout, **options)
 
         client._stub.Chat = asked
-        client.chat("hello", timeout=60.0).result()
+        client.generate(user("hello"), timeout=60.0)
     assert all(later < earlier for earlier, later in itertools.pairwise([60.0, *left]))
     assert len(left) == (3 if retry_after is None else 1)
 
@@ -284,4 +285,4 @@ def test_details_that_cannot_be_read_leave_the_status(details: bytes | status_pb
         yield started()
 
     with serving(script) as (address, _), Client(address, FAST) as client, pytest.raises(Internal, match="broken"):
-        client.chat("hello").result()
+        client.generate(user("hello"))

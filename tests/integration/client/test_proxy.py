@@ -50,12 +50,12 @@ async def test_clients_of_this_machine_use_no_proxy(monkeypatch: pytest.MonkeyPa
         address = f"{host}:{router.server.address.rpartition(':')[2]}"
         async with AsyncClient(address) as client:
             await client.wait_ready()
-            assert (await client.generate("Hi").result()).choices[0].text
+            assert (await client.generate("Hi")).choices[0].text
 
         def ask() -> str:
             with Client(address) as client:
                 client.wait_ready()
-                return client.generate("Hi").result().choices[0].text
+                return client.generate("Hi").choices[0].text
 
         assert await asyncio.to_thread(ask)
         assert await _check(address, 60.0, ChannelConfig()) == "SERVING"
@@ -68,7 +68,7 @@ async def test_an_error_tells_the_proxy_on_the_way(monkeypatch: pytest.MonkeyPat
         config = ClientConfig(retry=RetryConfig(max_attempts=1))
         async with AsyncClient("router.invalid:50051", config) as client:
             with pytest.raises(Unavailable, match=told):
-                await client.generate("Hi").result()
+                await client.generate("Hi")
             with pytest.raises(Unavailable, match=told):
                 await client.tokenize("Hi")
             with pytest.raises(Unavailable, match=told):
@@ -77,7 +77,7 @@ async def test_an_error_tells_the_proxy_on_the_way(monkeypatch: pytest.MonkeyPat
 
         def ask() -> None:
             with Client("router.invalid:50051", config) as client, pytest.raises(Unavailable, match=told):
-                client.generate("Hi").result()
+                client.generate("Hi")
 
         await asyncio.to_thread(ask)
         silence = silence_of(

@@ -192,7 +192,7 @@ def test_an_interrupted_call_ends_its_streams() -> None:
         raise KeyboardInterrupt
 
     with serving(together=1) as (address, servicer), Client(address) as client:
-        stream = lambda request: client._stream(client._stub.Generate, request, None)  # noqa: E731
+        stream = lambda request: client._open(request, None)  # noqa: E731
         requests = (text_pb2.GenerateTextRequest(text=prompt) for prompt in prompts())
         with pytest.raises(KeyboardInterrupt):
             client._channel.results(stream, requests, 2)

@@ -9,6 +9,7 @@ from typing import Literal
 import factories.servers.tiny_service
 import pytest
 from factories.servers.tiny_service import tiny
+from factories.wire.conversation import user
 from penstock.common.config import ServerConfig
 from penstock_client import AsyncClient, Client, Unavailable
 
@@ -21,13 +22,13 @@ async def test_plaintext_to_a_server_with_tls_is_told_the_setting(transport: Lit
     async with tiny(ServerConfig(tls_cert=CERT, tls_key=KEY, transport=transport)) as (_, running, _):
         async with AsyncClient(running.address) as client:
             with pytest.raises(Unavailable, match=r"ClientConfig\.tls"):
-                await client.chat("Hello").result()
+                await client.generate(user("Hello"))
             with pytest.raises(Unavailable, match=r"ClientConfig\.tls"):
                 await client.tokenize("Hello")
 
         def ask() -> None:
             with Client(running.address) as client, pytest.raises(Unavailable, match=r"ClientConfig\.tls"):
-                client.chat("Hello").result()
+                client.generate(user("Hello"))
 
         await asyncio.to_thread(ask)
 
@@ -35,6 +36,6 @@ async def test_plaintext_to_a_server_with_tls_is_told_the_setting(transport: Lit
 async def test_an_address_without_a_server_has_no_word_of_tls() -> None:
     async with AsyncClient("127.0.0.1:9") as client:
         with pytest.raises(Unavailable) as refused:
-            await client.chat("Hello").result()
+            await client.generate(user("Hello"))
     assert "TLS" not in refused.value.message
     assert "tls" not in refused.value.message

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from factories.servers.served import Served
+from factories.wire.conversation import user
 from penstock_client import Client, InvalidArgument
 
 if TYPE_CHECKING:
@@ -236,5 +237,5 @@ def test_numbers_that_json_has_not_are_no_fault_of_ours(served: Served, number: 
     assert (status, json.loads(text)["error"]["reason"]) == (400, "MALFORMED_MESSAGE")
     wrong = {"name": "g", "parameters": {"type": "object", "minimum": float(number)}}
     with Client(served.grpc) as client, pytest.raises(InvalidArgument) as caught:
-        client.chat("x", tools=[{"name": "f", "parameters": {}}, wrong]).result()
+        client.generate(user("x"), tools=[{"name": "f", "parameters": {}}, wrong])
     assert caught.value.field == "tools[1].parameters"

@@ -83,6 +83,6 @@ async def test_alternatives_of_a_completion_are_kept_apart(is_stream: bool) -> N
 
 async def test_the_client_has_the_bytes() -> None:
     async with scripted() as served, AsyncClient(served.served.grpc) as client:
-        entries = (await client.generate("Once", top_logprobs=1).result()).choices[0].logprobs
+        entries = (await client.generate("Once", top_logprobs=1)).choices[0].logprobs
         assert b"".join(entry.token_bytes for entry in entries).decode() == TEXT
         assert any(entry.raw for entry in entries)

@@ -52,7 +52,7 @@ def test_a_tree_with_two_names_serves_both() -> None:
         stack.wait_serving(tree.address, tree)
         with Client(tree.address) as client:
             assert [model.name for model in client.list_models()] == ["first", "second"]
-            made = [client.generate("x", model=name, max_new_tokens=2).result() for name in ("first", "second")]
+            made = [client.generate("x", model=name, max_new_tokens=2) for name in ("first", "second")]
         assert [one.started.model for one in made] == ["first", "first"]
         assert made[0].text == made[1].text
     finally:

@@ -140,7 +140,7 @@ def test_the_client_streams_as_it_does_from_openai(served: Served) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     with Client(served.grpc) as client:
-        assert text == client.chat("What is Penstock?", max_new_tokens=24, temperature=0.0).result().text
+        assert text == client.generate(QUESTION, max_new_tokens=24, temperature=0.0).text
     assert chunks[-1].usage is not None
     assert 0 < chunks[-1].usage.completion_tokens <= 24
 
@@ -239,7 +239,7 @@ def test_options_of_generate_and_unknown_fields(served: Served) -> None:
             min_new_tokens=4,
             ignore_eos=True,
             max_new_tokens=6,
-        ).result()
+        )
     assert raw.parse().choices[0].text == same.text
 
 
@@ -563,12 +563,10 @@ def test_forced_call_without_the_tool_names_the_field(served: Served) -> None:
 def test_a_message_of_parts_is_its_text_over_grpc_as_well(served: Served) -> None:
     parts = [tokenizer_pb2.ContentPart(text="What is "), tokenizer_pb2.ContentPart(text="Penstock?")]
     with Client(served.grpc) as client:
-        whole = client.chat(QUESTION, do_sample=False, max_new_tokens=8).result()
-        made = client.chat(
-            [tokenizer_pb2.Message(role="user", parts=parts)], do_sample=False, max_new_tokens=8
-        ).result()
+        whole = client.generate(QUESTION, do_sample=False, max_new_tokens=8)
+        made = client.generate([tokenizer_pb2.Message(role="user", parts=parts)], do_sample=False, max_new_tokens=8)
         assert (made.text, made.usage.prompt_tokens) == (whole.text, whole.usage.prompt_tokens)
         image = tokenizer_pb2.ContentPart(image=tokenizer_pb2.MediaPart(url="https://example.com/x.png"))
         with pytest.raises(InvalidArgument, match="image parts are not supported") as caught:
-            client.chat([tokenizer_pb2.Message(role="user", parts=[*parts, image])]).result()
+            client.generate([tokenizer_pb2.Message(role="user", parts=[*parts, image])])
     assert caught.value.field == "messages[0].parts[2].image"

@@ -41,11 +41,11 @@ async def generated(router: Router, mark: dict[str, Any] | None, seed: int = 1) 
     """Ids drawn so hot that hardly any n-gram comes twice, which would count as often."""
     async with AsyncClient(router.server.address) as client:
         options: dict[str, Any] = {"watermarking_config": mark} if mark else {}
-        stream = client.generate(
+        answer = await client.generate(
             "The", max_new_tokens=120, do_sample=True, temperature=4.0, seed=seed, ignore_eos=True,
             return_token_ids=True, **options,
         )  # fmt: skip
-        return list((await stream.result()).choices[0].token_ids)
+        return list(answer.choices[0].token_ids)
 
 
 def message(ids: list[int], mark: dict[str, Any] | None = None, **fields: Any) -> generation_pb2.DetectWatermarkRequest:

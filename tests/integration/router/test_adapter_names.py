@@ -13,6 +13,7 @@ import pytest
 from factories.models.adapters import lora_folder
 from factories.servers.generation import generation_service
 from factories.servers.router import Router, running_router
+from factories.wire.conversation import user
 from penstock.common.checkpoint import demo_folder
 from penstock_client import AsyncClient, FailedPrecondition, NotFound
 
@@ -56,9 +57,9 @@ async def test_one_name_is_model_and_adapter_and_each_request_goes_where_it_is(r
     async with two_services(root) as (router, backends), AsyncClient(router.server.address) as client:
         texts = {}
         for name in ("left", "right", "both"):
-            by_adapter = await client.generate("Hello", adapter=name, max_new_tokens=24).result()
-            by_model = await client.chat("Hello", model=name, max_new_tokens=24).result()
-            assert by_adapter.text == (await client.generate("Hello", model=name, max_new_tokens=24).result()).text
+            by_adapter = await client.generate("Hello", adapter=name, max_new_tokens=24)
+            by_model = await client.generate(user("Hello"), model=name, max_new_tokens=24)
+            assert by_adapter.text == (await client.generate("Hello", model=name, max_new_tokens=24)).text
             assert by_model.finished.attempts == 1
             texts[name] = by_adapter.text
 
@@ -71,7 +72,7 @@ async def test_one_name_is_model_and_adapter_and_each_request_goes_where_it_is(r
         }
         assert (await client.get_model("right")).parent == "penstock-demo"
         with pytest.raises(NotFound) as unknown:
-            await client.generate("Hello", adapter="nobody").result()
+            await client.generate("Hello", adapter="nobody")
         assert unknown.value.field == "adapter"
 
         # Each of them thinks something else of the same text.

@@ -52,10 +52,10 @@ async def two_processes(root: Path, *more: str, **settings: Any) -> AsyncIterato
 
 async def test_a_killed_backends_stream_goes_on_with_its_adapter_and_the_same_ids(root: Path) -> None:
     async with two_processes(root) as (router, processes), AsyncClient(router.server.address) as client:
-        wanted = (await client.generate("Tell me", adapter="both", **LONG).result()).choices[0].token_ids
-        plain = (await client.generate("Tell me", **LONG).result()).choices[0].token_ids
+        wanted = (await client.generate("Tell me", adapter="both", **LONG)).choices[0].token_ids
+        plain = (await client.generate("Tell me", **LONG)).choices[0].token_ids
         assert wanted != plain
-        streams = [client.generate("Tell me", adapter="both", session_id="s", **LONG) for _ in range(3)]
+        streams = [client.stream("Tell me", adapter="both", session_id="s", **LONG) for _ in range(3)]
         for stream in streams:
             await anext(stream)
         # One session: all are at one backend, the only one that is busy.
@@ -69,7 +69,7 @@ async def test_a_killed_backends_stream_goes_on_with_its_adapter_and_the_same_id
         assert router.metric("moves_total") == 3
         gone = "left" if busy[0] is processes[0] else "right"
         with pytest.raises(Unavailable, match="no generation backend that has the adapter is ready"):
-            await client.generate("Hello", adapter=gone).result()
+            await client.generate("Hello", adapter=gone)
 
 
 async def running_at(address: str) -> int:
@@ -86,8 +86,8 @@ async def test_a_stream_moves_to_a_backend_that_loads_its_adapter_for_it(root: P
         two_processes(root, *more, adapter_loading=True) as (router, processes),
         AsyncClient(router.server.address) as client,
     ):
-        wanted = (await client.generate("Tell me", adapter="left", **LONG).result()).choices[0].token_ids
-        stream = client.generate("Tell me", adapter="left", **LONG)
+        wanted = (await client.generate("Tell me", adapter="left", **LONG)).choices[0].token_ids
+        stream = client.stream("Tell me", adapter="left", **LONG)
         await anext(stream)
         processes[0].kill()
         answer = await stream.result()

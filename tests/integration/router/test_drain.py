@@ -16,6 +16,7 @@ from factories.servers.emitting_backend import count_up
 from factories.servers.generation import generation_service
 from factories.servers.held_backend import WANT_IDS, held, status_of
 from factories.servers.router import Answer, backend, generate, running_router, tokenizer_address, until
+from factories.wire.conversation import user
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import from_rpc_error
 from penstock.v1 import common_pb2, config_pb2, text_pb2, text_pb2_grpc
@@ -83,7 +84,7 @@ async def test_sigterm_ends_every_live_call_by_itself_once_the_grace_is_over(tra
         stub: Any = text_pb2_grpc.TextServiceStub(channel)
         with held_after(0) as gate:
             call = stub.Generate(generate(config=LONG, stop=config_pb2.StopConfig(ignore_eos=True)))
-            chat = client.chat("Count from 1 to 20.", max_new_tokens=1000, ignore_eos=True)
+            chat = client.stream(user("Count from 1 to 20."), max_new_tokens=1000, ignore_eos=True)
             chatting = asyncio.create_task(anext(chat))
             await generation.until(lambda load: load.running_requests + load.waiting_requests == 2)
             gate.allow(STEPS)

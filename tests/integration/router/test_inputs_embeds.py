@@ -58,46 +58,44 @@ async def stack() -> AsyncIterator[Stack]:
 
 async def test_both_clients_read_the_answer_of_the_rows(stack: Stack) -> None:
     async with AsyncClient(stack.address) as client:
-        wanted = await client.generate(stack.ids, **OPTIONS).result()
+        wanted = await client.generate(stack.ids, **OPTIONS)
         assert "3" in wanted.text
         for rows in (stack.rows, stack.rows[None], stack.rows.float().numpy(), stack.rows.float().tolist()):
-            answer = await client.generate(inputs_embeds=rows, **OPTIONS).result()
+            answer = await client.generate(inputs_embeds=rows, **OPTIONS)
             assert (answer.text, answer.choices[0].token_ids) == (wanted.text, wanted.choices[0].token_ids)
             assert answer.usage.prompt_tokens == len(stack.ids)
-        answer = await client.generate(stack.ids, inputs_embeds=stack.rows, **OPTIONS).result()
+        answer = await client.generate(stack.ids, inputs_embeds=stack.rows, **OPTIONS)
         assert answer.text == wanted.text
 
     def ask() -> tuple[str, str]:
         with SyncClient(stack.address) as client:
             before = client.generate(
                 stack.ids[4:], inputs_embeds=stack.rows[:4].float().numpy(), inputs_embeds_before_ids=True, **OPTIONS
-            ).result()
-            return client.generate(inputs_embeds=stack.rows, **OPTIONS).result().text, before.text
+            )
+            return client.generate(inputs_embeds=stack.rows, **OPTIONS).text, before.text
 
     assert await asyncio.to_thread(ask) == (wanted.text, wanted.text)
 
 
 async def test_a_text_goes_on_from_rows_before_it(stack: Stack) -> None:
     async with AsyncClient(stack.address) as client:
-        wanted = await client.generate([*stack.ids, *stack.ids], **OPTIONS).result()
+        wanted = await client.generate([*stack.ids, *stack.ids], **OPTIONS)
         # Control tokens of a text are text, so the text is one without any.
-        plain = await client.generate("Count.", max_new_tokens=1, return_token_ids=True).result()
-        answer = await client.generate(
-            stack.ids, inputs_embeds=stack.rows, inputs_embeds_before_ids=True, **OPTIONS
-        ).result()
+        plain = await client.generate("Count.", max_new_tokens=1, return_token_ids=True)
+        answer = await client.generate(stack.ids, inputs_embeds=stack.rows, inputs_embeds_before_ids=True, **OPTIONS)
         assert answer.text == wanted.text
         after = await client.generate(
             "Count.", inputs_embeds=stack.rows, inputs_embeds_before_ids=True, echo=True, **OPTIONS
-        ).result()
+        )
         assert after.text.startswith("Count.")
         assert after.usage.prompt_tokens == len(stack.ids) + plain.usage.prompt_tokens
-        alone = await client.generate(inputs_embeds=stack.rows, echo=True, **OPTIONS).result()
+        alone = await client.generate(inputs_embeds=stack.rows, echo=True, **OPTIONS)
         assert "Count" not in alone.text
 
 
 async def test_warnings_come_back(stack: Stack) -> None:
     async with AsyncClient(stack.address) as client:
-        answer = await client.generate(inputs_embeds=stack.rows, repetition_penalty=1.2, **OPTIONS).result()
+        answer = await client.generate(inputs_embeds=stack.rows, repetition_penalty=1.2, **OPTIONS)
         assert any("inputs_embeds came without ids" in text for text in answer.started.warnings)
 
 
@@ -118,7 +116,7 @@ async def test_warnings_come_back(stack: Stack) -> None:
 async def test_a_refusal_names_the_clients_field(stack: Stack, field: str, options: dict[str, Any]) -> None:
     async with AsyncClient(stack.address) as client:
         with pytest.raises(InvalidArgument) as refused:
-            await client.generate(**{**OPTIONS, **options}).result()
+            await client.generate(**{**OPTIONS, **options})
     assert refused.value.field == field
     await stack.router.until("num_requests_running", 0)
     await stack.backend.until_idle()
@@ -133,7 +131,7 @@ async def test_without_any_prompt_it_is_refused(stack: Stack) -> None:
 async def test_more_than_the_router_takes_is_refused(stack: Stack) -> None:
     async with AsyncClient(stack.address) as client:
         with pytest.raises(ResourceExhausted):
-            await client.generate(inputs_embeds=np.zeros((4097, 256), np.float32), **OPTIONS).result()
+            await client.generate(inputs_embeds=np.zeros((4097, 256), np.float32), **OPTIONS)
 
 
 async def test_equal_rows_go_where_they_went_before() -> None:

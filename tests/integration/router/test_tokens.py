@@ -20,7 +20,7 @@ async def test_texts_and_conversations_become_ids_and_back() -> None:
         text, prompt = await client.render_chat(HELLO)
         assert "Hello" in text
         assert await client.detokenize([prompt], skip_special_tokens=False) == [text]
-        await client.chat(HELLO).result()
+        await client.generate(HELLO)
         assert list(one.submitted[-1].prompt_token_ids) == prompt
 
 

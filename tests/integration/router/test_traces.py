@@ -18,6 +18,7 @@ from factories.servers.generation import generation_service, text_checkpoint
 from factories.servers.held_backend import held, stop_after
 from factories.servers.router import Router, chat, collect, generate, running_router
 from factories.servers.trace_collector import CollectedSpan, Collector, trace_collector
+from factories.wire.conversation import user
 from penstock.common.checkpoint import demo_folder
 from penstock.common.config import ServerConfig
 from penstock.common.errors import StartupError
@@ -89,7 +90,7 @@ async def services(folder: Path, endpoint: str, metadata: tuple[tuple[str, str],
 async def test_a_chat_is_one_trace_over_all_services(tmp_path: Path) -> None:
     with trace_collector() as collector:
         async with services(tmp_path, collector.endpoint, caller(True)) as running:
-            answer = await running.client.chat(PROMPT, max_new_tokens=4, ignore_eos=True).result()
+            answer = await running.client.generate(user(PROMPT), max_new_tokens=4, ignore_eos=True)
             # Exemplars: both processes' histograms name the trace, in the OpenMetrics format alone.
             for address, metric in (
                 (str(running.router.server.addresses.metrics), "penstock_router_time_to_first_token_seconds"),
@@ -132,7 +133,7 @@ async def test_a_chat_is_one_trace_over_all_services(tmp_path: Path) -> None:
 async def test_nothing_is_sent_of_a_trace_that_the_caller_does_not_keep(tmp_path: Path) -> None:
     with trace_collector() as collector:
         async with services(tmp_path, collector.endpoint, caller(False)) as running:
-            await running.client.generate(PROMPT, max_new_tokens=2).result()
+            await running.client.generate(PROMPT, max_new_tokens=2)
             await running.client.score([(PROMPT, " mehr")])
             metrics = str(running.router.server.addresses.metrics)
             assert not await asyncio.to_thread(exemplars, metrics, "penstock_router_time_to_first_token_seconds")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import pytest
 import torch
 from google.protobuf import json_format
 from penstock.v1 import common_pb2, config_pb2, text_pb2
-from penstock_client import Client, GenerationOptions, InvalidArgument, Timings, Usage
-from penstock_client._options import chat_request, check_options, generate_request, generate_requests
+from penstock_client import GenerationOptions, InvalidArgument, PromptOptions, Timings, Usage
+from penstock_client._options import chat_request, check_options, generate_request, text_requests
 from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 
@@ -221,24 +220,23 @@ def test_keywords_go_over_the_config_that_is_given() -> None:
     assert as_dict(request_of(config=config, top_k=3).config) == {"top_k": 3, "top_p": 0.5}
 
 
-def test_options_of_one_method_only() -> None:
+def test_options_of_one_kind_of_prompt_only() -> None:
     assert request_of(add_special_tokens=False).HasField("add_special_tokens")
     options = {"add_generation_prompt": False, "continue_final_message": True}
     chat = chat_request("Hello", (), (), None, options)
     assert (chat.HasField("add_generation_prompt"), chat.continue_final_message) == (True, True)
     check_options(continue_final_message=True)
     check_options(add_special_tokens=False)
-    with pytest.raises(TypeError, match="'continue_final_message': is for chat only"):
+    with pytest.raises(TypeError, match="'continue_final_message': is for a conversation only"):
         request_of(continue_final_message=True)
-    with pytest.raises(TypeError, match="'add_special_tokens': is for generate only"):
+    with pytest.raises(TypeError, match="'add_special_tokens': is for a text or ids only"):
         chat_request("Hello", (), (), None, {"add_special_tokens": True})
 
 
 @pytest.mark.parametrize("kind", [text_pb2.GenerateTextRequest, text_pb2.ChatRequest])
 def test_every_scalar_of_a_request_is_an_option(kind: Any) -> None:
     scalars = {field.name for field in kind.DESCRIPTOR.fields if field.message_type is None}
-    # Some are keywords of chat itself, beside the tools that they are about.
-    assert scalars - {"text"} <= set(GenerationOptions.__annotations__) | set(signature(Client.chat).parameters)
+    assert scalars - {"text"} <= PromptOptions.__optional_keys__
 
 
 @pytest.mark.parametrize(
@@ -402,6 +400,6 @@ def test_embeddings_of_another_form_are_refused_by_name(error: type[Exception], 
 
 def test_embeddings_are_one_prompts_alone_and_no_conversations() -> None:
     with pytest.raises(ValueError, match="'inputs_embeds' is for one prompt"):
-        generate_requests(["a", "b"], {"inputs_embeds": ROWS})
-    with pytest.raises(TypeError, match="'inputs_embeds': is for generate only"):
+        text_requests(["a", "b"], {"inputs_embeds": ROWS})
+    with pytest.raises(TypeError, match="'inputs_embeds': is for a text or ids only"):
         chat_request("Hello", (), (), None, {"inputs_embeds": ROWS})

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from factories.wire.conversation import user
 from penstock.common.errors import Internal
 from penstock.v1 import generation_pb2, text_pb2
 from penstock_client import AsyncClient, Delta
@@ -57,7 +58,7 @@ def delta(seq: int) -> text_pb2.ChatResponse:
 
 async def test_deltas_that_have_come_are_read_together() -> None:
     call = Call([STARTED], [delta(0)], [delta(1), delta(2), FINISHED])
-    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).chat("Hello")
+    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).stream(user("Hello"))
     assert await stream.read() == [Delta(0, 0, "t0")]
     assert await stream.read() == [Delta(1, 0, "t1"), Delta(2, 0, "t2")]
     assert await stream.read() == []
@@ -66,7 +67,7 @@ async def test_deltas_that_have_come_are_read_together() -> None:
 
 async def test_iteration_goes_on_where_reading_stopped() -> None:
     call = Call([STARTED, delta(0)], [delta(1), delta(2), FINISHED])
-    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).chat("Hello")
+    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).stream(user("Hello"))
     assert await anext(stream) == Delta(0, 0, "t0")
     assert await anext(stream) == Delta(1, 0, "t1")
     assert await stream.read() == [Delta(2, 0, "t2")]
@@ -80,7 +81,7 @@ async def test_iteration_goes_on_where_reading_stopped() -> None:
 )
 async def test_a_stream_that_breaks_the_protocol_is_cancelled(batches: Any, reason: str) -> None:
     call = Call(*batches)
-    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).chat("Hello")
+    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).stream(user("Hello"))
     with pytest.raises(Internal) as caught:
         await stream.result()
     assert caught.value.reason == reason
@@ -90,7 +91,7 @@ async def test_a_stream_that_breaks_the_protocol_is_cancelled(batches: Any, reas
 @pytest.mark.parametrize("kind", [Call, Handing], ids=["read", "handed on"])
 async def test_deltas_are_handed_on_until_no_more_are_taken_and_then_to_the_end(kind: type[Call]) -> None:
     call = kind([STARTED], [delta(0)], [delta(1), delta(2)], [delta(3)], [FINISHED])
-    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).chat("Hello")
+    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).stream(user("Hello"))
     taken: list[list[int]] = []
 
     def take(deltas: list[Delta]) -> bool:
@@ -107,7 +108,7 @@ async def test_deltas_are_handed_on_until_no_more_are_taken_and_then_to_the_end(
 @pytest.mark.parametrize("kind", [Call, Handing], ids=["read", "handed on"])
 async def test_a_run_of_a_stream_without_its_end_raises(kind: type[Call]) -> None:
     call = kind([STARTED, delta(0)])
-    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).chat("Hello")
+    stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).stream(user("Hello"))
     with pytest.raises(Internal) as caught:
         await stream.run(lambda deltas: True)
     assert caught.value.reason == "TRUNCATED_STREAM"

@@ -83,7 +83,7 @@ class ChatSession:
         system = [{"role": "system", "content": self.system}] if self.system else []
         asked = [*self.messages, {"role": "user", "content": line}]
         try:
-            completion = stream_answer(self.client.chat([*system, *asked], **self.sampling.request_options()))
+            completion = stream_answer(self.client.stream([*system, *asked], **self.sampling.request_options()))
         except PenstockError as error:
             # The conversation goes on without the question that failed.
             complain(f"{error.code.name}: {error.message}")
@@ -103,7 +103,7 @@ def run_complete(prompt: str, given: Overrides) -> None:
     allow_any_text()
     text = sys.stdin.read() if prompt == "-" else prompt
     with open_client(connection) as client:
-        completion = stream_answer(client.generate(text, **sampling.request_options()))
+        completion = stream_answer(client.stream(text, **sampling.request_options()))
     if completion is None:
         raise KeyboardInterrupt
     if sampling.stats:

@@ -16,6 +16,8 @@ from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock_client._options import is_conversation
+
 from penstock.cli.client.connection import ConnectionConfig, open_client
 from penstock.cli.console import complain
 from penstock.cli.infer.config import InferConfig
@@ -257,13 +259,7 @@ class RemoteTarget:
 
     def stream(self, prompt: Prompt, options: Mapping[str, Any]) -> Stream:
         """See Target."""
-        if _is_conversation(prompt):
-            return self._client.chat(prompt.asked, **options)  # type: ignore[arg-type]
-        return self._client.generate(prompt.asked, **options)  # type: ignore[arg-type]
-
-
-def _is_conversation(prompt: Prompt) -> bool:
-    return isinstance(prompt.asked, list) and bool(prompt.asked) and isinstance(prompt.asked[0], dict)
+        return self._client.stream(prompt.asked, **options)  # type: ignore[arg-type]
 
 
 def _tokenizer(config: InferConfig) -> LocalTokenizer | None:
@@ -361,6 +357,6 @@ class VllmTarget:
         assert self.tokenizer is not None
         if isinstance(prompt.asked, str):
             return self.tokenizer.encode(prompt.asked)
-        if _is_conversation(prompt):
+        if is_conversation(prompt.asked):
             return self.tokenizer.apply_chat_template(prompt.asked)  # type: ignore[arg-type]
         return prompt.asked  # type: ignore[return-value]
