@@ -2,21 +2,23 @@
 
 import sys
 
-from penstock import Generator, LoraStatus
+from penstock import Generator
+from penstock.common.errors import PenstockError
 
 
 def main(model: str, folder: str) -> int:
     with Generator(model) as generator:
-        status = generator.load_lora("mine", folder)
-        if status is not LoraStatus.SUCCESS:
-            print(f"the adapter is not loaded: {status.name}")
+        try:
+            generator.load_adapter("mine", folder)
+        except PenstockError as error:
+            print(f"the adapter is not loaded: {error.message}")
             return 1
         prompt = "Write a line about the sea."
         plain = generator.stream(prompt, max_new_tokens=32, do_sample=False)
         tuned = generator.stream(prompt, max_new_tokens=32, do_sample=False, adapter="mine")
         print(f"without: {plain.result().text!r}")
         print(f"with:    {tuned.result().text!r}")
-        print(f"unloaded: {generator.unload_lora('mine').name}")
+        generator.unload_adapter("mine")
         return 0
 
 

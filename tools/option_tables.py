@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from penstock.common.options import options_of
+from penstock.compat.option_names import ALIASES
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.options.kinds import SEED_RANGE, Bounds
 from penstock.generation.options.limits import DEFAULT_LIMITS
@@ -75,7 +76,8 @@ def _line(cells: list[str]) -> str:
 
 
 def _cells(spec: OptionSpec, *, is_wide: bool) -> list[str]:
-    others = f" Other servers' names: {', '.join(f'`{name}`' for name in spec.aliases)}." if spec.aliases else ""
+    aliases = ALIASES.get(spec.name, ())
+    others = f" Other servers' names: {', '.join(f'`{name}`' for name in aliases)}." if aliases else ""
     doc = spec.doc + others
     cells = [f"`{spec.name}`", default_of(spec), allowed(spec), doc]
     if not is_wide:

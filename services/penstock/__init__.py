@@ -8,24 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.generator.batch import BatchFailed
-    from penstock.generator.by_hand import ModelInput, SamplingMetadata
     from penstock.generator.generator import Generator
-    from penstock.generator.lora import LoraStatus
 
 __version__ = "0.1.0"
-__all__ = ["BatchFailed", "Generator", "LoraStatus", "ModelInput", "SamplingMetadata", "__version__"]
+__all__ = ["BatchFailed", "Generator", "__version__"]
 
 # Imported when they are asked for: every process imports this package, and most need none of them.
-_HOMES = {
-    "BatchFailed": "batch",
-    "Generator": "generator",
-    "LoraStatus": "lora",
-    "ModelInput": "by_hand",
-    "SamplingMetadata": "by_hand",
-}
+_HOMES = {"BatchFailed": "batch", "Generator": "generator"}
+_MOVED = ("LoraStatus", "ModelInput", "SamplingMetadata")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        # An AttributeError's words would be lost in `from penstock import ...`.
+        raise ImportError(f"{name} is in penstock.compat.mindie")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"penstock.generator.{_HOMES[name]}"), name)

@@ -7,8 +7,9 @@
 ...     print(client.generate("The capital of France is", max_new_tokens=8).text)
 """
 
+from typing import Any
+
 from penstock_client._async import AsyncClient, AsyncStream
-from penstock_client._engine_llm import EngineLLM
 from penstock_client._exceptions import (
     Aborted,
     Cancelled,
@@ -23,10 +24,8 @@ from penstock_client._exceptions import (
     Unavailable,
     Unimplemented,
 )
-from penstock_client._graph_values import BmrtFlag, Dtype
 from penstock_client._load_model import LoadProgress, UnloadedModel
 from penstock_client._options import GenerationOptions, PromptOptions, check_options
-from penstock_client._server_tensor import ServerTensor
 from penstock_client._sync import Client, Stream
 from penstock_client._tensors import StepTensors, Tensor
 from penstock_client._types import (
@@ -48,7 +47,6 @@ __all__ = [
     "Aborted",
     "AsyncClient",
     "AsyncStream",
-    "BmrtFlag",
     "Cancelled",
     "Choice",
     "Client",
@@ -56,9 +54,7 @@ __all__ = [
     "Completion",
     "DeadlineExceeded",
     "Delta",
-    "Dtype",
     "Embeddings",
-    "EngineLLM",
     "FailedPrecondition",
     "GenerationOptions",
     "Internal",
@@ -73,7 +69,6 @@ __all__ = [
     "RetryConfig",
     "Score",
     "Scores",
-    "ServerTensor",
     "StepTensors",
     "Stream",
     "TLSConfig",
@@ -89,3 +84,12 @@ __all__ = [
     "WatermarkEvidence",
     "check_options",
 ]
+
+_MOVED = ("BmrtFlag", "Dtype", "EngineLLM", "ServerTensor")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        # An AttributeError's words would be lost in `from penstock_client import ...`.
+        raise ImportError(f"{name} is in penstock_client.compat.sail")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from penstock.common.errors import InvalidArgument, PenstockError
 from penstock.v1 import model_pb2
 
 from penstock_client._exceptions import Internal
 
-if TYPE_CHECKING:
-    from tarfile import TarFile, TarInfo
-
 # gRPC's own limit on a message is 4 MiB.
 CHUNK_BYTES = 2 << 20
 # Before fields of a load's first message, which is no argument of anybody.
 _START = "start."
-# Name of a model that comes in an archive, which has none.
-ARCHIVED = "model"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_TEXTS = (
+TEXTS = (
     CONFIG,
     "generation_config.json",
     "tokenizer.json",
@@ -98,47 +92,13 @@ def naming_path() -> Iterator[None]:
 
 def model_files(folder: Path) -> list[Path]:
     """Return the files that make the model in `folder`, config.json first. Raises OSError for a missing one."""
-    texts = [folder / name for name in _TEXTS if (folder / name).is_file()]
+    texts = [folder / name for name in TEXTS if (folder / name).is_file()]
     if not texts or texts[0].name != CONFIG:
         raise FileNotFoundError(2, "there is no config.json", str(folder))
     if (folder / SINGLE).is_file():
         return [*texts, folder / SINGLE]
     shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
     return [*texts, folder / INDEX, *(folder / name for name in dict.fromkeys(shards))]
-
-
-def archive_of(folder: Path) -> bytes:
-    """Return the files that make the model in `folder` as a tar archive. Raises OSError for a missing one."""
-    import tarfile  # takes milliseconds that other clients do not owe
-
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as archive:
-        for file in model_files(folder):
-            archive.add(file.resolve(), arcname=file.name)
-    return data.getvalue()
-
-
-def archive_requests(data: bytes, name: str) -> Iterator[model_pb2.LoadModelRequest]:
-    """Return the messages of a load of the files in a tar archive; what belongs to no model is left out.
-
-    Raises TypeError for bytes that are none.
-    """
-    import tarfile
-
-    try:
-        archive = tarfile.open(fileobj=io.BytesIO(data))  # noqa: SIM115 (there is no file to close)
-        # Folders in the archive do not matter: names are plain.
-        found = {PurePosixPath(one.name).name: one for one in archive.getmembers() if one.isfile()}
-    except tarfile.TarError:
-        raise TypeError("the bytes must be those of a tar archive of a model's folder: see EngineLLM.archive") from None
-    names = [one for one in (*_TEXTS, INDEX) if one in found]
-    names += [one for one in found if one.endswith(".safetensors")]
-    start = model_pb2.LoadModelStart(name=name or ARCHIVED)
-    for one in names:
-        start.upload.files.add(name=one, size_bytes=found[one].size)
-    # So that an archive without any is refused as an upload.
-    start.upload.SetInParent()
-    return _with_members(start, archive, {one: found[one] for one in names})
 
 
 class LoadState:
@@ -193,13 +153,3 @@ def _with_bytes(start: model_pb2.LoadModelStart, files: list[Path]) -> Iterator[
         with file.open("rb") as opened:
             while data := opened.read(CHUNK_BYTES):
                 yield model_pb2.LoadModelRequest(chunk=model_pb2.ModelFileChunk(name=file.name, data=data))
-
-
-def _with_members(
-    start: model_pb2.LoadModelStart, archive: TarFile, members: Mapping[str, TarInfo]
-) -> Iterator[model_pb2.LoadModelRequest]:
-    yield model_pb2.LoadModelRequest(start=start)
-    for name, member in members.items():
-        opened = archive.extractfile(member)
-        while opened is not None and (data := opened.read(CHUNK_BYTES)):
-            yield model_pb2.LoadModelRequest(chunk=model_pb2.ModelFileChunk(name=name, data=data))

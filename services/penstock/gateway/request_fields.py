@@ -14,10 +14,11 @@ from penstock_client import GenerationOptions, check_options
 
 from penstock.common.errors import InvalidArgument
 from penstock.common.hf_fields import REFUSED, is_nothing
+from penstock.compat.option_names import ALIASES, VLLM_CONSTRAINTS
 from penstock.gateway.endpoint import HttpCall
 from penstock.gateway.json_forms import SETTING_NAMES, apply_settings, read_form, read_settings
 from penstock.gateway.unknown_fields import note_fields, unknown_fields
-from penstock.generation.options.table import ALIASES, CONFIG, SECTIONS
+from penstock.generation.options.table import CONFIG, SECTIONS
 
 T = TypeVar("T")
 # Options by their own names, except those that a route sets itself.
@@ -27,8 +28,6 @@ _OWN_NAMES = frozenset(GenerationOptions.__optional_keys__) - {
     *("output_scores", "output_logits", "output_hidden_states", "output_attentions", "scores_top_k", "tensor_steps"),
 }
 _TENSORS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-# vLLM's names of constraints, within `structured_outputs` and as fields of their own.
-_CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 # Options that ask for sampling when nothing else says how to decode.
 _SAMPLING = tuple(name for name, spec in CONFIG.items() if spec.is_sampling_only)
 # Options that choose how to decode: nothing else then asks for sampling. Drafts go with any way.
@@ -140,7 +139,7 @@ def _take_constraints(
     if form is not None and (found := read_form(form, "response_format", nested=True)) is not None:
         put(*found)
     outputs = fields.maybe("structured_outputs", dict) or {}
-    for name, option in _CONSTRAINTS.items():
+    for option, name in VLLM_CONSTRAINTS.items():
         put(option, f"structured_outputs.{name}", outputs.get(name))
         put(option, f"guided_{name}", fields.raw(f"guided_{name}"))
     if outputs.get("json_object"):
@@ -148,7 +147,7 @@ def _take_constraints(
     if fields.raw("guided_json_object"):
         put("json_object", "guided_json_object", True)
     apply_settings(options, names, read_settings(outputs, fields.raw("guided_whitespace_pattern")))
-    unknown = outputs.keys() - _CONSTRAINTS.keys() - SETTING_NAMES - {"json_object"}
+    unknown = outputs.keys() - {*VLLM_CONSTRAINTS.values()} - SETTING_NAMES - {"json_object"}
     if any(outputs[name] is not None for name in unknown):
         raise InvalidArgument(
             "structured_outputs", "takes json, regex, choice, grammar or json_object, and settings of JSON"

@@ -365,7 +365,7 @@ def _earliest(deadline: float | None, arrival: float, timeout: float | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpSize:
-    """Size of a warm-up in MindIE's words, in tokens; it is cut to what the engine computes and the pool holds."""
+    """Size of a warm-up, in tokens; it is cut to what the engine computes and the pool holds."""
 
     # Prompt tokens of one step, over all sequences.
     prefill_tokens: int = 4096

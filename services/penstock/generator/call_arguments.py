@@ -39,7 +39,7 @@ class GenerateArguments(GenerationOptions, total=False):
     # A prefix that the caller holds, see Generator.hold_prefix.
     past_key_values: Any
     negative_prompt_attention_mask: Any
-    # MindIE's and OpenAI's: so many sequences are made, and num_return_sequences of them returned, those of the highest
+    # As OpenAI has it: so many sequences are made, and num_return_sequences of them returned, those of the highest
     # mean log-probability.
     best_of: int | None
     synced_gpus: bool | None

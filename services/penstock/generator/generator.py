@@ -8,8 +8,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,24 +27,14 @@ from penstock.common.progress import ShowProgress, show_nothing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS
 from penstock.generation.parallel.launched_rank import run_rank
-from penstock.generator.argument_names import ids_of, of_fields
+from penstock.generator.argument_names import ids_of
 from penstock.generator.argument_names import reading as _reading
-from penstock.generator.argument_names import renaming as _renaming
-from penstock.generator.argument_names import whole as _whole
 from penstock.generator.batch import BatchFailed, OrderedBatch
 from penstock.generator.call_arguments import CallArguments, GenerateArguments, check_streamed, take_apart
-from penstock.generator.lora import LoraStatus, load_lora, unload_lora
-from penstock.generator.model_settings import ModelSettings
 from penstock.generator.prefix_handle import PrefixHandle
 from penstock.generator.progress_bar import BatchReport, ShowBatch
 
 if TYPE_CHECKING:
-    import torch
-
-    from penstock.generation.adapters.store import AdapterStore
-    from penstock.generation.attention.kv_cache import KVCachePool
-    from penstock.generation.core.step import SampledToken
-    from penstock.generator.by_hand import ModelInput, SamplingMetadata
     from penstock.generator.continuous_batching import ContinuousBatchingManager, GenerationOutput
     from penstock.generator.local_engine import LocalEngine
     from penstock.generator.requests import ChatExtras, LocalRequest, PromptInput
@@ -55,15 +45,6 @@ _log = get_logger("penstock.generator")
 _PROMPT = "a text, a list of ids, a list of messages, or a list of any of these"
 _TEXT_OR_IDS = "a text or a list of ids"
 _ONE_PROMPT = "a text, a list of ids, or a list of messages"
-# Fields of the service's WarmUp by the arguments that MindIE has for them.
-_WARM_UP_NAMES = {
-    "prefill_tokens": "max_prefill_tokens",
-    "sequence_tokens": "max_seq_len",
-    "input_tokens": "max_input_len",
-    "iterations": "max_iter_times",
-}
-# Keywords of structured output.
-_CONSTRAINT_NAMES = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 
 class Generator:
@@ -76,39 +57,35 @@ class Generator:
 
     def __init__(
         self,
-        model: str | Path | Mapping[str, Any] | None = None,
+        model: str | Path | None = None,
         *,
         max_in_flight: int | None = None,
         allow_control_tokens_in_text: bool = False,
         show: ShowProgress = show_nothing,
         **options: Any,
     ) -> None:
-        """Load `model`: a folder or hub id, None for the embedded one, or MindIE's dictionary `model_config`.
+        """Load `model`: a folder or hub id, or None for the embedded one.
 
         `options` are those of `penstock serve generation` by their fields' names (kv_memory="2GiB", threads=4), which
         PENSTOCK_* variables set, too. `max_in_flight`: most requests in the engine at once, others wait (default: twice
         max_running_sequences). `allow_control_tokens_in_text`: prompts may spell control tokens, as in transformers.
         `show` gets the progress of loading.
 
-        Raises ModelConfigError, a ValueError naming the dictionary's field; TypeError for an unknown option;
-        StartupError naming what to change.
+        Raises TypeError for an unknown option, StartupError naming what to change.
         """
         prepare_environment()
         configure_quiet_logging()
-        self._settings = ModelSettings.read(model) if isinstance(model, Mapping) else None
-        with nullcontext() if self._settings is None else self._settings.naming_fields(options):
-            config = _config(model, self._settings, options)
-            if (code := run_rank(config)) is not None:
-                # The program is the same for all of a launcher's processes: what follows is for rank 0.
-                sys.exit(code)
-            self._start(config, max_in_flight, show, allow_control_tokens_in_text)
+        config = _config(model, options)
+        if (code := run_rank(config)) is not None:
+            # The program is the same for all of a launcher's processes: what follows is for rank 0.
+            sys.exit(code)
+        self._start(config, max_in_flight, show, allow_control_tokens_in_text)
 
     def _start(
         self, config: GenerationServiceConfig, max_in_flight: int | None, show: ShowProgress, allow_control_tokens: bool
     ) -> None:
         # Imports torch.
         from penstock.common.checkpoint import model_name
-        from penstock.generator.by_hand import ForwardPass, HandSampler
         from penstock.generator.local_engine import LocalEngine
         from penstock.generator.own_drafts import DraftMaker
         from penstock.generator.requests import RequestMaker
@@ -129,7 +106,6 @@ class Generator:
             raise
         loaded = self._engine.loaded
         self._requests = RequestMaker(self._tokenizer, loaded.files.defaults.bos_token_id)
-        self._forward, self._sampler = ForwardPass(loaded), HandSampler(loaded)
         self._drafts = DraftMaker(self._tokenizer, loaded.served.vocab_size)
 
     # Text.
@@ -365,8 +341,6 @@ class Generator:
                 results += self._engine.call(core.embed(EmbedCommand(list(part), normalize=normalize), None))
         return embeddings_of_items(results, normalize=normalize)
 
-    # MindIE's attributes and operations.
-
     @property
     def tokenizer(self) -> LocalTokenizer | None:
         """Tokenizer and chat template; None where it is not loaded."""
@@ -377,151 +351,18 @@ class Generator:
         """Longest prompt and answer together."""
         return self._engine.loaded.served.max_context_tokens
 
-    @property
-    def cache_pool(self) -> KVCachePool:
-        """Keys and values of all blocks: (layers, 2, blocks, block_size, kv_heads, head_dim) in `tensors`."""
-        return self._engine.loaded.pools.kv
+    def clear_cache(self) -> int:
+        """Forget every computed prefix that no running request holds; return the number of blocks that are free."""
+        return self._engine.call(self._engine.core.clear_cache())
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the model's tensors."""
-        return self._engine.loaded.weights.device.torch_device
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a PEFT folder as the adapter that requests name as `adapter`. Raises PenstockError saying what is wrong
+        with name, folder or room."""
+        self._engine.loaded.weights.adapters.load(name, Path(path))
 
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return 0 if self._settings is None else self._settings.rank
-
-    @property
-    def model_config(self) -> ModelSettings | None:
-        """The dictionary that it was made of; None where it was made of a model's name."""
-        return self._settings
-
-    @property
-    def adapter_manager(self) -> AdapterStore:
-        """Store of LoRA adapters."""
-        return self._engine.loaded.weights.adapters
-
-    def forward(self, model_input: ModelInput | Mapping[str, Any]) -> torch.Tensor:
-        """Compute rows by hand; keys and values go into the blocks that the caller names. Returns logits
-        (N, vocabulary) in float32.
-
-        New blocks are claimed while no request is live, and stay the caller's until `release_blocks`; it takes its turn
-        between two steps of the engine. Raises InvalidArgument naming a field of the input, FailedPrecondition: BUSY,
-        BLOCK_IN_USE.
-        """
-        from penstock.generator.by_hand import ModelInput
-
-        rows = of_fields(ModelInput, model_input, "model_input")
-        return self._engine.on_engine(lambda engine: self._forward.run(engine, rows))
-
-    def sample(self, logits: Any, metadata: SamplingMetadata | Mapping[str, Any]) -> list[SampledToken]:
-        """Draw the next token of each row of logits (N, vocabulary), by the very sampler of the engine.
-
-        Options are those of `generate` in modes that draw one token a step: greedy and sampling. Raises
-        InvalidArgument, and TypeError or ValueError naming an option.
-        """
-        from penstock.generator.by_hand import SamplingMetadata
-
-        metadata = of_fields(SamplingMetadata, metadata, "metadata")
-        with _reading("logits", "rows of numbers, one for each of metadata.sequence_ids"):
-            rows = self._sampler.check(logits, metadata)
-        given = metadata.options
-        each: list[Mapping[str, Any]] = [given] * len(rows) if isinstance(given, Mapping) else [*given]
-        if len(each) != len(rows):
-            raise InvalidArgument("options", f"must be one mapping, or {len(rows)}")
-        params = [self._draw_params(prompt, one) for prompt, one in zip(metadata.prompt_token_ids, each, strict=True)]
-        seeded = [one.get("seed") is not None for one in each]
-        return self._engine.on_engine(lambda _: self._sampler.draw(rows, metadata, params, seeded))
-
-    def warm_up(
-        self,
-        max_prefill_tokens: int = 4096,
-        max_seq_len: int = 2560,
-        max_input_len: int | None = None,
-        max_iter_times: int | None = None,
-    ) -> int:
-        """Run the model once at such sizes, cut to what a step computes and the pool holds. Returns the pool's bytes.
-
-        The prefix cache is empty afterwards. Raises InvalidArgument for a size below 1, FailedPrecondition BUSY while
-        requests are live.
-        """
-        from penstock.generation.service import WarmUpSize
-
-        core = self._engine.core
-        size = WarmUpSize(
-            _whole("max_prefill_tokens", max_prefill_tokens),
-            _whole("max_seq_len", max_seq_len),
-            None if max_input_len is None else _whole("max_input_len", max_input_len),
-            None if max_iter_times is None else _whole("max_iter_times", max_iter_times),
-        )
-        with _renaming(_WARM_UP_NAMES):
-            self._engine.call(core.warm_up(size))
-        return core.loaded.pools.kv.num_bytes
-
-    def clear_cache(self, sequence_ids: Iterable[str | int] | None = None) -> int:
-        """Forget what was computed, and return the number of blocks or sequences that are forgotten.
-
-        None: every reusable prefix that no running request holds. Texts are ids of live requests: they keep their
-        tokens and compute them again. Numbers are the caller's sequences of `sample`. Raises NotFound for a request
-        that is not live.
-        """
-        if sequence_ids is None:
-            return self._engine.call(self._engine.core.clear_cache())
-        with _reading("sequence_ids", "a list of request ids and of numbers of sequences"):
-            ids = [one if isinstance(one, str) else _whole("sequence_ids", one) for one in sequence_ids]
-        requests = [one for one in ids if isinstance(one, str)]
-        numbers = [one for one in ids if not isinstance(one, str)]
-        with _renaming({"live_request_ids": "sequence_ids"}):
-            cleared = self._engine.call(self._engine.core.clear_cache(requests)) if requests else 0
-        return cleared + (self._engine.on_engine(lambda _: self._sampler.clear(numbers)) if numbers else 0)
-
-    def copy_blocks(self, pairs: Any) -> int:
-        """Copy (source, destination) blocks in every layer, in order; returns the number of pairs. Blocks as in
-        `forward`."""
-        from penstock.generator.by_hand import copy_blocks
-
-        with _reading("pairs", "pairs of block numbers [source, destination]"):
-            return self._engine.on_engine(lambda engine: copy_blocks(engine, pairs))
-
-    def swap_cache(self, swaps: Any) -> int:
-        """Swap blocks [[kind, source, destination]]; kind 0: host to device, 1: device to host. Returns their number.
-
-        Blocks of the device are as in `forward`. Those of the host pool are the caller's until `release_blocks`, too,
-        and may be new while requests are live. Raises InvalidArgument, and FailedPrecondition: NO_HOST_POOL (see
-        host_kv_memory), BUSY, BLOCK_IN_USE.
-        """
-        from penstock.generator.by_hand import swap_blocks
-
-        with _reading("swaps", "rows of whole numbers [kind, source, destination]"):
-            return self._engine.on_engine(lambda engine: swap_blocks(engine, swaps))
-
-    def claim_blocks(self, blocks: Iterable[int]) -> None:
-        """Hold blocks of the pool ahead, so that later calls of `forward` find them also while requests are live.
-
-        Raises InvalidArgument, FailedPrecondition: BUSY, BLOCK_IN_USE.
-        """
-        with _reading("blocks", "a list of whole numbers"):
-            wanted = [_whole("blocks", one) for one in blocks]
-        self._engine.on_engine(lambda engine: engine.caller_blocks.claim(wanted))
-
-    def release_blocks(self, blocks: Iterable[int] | None = None, *, host_blocks: Iterable[int] | None = None) -> int:
-        """Give blocks of `forward`, `copy_blocks` and `swap_cache` back to the engine; without arguments all, of both
-        pools. Returns their number."""
-        given = None if blocks is None else list(blocks)
-        on_host = None if host_blocks is None else list(host_blocks)
-        return self._engine.on_engine(lambda engine: engine.caller_blocks.release(given, on_host))
-
-    def load_lora(self, lora_id: str, path: str | Path) -> LoraStatus:
-        """Load a PEFT folder as adapter `lora_id`, for requests with adapter=`lora_id`.
-
-        Raises Unavailable where the engine has failed or is being closed.
-        """
-        return load_lora(self.adapter_manager, lora_id, path)
-
-    def unload_lora(self, lora_id: str) -> LoraStatus:
-        """Forget an adapter; requests that have it go on to their end."""
-        return unload_lora(self.adapter_manager, lora_id)
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it go on to their end. Raises NotFound."""
+        self._engine.loaded.weights.adapters.unload(name)
 
     # Life.
 
@@ -651,20 +492,6 @@ class Generator:
             finally:
                 batch.close()
 
-    def _draw_params(self, prompt: Sequence[int], options: Mapping[str, Any]) -> Any:
-        """Return what the sampler makes of keyword options. Raises InvalidArgument for a mode of several sequences."""
-        from penstock.generation.core.modes import PLAIN
-        from penstock.generation.wire.convert import to_generate_options
-
-        core = self._engine.core
-        if any(options.get(name) is not None for name in _CONSTRAINT_NAMES):
-            raise InvalidArgument("options", "structured output is for generate: the caller's logits can be masked")
-        made = to_generate_options(self._requests.make(list(prompt), options).message, core.limits)
-        params = core.prepare(made, None).request.params
-        if params.mode is not PLAIN or params.guidance.is_on:
-            raise InvalidArgument("options", "must be those of greedy decoding or sampling: one token a step")
-        return params
-
     def _divided(self, prompt: Any, continuation: Any) -> tuple[list[int], list[int]]:
         if isinstance(prompt, str) and isinstance(continuation, str):
             loaded = self._engine.loaded
@@ -729,31 +556,27 @@ def _release_prefix(engine: weakref.ref[LocalEngine], blocks: list[int]) -> None
         found.soon(lambda running: running.caller_blocks.release_prefix(blocks))
 
 
-def _config(
-    model: str | Path | Mapping[str, Any] | None, settings: ModelSettings | None, options: Mapping[str, Any]
-) -> GenerationServiceConfig:
+def _config(model: str | Path | None, options: Mapping[str, Any]) -> GenerationServiceConfig:
     """Return the service's configuration, as far as it is not about a server.
 
-    Raises TypeError for an option that is unknown or a server's, StartupError for a wrong value, ModelConfigError.
+    Raises TypeError for a model that is no name and an option that is unknown or a server's, StartupError for a wrong
+    value.
     """
+    if isinstance(model, Mapping):
+        raise TypeError(
+            "model: must be a folder or a hub id; a dictionary is for penstock.compat.mindie.GeneratorTorch"
+        )
     servers = {bound.name: bound.env for bound in options_of(ServerConfig)}
     known = {bound.name for bound in options_of(GenerationServiceConfig)} - servers.keys() - {"model_config"}
     for name in options:
         if name not in known:
             what = "is an option of a server" if name in servers else "is unknown"
             raise TypeError(f"option {name!r} {what}; those of Generator: docs/reference/configuration.md, generation")
-    if settings is None:
-        given: dict[str, Any] = {} if model is None else {"model": str(model)}
-    else:
-        given = settings.service_options()
-        for warning in settings.warnings:
-            _log.warning(warning)
+    given = {} if model is None else {"model": str(model)}
     # A server's own variables, such as an address to listen on, must not make this fail.
     environment = {name: value for name, value in current_environment().items() if name not in servers.values()}
     # Nobody calls from outside, so nothing of the pool is set aside for named sequences.
     config = load_options(GenerationServiceConfig, {"model_access": "off", **given, **options}, environment)
-    if settings is not None:
-        config = replace(config, device=settings.device(config.device))
     config.validate()
     return config
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.common.credentials import Tokens, check_channel_files
 from penstock.common.errors import StartupError
+from penstock.compat.kserve.inference_service import KSERVE_SERVICE, KserveServicer
 from penstock.inference import kserve_pb2_grpc
 from penstock.router.aio import Wakeup
 from penstock.router.backends.attempts import Attempts
@@ -34,7 +35,6 @@ from penstock.router.frontend.admin import (
 from penstock.router.frontend.admission import Admission
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.generate import TextFlow
-from penstock.router.frontend.kserve import KSERVE_SERVICE, KserveServicer
 from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.score_embed import ScoreEmbedFlow
 from penstock.router.frontend.score_embed_text import ScoreEmbedTexts

@@ -9,6 +9,7 @@ import torch
 from factories.models.run_kernels import KERNELS
 from penstock import Generator
 from penstock.common.errors import InvalidArgument
+from penstock.compat.mindie import GeneratorTorch
 
 SETTINGS: dict[str, Any] = {
     "kv_memory": "8MiB",
@@ -25,6 +26,13 @@ def local_generator(folder: Path, **options: Any) -> Generator:
     """Make a Generator of a folder, in float32, on one thread."""
     torch.set_num_threads(1)
     return Generator(folder, **{**SETTINGS, **options})
+
+
+def mindie_generator(folder: Path, **options: Any) -> GeneratorTorch:
+    """Make a GeneratorTorch of a folder, with the same settings."""
+    torch.set_num_threads(1)
+    required = {"backend_type": "torch", "world_size": 1, "rank": 0, "npu_device_id": 0, "local_rank": 0}
+    return GeneratorTorch({**required, "model_id": str(folder)}, **{**SETTINGS, **options})
 
 
 def ids_of(generator: Generator, asked: dict[str, Any]) -> Any:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.generation.options.table import ALIASES, SECTIONS
+from penstock.compat.option_names import ALIASES
+from penstock.generation.options.table import SECTIONS
 
 _HOLE = "\x00hole"
 _TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

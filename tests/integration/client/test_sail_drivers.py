@@ -12,7 +12,7 @@ import pytest
 from factories.engine.local_generators import local_generator
 from factories.models.checkpoints import tiny_checkpoint
 from penstock.common.errors import FailedPrecondition, InvalidArgument
-from penstock_client import EngineLLM
+from penstock_client.compat.sail import EngineLLM
 
 PROMPT = [5, 6, 7, 8, 9]
 # The first program of the EngineLLM document.

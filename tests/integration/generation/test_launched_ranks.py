@@ -124,12 +124,12 @@ def test_a_process_that_cannot_be_a_rank_names_the_variable(model: str) -> None:
 
 PROGRAM = """
 import os, sys
-from penstock import Generator
+from penstock.compat.mindie import GeneratorTorch
 
 rank = int(os.environ["RANK"])
 settings = {"model_id": sys.argv[1], "backend_type": "torch", "world_size": 2, "rank": rank, "local_rank": 0,
             "npu_device_id": 0, "load_tokenizer": False}
-generator = Generator(settings, threads=2, dtype="float32", kernels="torch", kv_memory="8MiB")
+generator = GeneratorTorch(settings, threads=2, dtype="float32", kernels="torch", kv_memory="8MiB")
 assert rank == generator.rank == 0
 print(*generator.generate([5, 6, 7, 8], max_new_tokens=12, ignore_eos=True).token_ids)
 generator.close()

@@ -1,4 +1,4 @@
-"""MindIE's operations on a Generator: forward and sample by hand, blocks that a caller holds, warm-up, caches."""
+"""MindIE's operations of a GeneratorTorch: forward and sample by hand, blocks that a caller holds, warm-up, caches."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from factories.engine.local_generators import local_generator
+from factories.engine.local_generators import mindie_generator
 from factories.engine.step_gate import held_after
 from factories.models.adapters import lora_folder
 from factories.models.checkpoints import tiny_checkpoint
-from penstock import Generator, LoraStatus, ModelInput, SamplingMetadata
 from penstock.common.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -22,35 +21,36 @@ from penstock.common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from penstock.generator.lora import load_lora, unload_lora
+from penstock.compat.mindie import GeneratorTorch, LoraStatus, ModelInput, SamplingMetadata
+from penstock.compat.mindie.lora import load_lora, unload_lora
 
 PROMPT = [150, 9, 33, 101, 7, 44, 45]
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "do_sample": False}
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3"])
-def generator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generator]:
+def generator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GeneratorTorch]:
     folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), request.param)
-    with local_generator(folder, load_tokenizer=False, block_size=4) as made:
+    with mindie_generator(folder, load_tokenizer=False, block_size=4) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_held(generator: Generator) -> Iterator[None]:
+def nothing_is_held(generator: GeneratorTorch) -> Iterator[None]:
     yield
     generator.release_blocks()
     assert generator._engine.on_engine(lambda engine: engine.load().kv_blocks_used) == 0
     generator._engine.on_engine(lambda engine: engine.check_integrity())
 
 
-def prefill(generator: Generator, ids: list[int], table: list[int], **fields: Any) -> torch.Tensor:
+def prefill(generator: GeneratorTorch, ids: list[int], table: list[int], **fields: Any) -> torch.Tensor:
     given = ModelInput(
         input_ids=ids, position_ids=[*range(len(ids))], block_tables=[table], context_length=[len(ids)], **fields
     )
     return generator.forward(given)
 
 
-def decode(generator: Generator, token: int, length: int, table: list[int], **fields: Any) -> torch.Tensor:
+def decode(generator: GeneratorTorch, token: int, length: int, table: list[int], **fields: Any) -> torch.Tensor:
     given = ModelInput(
         input_ids=torch.tensor([token]),
         position_ids=torch.tensor([length - 1]),
@@ -62,7 +62,7 @@ def decode(generator: Generator, token: int, length: int, table: list[int], **fi
     return generator.forward(given)
 
 
-def by_hand(generator: Generator, count: int, table: list[int], options: dict[str, Any]) -> list[int]:
+def by_hand(generator: GeneratorTorch, count: int, table: list[int], options: dict[str, Any]) -> list[int]:
     """Drive prefill, sample, decode, sample … as a caller of GeneratorTorch does."""
     logits = prefill(generator, PROMPT, table)
     output: list[int] = []
@@ -86,7 +86,7 @@ def by_hand(generator: Generator, count: int, table: list[int], options: dict[st
     ],
     ids=["greedy", "sample", "penalties", "n-grams"],
 )
-def test_a_generation_by_hand_gives_the_ids_of_generate(generator: Generator, options: dict[str, Any]) -> None:
+def test_a_generation_by_hand_gives_the_ids_of_generate(generator: GeneratorTorch, options: dict[str, Any]) -> None:
     wanted = generator.generate(PROMPT, max_new_tokens=12, ignore_eos=True, **options).token_ids
     assert by_hand(generator, 12, [11, 3, 8, 20, 2], options) == wanted
     assert generator.clear_cache([5]) == 1
@@ -94,7 +94,7 @@ def test_a_generation_by_hand_gives_the_ids_of_generate(generator: Generator, op
     assert generator.release_blocks() == 5
 
 
-def test_it_goes_on_beside_live_requests(generator: Generator) -> None:
+def test_it_goes_on_beside_live_requests(generator: GeneratorTorch) -> None:
     wanted = generator.generate(PROMPT, max_new_tokens=8, **ENDLESS).token_ids
     # Those of the tokens to come, too: none can be claimed while requests are live.
     generator.claim_blocks([4, 5, 6, 7])
@@ -112,7 +112,7 @@ def test_it_goes_on_beside_live_requests(generator: Generator) -> None:
     generator.clear_cache([1])
 
 
-def test_rows_of_several_sequences_and_wanted_rows(generator: Generator) -> None:
+def test_rows_of_several_sequences_and_wanted_rows(generator: GeneratorTorch) -> None:
     two = ModelInput(
         input_ids=[*PROMPT, 5, 6],
         position_ids=[*range(7), 0, 1],
@@ -128,7 +128,7 @@ def test_rows_of_several_sequences_and_wanted_rows(generator: Generator) -> None
     torch.testing.assert_close(rows[2], prefill(generator, [5, 6], [5])[0], rtol=1e-4, atol=1e-4)
 
 
-def test_copied_blocks_go_on_from_the_same_place(generator: Generator) -> None:
+def test_copied_blocks_go_on_from_the_same_place(generator: GeneratorTorch) -> None:
     logits = prefill(generator, PROMPT, [0, 1])
     assert generator.copy_blocks([[0, 10], [1, 11]]) == 2
     token = int(logits.argmax())
@@ -168,7 +168,7 @@ def test_copied_blocks_go_on_from_the_same_place(generator: Generator) -> None:
         ("prefill_head_indices", {"prefill_head_indices": [1, 0]}, "ascending"),
     ],
 )  # fmt: skip
-def test_a_wrong_input_is_named(generator: Generator, field: str, changed: dict[str, Any], text: str) -> None:
+def test_a_wrong_input_is_named(generator: GeneratorTorch, field: str, changed: dict[str, Any], text: str) -> None:
     fields = {"input_ids": [1, 2, 3], "position_ids": [0, 1, 2], "block_tables": [[0]], "context_length": [3]}
     with pytest.raises(InvalidArgument, match=text) as caught:
         generator.forward(ModelInput(**{**fields, **changed}))
@@ -176,7 +176,7 @@ def test_a_wrong_input_is_named(generator: Generator, field: str, changed: dict[
     assert generator._engine.on_engine(lambda engine: engine.caller_blocks.device) == frozenset()
 
 
-def test_adapters_by_hand_and_by_request_are_the_same(generator: Generator, tmp_path: Path) -> None:
+def test_adapters_by_hand_and_by_request_are_the_same(generator: GeneratorTorch, tmp_path: Path) -> None:
     folder = lora_folder(tmp_path / "lora", generator._engine.loaded.files.folder)
     with pytest.raises(NotFound) as caught:
         prefill(generator, PROMPT, [0, 1], adapter_ids=["mine"])
@@ -201,7 +201,7 @@ def test_adapters_by_hand_and_by_request_are_the_same(generator: Generator, tmp_
 
 def test_an_adapter_that_left_memory_is_read_again_and_not_left_out(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    with local_generator(folder, load_tokenizer=False, max_adapters=1) as made:
+    with mindie_generator(folder, load_tokenizer=False, max_adapters=1) as made:
         plain = made.generate(PROMPT, max_new_tokens=6, **ENDLESS).token_ids
         wanted = {}
         for seed, name in enumerate(("one", "two")):
@@ -213,7 +213,7 @@ def test_an_adapter_that_left_memory_is_read_again_and_not_left_out(tmp_path: Pa
         assert made.adapter_manager.figures().evictions == 3
 
 
-def test_swaps_without_a_host_pool_are_refused(generator: Generator) -> None:
+def test_swaps_without_a_host_pool_are_refused(generator: GeneratorTorch) -> None:
     with pytest.raises(FailedPrecondition, match="no host pool") as caught:
         generator.swap_cache([[0, 1, 2], [1, 2, 3]])
     assert caught.value.reason == "NO_HOST_POOL"
@@ -224,7 +224,7 @@ def test_swaps_without_a_host_pool_are_refused(generator: Generator) -> None:
 
 def test_blocks_go_to_the_host_pool_and_back(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    with local_generator(folder, load_tokenizer=False, block_size=4, host_kv_memory="1MiB") as made:
+    with mindie_generator(folder, load_tokenizer=False, block_size=4, host_kv_memory="1MiB") as made:
         wanted = by_hand(made, 5, [0, 1, 2], {"do_sample": False})
         logits = prefill(made, PROMPT, [0, 1, 2])
         token = int(logits.argmax())
@@ -298,7 +298,7 @@ def test_an_error_without_a_status_is_raised(error: PenstockError) -> None:
         unload_lora(store, "a")
 
 
-def test_sampling_metadata_is_checked(generator: Generator) -> None:
+def test_sampling_metadata_is_checked(generator: GeneratorTorch) -> None:
     size = generator._engine.loaded.served.vocab_size
     logits = torch.randn(2, size)
     good: dict[str, Any] = {"sequence_ids": [1, 2], "prompt_token_ids": [[5], [6]]}
@@ -329,7 +329,7 @@ def test_sampling_metadata_is_checked(generator: Generator) -> None:
     generator.clear_cache([1, 2])
 
 
-def test_blocks_and_requests_keep_out_of_each_others_way(generator: Generator) -> None:
+def test_blocks_and_requests_keep_out_of_each_others_way(generator: GeneratorTorch) -> None:
     with held_after(1), generator.stream(PROMPT, max_new_tokens=50, **ENDLESS):
         generator._engine.call(generator._engine.core.hub.wait_busy())
         done = threading.Event()
@@ -355,7 +355,7 @@ def test_blocks_and_requests_keep_out_of_each_others_way(generator: Generator) -
     assert caught.value.reason == "BUSY"
 
 
-def test_warm_up_takes_minds_arguments_and_returns_the_pool(generator: Generator) -> None:
+def test_warm_up_takes_minds_arguments_and_returns_the_pool(generator: GeneratorTorch) -> None:
     pool = generator.cache_pool
     for sizes in ((), (4096, 2560, 128, 4), (1, 1, 1, 1), (10**6, 10**6, 10**6, 10**6)):
         assert generator.warm_up(*sizes) == pool.num_bytes == pool.num_blocks * pool.bytes_per_block
@@ -367,7 +367,7 @@ def test_warm_up_takes_minds_arguments_and_returns_the_pool(generator: Generator
     assert generator.generate(PROMPT, max_new_tokens=4, **ENDLESS).token_ids == wanted
 
 
-def test_caches_are_cleared_whole_or_by_request(generator: Generator) -> None:
+def test_caches_are_cleared_whole_or_by_request(generator: GeneratorTorch) -> None:
     generator.generate(PROMPT * 4, max_new_tokens=2, **ENDLESS)
     assert generator.clear_cache() >= 6
     assert generator.clear_cache() == 0

@@ -357,8 +357,8 @@ def test_a_held_prefix_is_given_back_by_the_garbage_collector_and_refused_withou
 
 def test_a_held_prefix_of_more_than_half_of_the_pool_is_room_for_what_begins_with_it(folder: Path) -> None:
     with local_generator(folder, kv_memory="1MiB") as made:
-        blocks = made.cache_pool.num_blocks
-        size = made.cache_pool.block_size
+        pool = made._engine.loaded.pools.kv
+        blocks, size = pool.num_blocks, pool.block_size
         # One more token than whole blocks; the rest of the pool is less than it.
         prefix = [5 + number % 200 for number in range((blocks * 3 // 5) * size + 1)]
         # A prompt as long that shares nothing.

@@ -58,8 +58,9 @@ def test_the_script_of_adapters_runs_and_tells_what_is_no_adapter(tmp_path: Path
     folder = text_checkpoint(tmp_path / "model")
     done = run("adapters.py", str(folder), str(lora_folder(tmp_path / "lora", folder)))
     assert done.returncode == 0, done.stderr
-    found = re.fullmatch(r"without: (.*)\nwith:    (.*)\nunloaded: SUCCESS\n", done.stdout)
+    found = re.fullmatch(r"without: (.*)\nwith:    (.*)\n", done.stdout)
     assert found is not None, done.stdout
     assert found[1] != found[2]
     done = run("adapters.py", str(folder), str(tmp_path))
-    assert (done.returncode, done.stdout) == (1, "the adapter is not loaded: INVALID_LORA_PATH\n"), done.stderr
+    assert done.returncode == 1, done.stderr
+    assert re.fullmatch(r"the adapter is not loaded: .*adapter_config\.json.*\n", done.stdout), done.stdout

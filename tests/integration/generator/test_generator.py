@@ -26,8 +26,8 @@ from penstock.common.errors import (
     StartupError,
     Unavailable,
 )
+from penstock.compat.mindie import GeneratorTorch, ModelConfigError
 from penstock.generator.batch import BatchProgress
-from penstock.generator.model_settings import ModelConfigError
 from transformers import AutoTokenizer, GenerationConfig
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "do_sample": False}
@@ -300,7 +300,7 @@ def test_closing_ends_what_runs_and_refuses_the_rest(folder: Path) -> None:
     with pytest.raises(Unavailable, match="closed"):
         generator.generate([5], max_new_tokens=1)
     with pytest.raises(Unavailable, match="closed"):
-        generator.warm_up()
+        generator.clear_cache()
     assert "closed" in repr(generator)
     left = {thread.name for thread in set(threading.enumerate()) - threads if thread.is_alive()}
     assert not left & {"engine", "generator"}
@@ -355,9 +355,8 @@ def test_the_dictionary_makes_the_same_engine(folder: Path, generator: Generator
     }
     if "ASCEND_RT_VISIBLE_DEVICES" in current_environment():
         pytest.skip("devices are listed")
-    with Generator(model_config, kv_memory="4MiB", threads=1, tune_seconds=0.0, dtype="float32") as made:
+    with GeneratorTorch(model_config, kv_memory="4MiB", threads=1, tune_seconds=0.0, dtype="float32") as made:
         assert (made.name, made.rank, str(made.device), made.adapter_manager.names()) == ("tiny", 0, "cpu", ())
-        assert made.model_config is not None
         assert made.model_config.max_position_embeddings == 256
         assert made.tokenizer is not None
         pool = made.cache_pool
@@ -366,7 +365,7 @@ def test_the_dictionary_makes_the_same_engine(folder: Path, generator: Generator
         wanted = generator.generate([5, 6, 7], max_new_tokens=6, **ENDLESS).token_ids
         assert made.generate([5, 6, 7], max_new_tokens=6, **ENDLESS).token_ids == wanted
     with pytest.raises(ModelConfigError, match=r"model_config\['rank'\] must be 0, found 1"):
-        Generator({**model_config, "world_size": 2, "rank": 1})
+        GeneratorTorch({**model_config, "world_size": 2, "rank": 1})
 
 
 REQUIRED_FIELDS = {"backend_type": "torch", "world_size": 1, "rank": 0, "npu_device_id": 0, "local_rank": 0}
@@ -384,10 +383,17 @@ def test_what_only_the_model_can_refuse_names_the_dictionarys_field(
     folder: Path, field: str, value: Any, text: str
 ) -> None:
     with pytest.raises(ModelConfigError, match=rf"model_config\['{field}'\] cannot be used: .*{text}"):
-        Generator({**REQUIRED_FIELDS, "model_id": str(folder), field: value})
+        GeneratorTorch({**REQUIRED_FIELDS, "model_id": str(folder), field: value})
 
 
 def test_a_keyword_goes_before_the_dictionary_and_is_what_is_wrong(folder: Path) -> None:
     given = {**REQUIRED_FIELDS, "model_id": str(folder), "max_position_embeddings": 64}
     with pytest.raises(StartupError, match=r"^--max-context 99998 is more than"):
-        Generator(given, max_context=99_998)
+        GeneratorTorch(given, max_context=99_998)
+
+
+def test_the_dictionary_is_none_of_generators_own_and_what_takes_it_is_named() -> None:
+    with pytest.raises(TypeError, match=r"penstock\.compat\.mindie\.GeneratorTorch"):
+        Generator(REQUIRED_FIELDS)  # type: ignore[arg-type]
+    with pytest.raises(ImportError, match=r"ModelInput is in penstock\.compat\.mindie"):
+        from penstock import ModelInput  # noqa: F401

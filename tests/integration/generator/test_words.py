@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories.engine.local_generators import local_generator
+from factories.engine.local_generators import mindie_generator
 from factories.servers.generation import text_checkpoint
 from factories.wire.foreign_words import FOREIGN, WRONG_VALUES, Odd
-from penstock import BatchFailed, Generator
+from penstock import BatchFailed
 from penstock.common.errors import PenstockError
+from penstock.compat.mindie import GeneratorTorch
 from penstock.generator.call_arguments import GenerateArguments
 from penstock_client import GenerationOptions
 
@@ -29,8 +30,8 @@ NAMES = sorted((set(GenerateArguments.__optional_keys__) - set(GenerationOptions
 
 
 @pytest.fixture(scope="module")
-def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generator]:
-    with local_generator(text_checkpoint(tmp_path_factory.mktemp("model"))) as made:
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GeneratorTorch]:
+    with mindie_generator(text_checkpoint(tmp_path_factory.mktemp("model"))) as made:
         yield made
 
 
@@ -44,7 +45,7 @@ def words_of(call: Callable[[], Any]) -> str | None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_error_of_an_option_is_in_foreign_words(generator: Generator, name: str) -> None:
+def test_no_error_of_an_option_is_in_foreign_words(generator: GeneratorTorch, name: str) -> None:
     for value in WRONG_VALUES:
         prompt = "" if name in ("input_ids", "inputs", "inputs_embeds") else [5, 6]
         options = {"max_new_tokens": 1, name: value}
@@ -52,7 +53,7 @@ def test_no_error_of_an_option_is_in_foreign_words(generator: Generator, name: s
         assert words is None or not FOREIGN.search(words), (value, words)
 
 
-OPERATIONS: list[tuple[str, Callable[[Generator, Any], Any], tuple[str, ...]]] = [
+OPERATIONS: list[tuple[str, Callable[[GeneratorTorch, Any], Any], tuple[str, ...]]] = [
     ("prompt", lambda g, v: g.generate(v, max_new_tokens=1), ()),
     ("generation_config", lambda g, v: g.generate("x", v, max_new_tokens=1), ()),
     ("max_prefill_tokens", lambda g, v: g.warm_up(max_prefill_tokens=v), ("prefill_tokens",)),
@@ -74,7 +75,7 @@ OPERATIONS: list[tuple[str, Callable[[Generator, Any], Any], tuple[str, ...]]] =
 
 @pytest.mark.parametrize(("name", "call", "others"), OPERATIONS, ids=[one[0] for one in OPERATIONS])
 def test_no_error_of_an_operation_is_in_foreign_words_or_names(
-    generator: Generator, name: str, call: Callable[[Generator, Any], Any], others: tuple[str, ...]
+    generator: GeneratorTorch, name: str, call: Callable[[GeneratorTorch, Any], Any], others: tuple[str, ...]
 ) -> None:
     refused = 0
     for value in WRONG_VALUES:
@@ -88,7 +89,7 @@ def test_no_error_of_an_operation_is_in_foreign_words_or_names(
     assert refused
 
 
-def test_names_are_those_of_the_arguments(generator: Generator) -> None:
+def test_names_are_those_of_the_arguments(generator: GeneratorTorch) -> None:
     cases = {
         "max_prefill_tokens: must be at least 1": lambda: generator.warm_up(0),
         "max_iter_times: must be at least 1": lambda: generator.warm_up(max_iter_times=0),
@@ -103,7 +104,7 @@ def test_names_are_those_of_the_arguments(generator: Generator) -> None:
         assert found.startswith(words), found
 
 
-def test_a_mapping_stands_for_a_model_input(generator: Generator) -> None:
+def test_a_mapping_stands_for_a_model_input(generator: GeneratorTorch) -> None:
     rows = {"input_ids": [5, 6], "position_ids": [0, 1], "block_tables": [[0]], "context_length": [2]}
     try:
         assert tuple(generator.forward(rows).shape) == (1, generator._engine.loaded.served.vocab_size)
@@ -116,7 +117,7 @@ def test_a_tokenizer_that_is_switched_off_is_why_stop_strings_are_refused(tmp_pa
         "backend_type": "torch", "world_size": 1, "rank": 0, "local_rank": 0, "npu_device_id": 0,
         "model_id": str(text_checkpoint(tmp_path)), "load_tokenizer": False,
     }  # fmt: skip
-    with local_generator(settings) as made:  # type: ignore[arg-type]
+    with mindie_generator(settings) as made:  # type: ignore[arg-type]
         found = words_of(lambda: made.generate([5], stop_strings=["x"], max_new_tokens=1))
     assert found is not None
     assert "load_tokenizer" in found

@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from factories.engine.local_generators import ids_of, local_generator
+from factories.engine.local_generators import ids_of, mindie_generator
 from factories.engine.mixed import mixed_request
 from factories.models.adapters import LAYER_TARGETS, lora_folder
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.native import cache_home, use_native
 from factories.models.run_kernels import KERNELS
-from penstock import Generator, LoraStatus
 from penstock.common.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from penstock.compat.mindie import GeneratorTorch, LoraStatus
 from penstock.generation.parallel.messages import Kind, decode_forget, kind_of
 
 REQUESTS = 16
@@ -68,7 +68,7 @@ def options_of(lora: dict[str, Path]) -> dict[str, Any]:
     return {"lora": tuple(f"{name}={folder}" for name, folder in lora.items())}
 
 
-def answers_of(generator: Generator, asked: list[dict[str, Any]]) -> list[Any]:
+def answers_of(generator: GeneratorTorch, asked: list[dict[str, Any]]) -> list[Any]:
     """Ask all at once, so that their steps are mixed."""
     with ThreadPoolExecutor(len(asked)) as threads:
         return list(threads.map(lambda one: ids_of(generator, one), asked))
@@ -87,9 +87,9 @@ def requests_of(names: list[str], seed: str) -> list[dict[str, Any]]:
 
 def assert_equal_ids(model: Path, count: int, lora: dict[str, Path], seed: str, **settings: Any) -> None:
     asked, options = requests_of([*lora], seed), options_of(lora) | settings
-    with local_generator(model, load_tokenizer=False, **options) as generator:
+    with mindie_generator(model, load_tokenizer=False, **options) as generator:
         expected = answers_of(generator, asked)
-    with local_generator(model, load_tokenizer=False, tensor_parallel=count, threads=count, **options) as spread:
+    with mindie_generator(model, load_tokenizer=False, tensor_parallel=count, threads=count, **options) as spread:
         assert answers_of(spread, asked) == expected
     # Each adapter, and none, means something else.
     assert len({str(ids) for ids in expected[: len(lora) + 1]}) == len(lora) + 1
@@ -138,7 +138,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def alone(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
     """Ids of one process by adapter, and of the model itself."""
-    with local_generator(folders["model"], load_tokenizer=False) as generator:
+    with mindie_generator(folders["model"], load_tokenizer=False) as generator:
         for name in ("one", "two", "embedding"):
             generator.adapter_manager.load(name, folders[name])
         return {
@@ -147,20 +147,20 @@ def alone(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
         }
 
 
-def in_two(folders: dict[str, Path]) -> Generator:
+def in_two(folders: dict[str, Path]) -> GeneratorTorch:
     """Make the model in two processes."""
     options: dict[str, Any] = {"tensor_parallel": 2, "threads": 2, "max_adapter_rank": 1024}
-    return local_generator(folders["model"], load_tokenizer=False, **options)
+    return mindie_generator(folders["model"], load_tokenizer=False, **options)
 
 
 @pytest.fixture(scope="module")
-def spread(folders: dict[str, Path]) -> Iterator[Generator]:
+def spread(folders: dict[str, Path]) -> Iterator[GeneratorTorch]:
     with in_two(folders) as generator:
         yield generator
 
 
 def test_adapters_come_change_and_go_under_traffic(
-    spread: Generator,
+    spread: GeneratorTorch,
     folders: dict[str, Path],
     alone: dict[str, list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
@@ -223,7 +223,7 @@ def test_adapters_come_change_and_go_under_traffic(
 
 
 def test_a_head_of_its_own_is_refused_and_an_embedding_is_not(
-    spread: Generator, folders: dict[str, Path], alone: dict[str, list[list[int]]]
+    spread: GeneratorTorch, folders: dict[str, Path], alone: dict[str, list[list[int]]]
 ) -> None:
     store = spread.adapter_manager
     with pytest.raises(InvalidArgument, match=r"modules_to_save \(lm_head\): --tensor-parallel") as caught:
@@ -245,7 +245,7 @@ def test_a_head_of_its_own_is_refused_and_an_embedding_is_not(
 
 
 def test_an_adapter_that_a_rank_has_no_memory_for_is_refused(
-    spread: Generator, folders: dict[str, Path], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+    spread: GeneratorTorch, folders: dict[str, Path], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = spread._engine.loaded.weights.ranks._adapters  # type: ignore[union-attr]
     send = loads._send
@@ -269,7 +269,7 @@ def test_an_adapter_that_a_rank_has_no_memory_for_is_refused(
     assert ids_of(spread, {"prompt": PROMPT, "max_new_tokens": 8, "adapter": "refused"}) == alone["one"]
 
 
-def rank_of(spread: Generator) -> psutil.Process:
+def rank_of(spread: GeneratorTorch) -> psutil.Process:
     """Process of rank 1."""
     ranks = spread._engine.loaded.weights.ranks
     assert ranks is not None

@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import pytest
 from penstock.common.errors import InvalidArgument
+from penstock.compat.option_names import ALIASES
 from penstock.gateway.chat_history import messages_of
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.endpoint import HttpCall
 from penstock.gateway.request_fields import Fields, checked, options_of, token_lists, tools_of
-from penstock.generation.options.table import ALIASES, SECTIONS
+from penstock.generation.options.table import SECTIONS
 from penstock_client import check_options
 
 

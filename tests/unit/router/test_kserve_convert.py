@@ -7,10 +7,10 @@ from typing import Any, get_type_hints
 
 import pytest
 from penstock.common.errors import InvalidArgument, trailing_metadata
-from penstock.generation.options.table import ALIASES as OPTION_ALIASES
+from penstock.compat.kserve.infer_message import ALIASES, infer_request
+from penstock.compat.option_names import ALIASES as OPTION_ALIASES
 from penstock.generation.options.table import SECTIONS
 from penstock.inference import kserve_pb2
-from penstock.router.frontend.kserve_convert import ALIASES, infer_request
 from penstock_client import GenerationOptions
 
 HINTS = {name: spec.kind.hint for rows in SECTIONS.values() for name, spec in rows.items()}

@@ -46,6 +46,7 @@ STUB_IMPORTERS = {
     },
     # Options and answers in the client's and the service's own forms.
     "generator": {"requests", "answers"},
+    "compat": {"kserve/infer_message", "kserve/inference_service"},
     "cli": {path.relative_to(PACKAGE / "cli").with_suffix("").as_posix() for path in (PACKAGE / "cli").rglob("*.py")},
 }
 

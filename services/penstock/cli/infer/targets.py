@@ -25,8 +25,8 @@ from penstock.cli.infer.prompts import Prompt
 from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
 from penstock.common.checkpoint import model_name, resolve_model, source_name
 from penstock.common.errors import ResourceExhausted, StartupError
+from penstock.compat.option_names import VLLM_SAMPLING
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, read_json
-from penstock.generation.options.table import SECTIONS
 
 if TYPE_CHECKING:
     from penstock_client import Client, Completion, Stream
@@ -274,24 +274,6 @@ def _tokenizer(config: InferConfig) -> LocalTokenizer | None:
     return LocalTokenizer(bundle, allow_control_tokens=config.allow_control_tokens_in_text)
 
 
-# Those fields of vLLM's SamplingParams that are options here, by their names there.
-_VLLM_FIELDS = frozenset({
-    *("max_tokens", "min_tokens", "stop", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
-    *("presence_penalty", "frequency_penalty", "ignore_eos", "logit_bias"),
-})  # fmt: skip
-# Our names -> those of vLLM's SamplingParams.
-_VLLM_NAMES = {
-    "eos_token_id": "stop_token_ids",
-    **{
-        name: field
-        for rows in SECTIONS.values()
-        for name, spec in rows.items()
-        for field in (name, *spec.aliases)
-        if field in _VLLM_FIELDS
-    },
-}
-
-
 def check_vllm() -> None:
     """Raise StartupError naming the package where vLLM is not installed."""
     if util.find_spec("vllm") is None:
@@ -307,8 +289,8 @@ def vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name == "do_sample":
             made.update({} if value else {"temperature": 0.0})
-        elif name in _VLLM_NAMES:
-            made[_VLLM_NAMES[name]] = value
+        elif name in VLLM_SAMPLING:
+            made[VLLM_SAMPLING[name]] = value
         elif name != "echo":
             flag = f"--{name.replace('_', '-')}"
             raise StartupError(f"{flag} is no option of --use-vllm: leave one of them out", flag=flag)

@@ -87,7 +87,7 @@ ROLES = {
             "penstock.generation.app:GenerationApp",
             preload_path="penstock.generation.startup.preload:begin",
             rank_path="penstock.generation.parallel.launched_rank:run_rank",
-            flags_path="penstock.generator.model_settings:with_model_config",
+            flags_path="penstock.compat.mindie.model_config:with_model_config",
         ),
         Role("router", "penstock.router.config:RouterConfig", "penstock.router.app:RouterApp"),
         Role("gateway", "penstock.gateway.config:GatewayConfig", "penstock.gateway.app:GatewayApp", protocol="HTTP"),

@@ -13,7 +13,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 # Share of the memory left after the weights that `auto` takes; the rest is for activations and other processes.
 AUTO_FRACTION = 0.6
-# Size -1, as MindIE has it: what is left of this share of the whole memory.
+# Size -1: what is left of this share of the whole memory.
 REST = -1
 REST_FRACTION = 0.8
 

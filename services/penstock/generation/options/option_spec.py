@@ -32,9 +32,6 @@ class OptionSpec:
     needs: tuple[str, ...] = ()
     # Mode that a value asks for, beside the others' own options: `num_beams` asks for beam search.
     chooses: Scope | None = None
-    # Its names in other servers' APIs (OpenAI's, vLLM's), which HTTP, KServe and `penstock infer --use-vllm` know too.
-    # Over HTTP the first that is set wins; KServe refuses two.
-    aliases: tuple[str, ...] = ()
     # Field of SamplingParams that takes the value as it is; None: `resolve` works on it.
     param: str | None = None
     # Value when neither the request nor the model's file sets it; in words where it is no constant.

@@ -74,11 +74,10 @@ class RequestOptions(OptionSet):
     max_new_tokens: int | None = row(
         INTEGER, "Longest answer, in tokens.", bounds=COUNT, flags=GENERATION, default="up to the context",
         differs="unset: never 20, a warning tells the limit; cut at the context's end, with a warning",
-        aliases=("max_completion_tokens", "max_tokens"),
     )  # fmt: skip
     min_new_tokens: int | None = row(
         INTEGER, "Shortest answer, in tokens.", bounds=SIZE, flags=GENERATION, default=0,
-        allowed="above the maximum: warning", aliases=("min_tokens",),
+        allowed="above the maximum: warning",
     )  # fmt: skip
     max_length: int | None = row(
         INTEGER, "Longest prompt and answer together.", bounds=COUNT, allowed="more than the prompt",
@@ -127,7 +126,7 @@ class RequestOptions(OptionSet):
     )  # fmt: skip
     num_return_sequences: int | None = row(
         INTEGER, "Answers to return.", bounds=COUNT, limit="max_return_sequences", default=1,
-        differs="allowed above 1 with drafts", aliases=("n",),
+        differs="allowed above 1 with drafts",
     )  # fmt: skip
     prompt_lookup_num_tokens: int | None = row(
         INTEGER, "Draft so many tokens from the prompt's own n-grams; 0 is off.", bounds=SIZE,
@@ -205,7 +204,7 @@ class RequestOptions(OptionSet):
     typical_p: float | None = row(
         FLOAT32, "Sample among the tokens of this probability whose surprise is nearest to the entropy.",
         bounds=_POSITIVE_SHARE, scopes=(Scope.SAMPLING,), silent=(1.0,), param="typical_p", default=1.0,
-        allowed="1 is off", differs="above 1 is off there", aliases=("typical",),
+        allowed="1 is off", differs="above 1 is off there",
     )  # fmt: skip
     epsilon_cutoff: float | None = row(
         FLOAT32, "Drop tokens less likely than this; 0 is off.", bounds=CUTOFF, scopes=(Scope.SAMPLING,), silent=(0.0,),
@@ -393,7 +392,6 @@ class StopOptions(OptionSet):
         STOP_STRINGS, "The answer ends before any of these texts; the prompt takes no part in a match.", unset=(),
         limit="max_stop_strings", default="the model's file",
         allowed="not empty; at most `--max-stop-string-chars` each; needs a tokenizer.json beside the weights",
-        aliases=("stop",),
     )  # fmt: skip
     stop_token_ids: tuple[TokenSequence, ...] = row(
         STOP_SEQUENCES, "The answer ends on any of these ids, or runs of ids.", unset=(),
@@ -404,7 +402,7 @@ class StopOptions(OptionSet):
     )
     include_stop_string_in_output: bool | None = row(
         FLAG, "The answer ends after the stop string; its ids always include the token that completed it.",
-        param="include_stop_string_in_output", default=False, aliases=("include_stop_str_in_output",),
+        param="include_stop_string_in_output", default=False,
     )  # fmt: skip
 
 
@@ -462,8 +460,4 @@ STOP: dict[str, OptionSpec] = specs_of(StopOptions, "stop")
 OUTPUT: dict[str, OptionSpec] = specs_of(OutputOptions, "output")
 RequestOptions.specs, StopOptions.specs, OutputOptions.specs = CONFIG, STOP, OUTPUT
 SECTIONS: dict[str, dict[str, OptionSpec]] = {"config": CONFIG, "stop": STOP, "output": OUTPUT}
-# Option -> its names in other APIs.
-ALIASES: dict[str, tuple[str, ...]] = {
-    name: spec.aliases for rows in SECTIONS.values() for name, spec in rows.items() if spec.aliases
-}
 TENSORS = tuple(name for name in OUTPUT if name.startswith("output_"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from penstock.common.options import options_of
+from penstock.compat.option_names import ALIASES, VLLM_SAMPLING
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.modes import AssistantSchedule, Scope
 from penstock.generation.core.sampling_params import SamplingParams
@@ -155,7 +156,9 @@ def test_every_mode_but_greedy_is_chosen_by_an_option() -> None:
 
 
 def test_no_alias_is_a_name_or_another_alias() -> None:
-    names = [name for spec in ROWS for name in (spec.name, *spec.aliases)]
+    names = [spec.name for spec in ROWS]
+    assert {*ALIASES, *VLLM_SAMPLING} <= {*names}
+    names += [alias for aliases in ALIASES.values() for alias in aliases]
     assert len(names) == len(set(names))
 
 

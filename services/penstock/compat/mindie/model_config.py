@@ -1,6 +1,6 @@
 """MindIE-LLM's dictionary `model_config`: the rows of its table, their reader, and what they mean to this engine.
 
-`Generator(model_config)` and `penstock serve generation --model-config FILE` read it here. No torch.
+`GeneratorTorch(model_config)` and `penstock serve generation --model-config FILE` read it here. No torch.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class ModelSettings:
         unknown = sorted(values.keys() - {row.name for row in ROWS}, key=str)
         if unknown:
             raise ModelConfigError(
-                unknown[0], "is not known; options of Penstock itself are keyword arguments of Generator, or flags"
+                unknown[0], "is not known; options of Penstock itself are keyword arguments, or flags"
             )
         settings = cls(**{row.name: row.read(values) for row in ROWS})
         if settings.rank >= settings.world_size:
@@ -248,6 +248,12 @@ class ModelSettings:
             size = getattr(self, name)
             given[option] = None if size is None else str(size) if size <= 0 else f"{size}GiB"
         return {option: value for option, value in given.items() if value is not None}
+
+    def with_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options of the service, or flags, over what the dictionary sets. Raises as `service_options`."""
+        wanted = {**self.service_options(), **{name: value for name, value in given.items() if value is not None}}
+        device = str(wanted.get("device") or current_environment().get("PENSTOCK_DEVICE") or "auto")
+        return {**wanted, "device": self.device(device)}
 
     @contextmanager
     def naming_fields(self, keywords: Container[str]) -> Iterator[None]:
@@ -303,9 +309,6 @@ def with_model_config(given: Mapping[str, Any]) -> dict[str, Any]:
         return dict(given)
     settings = ModelSettings.from_file(str(path))
     try:
-        read = settings.service_options()
+        return settings.with_options(given)
     except ModelConfigError as error:
         raise StartupError(f"{FLAG} {path}: {error}", flag=FLAG) from error
-    wanted = {**read, **{name: value for name, value in given.items() if value is not None}}
-    device = str(wanted.get("device") or current_environment().get("PENSTOCK_DEVICE") or "auto")
-    return {**wanted, "device": settings.device(device)}

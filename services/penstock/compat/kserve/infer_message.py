@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from penstock_client._options import GenerationOptions, check_options, generate_request
 
 from penstock.common.errors import InvalidArgument, NotFound
-from penstock.generation.options.table import ALIASES as OPTION_ALIASES
+from penstock.compat.option_names import ALIASES as OPTION_ALIASES
 from penstock.inference import kserve_pb2
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.v1 import graphs_pb2
 
-from penstock_client._graph_calls import PART_BYTES, GraphCalls
-from penstock_client._graph_values import Dtype, element_bits, from_bytes, stored
+from penstock_client.compat.sail.graph_calls import PART_BYTES, GraphCalls
+from penstock_client.compat.sail.graph_values import Dtype, element_bits, from_bytes, number_array, stored
 
 if TYPE_CHECKING:
-    from penstock_client._graph_values import Array
+    from penstock_client.compat.sail.graph_values import Array
 
 
 class ServerTensor:
@@ -56,8 +56,12 @@ class ServerTensor:
             self._write(offset + at // item, data=data[at : at + PART_BYTES])
 
     def asnumpy(self) -> Array:
-        """Return all elements in an array of its own. Raises PenstockError."""
-        return self.read(0, prod(self._shape)).reshape(self._shape)
+        """Return all elements in an array of its own, of which int() and float() take the only one whatever the shape.
+
+        Raises PenstockError.
+        """
+        found: Array = self.read(0, prod(self._shape)).reshape(self._shape).view(number_array())
+        return found
 
     def read(self, offset: int, count: int) -> Array:
         """Return `count` elements from `offset` on, in one dimension. Raises PenstockError."""

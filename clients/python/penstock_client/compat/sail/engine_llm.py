@@ -1,4 +1,4 @@
-"""EngineLLM: the model of a generation service as graphs, with the methods of Sophon SAIL's class of this name."""
+"""SAIL's EngineLLM over a generation service: its model as graphs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from penstock.v1 import common_pb2, graphs_pb2, model_pb2
 
 from penstock_client._config_values import set_option
 from penstock_client._exceptions import FailedPrecondition, NotFound, Unavailable
-from penstock_client._graph_calls import GraphCalls, Input, model_info
-from penstock_client._graph_values import BmrtFlag, Dtype, from_bytes, initial, read_into, stored, zeros
-from penstock_client._load_model import archive_of, archive_requests, load_requests, naming_path
+from penstock_client._load_model import load_requests, naming_path
 from penstock_client._option_table import CONFIG
-from penstock_client._server_tensor import ServerTensor
 from penstock_client._state import logprob_entry
 from penstock_client._sync import Client
 from penstock_client._types import LogprobEntry
 from penstock_client._wrong_values import WrongType, expected, naming, unknown
 from penstock_client._wrong_values import found as found_of
+from penstock_client.compat.sail.archive import archive_of, archive_requests
+from penstock_client.compat.sail.graph_calls import GraphCalls, Input, model_info
+from penstock_client.compat.sail.graph_values import BmrtFlag, Dtype, from_bytes, initial, read_into, stored
+from penstock_client.compat.sail.server_tensor import ServerTensor
+from penstock_client.compat.sail.tensor import Handle, Tensor
 from penstock_client.config import ClientConfig
 
 DEFAULT_ADDRESS = "127.0.0.1:50052"
@@ -38,12 +40,9 @@ _ADDRESS = re.compile(r"(dns|ipv4|ipv6|unix):.+|\[[0-9a-fA-F:.]+\]:\d+|[\w.-]+:\
 class EngineLLM:
     """The graphs of one served model: `embedding`, `block_i`, `block_cache_i`, `lm_head`, `greedy_head`, `sample_head`.
 
-    Tensors are numpy arrays, or ServerTensors, which stay at the service. Errors are PenstockErrors. Close it, or use
-    it as a context manager: tensors at the service and named sequences end then.
+    It makes Tensors, which are here, and ServerTensors, which stay at the service, and takes numpy arrays as well.
+    Errors are PenstockErrors. Close it, or use it as a context manager: what it has at the service ends then.
     """
-
-    # Type of tensors at the service.
-    _server_tensor: type[ServerTensor] = ServerTensor
 
     def __init__(
         self,
@@ -262,19 +261,19 @@ class EngineLLM:
         return self._tensors(graph_name, None, stage, is_input=False)[index]
 
     def get_input_tensors_addrmode0(self, graph_name: str, stage: int = 0) -> dict[int, Any]:
-        """New arrays for all inputs, here, whatever the address mode: valid ones, such as a causal mask, else zeros."""
+        """New Tensors for all inputs, here, in any address mode: valid ones, such as a causal mask, else zeros."""
         return self._arrays(self._graph(graph_name).inputs, stage)
 
     def create_max_input_tensors(self, graph_name: str) -> dict[int, Any]:
-        """New arrays of each input's largest shape, here, whatever the address mode."""
+        """New Tensors of each input's largest shape, here, whatever the address mode."""
         return self._largest(self._graph(graph_name).inputs)
 
     def create_max_output_tensors(self, graph_name: str) -> dict[int, Any]:
-        """New arrays of each output's largest shape, here, whatever the address mode."""
+        """New Tensors of each output's largest shape, here, whatever the address mode."""
         return self._largest(self._graph(graph_name).outputs)
 
     def get_output_tensors_addrmode0(self, graph_name: str, stage: int = 0) -> dict[int, Any]:
-        """New arrays of zeros for all outputs, here; whatever the address mode."""
+        """New Tensors of zeros for all outputs, here; whatever the address mode."""
         return self._arrays(self._graph(graph_name).outputs, stage)
 
     # Computation.
@@ -292,7 +291,7 @@ class EngineLLM:
     ) -> int:
         """Run a graph on tensors by index, and write those outputs that are there into theirs. Return 0.
 
-        A tensor is an array or a ServerTensor. Optional inputs may be left out. `stage`: shapes must be those of it.
+        A tensor is a Tensor, a ServerTensor or an array. Optional inputs may be left out. `stage`: shapes must be its.
         `sequence`: keys and values are those of this name in the service's pool, which ends with the engine; `start`:
         tokens of it to go on after. `core_list`: cores of a device, without effect.
         Raises PenstockError, and ValueError or TypeError for arrays that do not fit.
@@ -311,7 +310,7 @@ class EngineLLM:
         found = self._calls.forward(request, inputs, targets)
         for index, tensor in output.items():
             if index in found and found[index].data:
-                self._store(tensor, found[index].data, found[index].shape, Dtype(found[index].dtype))
+                _store(tensor, found[index].data, found[index].shape, Dtype(found[index].dtype))
         return 0
 
     def free_sequence(self, name: str) -> None:
@@ -356,17 +355,6 @@ class EngineLLM:
 
     # The parts of these.
 
-    def _new_array(self, shape: Sequence[int], dtype: Dtype) -> Any:
-        """Make a tensor here."""
-        return zeros(shape, dtype)
-
-    def _array_of(self, tensor: Any) -> Any:
-        """Return the array of a tensor that is here."""
-        return tensor
-
-    def _store(self, tensor: Any, data: bytearray, shape: tuple[int, ...], dtype: Dtype) -> None:
-        read_into(self._array_of(tensor), from_bytes(bytes(data), shape, dtype), dtype)
-
     def _graph(self, name: str) -> graphs_pb2.GraphInfo:
         graph = self._graphs.get(name)
         if graph is None:
@@ -385,7 +373,7 @@ class EngineLLM:
         if isinstance(tensor, ServerTensor):
             return Input(index, dtype, _of_rank(tensor.shape(), rank), memoryview(b""), tensor.handle)
         try:
-            array = stored(self._array_of(tensor), Dtype(dtype))
+            array = stored(_array_of(tensor), Dtype(dtype))
         except (TypeError, ValueError) as error:
             kind = ValueError if isinstance(error, ValueError) else TypeError
             raise kind(f"input {index}: {error}") from error
@@ -456,31 +444,49 @@ class EngineLLM:
         made = {}
         for one, handle in zip(infos, answer.handles, strict=True):
             shape, dtype = _shape(one, stage), Dtype(one.dtype)
-            made[one.index] = self._server_tensor(self._calls, self._name, answer.lease_id, handle, shape, dtype)
+            made[one.index] = ServerTensor(self._calls, self._name, answer.lease_id, handle, shape, dtype)
             values = initial(one.name, shape)
             if values is not None:
                 made[one.index].update_data(values)
         return made
 
     def _arrays(self, infos: Iterable[graphs_pb2.GraphTensorInfo], stage: int) -> dict[int, Any]:
-        return {one.index: self._filled(one, _shape(one, stage)) for one in infos}
+        return {one.index: _filled(one, _shape(one, stage)) for one in infos}
 
     def _largest(self, infos: Iterable[graphs_pb2.GraphTensorInfo]) -> dict[int, Any]:
-        return {one.index: self._filled(one, list(one.max_shape.sizes)) for one in infos}
+        return {one.index: _filled(one, list(one.max_shape.sizes)) for one in infos}
 
-    def _filled(self, info: graphs_pb2.GraphTensorInfo, shape: list[int]) -> Any:
-        """Make a tensor here that the graph takes as it is."""
-        tensor = self._new_array(shape, Dtype(info.dtype))
-        values = initial(info.name, shape)
-        if values is not None:
-            read_into(self._array_of(tensor), stored(values, Dtype(info.dtype)), Dtype(info.dtype))
+
+def _filled(info: graphs_pb2.GraphTensorInfo, shape: list[int]) -> Tensor:
+    """Make a tensor here that the graph takes as it is."""
+    tensor = Tensor(Handle(0), shape, Dtype(info.dtype))
+    values = initial(info.name, shape)
+    if values is not None:
+        read_into(tensor.array, stored(values, Dtype(info.dtype)), Dtype(info.dtype))
+    return tensor
+
+
+def _array_of(tensor: Any) -> Any:
+    """Return the array of a tensor that is here."""
+    if not isinstance(tensor, Tensor):
         return tensor
+    tensor.pull()
+    return tensor.array
+
+
+def _store(tensor: Any, data: bytearray, shape: tuple[int, ...], dtype: Dtype) -> None:
+    """Write an output's elements into a tensor that is here."""
+    if isinstance(tensor, Tensor):
+        tensor.hold(shape)
+    read_into(_array_of(tensor), from_bytes(bytes(data), shape, dtype), dtype)
+    if isinstance(tensor, Tensor):
+        tensor.push()
 
 
 def _own_service(model: str | bytes) -> Any:
     """Open a model in this process. Raises ImportError naming what to install."""
     try:
-        service = importlib.import_module("penstock.generator.graph_service")
+        service = importlib.import_module("penstock.compat.sail.graph_service")
     except ImportError as error:
         raise ImportError(
             "EngineLLM runs a model in this process where no server is told: pip install penstock, or tell one by "

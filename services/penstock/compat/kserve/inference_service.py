@@ -16,10 +16,10 @@ import grpc
 from penstock import __version__
 from penstock.common.errors import InvalidArgument, NotFound, PenstockError
 from penstock.common.request_context import current_request_id, new_request_id
+from penstock.compat.kserve import infer_message
 from penstock.http2.metadata import Metadata
 from penstock.inference import kserve_pb2, kserve_pb2_grpc
 from penstock.router.backends.pool import BackendPool
-from penstock.router.frontend import kserve_convert as convert
 from penstock.router.frontend.generate import TextFlow
 from penstock.router.frontend.stream_writer import GENERATE
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
@@ -61,7 +61,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> kserve_pb2.ServerMetadataResponse:
         """Tell name and version."""
         return kserve_pb2.ServerMetadataResponse(
-            name=convert.PLATFORM, version=__version__, extensions=["parameters", "model_configuration"]
+            name=infer_message.PLATFORM, version=__version__, extensions=["parameters", "model_configuration"]
         )
 
     async def ModelMetadata(
@@ -69,21 +69,21 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> kserve_pb2.ModelMetadataResponse:
         """Describe the tensors of a model. Raises NotFound."""
         model, adapter = self._find(request.name, request.version)
-        return convert.model_metadata(adapter or model)
+        return infer_message.model_metadata(adapter or model)
 
     async def ModelConfig(self, request: kserve_pb2.ModelConfigRequest, context: Any) -> kserve_pb2.ModelConfigResponse:
         """Describe them as Triton does. Raises NotFound."""
         model, adapter = self._find(request.name, request.version)
-        return convert.model_config(adapter or model)
+        return infer_message.model_config(adapter or model)
 
     async def ModelInfer(  # type: ignore[override]
         self, request: kserve_pb2.ModelInferRequest, context: ServerCall
     ) -> kserve_pb2.ModelInferResponse:
         """Answer one text whole."""
-        asked = convert.infer_request(request)
+        asked = infer_message.infer_request(request)
         if asked.streams:
             raise InvalidArgument(
-                f"parameters.{convert.STREAM}", "is for ModelStreamInfer: ModelInfer has one response"
+                f"parameters.{infer_message.STREAM}", "is for ModelStreamInfer: ModelInfer has one response"
             )
         return await self._answer(asked, context)
 
@@ -95,7 +95,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def _answer(
         self,
-        asked: convert.InferRequest,
+        asked: infer_message.InferRequest,
         context: ServerCall,
         write: Callable[[kserve_pb2.ModelInferResponse], Awaitable[None]] | None = None,
         abort: Callable[..., Awaitable[Any]] | None = None,
@@ -110,7 +110,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     def _find(self, name: str, version: str) -> tuple[str, str]:
         """Return the model and the adapter of this name; empty for the only model served."""
-        convert.check_version("version", version)
+        infer_message.check_version("version", version)
         try:
             return self._pool.choose_model(name)
         except (InvalidArgument, NotFound) as error:
@@ -137,7 +137,7 @@ class _TextCall:
     def __init__(
         self,
         call: ServerCall,
-        asked: convert.InferRequest,
+        asked: infer_message.InferRequest,
         write: Callable[[kserve_pb2.ModelInferResponse], Awaitable[None]] | None,
         abort: Callable[..., Awaitable[Any]],
     ) -> None:
@@ -152,7 +152,7 @@ class _TextCall:
         """Return the response of Finished, which every answer that ends well has."""
         assert self._finished is not None
         texts = ["".join(self._texts[result.index]) for result in self._finished.sequences]
-        return convert.final_response(self._asked, texts, self._finished)
+        return infer_message.final_response(self._asked, texts, self._finished)
 
     async def write(self, message: text_pb2.GenerateTextResponse) -> None:
         """Take a message of Generate."""
@@ -161,7 +161,7 @@ class _TextCall:
         elif not message.HasField("delta"):
             return
         elif self._write is not None:
-            await self._write(convert.delta_response(self._asked, message.delta))
+            await self._write(infer_message.delta_response(self._asked, message.delta))
         else:
             self._texts[message.delta.index].append(message.delta.text)
 
@@ -232,7 +232,7 @@ class _InferStream:
 
     async def _serve(self, request: kserve_pb2.ModelInferRequest) -> None:
         try:
-            asked = convert.infer_request(request)
+            asked = infer_message.infer_request(request)
             response = await self._answer(asked, self._context, self._write, self._abort)
             await self._write(response)
         except PenstockError as error:
@@ -240,7 +240,7 @@ class _InferStream:
                 self._has_failed = True
                 raise
             message = f"{error.code.name}: {error.message} [{error.reason}]"
-            await self._send(convert.failed_response(request, message))
+            await self._send(infer_message.failed_response(request, message))
         except asyncio.CancelledError:
             # Generate hung up on a reader that takes nothing: the call is over, not this request alone.
             if self._handler is not None and not self._handler.cancelling() and not self._has_failed:

@@ -1,9 +1,10 @@
-"""Element types, flags and numpy's view of tensors, for EngineLLM. numpy is imported when the first one is made."""
+"""Element types, flags and numpy's view of tensors. numpy is imported when the first one is made."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from penstock.v1 import common_pb2
@@ -51,6 +52,21 @@ def numpy() -> Any:
     except ImportError:
         raise ImportError("EngineLLM needs numpy: pip install numpy") from None
     return numpy
+
+
+@cache
+def number_array() -> type:
+    """Return the type of arrays that drivers get: numpy's own do not become numbers any more when they have a shape."""
+    np = numpy()
+
+    class OneNumber(np.ndarray):  # type: ignore[misc,name-defined]
+        def __int__(self) -> int:
+            return int(self.item())
+
+        def __float__(self) -> float:
+            return float(self.item())
+
+    return OneNumber
 
 
 def zeros(shape: Sequence[int], dtype: Dtype) -> Array:

@@ -1,0 +1,1 @@
+"""Other systems' APIs over the core, which knows none of them: a folder each."""
