@@ -24,13 +24,14 @@ from factories.models.tokenizer_folders import bundle_of
 from penstock.cli.infer import command
 from penstock.cli.infer import command as infer_command
 from penstock.cli.infer.command import run_infer
-from penstock.cli.infer.config import SYSTEM_PROMPT, InferConfig
+from penstock.cli.infer.config import InferConfig
 from penstock.cli.infer.conversation import Conversation
 from penstock.cli.infer.line_batch import SOME_FAILED, Batch
 from penstock.cli.infer.targets import LocalTarget, vllm_options
 from penstock.common.checkpoint import demo_folder
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import InvalidArgument, StartupError, Unavailable
+from penstock.compat.inference_hf import SYSTEM_PROMPT
 from penstock.generator import local_engine
 from penstock.tokenizer import loader
 from penstock.tokenizer.bundle import TokenizerBundle

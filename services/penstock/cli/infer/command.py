@@ -26,6 +26,7 @@ from penstock.cli.infer.targets import LocalTarget, RemoteTarget, VllmTarget, ch
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
 from penstock.common.options import options_of
+from penstock.compat.inference_hf import flag_of
 
 EPILOG = f"""Flags are written with - or _: --base-model, --base_model. A run that was killed goes on
 with the same command. Exit code 3: every line is in the file, some with an Error.
@@ -99,7 +100,7 @@ commands.command(
     "infer",
     epilog=EPILOG,
     # The script's spelling of flags, and ours.
-    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
+    context_settings={"token_normalize_func": flag_of},
 )(
     command(
         # What the script has comes first.

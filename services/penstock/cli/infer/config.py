@@ -11,6 +11,7 @@ from penstock.cli.client.sampling import SamplingConfig
 from penstock.common.checkpoint import model_name
 from penstock.common.errors import InvalidArgument, StartupError
 from penstock.common.options import BoundOption, option, options_of
+from penstock.compat import inference_hf
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.options.checks import check_options
 from penstock.generation.options.hf_json import options_of as options_of_json
@@ -18,7 +19,6 @@ from penstock.generation.options.kinds import BadValue
 from penstock.generation.options.table import CONFIG, DRAFTS
 
 MODEL, PROMPTS, OUTPUT, ENDPOINT = "Model", "Prompts", "Output", "Endpoint"
-SYSTEM_PROMPT = "You are a helpful assistant. 你是一个乐于助人的助手。"
 # Templates that --prompt-template names.
 AUTO, LLAMA3, CHAT, NONE = "auto", "llama3", "chat", "none"
 # Flags of `penstock serve generation` for the model in this process.
@@ -33,9 +33,9 @@ _NOT_IN_FILE = {"negative_prompt_text", "assistant_model"}
 _PRESETS = {field.name: field for field in dataclasses.fields(SamplingConfig)}
 
 
-def _preset(name: str, default: Any) -> Any:
-    """Return the field of the option `name` with a default of this command."""
-    return dataclasses.field(default=default, metadata=_PRESETS[name].metadata)
+def _preset(name: str) -> Any:
+    """Return the field of the option `name` with the script's default."""
+    return dataclasses.field(default=inference_hf.DEFAULTS[name], metadata=_PRESETS[name].metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,9 @@ class InferConfig(SamplingConfig):
         group=PROMPTS,
         choices=(AUTO, LLAMA3, CHAT, NONE),
     )
-    system_prompt: str = option(SYSTEM_PROMPT, "System prompt of the template; empty: none.", group=PROMPTS, parse=str)
+    system_prompt: str = option(
+        inference_hf.SYSTEM_PROMPT, "System prompt of the template; empty: none.", group=PROMPTS, parse=str
+    )
     allow_control_tokens_in_text: bool = option(
         False, "Lines may spell control tokens, as in transformers.", group=PROMPTS
     )
@@ -90,7 +92,7 @@ class InferConfig(SamplingConfig):
     )
 
     predictions_file: str = option(
-        "./predictions.json",
+        inference_hf.PREDICTIONS_FILE,
         "Answers: [{Input, Output}] in the order of the lines; generation_config.json comes beside it.",
         group=OUTPUT,
         metavar="FILE",
@@ -114,12 +116,12 @@ class InferConfig(SamplingConfig):
         group=DRAFTS,
         metavar="MODEL",
     )
-    do_sample: bool = _preset("do_sample", True)
-    temperature: float | None = _preset("temperature", 0.2)
-    top_k: int | None = _preset("top_k", 40)
-    top_p: float | None = _preset("top_p", 0.9)
-    repetition_penalty: float | None = _preset("repetition_penalty", 1.1)
-    max_new_tokens: int | None = _preset("max_new_tokens", 400)
+    do_sample: bool = _preset("do_sample")
+    temperature: float | None = _preset("temperature")
+    top_k: int | None = _preset("top_k")
+    top_p: float | None = _preset("top_p")
+    repetition_penalty: float | None = _preset("repetition_penalty")
+    max_new_tokens: int | None = _preset("max_new_tokens")
 
     def check(self, engine: dict[str, Any]) -> None:
         """Refuse flags that contradict each other. `engine`: those of the engine. Raises StartupError naming one."""

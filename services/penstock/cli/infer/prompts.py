@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.infer.config import AUTO, CHAT, LLAMA3, NONE
 from penstock.common.errors import StartupError
+from penstock.compat.inference_hf import END_OF_TURN, LLAMA3_TEMPLATE, LLAMA3_TOKENS, SAMPLES, llama3_text
 
 if TYPE_CHECKING:
     from penstock.generator.text import LocalTokenizer
 
-# The questions that the script asks where it has no file.
-SAMPLES = ("为什么要减少污染，保护环境？", "你有什么建议？")
-# Llama 3's control tokens, as a chat template; the tokenizer adds the token of the beginning.
-LLAMA3_TEMPLATE = (
-    "{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
-    "{{ message['content'] }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-_LLAMA3_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-END_OF_TURN = "<|eot_id|>"
 Message = dict[str, str]
 
 
@@ -125,8 +116,7 @@ class Prompter:
         if self.template != LLAMA3:
             return ""
         whole = [*self._system, {"role": "user", "content": line}]
-        turns = (f"<|start_header_id|>{one['role']}<|end_header_id|>\n\n{one['content']}<|eot_id|>" for one in whole)
-        return f"{''.join(turns)}<|start_header_id|>assistant<|end_header_id|>\n\n"
+        return llama3_text(whole)
 
     def count(self, messages: Sequence[Message]) -> int | None:
         """Return the tokens of a conversation; None where only the endpoint's tokenizer knows."""
@@ -143,7 +133,7 @@ def has_template(tokenizer: LocalTokenizer) -> bool:
 
 
 def _has_llama3_tokens(tokenizer: LocalTokenizer) -> bool:
-    return all(tokenizer.special_id(one) is not None for one in _LLAMA3_TOKENS)
+    return all(tokenizer.special_id(one) is not None for one in LLAMA3_TOKENS)
 
 
 def terminators(tokenizer: LocalTokenizer) -> list[int]:
