@@ -259,7 +259,7 @@ class RemoteTarget:
 
     def stream(self, prompt: Prompt, options: Mapping[str, Any]) -> Stream:
         """See Target."""
-        return self._client.stream(prompt.asked, **options)  # type: ignore[arg-type]
+        return self._client.stream(prompt.asked, **options)
 
 
 def _tokenizer(config: InferConfig) -> LocalTokenizer | None:
