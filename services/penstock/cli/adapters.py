@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import typer
 
 from penstock.cli.client.connection import GROUP as CONNECTION
 from penstock.cli.client.connection import ConnectionConfig, open_operator_client
 from penstock.cli.console import console, say
-from penstock.common.options import option
+from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
+from penstock.common.options import option, options_of
 
-if TYPE_CHECKING:
-    from penstock.cli.flags import Overrides
+EPILOG = f"""Only folders below the service's --adapter-root can be loaded. A router asks the backend that
+--backend names, and takes the tokens of its --admin-token-file (--token-file here).
+docs/guide/adapters.md explains it.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock adapters list
+
+  penstock adapters load support ./support-v2 --replace
+
+  penstock adapters load support --backend 10.0.0.7:50052
+
+  penstock adapters unload support"""
 
 GROUP = "Adapters"
 
@@ -128,3 +144,30 @@ def _config(kind: Any, given: Overrides) -> Any:
     from penstock.common.config import from_env_and_flags  # brings grpc, which --help must not wait for
 
     return from_env_and_flags(kind, given)
+
+
+def _load(given: Overrides) -> None:
+    run_load(str(given.pop("name")), str(given.pop("path", "")), given)
+
+
+def _unload(given: Overrides) -> None:
+    run_unload(str(given.pop("name")), given)
+
+
+_NAME = argument("name", "NAME", "Name by which requests ask for it.", default=...)
+_PATH = argument("path", "FOLDER", "PEFT folder below the service's --adapter-root; by default the one of that name.")
+commands = typer.Typer(no_args_is_help=True, add_completion=False, epilog=EPILOG)
+commands.command("list")(command(options_of(ListAdaptersConfig), run_list, "Show the adapters that requests may name."))
+commands.command("load")(
+    command(
+        options_of(LoadAdapterConfig), _load, "Load an adapter, beside the requests that run.", first=[_NAME, _PATH]
+    )
+)
+commands.command("unload")(
+    command(
+        options_of(AdaptersConfig),
+        _unload,
+        "Forget an adapter: requests that have it go on to their end.",
+        first=[_NAME],
+    )
+)

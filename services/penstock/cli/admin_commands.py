@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import typer
 
 from penstock.cli.client.connection import GROUP as CONNECTION
 from penstock.cli.client.connection import ConnectionConfig, open_operator_client
 from penstock.cli.console import say
-from penstock.common.options import option
+from penstock.cli.flags import ENV_NOTE, Overrides, command
+from penstock.common.options import option, options_of
 
-if TYPE_CHECKING:
-    from penstock.cli.flags import Overrides
+EPILOG = f"""A router sends requests elsewhere while a backend drains or reloads. It asks the backend that
+--backend names, and takes the tokens of its --admin-token-file (--token-file here).
+docs/guide/generation-service.md explains it.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock admin drain --grace-seconds 30
+
+  penstock admin resume
+
+  penstock admin reload --backend 10.0.0.7:50052
+
+  penstock admin drain --address 127.0.0.1:50052          past the router"""
 
 GROUP = "Running requests"
 
@@ -87,3 +103,17 @@ def _config(kind: Any, given: Overrides) -> Any:
     from penstock.common.config import from_env_and_flags  # brings grpc, which --help must not wait for
 
     return from_env_and_flags(kind, given)
+
+
+commands = typer.Typer(no_args_is_help=True, add_completion=False, epilog=EPILOG)
+commands.command("drain")(
+    command(options_of(DrainConfig), run_drain, "Refuse new requests, and wait until the live ones are over.")
+)
+commands.command("resume")(command(options_of(AdminConfig), run_resume, "Take requests again, after a drain."))
+commands.command("reload")(
+    command(
+        options_of(DrainConfig),
+        run_reload,
+        "Read the model's weights again from the same folder, between a drain and a resume.",
+    )
+)

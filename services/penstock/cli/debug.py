@@ -1,4 +1,4 @@
-"""Command `penstock debug state`: the state of a generation service's engine. Light: the command line imports it."""
+"""Commands `penstock debug`: the state of a generation service's engine, and a request's way (trace.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from penstock.cli.client.connection import (
     GENERATION_HINT,
@@ -18,7 +20,10 @@ from penstock.cli.client.connection import (
 )
 from penstock.cli.client.connection import GROUP as CONNECTION
 from penstock.cli.console import console, say
-from penstock.common.options import option
+from penstock.cli.flags import Overrides, argument, command
+from penstock.cli.trace import EPILOG as TRACE_EPILOG
+from penstock.cli.trace import TraceConfig, run_trace
+from penstock.common.options import option, options_of
 from penstock.common.ports import GENERATION_PORT
 
 if TYPE_CHECKING:
@@ -26,7 +31,17 @@ if TYPE_CHECKING:
     from penstock_client import ClientConfig
     from rich.table import Table
 
-    from penstock.cli.flags import Overrides
+EPILOG = """No token, text or request id is shown: a request is the first 12 digits of its id's
+SHA-256 (printf %s ID | sha256sum | cut -c1-12).
+docs/learn/engine.md explains the columns.
+
+Examples:
+
+  penstock debug state --address 127.0.0.1:50052
+
+  penstock debug state --address 127.0.0.1:50050 --backend 127.0.0.1:50052   through a router
+
+  penstock debug state --json"""
 
 State = dict[str, Any]
 # Time for a service that waits for its engine as long as its own configuration says.
@@ -215,3 +230,21 @@ def _table(title: str, columns: tuple[str, ...], rows: Any, more: int = 0) -> Ta
     for row in rows:
         table.add_row(*(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in row))
     return table
+
+
+commands = typer.Typer(no_args_is_help=True, add_completion=False)
+commands.command("state", epilog=EPILOG)(
+    command(
+        options_of(DebugConfig),
+        run_state,
+        "Show what a generation service's engine holds and does: requests, blocks, the last step. Changes nothing.",
+    )
+)
+commands.command("trace", epilog=TRACE_EPILOG)(
+    command(
+        options_of(TraceConfig),
+        run_trace,
+        "Show a request's way through the services, as spans that --tracing-endpoint file:FILE kept.",
+        first=[argument("path", "FILE", "File of traces.", default=...)],
+    )
+)

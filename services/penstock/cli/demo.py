@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import typer
 from rich.table import Table
 
 from penstock.cli.client.answer import allow_any_text, stage_timings, stats_line, stream_answer
@@ -91,3 +92,11 @@ def _wait_ready(lines: Iterator[bytes]) -> Report:
         if report.event == ERROR:
             raise StartupError(report.message, flag=report.flag)
     raise StartupError("the stack ended before it was ready; its last lines are above")
+
+
+def _demo() -> None:
+    raise typer.Exit(run_demo())
+
+
+commands = typer.Typer(add_completion=False)
+commands.command("demo")(_demo)

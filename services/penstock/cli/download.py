@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import shutil
 import sys
@@ -16,7 +15,7 @@ from typing import Literal
 import typer
 
 from penstock.cli.console import complain, say
-from penstock.cli.flags import ENV_NOTE, Overrides, command
+from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
 from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
 from penstock.common import modelscope
 from penstock.common.checkpoint import HUB_FILES, resolve_model
@@ -221,13 +220,6 @@ def _run(given: Overrides) -> None:
     run_download(str(given.pop("name")), given)
 
 
-_MODEL = inspect.Parameter(
-    "name",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=typer.Argument(..., metavar="MODEL", help="Id at the hub: owner/name, or owner/name@revision."),
-    annotation=str,
-)
+_MODEL = argument("name", "MODEL", "Id at the hub: owner/name, or owner/name@revision.", default=...)
 commands = typer.Typer(add_completion=False)
-commands.command("download", epilog=EPILOG)(
-    command(options_of(DownloadConfig), _run, "Download what serving a model needs, and verify it.", first=[_MODEL])
-)
+commands.command("download", epilog=EPILOG)(command(options_of(DownloadConfig), _run, first=[_MODEL]))

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
 
+import typer
+
 from penstock.cli.console import say
 from penstock.common.environment import cache_folder, system_folder, usable_cores
 from penstock.common.units import format_size
@@ -118,3 +120,7 @@ def _fields(path: Path) -> dict[str, str]:
         name, _, value = line.partition(":")
         found.setdefault(name.strip(), value.strip())
     return found
+
+
+commands = typer.Typer(add_completion=False)
+commands.command("env")(run_env)

@@ -18,14 +18,15 @@ Overrides = dict[str, object]
 def command(
     options: Iterable[BoundOption],
     run: Callable[[Overrides], None],
-    doc: str,
+    doc: str = "",
     *,
     first: Iterable[inspect.Parameter] = (),
 ) -> Callable[..., None]:
     """Make a function for `typer.Typer.command` with one parameter per option, after those of `first`.
 
-    It calls `run` with the values on the command line, as text, by field name; options that repeat come as lists. The
-    configuration parses and checks them (`from_env_and_flags`), so a flag and its variable are treated alike.
+    `doc` is its help text, by default the one line of the table of commands. It calls `run` with the values on the
+    command line, as text, by field name; options that repeat come as lists. The configuration parses and checks them
+    (`from_env_and_flags`), so a flag and its variable are treated alike.
     """
     chosen = list(options)
     parameters = [*first, *(parameter for option in chosen for parameter in _parameters(option))]
@@ -37,10 +38,17 @@ def command(
         run({name: value for name, value in given.items() if value is not None and value != []})
 
     function: Any = invoke
-    function.__doc__ = doc
+    function.__doc__ = doc or None
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return invoke
+
+
+def argument(name: str, metavar: str, help: str, *, default: Any = None) -> inspect.Parameter:
+    """Make a text without a flag, for `first` of `command`; a `default` of ... says that it must be given."""
+    made = typer.Argument(default, metavar=metavar, help=help, show_default=False)
+    annotation = str if default is ... else str | None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=annotation)
 
 
 def _parameters(option: BoundOption) -> list[inspect.Parameter]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
 import grpc
+import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.cli.client.silence import silence_of, with_own_flags
@@ -12,6 +14,7 @@ from penstock.cli.console import say
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import check_channel_files
 from penstock.common.errors import StartupError
+from penstock.common.ports import ROUTER_PORT
 from penstock.common.proxies import through_proxy
 from penstock.serving.channels import open_channel
 
@@ -61,3 +64,26 @@ async def _check(address: str, timeout: float, config: ChannelConfig) -> str:
     if cause.flag == "--address":
         return "no answer" + (f": {through}" if (through := through_proxy(address)) else "")
     return cause.message.removeprefix(f"{address} ")
+
+
+commands = typer.Typer(add_completion=False)
+
+
+@commands.command()
+def health(
+    addresses: Annotated[
+        list[str] | None, typer.Argument(metavar="[ADDRESS]...", help="host:port of each server; the router's default.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
+    tls: Annotated[bool, typer.Option("--tls", help="Use TLS; trust the system's CAs.")] = False,
+    tls_ca: Annotated[str | None, typer.Option(metavar="FILE", help="Use TLS; trust this CA (PEM).")] = None,
+    client_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Certificate for mutual TLS (PEM).")] = None,
+    client_key: Annotated[str | None, typer.Option(metavar="FILE", help="Key of --client-cert (PEM).")] = None,
+) -> None:
+    """Ask servers whether they are ready; exit code 0 when all are SERVING. Needs no bearer token.
+
+    Inside a service's container no address is needed: it asks by PENSTOCK_HEALTH_SOCKET, whatever the TLS settings.
+    """
+    raise typer.Exit(
+        run_health(addresses or [f"127.0.0.1:{ROUTER_PORT}"], timeout, tls, tls_ca, client_cert, client_key)
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import math
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import typer
 
 from penstock.cli.console import say
-from penstock.cli.flags import ENV_NOTE, Overrides, command
+from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.dtypes import COMPUTED, dtype_name
@@ -493,15 +492,6 @@ def _run(given: Overrides) -> None:
     run_inspect(None if given.get("name") is None else str(given.pop("name")), given)
 
 
-_MODEL = inspect.Parameter(
-    "name",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=typer.Argument(None, metavar="[MODEL]", help="Folder or hub id; the embedded one when left out."),
-    annotation=str | None,
-)
+_MODEL = argument("name", "[MODEL]", "Folder or hub id; the embedded one when left out.")
 commands = typer.Typer(add_completion=False)
-commands.command("inspect", epilog=EPILOG)(
-    command(
-        options_of(InspectConfig), _run, "Show what a model is, what it takes, and whether it starts.", first=[_MODEL]
-    )
-)
+commands.command("inspect", epilog=EPILOG)(command(options_of(InspectConfig), _run, first=[_MODEL]))

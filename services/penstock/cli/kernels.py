@@ -7,6 +7,9 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Annotated
+
+import typer
 
 from penstock.cli.console import say
 from penstock.common.environment import cache_folder, system_folder
@@ -77,3 +80,24 @@ class BuildProgress:
 def _stop(number: int, _frame: FrameType | None) -> None:
     """End as Ctrl-C does: compilers are stopped, and their files removed."""
     sys.exit(128 + number)
+
+
+build_command = typer.Typer(add_completion=False)
+doctor_command = typer.Typer(add_completion=False)
+
+
+@build_command.command("build-kernels")
+def _build(
+    system: Annotated[
+        bool, typer.Option("--system", help="For all users of this Python environment, as in an image.")
+    ] = False,
+) -> None:
+    run_build_kernels(system=system)
+
+
+@doctor_command.command("doctor")
+def _doctor(
+    device: Annotated[str, typer.Option(help="Device to examine, as the generation service's --device.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Number format: bfloat16, float16 or float32.")] = "bfloat16",
+) -> None:
+    raise typer.Exit(run_doctor(device, dtype))

@@ -12,12 +12,13 @@ from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.models import LoadConfig, UnloadConfig
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.client.watermark import WatermarkConfig
+from penstock.cli.command_table import COMMANDS
 from penstock.cli.debug import DebugConfig
 from penstock.cli.download import DownloadConfig
 from penstock.cli.flags import shown_default
 from penstock.cli.infer.config import InferConfig
 from penstock.cli.inspect_model import InspectConfig
-from penstock.cli.pack_config import PackConfig
+from penstock.cli.pack import PackConfig
 from penstock.cli.serve.service_process import ROLES
 from penstock.cli.serve.tree import FRONT, TreeConfig
 from penstock.cli.trace import TraceConfig
@@ -57,6 +58,10 @@ def _sections() -> Iterator[str]:
     common = {bound.name for bound in options_of(ServerConfig)}
     process = {bound.name for bound in options_of(ProcessConfig)}
     channel = {bound.name for bound in options_of(ChannelConfig)} - common
+    yield "## Commands\n"
+    yield "\n".join(
+        ["| command | |", "|---|---|", *(f"| `penstock {row.name}` | {row.help} |" for row in COMMANDS), ""]
+    )
     yield "## The process tree\n"
     front = ", ".join(f"`--{name.replace('_', '-')}`" for name in sorted(FRONT))
     yield TREE.format(front=front)

@@ -1,6 +1,6 @@
 """Command `penstock debug trace`: the spans of a request as bars in the terminal, or as a picture (SVG).
 
-It reads what `--tracing-endpoint file:PATH` wrote: lines of OTLP/JSON. Light: the command line imports it.
+It reads what `--tracing-endpoint file:PATH` wrote: lines of OTLP/JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ from penstock.common.options import option
 
 if TYPE_CHECKING:
     from penstock.cli.flags import Overrides
+
+EPILOG = """docs/guide/observability.md explains the spans.
+
+Examples:
+
+  penstock serve --tracing-endpoint file:/tmp/traces.jsonl
+
+  penstock debug trace /tmp/traces.jsonl
+
+  penstock debug trace /tmp/traces.jsonl --trace-id 4bf92f35 --svg trace.svg"""
 
 GROUP = "Trace"
 # Attributes that a line shows, in this order, with the word for them.

@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,18 @@ from penstock import __version__
 from penstock.cli import app, download, inspect_model
 from penstock.cli.adapters import ListAdaptersConfig, LoadAdapterConfig
 from penstock.cli.admin_commands import DrainConfig
+from penstock.cli.app import LazyCommand
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client import watermark
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.client.watermark import WatermarkConfig
+from penstock.cli.command_table import COMMANDS
 from penstock.cli.debug import DebugConfig
-from penstock.cli.infer import command as infer_command
 from penstock.cli.infer.config import InferConfig, connection_options, engine_options
 from penstock.cli.kernels import BuildProgress
-from penstock.cli.pack_config import PackConfig
+from penstock.cli.pack import PackConfig
 from penstock.cli.reference import configuration_markdown
-from penstock.cli.serve import commands as serve_commands
 from penstock.cli.serve.reports import Reporter
 from penstock.cli.serve.service_process import ROLES, check_models
 from penstock.cli.serve.tree import Tree, TreeConfig, front_variables, gateway_variables, role_arguments, tree_options
@@ -163,6 +164,21 @@ def test_help_lists_the_commands_with_examples() -> None:
         assert word in done.stdout
 
 
+def test_every_command_of_the_table_is_there_and_imported_when_it_is_called() -> None:
+    shown = penstock("--help").stdout
+    for row in COMMANDS:
+        assert re.search(rf"│ {row.name} +{re.escape(row.help)}", shown), row.name
+        command = LazyCommand(row).make_context(row.name, ["--help"], resilient_parsing=True).command
+        assert command.name in (row.name, None, "")
+        assert command.help
+
+
+def test_a_command_that_is_not_there_is_told_beside_one_like_it() -> None:
+    done = penstock("adaptors")
+    assert done.returncode == 2
+    assert "Did you mean 'adapters'?" in done.stderr
+
+
 def test_no_flag_is_cut_on_a_narrow_terminal() -> None:
     shown = penstock("serve", "--help", COLUMNS="80").stdout
     assert "--allow-control-tok" in shown
@@ -170,19 +186,8 @@ def test_no_flag_is_cut_on_a_narrow_terminal() -> None:
 
 
 def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
-    epilogs = (
-        *(app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, app.WATERMARK_EPILOG, app.BENCH_EPILOG),
-        *(
-            app.DEBUG_EPILOG,
-            app.TRACE_EPILOG,
-            app.ADAPTERS_EPILOG,
-            app.ADMIN_EPILOG,
-            app.PACK_EPILOG,
-            serve_commands.EPILOG,
-        ),
-        *(infer_command.EPILOG, download.EPILOG, inspect_model.EPILOG),
-    )
-    assert {id(text) for name, text in vars(app).items() if name.endswith("EPILOG")} <= set(map(id, epilogs))
+    modules = [app, *(import_module(f"penstock.cli.{row.target.partition(':')[0]}") for row in COMMANDS)]
+    epilogs = {text for module in modules for name, text in vars(module).items() if name.endswith("EPILOG")}
     lines = [line for epilog in epilogs for line in epilog.splitlines()]
     commands = [line.strip() for line in lines if line.startswith("  ")]
     assert len(commands) > 12
@@ -194,8 +199,8 @@ def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
 
 def test_warnings_of_pack_are_no_part_of_its_result() -> None:
     pack = "lambda *_: print('done') or get_logger('x').warning('look')"
-    code = f"from penstock.cli import app, pack; from penstock.common.logging import get_logger; pack.run_pack = {pack}"
-    done = python("-c", f"{code}; app._pack({{'folder': 'x'}})")
+    code = f"from penstock.cli import pack; from penstock.common.logging import get_logger; pack.run_pack = {pack}"
+    done = python("-c", f"{code}; pack._pack({{'folder': 'x'}})")
     assert done.stdout == "done\n"
     assert "look" in done.stderr
 

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from penstock import __version__
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.bench.dataset import DatasetPrompts
@@ -19,9 +21,28 @@ from penstock.cli.bench.report import greatest_rate_served, summary, sweep_table
 from penstock.cli.bench.target import Prompts, Target
 from penstock.cli.client.connection import connect
 from penstock.cli.console import complain, console
-from penstock.cli.flags import Overrides
+from penstock.cli.flags import ENV_NOTE, Overrides, command
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
+from penstock.common.options import options_of
+
+EPILOG = f"""A closed loop keeps --concurrency requests open; an open loop sends --rate
+a second, whether the server keeps up or not, and counts from when each was due.
+Exit code 1: no request succeeded. docs/guide/benchmarks.md explains the figures.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock bench --concurrency 16 --requests 200 --prompt-tokens 128 --output-tokens 64
+
+  penstock bench --rate 4 --duration 60s --prompt-tokens 32-512 --output-tokens 16-128 --json load.json
+
+  penstock bench --rate 8 --duration 30s --slo-ttft 500ms --slo-tpot 50ms
+
+  penstock bench --rates 1,2,4,8 --duration 30s --slo-ttft 500ms --dataset prompts.jsonl --plot curves.svg
+
+  penstock bench --direct --address 127.0.0.1:50052 --common-prefix-tokens 512 --prompt-tokens 544"""
 
 PROGRESS_SECONDS = 1.0
 _SECRETS = ("token_file", "client_cert", "client_key", "tls_ca")
@@ -118,3 +139,11 @@ def _write(config: BenchConfig, result: dict[str, Any]) -> None:
     else:
         Path(config.json).expanduser().write_text(text)
         complain(f"figures written to {config.json}")
+
+
+def _bench(given: Overrides) -> None:
+    raise typer.Exit(run_bench(given))
+
+
+commands = typer.Typer(add_completion=False)
+commands.command("bench", epilog=EPILOG)(command(options_of(BenchConfig), _bench))

@@ -7,17 +7,53 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import typer
+
 from penstock.cli.client.answer import allow_any_text, stats_line, stream_answer, warnings_of
 from penstock.cli.client.connection import ConnectionConfig, open_client
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.console import complain, console, lines_until
-from penstock.cli.flags import Overrides
+from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import PenstockError
 from penstock.common.options import options_of
 
 if TYPE_CHECKING:
     from penstock_client import Client
+
+CHAT_EPILOG = f"""/reset forgets the conversation, /system TEXT gives instructions, /stats shows timings, /quit ends;
+Ctrl-C stops an answer.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock chat --stats
+
+  penstock chat --do-sample --temperature 0.8 --min-p 0.05 --seed 1
+
+  penstock chat --address gpu-box:50050 --tls-ca ca.pem --token-file token"""
+COMPLETE_EPILOG = f"""{ENV_NOTE}
+
+Examples:
+
+  penstock complete "The capital of France is" --max-new-tokens 16
+
+  git log -1 | penstock complete - --temperature 0 --stop '.'
+
+  penstock complete "Dear" --num-beams 4 --length-penalty 0.8 --no-repeat-ngram-size 3
+
+  penstock complete "The Eiffel Tower" --penalty-alpha 0.6 --top-k 4
+
+  penstock complete "Repeat: one two three" --prompt-lookup-num-tokens 5 --stats
+
+  penstock complete "A cheerful poem:" --guidance-scale 1.5 --negative-prompt "A sad poem:"
+
+  penstock complete "A person as JSON:" --json-schema @person.json
+
+  penstock complete "Is water wet?" --choice yes --choice no
+
+  penstock complete "Once" --option 'bad_words_ids=[[5], [6, 7]]'"""
 
 HELP = "/reset forgets the conversation, /system TEXT gives instructions, /stats shows timings, /quit ends"
 
@@ -109,3 +145,15 @@ def run_complete(prompt: str, given: Overrides) -> None:
     if sampling.stats:
         for line in (*warnings_of(completion), stats_line(completion)):
             complain(line)
+
+
+def _complete(given: Overrides) -> None:
+    run_complete(str(given.pop("prompt")), given)
+
+
+_PROMPT = argument("prompt", "PROMPT", "Text to continue; - reads it from standard input.", default=...)
+_OPTIONS = [*options_of(SamplingConfig), *options_of(ConnectionConfig)]
+chat = typer.Typer(add_completion=False)
+chat.command("chat", epilog=CHAT_EPILOG)(command(_OPTIONS, run_chat))
+complete = typer.Typer(add_completion=False)
+complete.command("complete", epilog=COMPLETE_EPILOG)(command(_OPTIONS, _complete, first=[_PROMPT]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import typer
 from penstock.cli.client.connection import GENERATION_HINT, ConnectionConfig, open_operator_client
 from penstock.cli.client.connection import GROUP as CONNECTION
 from penstock.cli.console import complain, say
-from penstock.cli.flags import Overrides, command
+from penstock.cli.flags import Overrides, argument, command
 from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
@@ -191,13 +190,8 @@ def _load(given: Overrides) -> None:
     run_load(None if folder is None else str(folder), given)
 
 
-_FOLDER = inspect.Parameter(
-    "folder",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=typer.Argument(None, metavar="FOLDER", help="Folder whose files are sent.", show_default=False),
-    annotation=str | None,
-)
-commands = typer.Typer()
+_FOLDER = argument("folder", "FOLDER", "Folder whose files are sent.")
+commands = typer.Typer(add_completion=False)
 commands.command("load", epilog=EPILOG)(
     command(
         [*load_options(), *options_of(LoadConfig)],

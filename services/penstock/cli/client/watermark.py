@@ -7,13 +7,28 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+import typer
+
 from penstock.cli.client.connection import ConnectionConfig, open_client
 from penstock.cli.console import say
-from penstock.cli.flags import Overrides
+from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
 from penstock.common.options import option, options_of
 
 if TYPE_CHECKING:
     from penstock_client import WatermarkEvidence
+
+EPILOG = f"""TEXT is output alone, without its prompt. Its ids are more exact: text may
+become other tokens than those it was generated as. docs/guide/sampling.md explains it.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock watermark detect "The capital of France is Paris, and ..."
+
+  penstock watermark detect - --seeding-scheme selfhash --context-width 4
+
+  penstock watermark detect --token-ids "9707 11 1879" --json"""
 
 GROUP = "Watermark"
 # Fields of WatermarkingConfig that decide which tokens are green.
@@ -88,3 +103,23 @@ def _lines(evidence: WatermarkEvidence, threshold: float) -> tuple[str, str]:
         f"{evidence.num_green_tokens} of {evidence.num_tokens_scored} scored tokens are green "
         f"({evidence.green_fraction:.1%})",
     )
+
+
+def _detect(given: Overrides) -> None:
+    run_detect(str(given.pop("text")), given)
+
+
+commands = typer.Typer(no_args_is_help=True, add_completion=False)
+commands.command("detect", epilog=EPILOG)(
+    command(
+        [*options_of(WatermarkConfig), *options_of(ConnectionConfig)],
+        _detect,
+        "Tell whether a text was generated under a watermark.",
+        first=[argument("text", "TEXT", "Text to judge; - reads it from standard input.", default=...)],
+    )
+)
+
+
+@commands.callback()
+def _root() -> None:
+    """Keep `detect` a command of its own."""

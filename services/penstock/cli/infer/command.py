@@ -106,6 +106,5 @@ commands.command(
         # What the script has comes first.
         sorted(_OPTIONS, key=lambda bound: bound.settings.group not in (MODEL, PROMPTS, OUTPUT, ENDPOINT)),
         _run,
-        "Answer a file of prompts, or converse: the flags and defaults of inference_hf.py, and ours.",
     )
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.flags import ENV_NOTE, command
 from penstock.cli.serve.service_process import EVERYTHING, PARENT_OPTIONS, ROLES, Role, run_role
@@ -28,6 +28,15 @@ Examples:
   penstock serve router --tokenizer tok:50051 --backend gen:50052"""
 
 
+class ServeGroup(TyperGroup):
+    """Group of serve: a first word that names no service is the MODEL of the tree."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in self.commands:
+            args = [EVERYTHING, *args]
+        return super().parse_args(ctx, args)
+
+
 class TreeCommand(TyperCommand):
     """Command of the whole tree, shown without the name that ServeGroup puts in."""
 
@@ -35,7 +44,7 @@ class TreeCommand(TyperCommand):
         return super().get_usage(ctx).replace(f" {EVERYTHING} ", " ")
 
 
-commands = typer.Typer()
+commands = typer.Typer(cls=ServeGroup, add_completion=False)
 
 
 def _parent_parameters() -> list[inspect.Parameter]:
