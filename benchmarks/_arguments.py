@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Collection
 from typing import NoReturn
@@ -55,3 +56,11 @@ def parts(text: str) -> list[str]:
     if not found:
         raise argparse.ArgumentTypeError("the list is empty")
     return found
+
+
+def be_quiet(threads: int) -> None:
+    """Start this program again with the variables of so many threads, which torch reads when it is loaded."""
+    from penstock.common.environment import quiet_environment
+
+    if wanted := quiet_environment(threads):
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **wanted})

@@ -70,7 +70,7 @@ def decode_steps(batches: Sequence[int], pairs: int, effort: Effort) -> Bench:
 
     return Bench(
         "decode_steps",
-        "decode_steps.py",
+        "decode_steps",
         effort,
         flags,
         re.compile(r"^\| none \| \d+ \|"),
@@ -99,7 +99,7 @@ def workloads(names: Sequence[str], effort: Effort) -> Bench:
 
     return Bench(
         " ".join(names),
-        "workloads.py",
+        "workloads",
         effort,
         flags,
         re.compile(r"\bround \d+ \w+ penstock: "),
@@ -138,7 +138,7 @@ def engine_overhead(sequences: Sequence[int], contexts: Sequence[int], effort: E
 
     return Bench(
         "engine_overhead",
-        "engine_overhead.py",
+        "engine_overhead",
         effort,
         flags,
         WHOLE_RUN,
@@ -167,7 +167,7 @@ def wire(streams: Sequence[int], round_tokens: int, effort: Effort) -> Bench:
 
     return Bench(
         f"wire {' '.join(map(str, streams))}",
-        "wire.py",
+        "wire",
         effort,
         flags,
         re.compile(r"^\|\s*now\s*\|"),
@@ -202,7 +202,7 @@ def starts(effort: Effort) -> Bench:
 
     return Bench(
         "starts",
-        "starts.py",
+        "starts",
         effort,
         flags,
         WHOLE_RUN,

@@ -42,8 +42,11 @@ class Tree:
         return subprocess.run(command, cwd=self.folder, env=self.environment(), capture_output=True, text=True)
 
     def script(self, name: str, *flags: str) -> list[str]:
-        """Command line of one of its benchmarks."""
-        return [sys.executable, str(self.folder / "benchmarks" / name), *flags]
+        """Command line of one of its benchmarks, which is run in its folder. Each was a script before they had one
+        entry."""
+        scripts = self.folder / "benchmarks"
+        has_entry = (scripts / "__main__.py").is_file()
+        return [sys.executable, *(("-m", "benchmarks", name) if has_entry else (str(scripts / f"{name}.py"),)), *flags]
 
     def check(self) -> None:
         """End the process when another tree's code would run for it, as where an import is not by path."""

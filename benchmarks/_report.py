@@ -1,7 +1,8 @@
-"""Facts that every benchmark writes beside its figures: commit, machine, versions, time."""
+"""The report of a benchmark: a table as its rows come, and JSON with commit, machine, versions and time."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,31 @@ def percentile(values: list[float], share: float) -> float:
 STDOUT = Path("-")
 
 
-def write(name: str, results: dict[str, Any], out: Path | None) -> None:
-    """Print the results as JSON and write them to `out` when given."""
-    save(name, results, STDOUT)
-    if out is not None and out != STDOUT:
-        save(name, results, out)
+@dataclass(frozen=True)
+class Report:
+    """The table and the JSON of one run; `options` are its flags."""
+
+    name: str
+    options: argparse.Namespace
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The flags as JSON has them: all but the file that it goes to."""
+        return {name: value for name, value in vars(self.options).items() if name not in ("json", "run")}
+
+    def table(self, header: Sequence[str]) -> Table:
+        """Begin a table."""
+        return Table(header, self.options.json)
+
+    def save(self, results: dict[str, Any]) -> None:
+        """Write the results as JSON to the file of `--json`, where there is one."""
+        save(self.name, results, self.options.json)
+
+    def write(self, results: dict[str, Any]) -> None:
+        """Print the results as JSON, and save them."""
+        save(self.name, results, STDOUT)
+        if self.options.json != STDOUT:
+            self.save(results)
 
 
 def save(name: str, results: dict[str, Any], out: Path | None) -> None:

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from _processes import end_with_parent
+from benchmarks._processes import end_with_parent
 
 
 def steal(busy_seconds: float, period_seconds: float, began: float) -> None:

@@ -1,7 +1,7 @@
 """Accuracy of every number format against float32, on the same model and text.
 
-    python benchmarks/accuracy.py [--tokens 8192] [--json FILE]
-    python benchmarks/accuracy.py --model DIR --text FILE --tokens 1024
+    python -m benchmarks accuracy [--tokens 8192] [--json FILE]
+    python -m benchmarks accuracy --model DIR --text FILE --tokens 1024
 
 Formats are all combinations of `--dtype`, `--quantization` and `--kv-cache-dtype`. For each, under teacher forcing over
 documents of `--context` tokens: perplexity, the largest and the mean absolute error of a logit (beside the spread of
@@ -19,20 +19,14 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
-import os
 import random
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.nn.functional as F
 from penstock.common.checkpoint import resolve_model
-from penstock.common.environment import quiet_environment
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool, kv_cache_dtype
 from penstock.generation.devices.cpu import CPUDevice
@@ -41,7 +35,8 @@ from penstock.generation.models.registry import load_model, read_model_config
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks._report import environment
+from benchmarks._arguments import be_quiet, refuse
+from benchmarks._report import Report, Table
 
 BLOCK_SIZE = 16
 DTYPES, QUANTIZATIONS, KV_CACHE_DTYPES = ("float32", "bfloat16"), ("none", "int8", "int4"), ("auto", "int8")
@@ -204,7 +199,7 @@ def prefix(ours: list[int], theirs: list[int]) -> int:
 
 
 @torch.inference_mode()
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, table: Table) -> dict[str, Any]:
     """Every format, one after another."""
     device = CPUDevice()
     device.start(num_threads=options.threads, kernels=options.kernels)
@@ -216,7 +211,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found = run(folder, device, format, material, options)
         exact = exact or found
         rows.append({**asdict(format), **compare(found, exact, material)})
-        print(line(rows[-1], len(material.prompts)), flush=True)
+        table.line(line(rows[-1], len(material.prompts)))
         del found
         gc.collect()
     assert exact is not None
@@ -246,9 +241,8 @@ def line(row: dict[str, Any], continuations: int) -> str:
     )
 
 
-def main() -> None:
-    """Parse the command line, measure, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--model", help="a folder; the embedded model when left out")
     parser.add_argument("--text", type=Path, help="UTF-8 text that is read; by default the demo model's held-out side")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text (default: %(default)s)")
@@ -262,24 +256,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kernels", default="auto", help="auto, native or torch")
     parser.add_argument("--seed", type=int, default=20261121, help="of the held-out text")
-    parser.add_argument("--json", type=Path, help="also write the result there")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
     if options.model is not None and options.text is None:
-        parser.error("--model needs --text: only the embedded model has held-out text of its own")
+        refuse("--model needs --text: only the embedded model has held-out text of its own")
     if options.prompt >= options.context:
-        parser.error("--prompt must be shorter than --context")
-    quiet = quiet_environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|" + "---|" * len(COLUMNS))
-    results = measure(options)
+        refuse("--prompt must be shorter than --context")
+    be_quiet(options.threads)
+    table = report.table(COLUMNS)
+    results = measure(options, table)
     print(f"\n{results['positions']} positions, {results['answer_positions']} of answers; float32's logits spread by")
     print(f"{results['logit_spread']:.2f}, its continuations are {results['continuation_length']:.1f} tokens long")
-    if options.json is not None:
-        text = json.dumps({"benchmark": "accuracy", "environment": environment(), **results}, indent=2)
-        options.json.write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    report.save(results)

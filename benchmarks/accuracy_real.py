@@ -1,6 +1,6 @@
 """Accuracy of every number format on real weights: both models of real_models.py, English prose, beside transformers.
 
-    python benchmarks/accuracy_real.py [--models smollm2-135m gemma3-270m] [--formats bf16 int8 int4 …] [--json FILE]
+    python -m benchmarks accuracy_real [--models smollm2-135m gemma3-270m] [--formats bf16 int8 int4 …] [--json FILE]
 
 Documents of `--context` tokens of data/prose.txt are read under teacher forcing by transformers in float32, and by each
 format. Of every next token that the text has: the mean magnitude of the difference of its log-probabilities, how often
@@ -13,23 +13,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from penstock.common.checkpoint import resolve_model
-from penstock.common.environment import quiet_environment
 from penstock.generation.devices.cpu import CPUDevice
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks._report import environment
+from benchmarks._arguments import be_quiet
+from benchmarks._report import Report, Table
 from benchmarks.accuracy import Format, Model
 from benchmarks.checkpoints import CACHE
 from benchmarks.real_models import MODELS, bf16_folder, gguf_file
@@ -129,7 +124,7 @@ def read_ours(folder: Path, device: CPUDevice, format: Format, rows: list[list[i
 
 
 @torch.inference_mode()
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
     """Return a row for each model and format, printed as they come."""
     device = CPUDevice()
     device.start(num_threads=options.threads, kernels=options.kernels)
@@ -147,18 +142,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             found = read_ours(folder, device, format, rows, options.chunk)
             difference = Difference.between(found, exact[reference])
             result.append({"model": name, "format": label, **asdict(format), **asdict(difference)})
-            print(
-                f"| {name} | {label} | {difference.mean:.4f} | {difference.agreement:.2%} "
-                f"| {difference.perplexity_ratio:.4f} |",
-                flush=True,
-            )
+            cells = (f"{difference.mean:.4f}", f"{difference.agreement:.2%}", f"{difference.perplexity_ratio:.4f}")
+            table.row(name, label, *cells)
             gc.collect()
     return result
 
 
-def main() -> None:
-    """Parse the command line, measure, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--cache", type=Path, default=CACHE, help="of the models (default: %(default)s)")
@@ -167,19 +158,10 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=128, help="tokens of one step (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kernels", default="auto", help="auto, native or torch")
-    parser.add_argument("--json", type=Path, help="also write the result there")
-    options = parser.parse_args()
-    quiet = quiet_environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|" + "---|" * len(COLUMNS))
-    rows = measure(options)
-    if options.json is not None:
-        facts = {name: getattr(options, name) for name in ("tokens", "context", "chunk", "kernels", "threads")}
-        text = json.dumps({"benchmark": "accuracy_real", "environment": environment(), **facts, "rows": rows}, indent=2)
-        options.json.write_text(text + "\n")
 
 
-if __name__ == "__main__":
-    main()
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
+    rows = measure(options, report.table(COLUMNS))
+    report.save({**report.settings, "rows": rows})

@@ -1,6 +1,6 @@
 """Assisted generation beside the same requests without it, on a model of Qwen2.5-0.5B's shape, through the engine.
 
-    python benchmarks/assisted.py [--cache DIR] [--threads 2] [--tokens 96] [--rounds 3] [--concurrent 1 8] [--out FILE]
+    python -m benchmarks assisted [--cache DIR] [--threads 2] [--tokens 96] [--rounds 3] [--concurrent 1 8] [--out FILE]
 
 Random weights agree with nothing by chance, so both constructions are made to be predictable, and acceptance is
 reported beside every speed-up: the speed-up is that of this acceptance, and another text or pair of models has another.
@@ -23,16 +23,12 @@ import argparse
 import os
 import random
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from _report import write
-from forward import BLOCK_SIZE, SHAPE, checkpoint
-from penstock.common.environment import quiet_environment
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.request import Request
 from penstock.generation.core.sampling_params import SamplingParams
@@ -46,6 +42,10 @@ from penstock.generation.runner.drafter import ModelDrafter
 from penstock.generation.runner.model_runner import ModelRunner
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils import logging as transformers_logging
+
+from benchmarks._arguments import be_quiet
+from benchmarks._report import Report
+from benchmarks.forward import BLOCK_SIZE, SHAPE, checkpoint
 
 PROMPT, NUM_BLOCKS, CONTEXT, SHARPNESS = 64, 1024, 1024, 8
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20}
@@ -217,9 +217,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Parse the command line, measure, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
@@ -231,14 +230,10 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=5)
     parser.add_argument("--tail", type=float, default=0.01)
     parser.add_argument("--max-draft-rows", type=int, default=EngineConfig.max_draft_rows)
-    parser.add_argument("--out", type=Path, help="also write the result there")
-    options = parser.parse_args()
-    quiet = quiet_environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
+
+
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
     transformers_logging.disable_progress_bar()
-    write("assisted", measure(options), options.out)
-
-
-if __name__ == "__main__":
-    main()
+    report.write(measure(options))

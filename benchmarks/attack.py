@@ -5,7 +5,7 @@ an attacker in turns. The attacker (`factories/wire/attacker.py`) is a process o
 connections, which play the tricks (`factories/wire/tricks.py`) one after the other and connect again whenever they are
 cut off. Told: the service's growth in memory, times of health, answered calls.
 
-    python benchmarks/attack.py --seconds 60 --transport asyncio
+    python -m benchmarks attack --seconds 60 --transport asyncio
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks._report import Report
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / part) for part in (".", "services")]
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -34,7 +35,7 @@ from penstock.http2.channel import Http2Channel
 from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from benchmarks._arguments import at_least
-from benchmarks._processes import ending_with_us, stop_on_sigterm
+from benchmarks._processes import ending_with_us
 from benchmarks._report import Table, percentile
 
 MODEL = ROOT / "services" / "penstock" / "assets" / "demo"
@@ -202,10 +203,8 @@ async def _measure(arguments: argparse.Namespace) -> bool:
         return whole and more <= 64 and p99_then <= 2 * p99 and rate_then >= 0.8 * rate
 
 
-def main() -> None:
-    """Command line."""
-    stop_on_sigterm()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--seconds", type=float, default=60.0, help="of each part, in all its turns")
     parser.add_argument("--rounds", type=at_least(1), default=6, help="turns of each part")
     parser.add_argument("--connections", type=at_least(1), default=10, help="of the attacker")
@@ -213,10 +212,8 @@ def main() -> None:
     parser.add_argument("--transport", choices=("asyncio", "grpc"), default="asyncio", help="of the service")
     parser.add_argument("--tree", type=Path, default=ROOT, help="tree whose service is attacked")
     parser.add_argument("--flag", action="append", default=[], help="further flag of the service")
-    arguments = parser.parse_args()
-    if not asyncio.run(_measure(arguments)):
-        sys.exit(1)
 
 
-if __name__ == "__main__":
-    main()
+def main(arguments: argparse.Namespace, _report: Report) -> int:
+    """Measure, and report it."""
+    return int(not asyncio.run(_measure(arguments)))

@@ -1,6 +1,6 @@
 """Time of one layer's attention: the C++ kernels beside torch's operators, for every format of the KV pool, in turns.
 
-    python benchmarks/attention.py [--threads 1] [--dtype bfloat16] [--heads 14 2 64] [--repeats 15] [--json FILE]
+    python -m benchmarks attention [--threads 1] [--dtype bfloat16] [--heads 14 2 64] [--repeats 15] [--json FILE]
 
 Decode: one row for each of `batch` sequences of `context` tokens, the row's keys and values written first. Prefill: one
 prompt of `context` tokens from nothing. Calls go round `--layers` layers, as a model's do, so that a long context is
@@ -10,23 +10,21 @@ not in the cache from the call before. Medians (and the fastest) of one call in 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
-from _report import write
-from penstock.common.environment import quiet_environment
 from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.cpu import CPUDevice
+
+from benchmarks._arguments import be_quiet
+from benchmarks._report import Report
 
 BLOCK_SIZE = 16
 # (batch, context of each): decode; (1, prompt): prefill.
@@ -112,9 +110,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"device": device.describe(), "heads": options.heads, "layers": options.layers, "results": results}
 
 
-def main() -> None:
-    """Parse the command line, measure, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--heads", type=int, nargs=3, default=[14, 2, 64], metavar=("QUERY", "KV", "DIM"))
@@ -122,13 +119,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--native-only", action="store_true", help="without torch's operators")
     parser.add_argument("--cpu-time", action="store_true", help="not by the clock: for one thread on a busy machine")
-    parser.add_argument("--json", type=Path, help="also write the result there")
-    options = parser.parse_args()
-    quiet = quiet_environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
-    write("attention", measure(options), options.json)
 
 
-if __name__ == "__main__":
-    main()
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
+    report.write(measure(options))

@@ -1,6 +1,6 @@
 """Beam search with B beams beside B independent sequences of the same lengths, on a 0.5 B-shaped random model.
 
-    python benchmarks/beam.py [--cache DIR] [--threads 1] [--dtype bfloat16] [--json FILE]
+    python -m benchmarks beam [--cache DIR] [--threads 1] [--dtype bfloat16] [--json FILE]
 
 The engine and its runner without a server, greedy (with --sample: sampled, top_k 50), no end-of-sequence id, the prefix
 cache off. Runs are taken in turns:
@@ -19,14 +19,10 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from _report import write
-from forward import BLOCK_SIZE, SHAPE, checkpoint
-from penstock.common.environment import quiet_environment
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.modes import PLAIN
 from penstock.generation.core.request import Request
@@ -38,6 +34,10 @@ from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
+
+from benchmarks._arguments import be_quiet
+from benchmarks._report import Report
+from benchmarks.forward import BLOCK_SIZE, SHAPE, checkpoint
 
 KINDS = ("beams", "together", "apart")
 
@@ -145,9 +145,8 @@ def _ratio(runs: dict[str, list[dict[str, Any]]], kind: str, what: str) -> dict[
     }
 
 
-def main() -> None:
-    """Parse the command line, measure, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
@@ -157,13 +156,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sample", action="store_true", help="sampling in place of greedy search")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the result there")
-    options = parser.parse_args()
-    quiet = quiet_environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
-    write("beam", measure(options), options.json)
 
 
-if __name__ == "__main__":
-    main()
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
+    report.write(measure(options))

@@ -1,6 +1,6 @@
 """Random-weight checkpoints of real shapes, made on first use outside git, with a tokenizer that every engine loads.
 
-    python benchmarks/checkpoints.py qwen2.5-0.5b llama-3.2-1b [--cache DIR]
+    python -m benchmarks checkpoints qwen2.5-0.5b llama-3.2-1b [--cache DIR]
 
 The weights are transformers' own initialisation (normal, 0.02), so logits are finite and speed is that of the shape.
 config.json names no end-of-sequence token: outputs have the length that was asked for.
@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._arguments import refuse
+from benchmarks._report import Report
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
@@ -198,15 +197,15 @@ def _word(number: int) -> str:
     return letters
 
 
-def main() -> None:
-    """Make what is missing and print where it is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(SHAPES), choices=[*SHAPES, []], metavar="NAME")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)} (default: all)")
     parser.add_argument("--cache", type=Path, default=CACHE)
-    options = parser.parse_args()
-    for name in options.names:
+
+
+def main(options: argparse.Namespace, _report: Report) -> None:
+    """Make what is missing and print where it is."""
+    for name in options.names or SHAPES:
+        if name not in SHAPES:
+            refuse(f"NAME {name}: the shapes are {', '.join(SHAPES)}")
         print(checkpoint(name, options.cache))
-
-
-if __name__ == "__main__":
-    main()

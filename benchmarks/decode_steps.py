@@ -1,6 +1,6 @@
 """Time of single decode steps beside what their parts would take: how near a step is to the machine's limits.
 
-    python benchmarks/decode_steps.py [--model qwen2.5-0.5b] [--quantization none,int8,int4] [--batch 1,8,32]
+    python -m benchmarks decode_steps [--model qwen2.5-0.5b] [--quantization none,int8,int4] [--batch 1,8,32]
 
 A step is the model runner's: inputs, forward pass, logits and greedy tokens of `--batch` sequences with `--context`
 tokens each. Before and after every step the machine is probed, in the same few hundred milliseconds, because its
@@ -16,7 +16,6 @@ import argparse
 import gc
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from penstock.common.environment import quiet_environment
-
-from benchmarks._arguments import at_least, names, numbers
-from benchmarks._report import Table, save
+from benchmarks._arguments import at_least, be_quiet, names, numbers
+from benchmarks._report import Report, Table
 from benchmarks.checkpoints import CACHE, resolve
 
 BLOCK_SIZE = 16
@@ -250,9 +246,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--model", default="qwen2.5-0.5b", help="a shape's name or a folder")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
@@ -266,13 +261,9 @@ def main() -> None:
     parser.add_argument("--context", type=at_least(1), default=192)
     parser.add_argument("--pairs", type=at_least(2), default=40, help="of a step and a probe; 2 or more")
     parser.add_argument("--threads", type=at_least(1), default=2)
-    parser.add_argument("--json", type=Path, help="file for the result; - is standard output")
-    options = parser.parse_args()
-    wanted = quiet_environment(options.threads)
-    if wanted:  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
-    save("decode_steps", measure(options), options.json)
 
 
-if __name__ == "__main__":
-    main()
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
+    report.save(measure(options))

@@ -1,6 +1,6 @@
 """Drafts without a draft model beside none: prompt lookup, memory, lookahead, all three; on repetitive and varied text.
 
-    python benchmarks/drafts.py [--models demo random] [--threads 2] [--tokens 96] [--rounds 5] [--out FILE]
+    python -m benchmarks drafts [--models demo random] [--threads 2] [--tokens 96] [--rounds 5] [--out FILE]
 
 One request at a time, through the engine. Two models: the embedded one, answering questions about numbers, and one of
 Qwen2.5-0.5B's shape with random weights in bfloat16.
@@ -23,7 +23,6 @@ import argparse
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,10 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import write
-from forward import BLOCK_SIZE, SHAPE, checkpoint
 from penstock.common.checkpoint import demo_folder
-from penstock.common.environment import quiet_environment
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.modes import PLAIN, DecodingMode
 from penstock.generation.core.request import Request
@@ -48,6 +44,10 @@ from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
 from tokenizers import Tokenizer
 from transformers.utils import logging as transformers_logging
+
+from benchmarks._arguments import be_quiet
+from benchmarks._report import Report
+from benchmarks.forward import BLOCK_SIZE, SHAPE, checkpoint
 
 NUM_BLOCKS, CONTEXT = 1024, 1024
 DRAFTS, WINDOW = 10, 8
@@ -166,9 +166,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Parse the command line, measure, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
     parser.add_argument("--models", nargs="+", choices=("demo", "random"), default=["demo", "random"])
     parser.add_argument("--threads", type=int, default=2)
@@ -176,14 +175,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--past", type=int, default=3, help="answers that a memory saw before the first round")
-    parser.add_argument("--out", type=Path, help="also write the result there")
-    options = parser.parse_args()
-    quiet = quiet_environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
+
+
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
     transformers_logging.disable_progress_bar()
-    write("drafts", measure(options), options.out)
-
-
-if __name__ == "__main__":
-    main()
+    report.write(measure(options))

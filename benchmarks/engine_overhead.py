@@ -1,6 +1,6 @@
 """Cost of the engine in a step besides model and sampler: schedule and update, with a runner that does nothing.
 
-    python benchmarks/engine_overhead.py [--sequences 1,8,32] [--contexts 128,4096] [--queued 1000] [--out FILE]
+    python -m benchmarks engine_overhead [--sequences 1,8,32] [--contexts 128,4096] [--queued 1000] [--out FILE]
 
 `step` is the whole of Engine.step and Engine.load. Target (performance.md): at 32 decoding sequences at most 1 ms a
 step with the sampler, flat as context and pool grow.
@@ -12,16 +12,16 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from _report import percentile, write
 from penstock.generation.core.request import Request
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.step import RunnerOutput, SampledToken, SchedulerOutput
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.text.token_bytes import TokenBytes
+
+from benchmarks._report import Report, percentile
 
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 20
@@ -85,14 +85,16 @@ def _ms(seconds: Any) -> float:
     return round(statistics.median(seconds) * 1e3, 4)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--sequences", default="1,8,32,128")
     parser.add_argument("--contexts", default="128,4096,32768")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--queued", type=int, default=0, help="requests that wait for a place meanwhile")
-    parser.add_argument("--out", type=Path, default=None)
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
     cells = [
         measure(sequences, context, arguments.steps, arguments.queued, stop_strings=stop_strings)
         for sequences in map(int, arguments.sequences.split(","))
@@ -100,8 +102,4 @@ def main() -> None:
         if sequences * context <= 1 << 21
         for stop_strings in (False, True)
     ]
-    write("engine_overhead", {"block_size": BLOCK_SIZE, "cells": cells}, arguments.out)
-
-
-if __name__ == "__main__":
-    main()
+    report.write({"block_size": BLOCK_SIZE, "cells": cells})

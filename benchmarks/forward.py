@@ -1,6 +1,6 @@
 """Time of one forward pass of a Qwen2.5-0.5B-shaped random model: ours beside transformers', interleaved in one run.
 
-    python benchmarks/forward.py [--cache DIR] [--threads 2] [--dtype bfloat16] [--json FILE]
+    python -m benchmarks forward [--cache DIR] [--threads 2] [--dtype bfloat16] [--json FILE]
 
 Decode: one step (forward, logits of every row, argmax) at a context of `--context` tokens; transformers runs the same
 step on a DynamicCache, as its generate() does. Prefill: one prompt of `--prompt` tokens. The checkpoint is made on
@@ -12,20 +12,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import torch
-from _report import write
-from checkpoints import QWEN
-from penstock.common.environment import quiet_environment
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.devices.cpu import CPUDevice
@@ -34,8 +28,12 @@ from penstock.generation.models.registry import load_model
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from benchmarks import checkpoints
+from benchmarks._arguments import be_quiet
+from benchmarks._report import Report
+
 BLOCK_SIZE = 16
-SHAPE: dict[str, Any] = dict(QWEN.fields)
+SHAPE: dict[str, Any] = dict(checkpoints.QWEN.fields)
 
 
 def checkpoint(cache: Path, seed: int) -> Path:
@@ -154,9 +152,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Parse the command line, measure, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
@@ -165,14 +162,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the result there")
-    options = parser.parse_args()
-    quiet = quiet_environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
+
+
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
     transformers_logging.disable_progress_bar()
-    write("forward", measure(options), options.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.write(measure(options))

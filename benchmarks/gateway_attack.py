@@ -6,9 +6,9 @@ and for `--after` seconds behind it. The attacker (`factories/wire/http_attacker
 that sends no more than it is told to; what it took of the processor is told. A row for each trick
 (`factories/wire/http_tricks.py`) is printed, and the bounds that were broken; the exit status is 1 where one was.
 
-    python benchmarks/gateway_attack.py --seconds 60 --out attack.json
-    python benchmarks/gateway_attack.py --seconds 10 --trick trailers --trick "half-sent bodies" --way tls
-    python benchmarks/gateway_attack.py --seconds 60 --together     # all tricks in turn, in one row
+    python -m benchmarks gateway_attack --seconds 60 --out attack.json
+    python -m benchmarks gateway_attack --seconds 10 --trick trailers --trick "half-sent bodies" --way tls
+    python -m benchmarks gateway_attack --seconds 60 --together     # all tricks in turn, in one row
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks._report import Report
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / part) for part in (".", "services", "clients/python", "tests")]
 import psutil
 from factories.servers.gateway_tree import CA, TOKEN, GatewayTree, gateway_tree
 from factories.wire.http_tricks import HttpTrick, tricks_for
 
 from benchmarks._arguments import at_least
 from benchmarks._http_probe import Figures, Probe
-from benchmarks._processes import ending_with_us, stop_on_sigterm
-from benchmarks._report import Table, save
+from benchmarks._processes import ending_with_us
+from benchmarks._report import Table
 
 _HEADER = (
     "trick",
@@ -238,7 +239,7 @@ async def _measure(arguments: argparse.Namespace, is_tls: bool) -> list[Row]:
     flags = [part for flag in arguments.flag for part in flag.split("=", 1)]
     with gateway_tree(*flags, is_tls=is_tls, tree=arguments.tree, step_seconds=_STEP_SECONDS) as tree:
         print(f"\n{'HTTP over TLS' if is_tls else 'HTTP'}\n", flush=True)
-        table = Table(_HEADER, None)
+        table = Table(_HEADER, arguments.json)
         probe = Probe(tree.address, TOKEN, tree.tls, health_seconds=arguments.health, stream_tokens=_STREAM_TOKENS)
         memory = Memory(tree)
         watching = asyncio.ensure_future(memory.watch())
@@ -261,10 +262,8 @@ async def _measure(arguments: argparse.Namespace, is_tls: bool) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    """Command line."""
-    stop_on_sigterm()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--seconds", type=float, default=60.0, help="of each trick")
     parser.add_argument("--quiet", type=float, default=10.0, help="seconds of the quiet phase before each")
     parser.add_argument("--after", type=float, default=10.0, help="seconds behind it, until memory is looked at")
@@ -290,21 +289,19 @@ def main() -> None:
     parser.add_argument("--log-bytes", type=int, default=1_000_000, help="bound: log of a trick")
     parser.add_argument("--tree", type=Path, help="source tree whose gateway is attacked; this one when left out")
     parser.add_argument("--flag", action="append", default=[], help="further flag of the gateway, --NAME=VALUE")
-    parser.add_argument("--out", type=Path, help="write all figures as JSON")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace, report: Report) -> int:
+    """Measure, and report it."""
     rows: dict[str, list[Row]] = {}
     for way in ("http", "tls"):
         if arguments.way in (way, "both"):
             rows[way] = asyncio.run(_measure(arguments, way == "tls"))
     facts = {way: [row.facts(arguments) for row in some] for way, some in rows.items()}
-    save("gateway_attack", facts, arguments.out)
+    report.save(facts)
     broken = [(way, row.trick, names) for way, some in rows.items() for row in some if (names := row.broken(arguments))]
     unjudged = sum(not row.is_judged(arguments) for some in rows.values() for row in some)
     print(f"\n{sum(map(len, rows.values()))} tricks played, {len(broken)} broke a bound; p99s of {unjudged} not judged")
     for way, trick, names in broken:
         print(f"{way}: {trick}: {', '.join(names)}")
-    sys.exit(bool(broken))
-
-
-if __name__ == "__main__":
-    main()
+    return int(bool(broken))

@@ -1,6 +1,6 @@
 """Cost of structured output in a decode step: 8 constrained sequences beside 8 free ones, steps taken in turns.
 
-    python benchmarks/grammar.py --tokenizer FOLDER [--cache DIR] [--threads 2] [--batch 8] [--steps 60] [--json FILE]
+    python -m benchmarks grammar --tokenizer FOLDER [--cache DIR] [--threads 2] [--batch 8] [--steps 60] [--json FILE]
 
 Model: Qwen2.5-0.5B shape, random weights (benchmarks/forward.py makes it), so outputs are random documents. `FOLDER`
 holds Qwen2.5's tokenizer.json; masks are over all 151 936 ids. A step is ModelRunner.execute and the appending of its
@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from _report import percentile, write
-from forward import BLOCK_SIZE, SHAPE, checkpoint
-from penstock.common.environment import quiet_environment
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
@@ -42,6 +38,10 @@ from penstock.generation.grammar.translate import to_lark
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.sampling.token_masks import TokenMasks
+
+from benchmarks._arguments import be_quiet
+from benchmarks._report import Report, percentile
+from benchmarks.forward import BLOCK_SIZE, SHAPE, checkpoint
 
 EOS = (151_645, 151_643)
 PERSON = {
@@ -229,9 +229,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Parse the command line, measure, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with Qwen2.5's tokenizer.json")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
     parser.add_argument("--threads", type=int, default=2)
@@ -240,13 +239,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=192)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--json", type=Path, help="also write the result there")
-    options = parser.parse_args()
-    quiet = quiet_environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
-    write("grammar", run(options), options.json)
 
 
-if __name__ == "__main__":
-    main()
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
+    report.write(run(options))

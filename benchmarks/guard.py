@@ -1,10 +1,10 @@
 """The guard against slowdowns: this tree and a commit beside it, in turns, on W1, W2, W5, decode steps, engine and
 wire.
 
-    python benchmarks/guard.py HEAD~1
-    python benchmarks/guard.py main --mode full --out guard.json
-    python benchmarks/guard.py main --self
-    python benchmarks/guard.py main --plant 5 --only decode_steps
+    python -m benchmarks guard HEAD~1
+    python -m benchmarks guard main --mode full --out guard.json
+    python -m benchmarks guard main --self
+    python -m benchmarks guard main --plant 5 --only decode_steps
 
 The commit is checked out into the cache folder, with its own benchmarks and C++ kernels built of its own sources, and
 removed at the end. Each tree runs its own scripts; both are started, and one is held while the other has its turn. A
@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -38,8 +37,7 @@ from benchmarks._guard_plant import plant
 from benchmarks._guard_report import conclusion, show
 from benchmarks._guard_rounds import Guard, Limits
 from benchmarks._guard_trees import Tree, checked_out, choose_kernels, find_commit, this_tree
-from benchmarks._processes import stop_on_sigterm
-from benchmarks._report import save
+from benchmarks._report import Report
 from benchmarks.checkpoints import CACHE
 
 MODEL = "qwen2.5-0.5b"
@@ -47,7 +45,7 @@ MODEL = "qwen2.5-0.5b"
 
 def checkpoint(tree: Tree) -> Path:
     """The random weights that all of both trees load, made on first use. Ends the process when they cannot be."""
-    made = tree.python(str(tree.folder / "benchmarks" / "checkpoints.py"), MODEL)
+    made = tree.python(*tree.script("checkpoints")[1:], MODEL)
     if made.returncode:
         refuse(f"the checkpoint could not be made: {made.stderr.strip().splitlines()[-1]}")
     return Path(made.stdout.strip().splitlines()[-1])
@@ -69,9 +67,8 @@ def both_trees(options: argparse.Namespace) -> Iterator[tuple[Tree, Tree]]:
             yield base, this_tree(ROOT)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(made: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     made.add_argument("base", metavar="BASE", help="the commit to compare with")
     made.add_argument("--mode", choices=MODES, default="quick")
     made.add_argument("--bound", type=float, default=2.0, help="per cent by which no cell may be slower")
@@ -81,14 +78,10 @@ def parser() -> argparse.ArgumentParser:
     against.add_argument("--self", action="store_true", help="compare the base with itself: how much is noise")
     against.add_argument("--plant", type=float, metavar="PERCENT", help="compare the base with a slower copy of itself")
     made.add_argument("--cache", type=Path, default=CACHE, help="where the commit is checked out")
-    made.add_argument("--json", "--out", dest="out", type=Path, help="JSON file to write; - is standard output")
-    return made
 
 
-def main() -> int:
-    """Exit status."""
-    stop_on_sigterm()
-    options = parser().parse_args()
+def main(options: argparse.Namespace, report: Report) -> int:
+    """Measure both trees; return the exit status."""
     if not options.base:
         refuse("which commit to compare with? make guard BASE=HEAD~1")
     progress = Progress(
@@ -110,17 +103,17 @@ def main() -> int:
                     raise
                 progress.console.print("stopped: the table has the rounds so far", markup=False)
         # Before the base is removed: a signal meanwhile costs no figure.
-        return report(guard, options)
+        return tell(guard, options, report)
 
 
-def report(guard: Guard, options: argparse.Namespace) -> int:
+def tell(guard: Guard, options: argparse.Namespace, report: Report) -> int:
     """Table, last line and JSON; the exit status."""
     bound = options.bound / 100
-    show(guard.cells, bound, options.out)
+    show(guard.cells, bound, options.json)
     line, status = conclusion(guard.cells, guard.failures, guard.left_out, bound)
     print(line, file=sys.stderr, flush=True)
     settings = {name: getattr(options, name) for name in ("mode", "bound", "only", "threads", "self", "plant")}
-    save("guard", {"settings": settings, **guard.facts(bound), "status": status}, options.out)
+    report.save({"settings": settings, **guard.facts(bound), "status": status})
     return status
 
 
@@ -142,16 +135,9 @@ def prepare(options: argparse.Namespace, base: Tree, tree: Tree, progress: Progr
     chosen = [bench for bench in benches(options.mode) if bench.name.split()[0] in options.only]
     left_out = {} if obstacle is None else {one.name: "needs C++ kernels" for one in chosen if one.needs_kernels}
     for bench in chosen:
-        if not all((one.folder / "benchmarks" / bench.script).is_file() for one in (base, tree)):
-            left_out[bench.name] = f"the base has no {bench.script}"
+        if not all((one.folder / "benchmarks" / f"{bench.script}.py").is_file() for one in (base, tree)):
+            left_out[bench.name] = f"the base has no {bench.script}.py"
     chosen = [bench for bench in chosen if bench.name not in left_out]
     seconds = QUICK_SECONDS if options.mode == "quick" else math.inf
     limits = Limits(options.bound / 100, seconds)
     return Guard(base, tree, setting, chosen, left_out, limits, progress)
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -1,7 +1,7 @@
 """Time until a generation process is ready, by stages, and the most memory that it takes.
 
-    python benchmarks/load.py
-    python benchmarks/load.py --models qwen2.5-0.5b DIR --quantization none int8 --rounds 3 --cold --json load.json
+    python -m benchmarks load
+    python -m benchmarks load --models qwen2.5-0.5b DIR --quantization none int8 --rounds 3 --cold --json load.json
 
 A folder that `penstock pack` wrote is a model like others, started as it is: --quantization does not concern it.
 
@@ -31,13 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "services")]
-
 from penstock.generation.weights.files import PACKED_FILE, is_packed
 
 from benchmarks._arguments import at_least
-from benchmarks._processes import stop_on_sigterm
-from benchmarks._report import Table, save
+from benchmarks._report import Report
 from benchmarks.checkpoints import CACHE, SHAPES, resolve
 
 # Model, --quantization, and whether the weights' memory is taken early, and the embedding's table mapped ("on", "off").
@@ -222,9 +219,8 @@ def _prepare(model: Path, arguments: argparse.Namespace) -> None:
         drop(model)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument(
         "--models", nargs="+", default=["qwen2.5-0.5b"], help=f"folders, or of {', '.join(SHAPES)}, made on first use"
     )
@@ -241,19 +237,15 @@ def main() -> None:
     parser.add_argument("--idle", type=float, default=0.0, help="seconds to wait before each start")
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each start")
-    parser.add_argument("--json", type=Path, help="file for the result; - is standard output")
-    arguments = parser.parse_args()
-    stop_on_sigterm()
+
+
+def main(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
     arguments.models = [resolve(model, arguments.cache, "--models") for model in arguments.models]
     torch = {name: round(value / _MIB) for name, value in bare().items()}
     rows = measure(arguments)
-    table = Table(_COLUMNS, arguments.json)
+    table = report.table(_COLUMNS)
     for one in rows:
         table.row(*shown(one))
     table.line(f"\nA process that has imported torch only: {torch['VmRSS']} MiB, {torch['RssAnon']} anonymous.")
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    save("load", {"settings": settings, "torch_alone_mib": torch, "rows": rows}, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.save({"settings": report.settings, "torch_alone_mib": torch, "rows": rows})

@@ -1,6 +1,6 @@
 """Throughput with LoRA adapters over that without, in turns on one engine: decode steps and whole workloads.
 
-    python benchmarks/lora.py [--model qwen2.5-0.5b] [--adapters 8] [--ranks 8,16] [--rounds 5] [--json FILE]
+    python -m benchmarks lora [--model qwen2.5-0.5b] [--adapters 8] [--ranks 8,16] [--rounds 5] [--json FILE]
 
 The adapters are random and change all seven linear layers of every decoder layer; their ranks are those of `--ranks` in
 turn. Requests get them in turn. A cell's ratio is the median over rounds of neighbours: the same requests without and
@@ -14,16 +14,12 @@ import argparse
 import itertools
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from penstock.common.environment import quiet_environment
-
-from benchmarks._arguments import at_least, names, numbers
-from benchmarks._report import Table, save
+from benchmarks._arguments import at_least, be_quiet, names, numbers
+from benchmarks._report import Report, Table
 from benchmarks.cells import WORKLOADS, Workload, tokens_needed
 from benchmarks.checkpoints import CACHE, resolve
 
@@ -177,9 +173,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--model", default="qwen2.5-0.5b", help="a shape's name or a folder")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
@@ -196,13 +191,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--threads", type=at_least(1), default=2)
     parser.add_argument("--kernels", choices=("native", "torch"), default="native")
-    parser.add_argument("--json", type=Path, help="file for the result; - is standard output")
-    options = parser.parse_args()
-    wanted = quiet_environment(options.threads)
-    if wanted:  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
-    save("lora", measure(options), options.json)
 
 
-if __name__ == "__main__":
-    main()
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
+    report.save(measure(options))

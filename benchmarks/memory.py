@@ -1,23 +1,18 @@
 """Resident memory of each process at rest, on the embedded model. Figures in MB (10^6 bytes).
 
-python benchmarks/memory.py --out memory.json
+python -m benchmarks memory --out memory.json
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "tests")]
 from factories.servers.stack import Process, Stack
 from penstock_client import Client
 
-from benchmarks._processes import stop_on_sigterm
-from benchmarks._report import write
+from benchmarks._report import Report
 
 
 def resident(process: Process) -> dict[str, float]:
@@ -40,16 +35,12 @@ def measure(kv_memory: str) -> dict[str, Any]:
         return {process.name: resident(process) for process in stack.processes}
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--kv-memory", default="64MiB", help="size of the KV pool, part of the generation figure")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    arguments = parser.parse_args()
-    stop_on_sigterm()
+
+
+def main(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
     results = measure(arguments.kv_memory)
-    write("memory", {"settings": {"kv_memory": arguments.kv_memory}, "resident": results}, arguments.out)
-
-
-if __name__ == "__main__":
-    main()
+    report.write({"settings": {"kv_memory": arguments.kv_memory}, "resident": results})

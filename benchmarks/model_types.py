@@ -1,7 +1,7 @@
 """Every model type that transformers knows as a causal language model: its route, its ids, its speed.
 
-    python benchmarks/model_types.py [--types gpt2,gemma2] [--kernels native] [--out docs/reference/model-types.md]
-    python benchmarks/model_types.py --types gpt2,gemma2 --update --out docs/reference/model-types.md
+    python -m benchmarks model_types [--types gpt2,gemma2] [--kernels native] [--page docs/reference/model-types.md]
+    python -m benchmarks model_types --types gpt2,gemma2 --update --page docs/reference/model-types.md
 
 For each type a small random model of its own configuration class is made and loaded by the route that `--model-route
 auto` takes. Its greedy ids over 64 tokens must be those of transformers' generate(), alone and in a full engine with
@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "tests")]
 import structlog
 import torch
 import transformers
@@ -39,8 +38,8 @@ from penstock.generation.models.registry import FAMILIES, load_model
 from penstock.generation.runner.model_runner import ModelRunner
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks._arguments import at_least, parts
-from benchmarks._report import environment
+from benchmarks._arguments import at_least, parts, refuse
+from benchmarks._report import Report, environment
 
 PROMPT = 24
 # Of types that were seen below generate()'s speed, by their profiles (dev/log/families.md).
@@ -176,26 +175,22 @@ def page(rows: list[Row], options: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--types", type=parts, default=None, help="some of them; all by default")
     parser.add_argument("--kernels", default="auto", help="auto, native or torch")
     parser.add_argument("--batch", type=at_least(1), default=8)
     parser.add_argument("--tokens", type=at_least(1), default=32)
     parser.add_argument("--hidden", type=at_least(64), default=512, help="hidden size of the models that are timed")
     parser.add_argument("--rounds", type=at_least(1), default=3)
-    parser.add_argument("--out", type=Path, default=None, help="the page; standard output by default")
-    parser.add_argument("--update", action="store_true", help="keep the rows of --out for types that are not measured")
-    options = parser.parse_args(arguments)
-    if options.update and (options.out is None or not options.out.exists()):
-        parser.error("--update: --out names no page")
-    return options
+    parser.add_argument("--page", type=Path, default=None, help="the page; standard output by default")
+    parser.add_argument("--update", action="store_true", help="keep the rows of --page for types that are not measured")
 
 
-def main() -> None:
+def main(options: argparse.Namespace, _report: Report) -> None:
     """Measure, and write the page."""
-    options = parse()
+    if options.update and (options.page is None or not options.page.exists()):
+        refuse("--update: --page names no page")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -203,16 +198,12 @@ def main() -> None:
     device = CPUDevice()
     device.start(num_threads=1, kernels=options.kernels)
     options.kernels = "C++" if device.instruction_set else "torch's"
-    rows = read_page(options.out) if options.update else {}
+    rows = read_page(options.page) if options.update else {}
     known: list[Any] = [*FAMILIES, *(name for name in model_types() if name not in FAMILIES)]
     for model_type in options.types or sorted(known):
         rows[model_type] = measure(model_type, device, options)
         print(*rows[model_type], file=sys.stderr, flush=True)
-        if options.out is not None:
-            options.out.write_text(page(sorted(rows.values()), options), encoding="utf-8")
-    if options.out is None:
+        if options.page is not None:
+            options.page.write_text(page(sorted(rows.values()), options), encoding="utf-8")
+    if options.page is None:
         print(page(sorted(rows.values()), options))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 Starts real processes, then alternates rounds of direct and routed requests (same prompts, same lengths, same
 concurrency), so that both see the same machine. Figures are client-side, in milliseconds.
 
-    python benchmarks/overhead.py --streams 8 --rounds 6 --out overhead.json
+    python -m benchmarks overhead --streams 8 --rounds 6 --out overhead.json
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "tests")]
 from factories.servers.stack import Stack
 from penstock.v1 import (
     config_pb2,
@@ -33,8 +29,7 @@ from penstock.v1 import (
 )
 
 from benchmarks._arguments import at_least
-from benchmarks._processes import stop_on_sigterm
-from benchmarks._report import percentile, write
+from benchmarks._report import Report, percentile
 
 PROMPTS = [f"Tell me about Penstock, number {i}." for i in range(64)]
 
@@ -149,22 +144,17 @@ async def run(arguments: argparse.Namespace, stack: Stack) -> dict[str, Any]:
     return {"direct": first, "routed": second, "added": added}
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--streams", type=at_least(1), default=8, help="concurrent streams")
     parser.add_argument("--per-stream", type=at_least(1), default=4, help="requests of each stream in a round")
     parser.add_argument("--rounds", type=at_least(1), default=6, help="rounds of each kind")
     parser.add_argument("--tokens", type=at_least(2), default=48, help="output tokens of a request")
     parser.add_argument("--router-flags", default="", help="flags of `penstock serve router`")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    arguments = parser.parse_args()
-    stop_on_sigterm()
+
+
+def main(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
     with Stack(router_flags=tuple(shlex.split(arguments.router_flags))) as stack:
         results = asyncio.run(run(arguments, stack))
-    settings = {key: value for key, value in vars(arguments).items() if key != "out"}
-    write("overhead", {"settings": settings, **results}, arguments.out)
-
-
-if __name__ == "__main__":
-    main()
+    report.write({"settings": report.settings, **results})

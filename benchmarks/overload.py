@@ -1,6 +1,6 @@
 """Load beyond capacity, through router, tokenizer and generation at default flags: what is answered, refused and lost.
 
-    python benchmarks/overload.py [--seconds 60] [--transport asyncio grpc] [--step SECONDS] [--model] [--json FILE]
+    python -m benchmarks overload [--seconds 60] [--transport asyncio grpc] [--step SECONDS] [--model] [--json FILE]
 
 Four phases each: the peak (a closed loop); an open loop of `--times` the peak with a deadline; tenant B alone at a
 tenth of the peak; B again beside tenant A's open loop. Targets: goodput at least 90 % of the peak, refusals within
@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import os
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from _processes import stop_on_sigterm
-from _report import Table, save
+
+from benchmarks._report import Report, Table
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
 
 from factories.servers import stack
 from penstock.v1 import config_pb2, text_pb2, text_pb2_grpc
@@ -211,9 +209,8 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--seconds", type=float, default=60.0, help="of each phase")
     parser.add_argument("--transport", nargs="+", choices=("asyncio", "grpc"), default=["asyncio", "grpc"])
     parser.add_argument("--times", type=float, default=3.0, help="open-loop load over the peak")
@@ -223,19 +220,15 @@ def main() -> None:
     parser.add_argument("--prompt-words", type=int, default=30)
     parser.add_argument("--step", default="0.02 0.0005", help="seconds of a step, and of each of its rows")
     parser.add_argument("--model", action="store_true", help="the demo model in place of steps that sleep")
-    parser.add_argument("--json", type=Path, help="file for the result; - is standard output")
-    arguments = parser.parse_args()
-    stop_on_sigterm()
-    table, rows = Table(_COLUMNS, arguments.json), []
+
+
+def main(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    table, rows = report.table(_COLUMNS), []
     for transport in arguments.transport:
         with (
             tempfile.TemporaryDirectory(prefix="penstock-overload-") as folder,
             services(transport, arguments, Path(folder)) as address,
         ):
             rows += asyncio.run(measure(transport, address, arguments, table))
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    save("overload", {"settings": settings, "rows": rows}, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.save({"settings": report.settings, "rows": rows})

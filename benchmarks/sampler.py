@@ -1,9 +1,9 @@
 """Cost of the sampler per step, with and without the C++ kernels, beside transformers' own processors and draw on the
 same logits, in turns in one run.
 
-    python benchmarks/sampler.py [--rows 32] [--vocab 151936] [--threads 1] [--repeats 20] [--out sampler.json]
+    python -m benchmarks sampler [--rows 32] [--vocab 151936] [--threads 1] [--repeats 20] [--out sampler.json]
                                  [--kernels torch native] [--without-transformers] [--table]
-    python benchmarks/sampler.py --operators [--rows 8] [--threads 2] [--repeats 20] [--out operators.json]
+    python -m benchmarks sampler --operators [--rows 8] [--threads 2] [--repeats 20] [--out operators.json]
 
 Native kernels must have been built (`penstock build-kernels`); without them they are left out.
 
@@ -31,7 +31,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from _report import write
 from penstock.common.environment import cache_folder
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.modes import WatermarkOptions
@@ -46,6 +45,8 @@ from penstock.generation.sampling.native_drawing import NativeDrawing
 from penstock.generation.sampling.ops import green_lists
 from penstock.generation.sampling.sampler import Sampler
 from transformers.generation import logits_process as hf
+
+from benchmarks._report import Report
 
 PROMPT = 512
 BEAMS = 4
@@ -313,9 +314,8 @@ def print_table(results: dict[str, dict[str, dict[str, dict[str, float]]]]) -> N
         print(f"| {case} | " + " | ".join(str(results[kind][case][name]["cpu"]) for kind, name in columns) + " |")
 
 
-def main() -> None:
-    """Run every case on both kinds of logits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--threads", type=int, default=1)
@@ -325,8 +325,10 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print a table as well")
     parser.add_argument("--case", action="append", choices=CASES, help="only these; default: all")
     parser.add_argument("--operators", action="store_true", help="what each C++ operator saves of a step")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
     torch.set_num_threads(arguments.threads)
     kernels = usable_kernels(arguments.kernels)
     if arguments.operators:
@@ -334,7 +336,7 @@ def main() -> None:
             sys.exit("there are no native kernels to measure")
         saved = measure_operators(arguments.rows, arguments.vocab, arguments.repeats)
         facts = {"rows": arguments.rows, "vocab": arguments.vocab, "threads": arguments.threads}
-        write("sampler operators", {"torch": torch.__version__, **facts, "ms_per_step": saved}, arguments.out)
+        report.write({"torch": torch.__version__, **facts, "ms_per_step": saved})
         return
     has_reference = not arguments.without_transformers
     results = {
@@ -352,10 +354,6 @@ def main() -> None:
         for kind in ("peaked", "flat")
     }
     settings = {"rows": arguments.rows, "vocab": arguments.vocab, "threads": arguments.threads}
-    write("sampler", {"torch": torch.__version__, **settings, "ms_per_step": results}, arguments.out)
+    report.write({"torch": torch.__version__, **settings, "ms_per_step": results})
     if arguments.table:
         print_table(results)
-
-
-if __name__ == "__main__":
-    main()

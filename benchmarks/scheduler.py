@@ -1,6 +1,6 @@
 """The scheduler on whole workloads and a real model, through the engine: rows, steps, time, gaps.
 
-    python benchmarks/scheduler.py [--model DIR] [--threads 2] [--budgets 128,512] [--workloads W3,W5,W6] [--json FILE]
+    python -m benchmarks scheduler [--model DIR] [--threads 2] [--budgets 128,512] [--workloads W3,W5,W6] [--json FILE]
 
 W3: 32 x (128 -> 64). W4: 1 x (2048 -> 16). W5: 64 mixed requests, prompts of 32 to 512 and outputs of 16 to 128 tokens.
 W6: 32 x (512 common + 32 own -> 32). All requests are there at once. Without --model the random Qwen2.5-0.5B of
@@ -12,18 +12,13 @@ sequences that a step left out: it must be 0.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _report import percentile, write
-from forward import checkpoint
-from penstock.common.environment import quiet_environment
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.request import Request
 from penstock.generation.core.sampling_params import SamplingParams
@@ -34,6 +29,10 @@ from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
+
+from benchmarks._arguments import be_quiet
+from benchmarks._report import Report, percentile
+from benchmarks.forward import checkpoint
 
 BLOCK_SIZE = 16
 LARGEST_ID = 10_000
@@ -131,9 +130,8 @@ def measure(model: CausalLM, name: str, budget: int, *, prefix_cache: bool = Tru
     }
 
 
-def main() -> None:
-    """Parse the command line, measure, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--model", type=Path)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
     parser.add_argument("--threads", type=int, default=2)
@@ -141,11 +139,11 @@ def main() -> None:
     parser.add_argument("--budgets", default="128,512")
     parser.add_argument("--workloads", default="W3,W4,W5,W6")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the result there")
-    options = parser.parse_args()
-    quiet = quiet_environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
+
+
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
     device = CPUDevice()
     device.start(num_threads=options.threads)
     model = load_model(options.model or checkpoint(options.cache, 0), device=device, dtype=options.dtype)
@@ -156,8 +154,4 @@ def main() -> None:
                 cells.append(measure(model, name, budget))
             if name == "W6":
                 cells.append(measure(model, name, budget, prefix_cache=False))
-    write("scheduler", {"device": device.describe(), "dtype": str(model.dtype), "cells": cells}, options.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.write({"device": device.describe(), "dtype": str(model.dtype), "cells": cells})

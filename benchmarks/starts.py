@@ -1,8 +1,8 @@
 """Times of starts: each model family and each tokenizer, with default flags, alone and in two processes.
 
-    python benchmarks/starts.py --tokenizers ../shared/data/tokenizers/*
-    python benchmarks/starts.py --models ./SmolLM2.gguf --write dev/log/starts.md
-    python benchmarks/starts.py --only tokenizers --most-seconds 2 --out starts.json
+    python -m benchmarks starts --tokenizers ../shared/data/tokenizers/*
+    python -m benchmarks starts --models ./SmolLM2.gguf --write dev/log/starts.md
+    python -m benchmarks starts --only tokenizers --most-seconds 2 --out starts.json
 
 A family is a tiny random checkpoint with the tokenizer of the demo model: what its start takes is what a start takes
 beside reading weights. Each start is a `penstock serve generation` or `penstock serve tokenizer` of its own, on free
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(_ROOT / part) for part in (".", "services", "clients/python", "tests")]
 import grpc
 import psutil
 from factories.models.checkpoints import _CONFIGS, tiny_checkpoint
@@ -41,8 +40,7 @@ from penstock.v1 import config_pb2, generation_pb2, generation_pb2_grpc
 from tokenizers import AddedToken, Tokenizer
 
 from benchmarks._arguments import refuse
-from benchmarks._processes import stop_on_sigterm
-from benchmarks._report import write
+from benchmarks._report import Report
 
 # Of Gemma 3.
 ADDED_TOKENS = 6384
@@ -192,18 +190,18 @@ def write_into(page: Path, lines: list[str]) -> None:
     page.write_text(before + mark + "\n\n" + "\n".join(lines) + "\n\n" + end + after, encoding="utf-8")
 
 
-def main() -> int:
-    """Exit status."""
-    stop_on_sigterm()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--families", nargs="*", default=list(_CONFIGS), help="default: every native one")
     parser.add_argument("--tokenizers", nargs="*", type=Path, default=[], help="further folders of tokenizers")
     parser.add_argument("--models", nargs="*", type=Path, default=[], help="folders and GGUF files")
     parser.add_argument("--most-seconds", type=float, help="of the work of a tokenizer's start; exit status 1 past it")
     parser.add_argument("--write", type=Path, help="page whose table is replaced")
-    parser.add_argument("--json", "--out", dest="out", type=Path, help="JSON file to write")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace, report: Report) -> int:
+    """Measure; return the exit status."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     starts: list[Start] = []
     lines: list[str] = []
@@ -221,11 +219,7 @@ def main() -> int:
         for one in starts
         if one.way == "tokenizer" and options.most_seconds is not None and (one.rest or 0.0) > options.most_seconds
     ]
-    write("starts", {"cells": cells, "slow": slow}, options.out)
+    report.write({"cells": cells, "slow": slow})
     if slow:
         print(f"slower than {options.most_seconds:g} s: {', '.join(slow)}", file=sys.stderr)
     return 1 if slow or any("DIFFER" in line for line in lines) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

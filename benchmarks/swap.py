@@ -1,6 +1,6 @@
 """Preemption by swap, by recompute and by what the engine finds cheaper, in a KV pool that is too small.
 
-    python benchmarks/swap.py [--model DIR] [--threads 2] [--overcommit 4] [--rounds 3] [--loads long,short]
+    python -m benchmarks swap [--model DIR] [--threads 2] [--overcommit 4] [--rounds 3] [--loads long,short]
 
 `long`: few requests with long prompts, which take long to compute again. `short`: many with short prompts and a common
 beginning, which stays in the pool for whoever comes back. All requests are there at once, greedy, and answers grow
@@ -16,20 +16,15 @@ CPU's seconds, of all threads.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from penstock.common.environment import quiet_environment
-
-from benchmarks._arguments import names
-from benchmarks._report import write
+from benchmarks._arguments import be_quiet, names
+from benchmarks._report import Report
 from benchmarks.checkpoints import resolve
 
 if TYPE_CHECKING:
@@ -161,9 +156,8 @@ def measure(model: CausalLM, device: Device, load: Load, way: str, overcommit: f
     return figures, ids
 
 
-def main() -> None:
-    """Parse the command line, measure, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--model", default="qwen2.5-0.5b", help="folder, or a shape of checkpoints.py")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kernels", default="auto")
@@ -172,11 +166,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loads", type=names(LOADS, "load"), default=list(LOADS))
     parser.add_argument("--share", type=float, default=1.0, help="of the lengths, for a machine with little time")
-    parser.add_argument("--json", type=Path, help="also write the result there")
-    options = parser.parse_args()
-    quiet = quiet_environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
+
+
+def main(options: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
+    be_quiet(options.threads)
 
     from penstock.generation.devices.cpu import CPUDevice
     from penstock.generation.models.registry import load_model
@@ -195,8 +189,4 @@ def main() -> None:
                 cells.append({"load": name, "round": number, **figures, "same_ids": ids == wanted})
                 print(cells[-1], file=sys.stderr)
     facts = {"device": device.describe(), "dtype": str(model.dtype), "model": model.config.num_parameters}
-    write("swap", {**facts, "overcommit": options.overcommit, "cells": cells}, options.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.write({**facts, "overcommit": options.overcommit, "cells": cells})

@@ -9,9 +9,9 @@ Everything is a process of its own on this machine; the tokenizer and the router
 
 The backend steps like an engine, at most every `--step-seconds`, with one message for all streams.
 
-    python benchmarks/wire.py --out wire.json --plot wire.svg
-    python benchmarks/wire.py --streams 64 256 --variant "two=--processes 2" --connections 8
-    python benchmarks/wire.py --variant before=@/path/to/another/checkout
+    python -m benchmarks wire --out wire.json --plot wire.svg
+    python -m benchmarks wire --streams 64 256 --variant "two=--processes 2" --connections 8
+    python -m benchmarks wire --variant before=@/path/to/another/checkout
 
 Variants take turns, round by round. A variant is `NAME=FLAGS` (flags of `penstock serve router`, and behind `//` of the
 tokenizer) or `NAME=@DIR` (the services of another checkout); CPU time is that of a process and its children, from
@@ -34,12 +34,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks._arguments import refuse
+from benchmarks._report import Report
+
 _ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(_ROOT / part) for part in (".", "services", "tests")]
 from benchmarks import _wire_smg
 from benchmarks._arguments import at_least
-from benchmarks._processes import stop_on_sigterm
-from benchmarks._report import Table, save
+from benchmarks._report import Table
 from benchmarks._wire_profile import flamegraphs
 from benchmarks._wire_report import COLUMNS, markdown, plot
 from benchmarks._wire_stack import GATEWAY, MODES, SLOTS, SMG, SMG_1, Processes, Side, Variant, cpu_seconds, memory_mb
@@ -156,9 +157,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     parser.add_argument("--streams", type=at_least(1), nargs="+", default=[1, 8, 64, 256, 512], help="chats at once")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--tokens", type=at_least(1), default=128, help="tokens of an answer")
@@ -176,21 +176,17 @@ def main() -> None:
     parser.add_argument("--smg-flags", default="", help="more flags of `smg launch`")
     parser.add_argument("--tokenizer-flags", default="", help="flags of `penstock serve tokenizer`")
     parser.add_argument("--flamegraphs", type=Path, help="folder for flame graphs of one more round (needs py-spy)")
-    parser.add_argument("--out", type=Path, help="JSON file to write; - is standard output")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure, and report it."""
     if max(arguments.streams) > SLOTS:
-        parser.error(f"--streams: at most {SLOTS}")
+        refuse(f"--streams: at most {SLOTS}")
     if arguments.smg and not _wire_smg.PROGRAM.is_file():
         print(f"smg is left out: there is no {_wire_smg.PROGRAM}; `make peers` makes it", file=sys.stderr)
         arguments.smg = False
-    stop_on_sigterm()
     rows = run(arguments)
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "plot", "flamegraphs")}
-    save("wire", {"settings": settings, "rows": rows}, arguments.out)
+    report.save({"settings": report.settings, "rows": rows})
     if arguments.plot is not None:
         arguments.plot.write_text(plot(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,14 @@
 """W1 to W6 on Penstock and other engines, in turns, with the share of the machine's limit in every row.
 
-    python benchmarks/workloads.py --engines penstock,transformers --workloads W1,W2 --rounds 3 --json FILE
-    python benchmarks/workloads.py --engines penstock,penstock-grpc,transformers,openvino,llamacpp,vllm --rounds 5 \\
+    python -m benchmarks workloads --engines penstock,transformers --workloads W1,W2 --rounds 3 --json FILE
+    python -m benchmarks workloads --engines penstock,penstock-grpc,transformers,openvino,llamacpp,vllm --rounds 5 \\
         --json bf16.json --plot bf16.png
-    python benchmarks/workloads.py --engines penstock,openvino,llamacpp,vllm --dtype int8 --model llama-3.2-1b
+    python -m benchmarks workloads --engines penstock,openvino,llamacpp,vllm --dtype int8 --model llama-3.2-1b
 
 Every engine is a process that loads once; then for every round and workload each engine has its turn, the others
 asleep, so that a machine's drift in speed is the same for all. A first round warms up and does not count. Prompts are
 random ids, others in every round and the same for all engines; outputs are greedy and of the length that was asked for.
-The machine's bandwidth and peak are measured before and after. `python benchmarks/report.py FILE` shows its tables.
+The machine's bandwidth and peak are measured before and after. `python -m benchmarks report FILE` shows its tables.
 With `--adapters 8` every request is of one of eight random LoRA adapters. The limit's share counts the model alone.
 Engines other than Penstock and transformers are used when they are installed (`make peers`; docs/guide/benchmarks.md).
 """
@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks import report
+from benchmarks import report as reports
 from benchmarks._arguments import at_least, names, numbers, refuse
-from benchmarks._processes import ending_with_us, stop_on_sigterm
-from benchmarks._report import environment
+from benchmarks._processes import ending_with_us
+from benchmarks._report import Report, environment
 from benchmarks.adapters import adapter_folders
 from benchmarks.cells import WORKLOADS, Workload, figures, medians, tokens_needed
 from benchmarks.checkpoints import CACHE, resolve
@@ -106,7 +105,7 @@ class Bench:
     def _probe(self) -> None:
         if self.options.probe_seconds:
             say("measuring the machine's bandwidth and peak")
-            command = ending_with_us(sys.executable, str(ROOT / "benchmarks" / "roofline.py"))
+            command = ending_with_us(sys.executable, str(ROOT / "benchmarks" / "__main__.py"), "roofline")
             command += ["--threads", str(self.options.threads), "--seconds", str(self.options.probe_seconds)]
             self.probes.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
@@ -219,9 +218,8 @@ def _engine_options(given: list[str]) -> dict[str, dict[str, str]]:
     return options
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(made: argparse.ArgumentParser) -> None:
+    """Add the flags. The file of --json is written after every round."""
     made.add_argument("--engines", type=names(ENGINES, "engine"), default=["penstock", "transformers"])
     made.add_argument("--workloads", type=names(WORKLOADS, "workload"), default=list(WORKLOADS))
     made.add_argument("--rounds", type=at_least(1), default=3)
@@ -245,15 +243,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--probe-seconds", type=float, default=3.0, help="for each figure of the machine; 0: no roofline")
     made.add_argument("--cache", type=Path, default=CACHE, help="of checkpoints and other engines' environments")
-    made.add_argument("--json", type=Path, help="write the figures there, after every round")
     made.add_argument("--plot", type=Path, help="draw them there (PNG or SVG; needs matplotlib)")
-    return made
 
 
-def main() -> None:
+def main(options: argparse.Namespace, _report: Report) -> None:
     """Measure; tables go to stdout."""
-    stop_on_sigterm()
-    options = parser().parse_args()
     options.option = _engine_options(options.option)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         refuse("--plot needs matplotlib; report.py --plot draws a --json file later, with any Python that has it")
@@ -261,12 +255,8 @@ def main() -> None:
     if all(skipped(*turn, options.include) for turn in turns):
         refuse(f"--workloads: nothing to run without --include {':'.join(turns[0])}")
     result = Bench(options).measure()
-    print(report.markdown(result))
+    print(reports.markdown(result))
     if not result["rows"]:
         sys.exit("no engine finished a round; why is above")
     if options.plot is not None:
-        report.plot(result, options.plot)
-
-
-if __name__ == "__main__":
-    main()
+        reports.plot(result, options.plot)

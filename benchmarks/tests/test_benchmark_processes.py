@@ -20,16 +20,14 @@ _LOOK_SECONDS, _PATIENCE_SECONDS = 0.05, 300.0
 # Processes that each has to start before it is stopped: services that are ready, and words of command lines.
 SERVICES = ("tokenizer", "generation", "router")
 COMMANDS = {
-    "workloads.py": (
+    "workloads": (
         ("--engines", "penstock-grpc", "--workloads", "W1", "--probe-seconds", "0", "--rounds", "100000"),
         SERVICES,
         "benchmarks.engines.worker",
     ),
-    "overhead.py": (("--rounds", "100000"), SERVICES, "serve"),
-    "first_token.py": (("--rounds", "100000"), SERVICES, "serve"),
-    "step_threads.py": (("--rounds", "100000", "--threads", "1"), ("generation",), "serve"),
-    "wire.py": (("--rounds", "100000", "--streams", "1"), ("tokenizer", "router"), "_wire_client.py"),
-    "load.py": (("--models", str(demo_folder()), "--rounds", "100000"), (), "serve"),
+    "overhead": (("--rounds", "100000"), SERVICES, "serve"),
+    "wire": (("--rounds", "100000", "--streams", "1"), ("tokenizer", "router"), "_wire_client.py"),
+    "load": (("--models", str(demo_folder()), "--rounds", "100000"), (), "serve"),
 }
 
 
@@ -52,8 +50,8 @@ BY_HAND = {"PENSTOCK_FORKED_SERVICES": "0"}
 def started(name: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
     """The benchmark and its children, once those of COMMANDS are there; `folder` is its temporary folder."""
     flags, services, word = COMMANDS[name]
-    model = ("--model", str(demo_folder())) if name == "workloads.py" else ()
-    command = [sys.executable, str(ROOT / "benchmarks" / name), *flags, *model]
+    model = ("--model", str(demo_folder())) if name == "workloads" else ()
+    command = [sys.executable, "-m", "benchmarks", name, *flags, *model]
     with (folder.parent / "output").open("w+b") as output:
         driver = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=output, env={**os.environ, **BY_HAND, "TMPDIR": str(folder)}
@@ -100,7 +98,7 @@ def test_sigterm_ends_all_and_leaves_no_file(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thinned(4)
-@pytest.mark.parametrize("name", ["workloads.py", "overhead.py", "wire.py", "load.py"])
+@pytest.mark.parametrize("name", ["workloads", "overhead", "wire", "load"])
 def test_services_end_with_a_driver_that_was_killed(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -118,7 +116,7 @@ def test_the_log_of_an_engine_is_kept_only_where_it_did_not_end_well(wanted: str
     flags = ["--engines", "penstock", "--workloads", "W1", "--probe-seconds", "0", "--rounds", "1", "--warmup", "0"]
     flags += ["--model", str(demo_folder()), "--threads", "1"]
     flags += ["--option", "penstock.kv-memory=no-size"] if wanted == "kept" else []
-    command = [sys.executable, str(ROOT / "benchmarks" / "workloads.py"), *flags]
+    command = [sys.executable, "-m", "benchmarks", "workloads", *flags]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -28,7 +28,7 @@ from benchmarks._guard_rounds import Guard, Limits
 from benchmarks._guard_trees import Tree, checked_out, choose_kernels, find_commit, instruction_set
 from benchmarks._guard_turns import HeldProcess, TurnFailed
 
-GUARD = ROOT / "benchmarks" / "guard.py"
+GUARD = (str(ROOT / "benchmarks" / "__main__.py"), "guard")
 SETTING = Setting(Path("model"), 2)
 
 
@@ -270,7 +270,7 @@ def test_a_signal_leaves_nothing(repository: Path, tmp_path: Path, number: signa
 
 @pytest.mark.parametrize("name", ["no-such-commit", "--help", "HEAD:Makefile", ""])
 def test_a_base_that_is_no_commit_is_one_line(name: str) -> None:
-    ended = subprocess.run([sys.executable, GUARD, "--", name], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, *GUARD, "--", name], capture_output=True, text=True)
     assert ended.returncode == 2
     assert len(ended.stderr.splitlines()) == 1
     assert "BASE" in ended.stderr

@@ -12,7 +12,6 @@ import pytest
 from penstock.http2 import frames
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import http2_frames
 from benchmarks._wire_client import problem
 from benchmarks._wire_pace import Pace
 from benchmarks._wire_proto import block, fields, number, packed, varint
@@ -160,9 +159,3 @@ def test_a_gateway_is_a_row_and_a_curve_beside_router_and_tokenizer() -> None:
     assert "| 17.0 + 7.5 = 24.5 | 5.0, 6.0 | 70 + 70 |" in ours
     assert "| 20.2 | 5.0, 6.0 | 70 |" in theirs
     assert "uncoalesced, smg" in plot(rows)
-
-
-async def test_the_benchmark_of_frames_counts_what_it_writes_and_reads() -> None:
-    for make in (http2_frames.our_writer, http2_frames.our_reader):
-        run = await make(3, b"message")
-        await run(5)  # it checks by itself that all came

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from benchmarks.__main__ import parser_of
 from benchmarks._report import STDOUT, Table, save
 from benchmarks.cells import HEADLINES, WORKLOADS, Workload, figures, medians, tokens_needed
 from benchmarks.engines.base import Settings, Unsupported
@@ -19,7 +20,7 @@ from benchmarks.engines.penstock import PenstockEngine
 from benchmarks.engines.transformers import Generate
 from benchmarks.report import best_peer, markdown, ratio, read, rows_of
 from benchmarks.roofline import Machine, Model, ideal
-from benchmarks.workloads import parser, skipped
+from benchmarks.workloads import skipped
 
 MODEL = Model(body=1000, head=100, layers=2, heads=4, kv_heads=2, head_dim=8, vocab_size=50)
 
@@ -137,7 +138,7 @@ def test_a_run_without_a_row_has_no_empty_table() -> None:
 )
 def test_wrong_flags_are_named(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        parser().parse_args([f"{flag}={value}"])
+        parser_of("workloads").parse_args([f"{flag}={value}"])
     assert ended.value.code == 2
     assert f"error: argument {flag}: " in capsys.readouterr().err
 

@@ -45,7 +45,7 @@ EXPECTED = {
     "buf curl --protocol grpc --http2-prior-knowledge -d": '"finished"',
     "curl -s http://127.0.0.1:8000": '"chat.completion"',
     "curl ": "penstock_router_requests_total",
-    "python benchmarks/overhead.py": '"added"',
+    "python -m benchmarks overhead": '"added"',
 }
 
 
