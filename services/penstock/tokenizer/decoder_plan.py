@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,29 +24,29 @@ class Plan:
 
     def table(self, tokenizer: Tokenizer, limit: int, special_ids: Sequence[int]) -> DecodeTable:
         """Make the table. Ids below `limit` without an entry contribute nothing; nor do `special_ids` where skipped."""
-        text: list[str | None] = [""] * limit
+        # The decoder's text of each, which is normalized where an added token is. By id: a dictionary of all tokens
+        # would be made for this alone.
+        tokens = [token or "" for token in map(tokenizer.id_to_token, range(limit))]
+        text: list[str | None] = []
         raw: dict[int, bytes] = {}
-        contribution = byte_level_text if self.kind == "byte_level" else self._piece_text
-        for index in range(limit):
-            # The decoder's text of it, which is normalized where an added token is. By id: a dictionary of all tokens
-            # would be made for this alone.
-            token = tokenizer.id_to_token(index)
-            if not token:
-                continue
-            piece = contribution(token)
+        pieces = map(byte_level_text, tokens) if self.kind == "byte_level" else self._pieces(tokens)
+        for index, piece in enumerate(pieces):
             if isinstance(piece, str):
-                text[index] = piece
+                text.append(piece)
             else:
                 # Part of a character; under byte fallback a lone byte, which stays one even in ASCII: runs of them are
                 # decoded as a whole.
-                text[index], raw[index] = None, piece
+                text.append(None)
+                raw[index] = piece
         return DecodeTable(self.kind, Table(text, raw), special_ids, self.strip, self.strip_count)
 
-    def _piece_text(self, token: str) -> str | bytes:
+    def _pieces(self, tokens: list[str]) -> Iterator[str | bytes]:
+        """Make what each token contributes under byte fallback."""
         for old, new in self.replacements:
-            token = token.replace(old, new)
-        byte = _lone_byte(token)
-        return token if byte is None else byte
+            tokens = [token.replace(old, new) for token in tokens]
+        for token in tokens:
+            byte = _lone_byte(token) if token.startswith("<0x") else None
+            yield token if byte is None else byte
 
 
 def plan_of(decoder: dict[str, Any] | None) -> Plan | None:

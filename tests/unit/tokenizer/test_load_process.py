@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 import transformers
 from penstock.common.checkpoint import demo_folder
-from penstock.tokenizer.load_process import load, read_sources_once
+from penstock.tokenizer.load_process import copy_added_tokens_directly, load, read_sources_once
+from tokenizers import AddedToken
 from transformers.utils import import_utils
 
 
@@ -27,6 +30,20 @@ def test_the_names_that_models_export_are_those_that_transformers_reads(monkeypa
     # Those of one model are its own affair.
     one = str(Path(init).parent / "qwen2" / "__init__.py")
     assert given(one) == reads(one)
+
+
+def test_deep_copies_of_added_tokens_are_like_them_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy, "_deepcopy_dispatch", dict(vars(copy)["_deepcopy_dispatch"]))
+    words = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    tokens = [
+        AddedToken("<a>", **dict(zip(words, flags, strict=True)))
+        for flags in itertools.product((False, True), repeat=len(words))
+    ]
+    by_pickling = copy.deepcopy(tokens)
+    copy_added_tokens_directly()
+    made = copy.deepcopy({"tokens": tokens})["tokens"]
+    assert [one.__getstate__() for one in made] == [one.__getstate__() for one in by_pickling]
+    assert not any(one is token for one, token in zip(made, tokens, strict=True))
 
 
 @pytest.mark.parametrize("ends", [2, [2, [3, 4]]], ids=["an id", "a run of ids"])

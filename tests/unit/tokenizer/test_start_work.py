@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from penstock.common.errors import StartupError
 from penstock.tokenizer import control_tokens, loader
 from penstock.tokenizer import tokenizer as tokenizer_file
 from penstock.tokenizer.loader import check_folder
-from penstock.tokenizer.tokenizer import EncodeOptions, TextTokenizer, Vocabulary
+from penstock.tokenizer.tokenizer import EncodeOptions, SpelledTokens, TextTokenizer, Vocabulary
 from tokenizers import AddedToken, Tokenizer, models
 
 NONCE = "\U00100001\U00100002\U00100003\U00100004"
@@ -105,6 +106,22 @@ def test_a_start_reads_the_vocabulary_once(monkeypatch: pytest.MonkeyPatch) -> N
     TextTokenizer(vocabulary)
     detokenizers_of(vocabulary)
     assert _Counted.calls == ["from_str"]
+
+
+@given(st.lists(st.text("<|a>", max_size=4), max_size=6), st.text("<|a>b", max_size=20))
+@settings(max_examples=300, deadline=None)
+def test_a_text_is_searched_for_tokens_as_by_an_expression_of_all(tokens: list[str], text: str) -> None:
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    found = re.findall("|".join(map(re.escape, longest_first)), text) if longest_first else []
+    assert list(SpelledTokens(tokens).find(text)) == found
+
+
+def test_no_expression_of_thousands_of_tokens_is_compiled() -> None:
+    tokens = [f"<unused{number}>" for number in range(6000)]
+    searched = SpelledTokens(tokens)
+    assert list(searched.find("a <unused59> and <unused5999><unused6000>")) == ["<unused59>", "<unused5999>"]
+    assert searched._first is not None
+    assert len(searched._first.pattern) < 10
 
 
 def test_control_tokens_that_no_merge_makes_share_the_model() -> None:
