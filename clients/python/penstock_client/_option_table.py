@@ -25,15 +25,15 @@ class OptionKeywords(TypedDict, total=False):
     min_length: int
     # Seconds after which no further token is generated.
     max_time: float
-    # Sample; most chat models' own files say so too.
+    # Sample instead of greedy search; most chat models' own files set it.
     do_sample: bool
-    # Beam search with so many beams.
+    # Number of beams; beam search when above 1.
     num_beams: int
-    # Diverse beam search with so many groups.
+    # Groups of beams; diverse beam search when above 1.
     num_beam_groups: int
-    # How much groups of beams shall differ.
+    # Penalty that makes groups of beams differ.
     diversity_penalty: float
-    # Contrastive search, among top_k candidates.
+    # Contrastive search among top_k candidates when above 0.
     penalty_alpha: float
     # Beams: above 0 prefers long answers.
     length_penalty: float
@@ -41,79 +41,79 @@ class OptionKeywords(TypedDict, total=False):
     early_stopping: bool | Literal["never"]
     # Answers to return.
     num_return_sequences: int
-    # Draft so many tokens from the prompt's own n-grams; 0 is off.
+    # Tokens to draft from the prompt's own n-grams; 0 is off.
     prompt_lookup_num_tokens: int
     # Longest n-gram that prompt lookup matches.
     max_matching_ngram_size: int
     # Name of the server's draft model.
     assistant_model: str
-    # Tokens that the draft model drafts at once.
+    # Tokens per draft of the draft model.
     num_assistant_tokens: int
     # How num_assistant_tokens changes within a request.
     num_assistant_tokens_schedule: Literal["constant", "heuristic", "heuristic_transient"]
-    # Drafting stops at a token less likely than this; 0 never stops.
+    # Stop drafting at a token less likely than this; 0 never stops.
     assistant_confidence_threshold: float
     # DoLa: low, high or layer numbers.
     dola_layers: Literal["low", "high"] | Sequence[int]
-    # Above 1: keep closer to the prompt.
+    # Classifier-free guidance: above 1 keeps closer to the prompt.
     guidance_scale: float
-    # What to steer away from.
+    # Text to steer away from.
     negative_prompt: str | Sequence[int]
-    # What to steer away from, as ids.
+    # Text to steer away from, as ids.
     negative_prompt_ids: Sequence[int]
-    # Above 1 evens the distribution out; 0 is greedy.
+    # Above 1 flattens the distribution, below 1 sharpens it; 0 is greedy.
     temperature: float
-    # Sample among the k likeliest tokens; 0 is off.
+    # Sample among the k most likely tokens; 0 is off.
     top_k: int
-    # Sample among the likeliest tokens of this probability.
+    # Sample among the most likely tokens with this total probability.
     top_p: float
-    # Drop tokens less likely than this share of the likeliest.
+    # Drop tokens less likely than this share of the top one.
     min_p: float
-    # Sample among the likeliest tokens of this share of the entropy.
+    # Sample among the most likely tokens with this share of the entropy.
     top_h: float
-    # Sample among the tokens of this probability whose surprise is nearest to the entropy.
+    # Sample among the most typical tokens (surprise nearest to the entropy) with this total probability.
     typical_p: float
     # Drop tokens less likely than this; 0 is off.
     epsilon_cutoff: float
-    # Drop tokens less likely than this, or less where the entropy is high; 0 is off.
+    # Drop tokens less likely than this; high entropy lowers the bound; 0 is off.
     eta_cutoff: float
-    # Above 1: say less again, of prompt and answer.
+    # Above 1: repeat less of prompt and answer.
     repetition_penalty: float
-    # Above 1: say more of the prompt again.
+    # Above 1: repeat more of the prompt.
     encoder_repetition_penalty: float
-    # No run of so many tokens comes twice.
+    # Length of n-grams that may occur only once; 0 is off.
     no_repeat_ngram_size: int
-    # No run of so many tokens of the prompt comes again.
+    # Length of n-grams of the prompt that the answer may not repeat; 0 is off.
     encoder_no_repeat_ngram_size: int
-    # Sequences that are not generated.
+    # Sequences that must not be generated.
     bad_words_ids: Sequence[Sequence[int]]
-    # Beams: phrases, or alternatives, that must be generated.
+    # Beams: phrases that must be generated; an entry may list alternatives.
     force_words_ids: Sequence[Words]
-    # Beams: as force_words_ids, or transformers' own constraints.
+    # Beams: like force_words_ids, or transformers' own constraints.
     constraints: Sequence[Any]
-    # Make scores log-probabilities again after all else.
+    # Turn scores into log-probabilities after all processors.
     renormalize_logits: bool
     # Replace NaN and infinities in scores.
     remove_invalid_values: bool
     # First token after a prompt of one token.
     forced_bos_token_id: int
-    # Last tokens where the maximum length is reached.
+    # Last token of an answer that reaches its maximum length.
     forced_eos_token_id: int | Sequence[int]
-    # (start_index, decay_factor): how the end becomes likelier after start_index tokens.
+    # (start_index, decay_factor): the end becomes more likely after start_index tokens.
     exponential_decay_length_penalty: tuple[int, float]
-    # Tokens that are not generated.
+    # Tokens that must not be generated.
     suppress_tokens: Sequence[int]
-    # Tokens that are not generated first.
+    # Tokens that the answer must not begin with.
     begin_suppress_tokens: Sequence[int]
     # Added to the score of the token that would complete a sequence.
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[tuple[Sequence[int], float]]
     # Green-list or SynthID watermark: its fields, or transformers' class of either.
     watermarking_config: Any
-    # Choose the prompt's last token again, with what follows it.
+    # Choose the prompt's last token again, together with the text after it.
     token_healing: bool
-    # Taken off a token's score for each time it was generated.
+    # Subtracted from a token's score for each time it was generated.
     frequency_penalty: float
-    # Taken off the score of every token that was generated.
+    # Subtracted from the score of every token that was generated.
     presence_penalty: float
     # Added to the scores of these ids.
     logit_bias: Mapping[int, float] | Mapping[str, float]
@@ -121,67 +121,67 @@ class OptionKeywords(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     # The answer is one of these sequences, or the beginning of one.
     allowed_token_trie: Sequence[Sequence[int]]
-    # Drop tokens whose score is more than so many standard deviations below the highest; 0 is off.
+    # Drop tokens scored more than this many standard deviations below the highest; 0 is off.
     top_n_sigma: float
-    # Chance, for each token, that the likeliest choices are dropped (XTC); 0 is off.
+    # Chance, per token, that the most likely choices are dropped (XTC); 0 is off.
     xtc_probability: float
-    # A token at least this likely is such a choice; the least likely of them stays.
+    # XTC drops tokens at least this likely, except the least likely of them.
     xtc_threshold: float
-    # Same seed, same answer.
+    # Seed of the random draws: same seed, same answer.
     seed: int
     # Ids that end a sequence, in place of the model's.
     eos_token_id: int | Sequence[int]
-    # Id that a finished group of beams counts as.
+    # Id that stands for a finished group of beams.
     pad_token_id: int
-    # Id that an empty prompt begins with.
+    # Id that replaces an empty prompt.
     bos_token_id: int
     # Logits processors of the server's owner, by name.
     logits_processor: str | Sequence[Any] | Mapping[str, Mapping[str, Any]]
     # Stopping criteria of the server's owner, by name.
     stopping_criteria: str | Sequence[Any] | Mapping[str, Mapping[str, Any]]
-    # Draft so many tokens from past outputs of the same tenant, and remember this one; 0 is off.
+    # Tokens to draft from past outputs of the same tenant; this output is remembered, too; 0 is off.
     ngram_memory_num_tokens: int
-    # Fewest tokens at the end that a past output must have had, too.
+    # Fewest last tokens that must match a past output.
     ngram_memory_match: int
-    # Guess so many tokens ahead, and let every step correct the guesses of the one before; 0 is off.
+    # Tokens to guess ahead; every step corrects the guesses of the step before; 0 is off.
     lookahead_window: int
-    # Tokens of the n-grams that lookahead takes from its guesses.
+    # Length of the n-grams that lookahead takes from its guesses.
     lookahead_ngram_size: int
     # N-grams that lookahead keeps for each first token.
     lookahead_guesses: int
 
-    # The answer ends before any of these texts; the prompt takes no part in a match.
+    # The answer ends before any of these texts; matches never reach into the prompt.
     stop_strings: str | Sequence[str]
     # The answer ends on any of these ids, or runs of ids.
     stop_token_ids: int | Sequence[int | Sequence[int]]
-    # Go on after end-of-sequence ids, and runs of them.
+    # Continue after end-of-sequence ids and sequences.
     ignore_eos: bool
-    # The answer ends after the stop string; its ids always include the token that completed it.
+    # The answer ends after the stop string. Its ids always include the token that completed the string.
     include_stop_string_in_output: bool
 
-    # The answer carries ids; between router and generation they always travel.
+    # The answer carries token ids; between router and generation they always travel.
     return_token_ids: bool
-    # Log-probabilities of so many tokens at each position; 0: of the chosen one only.
+    # Most likely tokens to report log-probabilities of, at each position; 0: of the chosen token only.
     top_logprobs: int
-    # The same of the prompt.
+    # Like top_logprobs, for the prompt's positions.
     prompt_logprobs: int
     # Scores after the processors.
     output_scores: bool
     # The model's own scores.
     output_logits: bool
-    # Hidden states of the row that the token was drawn from.
+    # Hidden states of the position that the token was drawn from.
     output_hidden_states: bool
-    # Attentions of that row.
+    # Attentions of that position.
     output_attentions: bool
     # Leave special tokens out of the text; stop strings do not see them then.
     skip_special_tokens: bool
-    # The answer begins with the prompt; a client that sends ids is warned: it holds the prompt.
+    # The answer begins with the prompt. A client that sends ids gets a warning: it has the prompt already.
     echo: bool
-    # Tokens of a delta; the last one may be shorter.
+    # Tokens per delta; the last delta may be shorter.
     stream_interval: int
-    # Of scores and logits only so many of the highest; 0: all.
+    # Scores and logits per position, the highest ones; 0: all.
     scores_top_k: int
-    # Output positions, from 0, that tensors are wanted of.
+    # Output positions, from 0, to return tensors for.
     tensor_steps: Sequence[int]
 
 
