@@ -60,57 +60,54 @@ class ModelOptions:
     model: str | None = option(None, "Folder or hub id of the model; the embedded one when left out.", group=MODEL)
     served_model_name: tuple[str, ...] = option(
         (),
-        "Name that callers use; by default the folder's own. Of several the first one stands in answers.",
+        "Name that callers use; by default the folder's own. Answers carry the first of several.",
         group=MODEL,
         metavar="NAME",
     )
-    tokenizer_path: str | None = option(
-        None, "Folder or hub id of the tokenizer that belongs to MODEL, where it has none itself.", group=MODEL
-    )
+    tokenizer_path: str | None = option(None, "Folder or hub id of MODEL's tokenizer, if MODEL has none.", group=MODEL)
     load_tokenizer: bool = option(
         True,
-        "Read the tokenizer, which stop strings, token healing and structured output need; without it they are "
-        "refused.",
+        "Read the tokenizer. Without it, stop strings, token healing and structured output are refused.",
         group=MODEL,
     )
     model_config: str | None = option(
         None,
-        "JSON file with MindIE's dictionary model_config (docs/guide/in-your-process.md). Other flags go before it.",
+        "JSON file with MindIE's dictionary model_config (docs/guide/in-your-process.md). Other flags override it.",
         group=MODEL,
         metavar="FILE",
     )
     device: str = option(
         "auto",
-        "Where the model runs: cpu, npu or npu:NUMBER (an Ascend NPU, of those that are visible), or auto: an NPU "
-        "where there is one and torch-npu is installed, else the CPU.",
+        "Device of the model: cpu, npu or npu:NUMBER (a visible Ascend NPU), or auto: an NPU if there is one and "
+        "torch-npu is installed, else the CPU.",
         group=MODEL,
     )
     dtype: str = option(
-        "auto", "float32, bfloat16, float16, or auto: the checkpoint's where it runs well.", group=MODEL
+        "auto", "float32, bfloat16, float16, or auto: the checkpoint's if the device runs it well.", group=MODEL
     )
     quantization: str = option(
         "auto",
-        "Weights of the linear layers, quantised at load: faster, less exact. int4: smallest, and fastest for a "
-        "stream or two; int8: more exact, and faster than int4 with several streams and for prompts; none: as "
-        "--dtype; fp8: on GPUs that have it; auto: as `penstock pack` wrote MODEL, otherwise none.",
+        "Quantise the weights of the linear layers at load: faster, less exact. int4: smallest, and fastest for one or "
+        "two streams; int8: more exact, and faster than int4 for several streams and for prompts; none: --dtype; fp8: "
+        "on GPUs that support it; auto: as `penstock pack` wrote MODEL, otherwise none.",
         group=MODEL,
     )
     model_route: str = option(
         "auto",
-        "Code that runs the model: native is Penstock's own, fallback transformers' modules on the same scheduler and "
-        "KV pool; auto: native where the model type is (docs/guide/models.md).",
+        "Code that runs the model: native is Penstock's own, fallback is transformers' modules on the same scheduler "
+        "and KV pool; auto: native if it knows the model type (docs/guide/models.md).",
         group=MODEL,
     )
     trust_remote_code: bool = option(
         False,
-        "Run Python code that MODEL's folder brings (auto_map of its config.json), with all the rights of this "
-        "process, where transformers runs the model.",
+        "Run Python code from MODEL's folder (auto_map of its config.json) with all the rights of this process, if "
+        "transformers runs the model.",
         group=MODEL,
     )
     self_check: bool = option(
         True,
-        "Compare a model that transformers' modules run with its own attention at the start, and refuse one whose "
-        "answers would differ.",
+        "At start, compare a model of transformers' modules with its own attention, and refuse it if the answers "
+        "differ.",
         group=MODEL,
     )
     threads: int | None = option(
@@ -118,16 +115,16 @@ class ModelOptions:
     )
     tensor_parallel: int = option(
         1,
-        "Processes of this machine that share the model: each has a part of every layer's heads and widths, of the "
-        "vocabulary, and of the threads; on NPUs each has one, from --device on. Native models without experts.",
+        "Processes of this machine that share the model. Each has a part of every layer's heads and widths, of the "
+        "vocabulary, and of the threads; on NPUs each has one NPU, from --device on. Native models without experts.",
         group=MODEL,
         minimum=1,
         maximum=64,
     )
     compute_nice: int = option(
         0,
-        "Added to the niceness of these threads (Linux): the other services, where they share its cores, and its own "
-        "messages go first then; so does any other work of the machine.",
+        "Added to the niceness of these threads (Linux). The services that share the cores, and this service's own "
+        "messages, then go first; so does all other work of the machine.",
         group=MODEL,
         minimum=0,
         maximum=19,
@@ -136,14 +133,14 @@ class ModelOptions:
     kernels: str = option(
         "auto",
         "C++ kernels of `penstock build-kernels` or penstock-kernels: auto uses them if they are there, native "
-        "insists, torch never.",
+        "requires them, torch never uses them.",
         group=MODEL,
     )
 
     prefault_weights: bool = option(
         True,
-        "Take the memory of the weights from the system while libraries are imported, instead of when it is written "
-        "(Linux, C++ kernels, MODEL a folder): a faster start.",
+        "Allocate the memory of the weights while libraries are imported, not when it is written (Linux, C++ kernels, "
+        "MODEL a folder): a faster start.",
         group=MODEL,
     )
 
@@ -156,20 +153,20 @@ class ModelOptions:
 
     map_embeddings: bool = option(
         True,
-        "Use the table that ids are looked up in where the page cache has MODEL's file, if it is apart from the head "
-        "and stored as --dtype (CPU): less memory, and the file must be replaced, never written into.",
+        "Map the embedding table from MODEL's file instead of copying it, if it is apart from the head and stored as "
+        "--dtype (CPU): less memory. To change the file, replace it; never write into it.",
         group=MODEL,
     )
     weights_check_seconds: float = option(
         1.0,
-        "How often to look whether somebody wrote into a file that weights are mapped from, which ends the process; "
-        "0: never.",
+        "Interval of the check that nobody wrote into a file of mapped weights; such a write ends the process. 0: no "
+        "check.",
         group=MODEL,
         minimum=0,
     )
 
     assistant_model: str | None = option(
-        None, "Folder or hub id of a draft model, for requests that ask for assisted generation by it.", group=MODEL
+        None, "Folder or hub id of a draft model, for requests with assisted generation.", group=MODEL
     )
 
     logits_processor: tuple[str, ...] = option(
@@ -190,20 +187,20 @@ class ModelOptions:
     )
     model_root: str | None = option(
         None,
-        "Folder below which LoadModel may load from a path; without it models come as bytes only.",
+        "Folder that LoadModel may load paths from; without it models come as bytes only.",
         group=LOADING,
         metavar="FOLDER",
     )
     model_upload_folder: str | None = option(
         None,
-        "Where files of a model that comes as bytes are kept while it is loaded; the system's temporary folder when "
-        "left out.",
+        "Folder for the files of a model that comes as bytes, while it loads; the system's temporary folder when left "
+        "out.",
         group=LOADING,
         metavar="FOLDER",
     )
     max_model_bytes: int | None = option(
         None,
-        "Most bytes of a model that comes as bytes; auto: what memory and disk have free.",
+        "Largest model that may come as bytes; auto: the free memory and disk.",
         group=LOADING,
         minimum=1,
         metavar="SIZE|auto",
@@ -212,12 +209,12 @@ class ModelOptions:
     max_model_files: int = option(1024, "Most files of a model that comes as bytes.", group=LOADING, minimum=1)
     max_model_text_bytes: int = option(
         128 << 20,
-        "Largest of its JSON and text files, and of a header of its weights: they are parsed as a whole.",
+        "Largest JSON or text file of such a model, and largest header of its weights: each is parsed as a whole.",
         group=LOADING,
         minimum=1024,
     )
     receive_idle_seconds: float = option(
-        60.0, "A load whose next bytes do not come for so long is given up.", group=LOADING, minimum=0.05
+        60.0, "A load ends when its next bytes take longer than this.", group=LOADING, minimum=0.05
     )
 
     lora: tuple[str, ...] = option(
@@ -228,7 +225,7 @@ class ModelOptions:
     )
     adapter_root: str | None = option(
         None,
-        "Folder below which LoadAdapter may load adapters; without it none are loaded while the service runs.",
+        "Folder that LoadAdapter may load adapters from; without it none are loaded while the service runs.",
         group=ADAPTERS,
         metavar="FOLDER",
     )
@@ -238,25 +235,25 @@ class ModelOptions:
 
     kv_memory: str = option(
         "auto",
-        "Memory of the KV pool, such as 2GiB; auto: a share of what is left; -1: what is left of 80 % of all of it.",
+        "Memory of the KV pool, such as 2GiB; auto: a share of the free memory; -1: the rest of 80 % of all memory.",
         group=MEMORY,
     )
     host_kv_memory: str = option(
         "0",
-        "Memory of the host pool, where blocks of preempted requests and evicted prefixes go: as --kv-memory; 0: none.",
+        "Memory of the host pool, for blocks of preempted requests and evicted prefixes; like --kv-memory; 0: none.",
         group=MEMORY,
     )
     assistant_kv_memory: str = option(
-        "auto", "Memory of the draft model's own KV pool; auto: for as many tokens as the other holds.", group=MEMORY
+        "auto", "Memory of the draft model's own KV pool; auto: room for as many tokens as the main pool.", group=MEMORY
     )
     kv_cache_dtype: str = option(
         "auto",
-        "How keys and values are kept: auto as the model's dtype, int8 with a scale per token and head.",
+        "Type of stored keys and values: auto is the model's dtype, int8 has a scale per token and head.",
         group=MEMORY,
     )
     block_size: int | None = option(
         None,
-        "Tokens of one KV block; default: by the device, 16 on the CPU and 128 on an NPU.",
+        "Tokens per KV block; default: by the device, 16 on the CPU and 128 on an NPU.",
         group=MEMORY,
         minimum=1,
         maximum=1024,
@@ -266,8 +263,8 @@ class ModelOptions:
     )
     state_snapshots: int = option(
         32,
-        "States of recurrent layers that are kept for equal prompt beginnings, each as large as that of a running "
-        "sequence; 0: such models have no prefix cache.",
+        "Snapshots of recurrent layers' states, kept for equal prompt prefixes; each is as large as the state of a "
+        "running sequence. 0: models with such layers have no prefix cache.",
         group=MEMORY,
         minimum=0,
     )
@@ -288,7 +285,7 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
 
     max_batch_tokens: int | None = option(
         None,
-        "Tokens computed in one engine step; auto: measured at start, as few as have nearly the best throughput.",
+        "Tokens computed in one engine step; auto: the fewest with nearly the best throughput, measured at start.",
         group=BATCHING,
         minimum=1,
         metavar="INT|auto",
@@ -296,32 +293,32 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
     )
     target_step_seconds: float = option(
         0.5,
-        "Longest step that --max-batch-tokens auto lets prompts make: what sequences that decode beside them wait.",
+        "Longest step that --max-batch-tokens auto allows prompts; decoding sequences in the same step wait for it.",
         group=BATCHING,
         minimum=0.001,
     )
     tune_seconds: float = option(
         1.5,
-        "Time at start that --max-batch-tokens auto may take; 0: nothing is measured, and it means 512.",
+        "Longest measurement of --max-batch-tokens auto at start; 0: no measurement, 512 tokens.",
         group=BATCHING,
         minimum=0,
     )
     capture_steps: bool = option(
         True,
-        "Decode steps are captured graphs of the device, where it has such (CUDA, NPU): a step is one call. Without: "
-        "to look for a fault, or for the memory that graphs take.",
+        "Capture decode steps as graphs of the device, if it has such (CUDA, NPU): a step is one call. Turn it off to "
+        "look for a fault, or to save the memory of the graphs.",
         group=BATCHING,
     )
     max_warm_up_steps: int = option(
-        64, "Decode steps of one WarmUp at most; its prompts are a step's at most.", group=BATCHING, minimum=1
+        64, "Most decode steps of one WarmUp; its prompts fit one step.", group=BATCHING, minimum=1
     )
     max_pending_messages: int = option(
-        1024, "Messages that wait for a stream's reader; past that it is cut off.", group=BATCHING, minimum=1
+        1024, "Messages that wait for a stream's reader; with more, the stream is cut off.", group=BATCHING, minimum=1
     )
 
     max_items_in_flight: int = option(
         32,
-        "Items of one Score or Embed that are in the engine at once; the others follow as these end.",
+        "Items of one Score or Embed in the engine at once; the others follow as these end.",
         group=REQUESTS,
         minimum=1,
     )
@@ -331,7 +328,7 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
     )
     max_live_embeds_bytes: int = option(
         256 << 20,
-        "inputs_embeds of all requests that wait or run, in the model's dtype; more are refused.",
+        "Bytes of inputs_embeds of all waiting and running requests, in the model's dtype; more are refused.",
         group=REQUESTS,
         minimum=0,
     )
@@ -361,39 +358,38 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
         GrammarLimits.max_queued, "Constraints waiting for a process; more are refused.", group=CONSTRAINTS, minimum=1
     )
     constraint_cache: int = option(
-        GrammarLimits.cache_entries, "Compiled constraints that are kept.", group=CONSTRAINTS, minimum=1
+        GrammarLimits.cache_entries, "Compiled constraints to keep.", group=CONSTRAINTS, minimum=1
     )
     max_json_digits: int = option(
         JsonBounds.digits,
-        "Digits of integers that a JSON schema leaves open; numbers that may have a point have at most 15, and 9 "
-        "behind it; 0: any number of them.",
+        "Most digits of an integer, unless its JSON schema has a bound; 0: no bound. Numbers with a decimal point have "
+        "at most 15 digits, and 9 after the point.",
         group=CONSTRAINTS,
         minimum=0,
         maximum=19,
     )
     max_json_keys: int = option(
         JsonBounds.keys,
-        "Keys of an object besides those that its JSON schema names; 0: any number of them.",
+        "Most keys of an object besides those in its JSON schema; 0: no bound.",
         group=CONSTRAINTS,
         minimum=0,
     )
     max_json_depth: int = option(
         JsonBounds.depth,
-        "Values within values where a JSON schema allows anything, and of a definition within itself; 0: any number "
-        "of them.",
+        "Deepest nesting where a JSON schema allows any value, and of a definition within itself; 0: no bound.",
         group=CONSTRAINTS,
         minimum=0,
         maximum=32,
     )
     max_json_items: int = option(
         JsonBounds.items,
-        "Items of arrays whose JSON schema has no maxItems; 0: no bound.",
+        "Most items of an array without maxItems in its JSON schema; 0: no bound.",
         group=CONSTRAINTS,
         minimum=0,
     )
     max_json_characters: int = option(
         JsonBounds.characters,
-        "Characters of texts whose JSON schema has no maxLength; 0: no bound.",
+        "Most characters of a string without maxLength in its JSON schema; 0: no bound.",
         group=CONSTRAINTS,
         minimum=0,
     )
@@ -403,20 +399,21 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
 
     model_access: Literal["off", "local", "all"] = option(
         "local",
-        "Forward, Sample, LoadModel and the other calls of ModelService that open the model: local: where the service "
-        "listens on loopback; all: anywhere, on other addresses with --model-access-token-file; off: nowhere.",
+        "Who may call Forward, Sample, LoadModel and the other calls of ModelService that open the model: local: "
+        "callers of a service on loopback; all: also callers of other addresses, with --model-access-token-file; off: "
+        "nobody.",
         group=GRAPHS,
     )
     model_access_token_file: str | None = option(
         None,
-        "Callers of these must send one of the bearer tokens in this file, and no other; a router sends its "
-        "--channel-token-file's.",
+        "Callers of these must send one of the bearer tokens in this file; a router sends the one in its "
+        "--channel-token-file.",
         group=GRAPHS,
         metavar="FILE",
     )
     graph_lengths: tuple[int, ...] = option(
         (512, 2048),
-        "Sequence lengths of the graphs' stages, up to the context; shapes in between are taken as well.",
+        "Sequence lengths of the graphs' stages, up to the context; shapes in between are accepted as well.",
         group=GRAPHS,
         metavar="INT,INT",
         parse=_sizes,
@@ -426,28 +423,27 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
     )
     graph_kv_tokens: int = option(
         4096,
-        "Tokens of the KV pool for named sequences, beside those of --kv-memory; their memory is taken as they are "
-        "used.",
+        "Tokens of the KV pool for named sequences, in addition to --kv-memory; memory is allocated on use.",
         group=GRAPHS,
         minimum=0,
     )
     graph_share: float = option(
         0.5,
-        "Share of the engine's time that graphs may take while there are requests.",
+        "Largest share of the engine's time for graphs while there are requests.",
         group=GRAPHS,
         minimum=0.01,
         maximum=1.0,
     )
     max_graph_streams: int = option(8, "Forward streams that are open at once.", group=GRAPHS, minimum=1)
     max_graph_call_bytes: int = option(
-        64 << 20, "Inputs, and outputs, of one call of a graph in messages.", group=GRAPHS, minimum=1024
+        64 << 20, "Most bytes of inputs, and of outputs, of one graph call in messages.", group=GRAPHS, minimum=1024
     )
-    max_graph_tensors: int = option(1024, "Tensors that stay at the server; 0: none do.", group=GRAPHS, minimum=0)
-    max_graph_tensor_bytes: int = option(256 << 20, "Bytes of all of them.", group=GRAPHS, minimum=0)
-    max_graph_leases: int = option(64, "Leases at once, which own them.", group=GRAPHS, minimum=1)
+    max_graph_tensors: int = option(1024, "Tensors kept at the server; 0: none.", group=GRAPHS, minimum=0)
+    max_graph_tensor_bytes: int = option(256 << 20, "Bytes of all tensors kept.", group=GRAPHS, minimum=0)
+    max_graph_leases: int = option(64, "Leases at once; they own the tensors kept.", group=GRAPHS, minimum=1)
     graph_lease_seconds: float = option(
         60.0,
-        "How long a lease that nobody uses lives, by default; 1h at most.",
+        "Default lifetime of an unused lease; 1h at most.",
         group=GRAPHS,
         minimum=0.01,
         maximum=3600.0,
@@ -455,17 +451,17 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
 
     status_seconds: float = option(
         10.0,
-        "How often the log gets a line on load and throughput, while there is something to tell; 0: never.",
+        "Interval of the log line on load and throughput, while there is any; 0: none.",
         group=INSIDE,
         minimum=0,
     )
     trace_steps: str | None = option(
         None,
-        "Write a line on every engine step there, for tools/replay.py; %p is the process id.",
+        "File to write a line to on every engine step, for tools/replay.py; %p is the process id.",
         group=INSIDE,
         metavar="FILE",
     )
-    trace_bytes: int = option(256 << 20, "Where that file ends.", group=INSIDE, minimum=1024)
+    trace_bytes: int = option(256 << 20, "Largest size of that file.", group=INSIDE, minimum=1024)
     failpoints: tuple[str, ...] = option(
         (),
         "Faults that a test orders (docs/learn/testing.md); refused without --allow-failpoints.",
@@ -496,7 +492,7 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
             )
         if self.model_access == "all" and self.model_access_token_file is None and not is_loopback(self.host):
             raise StartupError(
-                f"--model-access all on {self.host} needs --model-access-token-file: who may look into the model",
+                f"--model-access all on {self.host} needs --model-access-token-file, which says who may call",
                 flag="--model-access-token-file",
             )
         if 0.0 < self.tenant_slowdown <= 1.0:
@@ -579,7 +575,7 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
             return None
         root = Path(self.adapter_root).expanduser().absolute()
         if not root.is_dir():
-            raise StartupError(f"--adapter-root {self.adapter_root}: is no folder", flag="--adapter-root")
+            raise StartupError(f"--adapter-root {self.adapter_root}: not a folder", flag="--adapter-root")
         return root
 
     def grammar_limits(self) -> GrammarLimits:

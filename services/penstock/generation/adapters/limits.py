@@ -15,8 +15,8 @@ class AdapterOptions:
 
     max_adapters: int = option(
         8,
-        "LoRA adapters in memory at once; of those that no request uses, the one that was used longest ago leaves for "
-        "another. 0: none may be loaded.",
+        "LoRA adapters in memory at once; the least recently used one that no request uses makes room for another. 0: "
+        "none may be loaded.",
         group=ADAPTERS,
         minimum=0,
     )
@@ -27,14 +27,14 @@ class AdapterOptions:
     )
     adapter_pattern_seconds: float = option(
         2.0,
-        "Processor time for those of an adapter's patterns that are no names of modules: a process matches them, and "
-        "ends then.",
+        "Processor time to match those of an adapter's patterns that are not module names; a process of its own "
+        "matches them and is ended after this.",
         group=ADAPTERS,
         minimum=0.1,
     )
     max_adapter_checks: int = option(
         4,
-        "Folders of LoadAdapter that are checked at the same time; one is then read after the other.",
+        "Folders of LoadAdapter that are checked at the same time; they are then read one after the other.",
         group=ADAPTERS,
         minimum=1,
     )

@@ -19,19 +19,19 @@ class EngineOptions:
 
     preemption: str = option(
         AUTO,
-        "What becomes of a request that gives way: swap copies its blocks to the host pool and back, recompute "
-        "computes them again, auto takes what it measures to be cheaper. Without a host pool: recompute.",
+        "Way to preempt a request: swap copies its blocks to the host pool and back, recompute computes them again, "
+        "auto chooses the cheaper one by measurement. Without a host pool: recompute.",
         group=MEMORY,
     )
     host_prefix_cache: bool = option(
-        True, "Keep prefixes that the KV pool has no room for in the host pool.", group=MEMORY
+        True, "Keep prefixes in the host pool when the KV pool has no room for them.", group=MEMORY
     )
     max_block_copies: int = option(1024, "Most blocks of one CopyBlocks or SwapBlocks.", group=MEMORY, minimum=1)
-    prefix_cache: bool = option(True, "Share the blocks of equal prompt beginnings.", group=MEMORY)
+    prefix_cache: bool = option(True, "Share the blocks of equal prompt prefixes.", group=MEMORY)
     state_snapshot_tokens: int = option(
         256,
-        "Tokens that a state which is kept saves at least, counted from the one before it: each costs its prompt a "
-        "further pass, and recurrent layers take as long for a few tokens as for some hundred.",
+        "Fewest tokens between two snapshots of a state. Each snapshot costs its prompt a further pass, and recurrent "
+        "layers take as long for a few tokens as for some hundred.",
         group=MEMORY,
         minimum=0,
     )
@@ -40,26 +40,25 @@ class EngineOptions:
     # they are few.
     max_draft_rows: int = option(
         32,
-        "Decoding sequences and draft tokens of one engine step together, up to which drafts are verified; 0: none.",
+        "Most decoding sequences and draft tokens in an engine step that verifies drafts; 0: no drafts are verified.",
         group=BATCHING,
         minimum=0,
     )
     ngram_memory_tokens: int = option(
         65_536,
-        "Output tokens of each tenant that are remembered for ngram_memory_num_tokens, 20 to 28 bytes each; the oldest "
-        "go.",
+        "Output tokens remembered per tenant for ngram_memory_num_tokens, 20 to 28 bytes each; the oldest are dropped.",
         group=BATCHING,
         minimum=256,
     )
     ngram_memory_tenants: int = option(
         64,
-        "Tenants whose outputs are remembered; the least recently used go. 0: nothing is.",
+        "Tenants with remembered outputs; the least recently used are dropped. 0: nothing is remembered.",
         group=BATCHING,
         minimum=0,
     )
     ngram_memory_seconds: float = option(
         3600.0,
-        "How long a tenant's outputs are remembered after its last request that asked for it.",
+        "Time that a tenant's outputs stay remembered after its last request with ngram_memory_num_tokens.",
         group=BATCHING,
         minimum=0.0,
     )
@@ -68,67 +67,68 @@ class EngineOptions:
     )
     deadline_headroom: float = option(
         1.2,
-        "A request is refused when its forecast time, multiplied by this, is longer than its deadline leaves.",
+        "A request is refused when its forecast time, multiplied by this, exceeds the time to its deadline.",
         group=BATCHING,
         minimum=0.01,
     )
     wait_headroom: float = option(
         2.0,
-        "Forecasts for a request that has to wait are multiplied by this, too: other programs may slow the machine "
-        "down meanwhile. It grows, up to 4, once requests have taken longer than it allows for.",
+        "Further factor on the forecast of a request that has to wait: other programs may slow the machine down in "
+        "that time. It grows, up to 4, after requests have taken longer than it allows.",
         group=BATCHING,
         minimum=1.0,
     )
     tenant_share: float = option(
         0.75,
-        "Share of --max-running-sequences that one tenant may have beside others, and of --max-queued-requests.",
+        "Share of --max-running-sequences and --max-queued-requests that one tenant may have while there are others.",
         group=BATCHING,
         minimum=0.01,
         maximum=1.0,
     )
     tenant_slowdown: float = option(
         1.5,
-        "Beside a crowd of one tenant's running sequences, steps of other tenants take at most this many times as long "
-        "on average: the crowd rests in the steps between. Above 1; 0: it never rests.",
+        "While one tenant has a crowd of running sequences, steps of other tenants take at most this many times as "
+        "long on average: the crowd rests in the steps between. Above 1; 0: it never rests.",
         group=BATCHING,
         minimum=0.0,
     )
     tenant_memory_seconds: float = option(
-        10.0, "How long a tenant that has no request any more counts as being there.", group=BATCHING, minimum=0.0
+        10.0, "Time that a tenant still counts as present after its last request.", group=BATCHING, minimum=0.0
     )
     heartbeat_seconds: float = option(
         0.25,
-        "How often a session that waits is told that the engine makes progress; keep it well below the router's "
+        "Interval of the progress messages to a waiting session; keep it well below the router's "
         "--stall-timeout-seconds.",
         group=PROGRESS,
         minimum=0.01,
     )
     overdue_step_factor: float = option(
         2.0,
-        "An engine step past so many times what steps of its size took is no progress: sessions are told nothing.",
+        "An engine step is overdue after this many times the usual time of its size; sessions then get no progress "
+        "messages.",
         group=PROGRESS,
         minimum=1,
     )
     hung_step_seconds: float = option(
         10.0,
-        "A step that takes longer than this, and than --hung-step-factor allows, hangs: health is NOT_SERVING until it "
-        "ends.",
+        "A step hangs when it takes longer than this and than --hung-step-factor allows; health is then NOT_SERVING "
+        "until it ends.",
         group=PROGRESS,
         minimum=0.1,
     )
     hung_step_factor: float = option(
         10.0,
-        "A step hangs only when it takes this many times what steps of its size took, too.",
+        "A step hangs only when it also takes this many times the usual time of its size.",
         group=PROGRESS,
         minimum=1,
     )
     dump_groups: int = option(
-        64, "Requests of each queue that a dump of the engine's state tells one by one.", group=INSIDE, minimum=0
+        64, "Requests of each queue that a dump of the engine's state lists one by one.", group=INSIDE, minimum=0
     )
-    dump_sequences: int = option(8, "Sequences of each request that it tells one by one.", group=INSIDE, minimum=0)
+    dump_sequences: int = option(8, "Sequences of each request that it lists one by one.", group=INSIDE, minimum=0)
     dump_wait_seconds: float = option(
         2.0,
-        "Time that the engine has to tell its state between two steps; past it the state is read from outside.",
+        "Time that the engine has to dump its state between two steps; after that the state is read from outside.",
         group=INSIDE,
         minimum=0,
     )

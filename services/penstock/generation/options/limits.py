@@ -15,7 +15,7 @@ class RequestBounds:
 
     max_return_sequences: int = option(
         64,
-        "Most sequences of one request; never more than run.",
+        "Most sequences of one request; never more than --max-running-sequences.",
         group=REQUESTS,
         minimum=1,
     )
@@ -31,7 +31,9 @@ class RequestBounds:
         group=REQUESTS,
         minimum=0,
     )
-    max_beams: int = option(64, "Most beams of one request; never more than run.", group=REQUESTS, minimum=1)
+    max_beams: int = option(
+        64, "Most beams of one request; at most --max-running-sequences.", group=REQUESTS, minimum=1
+    )
     max_draft_tokens: int = option(
         64,
         "Largest num_assistant_tokens, prompt_lookup_num_tokens, ngram_memory_num_tokens and lookahead_window.",
@@ -59,7 +61,7 @@ class RequestBounds:
     )
     max_allowed_tokens: int = option(65_536, "Most ids of allowed_token_ids.", group=REQUESTS, minimum=0)
     max_trie_sequences: int = option(8192, "Most sequences of allowed_token_trie.", group=REQUESTS, minimum=0)
-    max_trie_tokens: int = option(65_536, "Most ids of allowed_token_trie altogether.", group=REQUESTS, minimum=0)
+    max_trie_tokens: int = option(65_536, "Most ids of allowed_token_trie in total.", group=REQUESTS, minimum=0)
     max_watermark_context: int = option(
         64, "Largest context_width and ngram_len of a watermark.", group=REQUESTS, minimum=1
     )
@@ -81,7 +83,7 @@ class RequestBounds:
     # With all else a message is at most 16 MiB, where --max-message-bytes is not raised.
     max_inputs_embeds_bytes: int = option(
         12 << 20,
-        "Largest inputs_embeds; raise --max-message-bytes with it, and a router's --max-request-bytes.",
+        "Largest inputs_embeds; raise --max-message-bytes and a router's --max-request-bytes with it.",
         group=REQUESTS,
         minimum=0,
     )
