@@ -2,7 +2,7 @@
 
 Labels come from closed sets: model_name is the one served model (empty: there is none), finished_reason the
 FinishReason values, reason a row of common/error_reasons.py. The engine's own counters are read when Prometheus
-scrapes; the rest is updated once per step or request, not per token. With another model all of them begin anew.
+scrapes; the rest is updated once per step or request, not per token. When another model is loaded, all begin anew.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class EngineFigures(NamedTuple):
 
 
 class StateFigures(NamedTuple):
-    """States of recurrent layers, read at each scrape; all 0 where layers keep none."""
+    """States of recurrent layers, read at each scrape; all 0 for a model without such layers."""
 
     slots: int = 0
     used: int = 0
 
 
 class _ModelRegistry(CollectorRegistry):
-    """Registry of one model's collectors, which are the process's as long as that model is served."""
+    """Registry of one model's collectors. The process exposes them as long as it serves that model."""
 
     def __init__(self, outer: CollectorRegistry) -> None:
         super().__init__()
@@ -58,27 +58,27 @@ class _ModelRegistry(CollectorRegistry):
         self._collectors.append(collector)
 
     def clear(self) -> None:
-        """Take all of them out again."""
+        """Unregister all of them."""
         for collector in self._collectors:
             self._outer.unregister(collector)
         self._collectors.clear()
 
 
 class LoadMetrics:
-    """Metrics of loads and of what they received. Used from the event loop."""
+    """Metrics of loads and of the bytes that they received. Used from the event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.loaded = Gauge("penstock_model_loaded", "1 while a model is loaded.", registry=registry)
         ends = Counter(
             "penstock_model_loads",
-            "Loads of a model, at the start or by LoadModel, by how they ended.",
+            "Loads of a model, at the start or by LoadModel, by outcome.",
             ["outcome"],
             registry=registry,
         )
         self.ends = {outcome: ends.labels(outcome) for outcome in ("loaded", "refused", "failed", "cancelled")}
         self.seconds = Histogram(
             "penstock_model_load_seconds",
-            "Time of the loads that ended well, with the arrival of their bytes.",
+            "Time of the successful loads, including the arrival of their bytes.",
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
@@ -98,7 +98,7 @@ class GenerationMetrics:
         self.begin(model_name)
 
     def begin(self, model_name: str) -> None:
-        """Count for this model from here on. To be called while no engine runs."""
+        """Count for this model from now on. Call it while no engine runs."""
         if model_name == self._model_name:
             return
         self._model_name, registry = model_name, self._registry
@@ -118,7 +118,7 @@ class GenerationMetrics:
         self._queue = histogram("request_queue_time_seconds", "Waiting before the first scheduled token.")
         self._prefill = histogram("request_prefill_time_seconds", "First scheduled to first sampled token.")
         self._decode = histogram("request_decode_time_seconds", "First to last sampled token.")
-        self._total = histogram("e2e_request_latency_seconds", "Request received to its last word.")
+        self._total = histogram("e2e_request_latency_seconds", "Request received to its end.")
         self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
         self._output_length = histogram("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS)
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in one engine step.", TOKEN_BUCKETS)
@@ -131,15 +131,15 @@ class GenerationMetrics:
         self._slow_readers = counter("slow_readers", "Streams cut off because their reader was too far behind.")
         name = ["model_name", "finished_reason"]
         finished = Counter(
-            "penstock_request_success", "Requests by how their first sequence ended.", name, registry=registry
+            "penstock_request_success", "Requests by the end of their first sequence.", name, registry=registry
         )
         self._finished = {reason: finished.labels(model_name, label) for reason, label in _REASONS.items()}
         name = ["model_name", "reason"]
-        words = "Requests to generate that were not accepted, by the error's reason."
+        words = "Refused requests to generate, by the error's reason."
         refused = Counter("penstock_requests_refused", words, name, registry=registry)
         # A reason is looked up once.
         self._refused = cache(partial(refused.labels, model_name))
-        words = "Adapters that an operator or a router asked to load and that were not, by the error's reason."
+        words = "Failed loads of adapters for an operator or a router, by the error's reason."
         failed = Counter("penstock_adapter_load_failures", words, ["model_name", "reason"], registry=registry)
         self._adapter_failed = cache(partial(failed.labels, model_name))
         name = ["model_name", "rpc", "outcome"]
@@ -196,7 +196,7 @@ class GenerationMetrics:
         self._slow_readers.inc()
 
     def request_finished(self, request: Request, finished: FinishedOutput) -> None:
-        """Count a request by its last word."""
+        """Count a request by its FinishedOutput."""
         if request.purpose is not Purpose.GENERATE:
             self._items[request.purpose, finished.error is None].inc()
             self._prompt_length.observe(finished.prompt_tokens)
@@ -216,7 +216,7 @@ class GenerationMetrics:
         self._finished[FinishReason.ERROR if failed else finished.sequences[0].reason].inc()
 
     def request_refused(self, error: PenstockError) -> None:
-        """Count a request to generate that was not accepted. It is none of those that `request_finished` counts."""
+        """Count a refused request to generate. `request_finished` does not count it."""
         self._refused(error.reason).inc()
 
     def adapter_failed(self, error: PenstockError) -> None:
@@ -224,12 +224,12 @@ class GenerationMetrics:
         self._adapter_failed(error.reason).inc()
 
     def request_failed(self) -> None:
-        """Count a request that the broken engine left without a last word."""
+        """Count a request that the broken engine left unfinished."""
         self._finished[FinishReason.ERROR].inc()
 
 
 class EngineCollector(Collector):
-    """Collector of gauges and counters that are read from the engine when Prometheus scrapes."""
+    """Collector of gauges and counters; it reads the engine when Prometheus scrapes."""
 
     def __init__(self, labels: dict[str, str], registry: CollectorRegistry) -> None:
         self.read: Callable[[], EngineFigures] = EngineFigures
@@ -251,28 +251,30 @@ class EngineCollector(Collector):
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 means all.", usage)
         yield self._gauge("kv_cache_blocks", "KV blocks of the pool.", load.kv_blocks_total)
         states = self.read_states()
-        yield self._gauge("state_slots", "States of recurrent layers that there is room for.", states.slots)
+        yield self._gauge("state_slots", "Room for states of recurrent layers, in states.", states.slots)
         yield self._gauge("state_slots_used", "States that sequences hold.", states.used)
         yield self._counter("engine_steps", "Engine steps.", stats.steps)
         yield self._gauge(
-            "engine_step_seconds", "Time that the engine step in progress has run; 0: none.", step.seconds
+            "engine_step_seconds", "Time since the current engine step began; 0: there is none.", step.seconds
         )
         yield self._gauge("engine_hung", "1 while the step in progress hangs (--hung-step-seconds).", step.is_hung)
         yield self._counter("num_preemptions", "Requests preempted.", stats.preemptions)
-        yield self._counter("num_preemptions_swapped", "Of these, with blocks copied to the host pool.", stats.swaps)
+        yield self._counter("num_preemptions_swapped", "Preemptions that copied blocks to the host pool.", stats.swaps)
         yield self._counter(
-            "preempted_tokens", "Computed tokens that the other preemptions gave up.", stats.preempted_tokens
+            "preempted_tokens", "Computed tokens that the other preemptions discarded.", stats.preempted_tokens
         )
         yield from self._host_pool(load, stats)
         yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
         yield self._drafts("generation_accepted_draft_tokens", "Draft tokens that verification accepted.", stats, 0)
-        yield self._drafts("generation_rejected_draft_tokens", "Draft tokens that verification refused.", stats, 1)
-        yield self._gauge("ngram_memory_tenants", "Tenants whose outputs are remembered.", stats.memory.tenants)
-        yield self._gauge("ngram_memory_tokens", "Output tokens that are remembered.", stats.memory.tokens)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_lookup_tokens)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found cached.", stats.prefix_hit_tokens)
-        yield self._counter("prefix_cache_evictions", "Reusable blocks given away.", stats.evictions)
+        yield self._drafts("generation_rejected_draft_tokens", "Draft tokens that verification rejected.", stats, 1)
+        yield self._gauge("ngram_memory_tenants", "Tenants with remembered outputs.", stats.memory.tenants)
+        yield self._gauge("ngram_memory_tokens", "Remembered output tokens.", stats.memory.tokens)
+        yield self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_lookup_tokens
+        )
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens)
+        yield self._counter("prefix_cache_evictions", "Reusable blocks evicted.", stats.evictions)
         adapters = self.read_adapters()
         yield self._gauge("adapters_known", "LoRA adapters with a name.", adapters.known)
         yield self._gauge("adapters_loaded", "LoRA adapters in memory.", adapters.loaded)
@@ -280,13 +282,15 @@ class EngineCollector(Collector):
             "adapter_bytes", "Memory of LoRA adapters, unloaded ones in use included.", adapters.num_bytes
         )
         yield self._counter("adapter_loads", "LoRA adapters read from their files.", adapters.loads)
-        yield self._counter("adapter_evictions", "Idle LoRA adapters that left memory for others.", adapters.evictions)
+        yield self._counter(
+            "adapter_evictions", "Idle LoRA adapters evicted from memory for others.", adapters.evictions
+        )
         yield self._by_adapter()
 
     def _by_adapter(self) -> Metric:
-        # One label for each adapter that is known now: its series ends when it is unloaded, and --max-known-adapters
-        # bounds their number.
-        words = "Requests with a LoRA adapter that are not over."
+        # One label for each known adapter: its series ends when it is unloaded, and --max-known-adapters bounds their
+        # number.
+        words = "Unfinished requests with a LoRA adapter."
         family = GaugeMetricFamily("penstock_adapter_requests_running", words, labels=[*self._labels, "adapter"])
         for info in self.read_adapter_infos():
             family.add_metric([*self._labels.values(), info.name], info.num_requests)
@@ -294,7 +298,7 @@ class EngineCollector(Collector):
 
     def _host_pool(self, load: EngineLoad, stats: EngineStats) -> Iterable[Metric]:
         usage = load.host_blocks_used / load.host_blocks_total if load.host_blocks_total else 0.0
-        swapped = "Waiting requests whose blocks are in the host pool."
+        swapped = "Waiting requests with their blocks in the host pool."
         yield self._gauge("num_requests_swapped", swapped, load.swapped_requests)
         yield self._gauge(
             "cpu_cache_usage_perc", "Blocks of the host pool that swapped requests hold, 1 means all.", usage
@@ -307,11 +311,9 @@ class EngineCollector(Collector):
             yield self._counter(f"swap_{name}_blocks", f"KV blocks copied {where}.", blocks)
             yield self._counter(f"swap_{name}_bytes", f"Bytes copied {where}.", blocks * self.block_bytes)
             yield self._counter(f"swap_{name}_seconds", f"Time that copies {where} took.", seconds)
-        hits = "Prompt tokens found in the host pool; prefix_cache_hits has them, too."
+        hits = "Prompt tokens found in the host pool; prefix_cache_hits counts them, too."
         yield self._counter("cpu_prefix_cache_hits", hits, stats.host_prefix_hit_tokens)
-        yield self._counter(
-            "cpu_prefix_cache_evictions", "Prefixes that the host pool gave away.", stats.host_evictions
-        )
+        yield self._counter("cpu_prefix_cache_evictions", "Prefixes that the host pool evicted.", stats.host_evictions)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"penstock_{name}", text, labels=list(self._labels))
@@ -363,7 +365,7 @@ class GraphMetrics(Collector):
 
     @contextmanager
     def call(self, graph: str) -> Iterator[None]:
-        """Count a call of a graph's kind: ok, or error for one that was refused, failed or given up."""
+        """Count a call of a graph's kind: ok, or error for one that was refused, failed or abandoned."""
         try:
             yield
         except BaseException:
@@ -379,7 +381,7 @@ class GraphMetrics(Collector):
         """Yield the present figures."""
         figures = self._read()
         for name, text, value in (
-            ("graph_streams", "Forward streams that are open.", figures.streams),
+            ("graph_streams", "Open Forward streams.", figures.streams),
             ("graph_leases", "Leases, which own tensors and named sequences.", figures.leases),
             ("graph_tensors", "Tensors that callers keep at the server.", figures.tensors),
             ("graph_tensor_bytes", "Bytes of these tensors.", figures.tensor_bytes),
@@ -390,7 +392,7 @@ class GraphMetrics(Collector):
             gauge.add_metric(list(self._labels.values()), value)
             yield gauge
         expired = CounterMetricFamily(
-            "penstock_graph_leases_expired", "Leases that ended since nobody used them.", labels=list(self._labels)
+            "penstock_graph_leases_expired", "Leases that expired unused.", labels=list(self._labels)
         )
         expired.add_metric(list(self._labels.values()), figures.expired)
         yield expired

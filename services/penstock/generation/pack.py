@@ -1,4 +1,4 @@
-"""`penstock pack`: turns a checkpoint into a folder whose weights can be mapped as they are. Blocking."""
+"""`penstock pack`: turns a checkpoint into a folder of weights that can be mapped as they are. Blocking."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def pack(
     Embedding, head and one matrix of a layer are in memory at a time. Raises StartupError naming what to change.
     """
     if is_packed(folder):
-        raise StartupError(f"{folder} is packed already: MODEL is the checkpoint it was made of", flag="MODEL")
+        raise StartupError(f"{folder} is packed already: MODEL is the checkpoint it was made from", flag="MODEL")
     device = open_device("cpu")
     try:
         device.start(num_threads=threads, kernels="native")
@@ -159,7 +159,7 @@ def _write(
 
 
 def _kept_forms(config: ModelConfig, weights: CheckpointWeights) -> dict[str, str]:
-    """Return the forms by name of the layers' matrices that keep whole numbers."""
+    """Return name -> format of the layers' matrices that keep whole numbers."""
     forms = {
         f"{layer_prefix(index)}{linear.name}": weights.kept_form(layer_prefix(index), linear)
         for index in range(config.num_layers)
@@ -169,7 +169,7 @@ def _kept_forms(config: ModelConfig, weights: CheckpointWeights) -> dict[str, st
 
 
 class _WeightWriter:
-    """Writer of all that comes after the header, with its digest."""
+    """Writer of everything after the header, with its digest."""
 
     def __init__(self, file: BinaryIO, size: int, progress: Progress) -> None:
         self.position = 0
@@ -189,7 +189,7 @@ class _WeightWriter:
 def _tensors(
     config: ModelConfig, weights: CheckpointWeights, head: Linear, table: Tensor | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by name, in the order of packed_layout.layout. Each is made when it is asked for."""
+    """Yield tensors by name, in the order of packed_layout.layout. Each is made on demand."""
     is_exact = rounds_once(config)
     yield from _parts(HEAD, head)
     if table is not None:

@@ -119,7 +119,7 @@ class WatermarkCalls:
 
 
 class _CallerGone(Exception):
-    """End of a detection whose caller is gone."""
+    """End of a detection without a caller."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class GenerationCore:
         self.loaded, self.access = loaded, access
 
     async def finish(self, grace: float | None) -> int:
-        """Wait for live requests. After `grace` seconds abort them, wait for their last words and return their number.
+        """Wait for live requests. After `grace` seconds abort them, wait for their ends and return their number.
 
         Without a grace all are waited for.
         """
@@ -211,7 +211,7 @@ class GenerationCore:
         return options.take_time or (request.adapter is None and bool(options.adapter))
 
     def _token_healing(self, options: GenerateOptions) -> TokenHealingOptions | None:
-        """Return None when the prompt's last token can become no other one, or is the only one."""
+        """Return None when no other token can replace the prompt's last one, or it is the only one."""
         prefixes, prompt = self.loaded.token_prefixes, options.prompt_token_ids
         if prefixes is None or len(prompt) < 2:
             return None
@@ -267,7 +267,7 @@ class GenerationCore:
     ) -> list[ItemResult]:
         """Run a Score to its end. Raises what `check_score` raises, or the first error of an item.
 
-        `check_open` is called once an adapter was read, which takes time: it raises where no work is taken any more.
+        `check_open` is called after an adapter was read, which takes time: it raises if no work is accepted any more.
         """
         check_score(command, self.loaded.served, self.limits)
         adapter = await self._adapter_of_items(command.adapter, deadline, check_open)
@@ -290,7 +290,7 @@ class GenerationCore:
     ) -> Adapter | None:
         adapter = self.loaded.weights.adapters.get(name) if name else None
         if name and adapter is None:
-            # The call has no id of its own; as a request that is prepared it is waited for by a drain.
+            # The call has no id of its own; it counts as a prepared request, so that a drain waits for it.
             adapter = await self._bring(name, new_request_id(), deadline)
             check_open()
         return adapter
@@ -324,7 +324,8 @@ class GenerationCore:
         return cleared
 
     async def detect_watermark(self, command: DetectWatermarkCommand, deadline: float | None) -> WatermarkEvidence:
-        """Look for a watermark in given tokens. Raises what `check_detect_watermark` and `WatermarkCalls.run` raise."""
+        """Look for a watermark in given tokens. Raises the errors of `check_detect_watermark` and
+        `WatermarkCalls.run`."""
         loaded = self.loaded
         check_detect_watermark(command, loaded.served, self.limits)
         options = loaded.files.defaults.options.watermarking_config or WatermarkOptions()
@@ -341,7 +342,7 @@ class GenerationCore:
 
 
 def _check_digest(adapter: Adapter | None, options: GenerateOptions) -> None:
-    """Raise NotFound where an adapter's name stands for other weights than those that the request began with."""
+    """Raise NotFound if an adapter's name stands for other weights than when the request began."""
     if adapter is not None and options.adapter_digest and options.adapter_digest != adapter.digest:
         raise NotFound(
             "adapter_digest: the adapter's name stands for other weights here",
@@ -400,7 +401,7 @@ def _warm_up(engine: Engine, loaded: LoadedModel, work: WarmUpWork | None) -> No
 
 
 def no_model() -> Unavailable:
-    """Make the error of a call that needs a model where there is none."""
+    """Make the error of a call that needs a model, in a process without one."""
     return Unavailable(
         "this process has no model: load one by ModelService.LoadModel (`penstock models load`), or send the request "
         "elsewhere",
@@ -498,7 +499,7 @@ class Lifecycle:
         if self.reloading is not None or self.unloading:
             raise FailedPrecondition("another Reload, or an unload, is under way", reason="BUSY")
         self.reloading = asyncio.create_task(self._reload(core, grace))
-        # Its error is the caller's, who may be gone.
+        # Its error belongs to the caller, who may be gone.
         self.reloading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self.reloading)
 

@@ -1,4 +1,4 @@
-"""A packed folder gives the bits of the checkpoint that it was made of."""
+"""A packed folder gives the bits of the checkpoint that it was made from."""
 
 from __future__ import annotations
 

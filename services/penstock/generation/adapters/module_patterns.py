@@ -22,7 +22,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 # A pattern with a repeated group, or many repetitions, is refused before anything runs.
 _REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
 _MOST_REPETITIONS = 4
-# A machine that is busy gives a process so much less than all of its time.
+# Factor from processor time to time by the clock, on a busy machine.
 _PATIENCE = 10.0
 _OWN_SECONDS = 5.0
 

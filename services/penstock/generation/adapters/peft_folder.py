@@ -107,7 +107,7 @@ class PeftFolder:
         self._config = _checked_file(path, CONFIG_FILE, root)
         config = _read_config(self._config, limits)
         scales = _Scales(config, limits)
-        # Modules whose weight is another one, not one plus a product, and that weight in the file.
+        # Modules with a replaced weight, not a weight plus a product, and that weight in the file.
         saved = _saved_modules(config)
         self._saved: dict[str, tuple[str, StoredTensor]] = {}
         places = _places(model)
@@ -252,9 +252,9 @@ class PeftFolder:
         self._saved[module] = (name, tensor)
 
     def _header(self, places: Mapping[str, _Place]) -> dict[str, StoredTensor]:
-        """Return the tensors of the file, whose header is no longer than one of every module of the model may be.
+        """Return the tensors of the file. Its header may be no longer than a header with every module of the model.
 
-        To parse JSON holds the interpreter's lock, and so all requests that run.
+        Parsing JSON holds the interpreter's lock, and so stops all running requests.
         """
         # A, B and a saved weight or a base layer's.
         most = 4 * (len(places) + 1) * _ENTRY_BYTES + _OTHER_HEADER_BYTES
@@ -311,7 +311,7 @@ class PeftFolder:
         pair[match["kind"]] = (name, tensor)
 
     def _check_module(self, module: str, pair: Mapping[str, tuple[str, StoredTensor]], limits: AdapterLimits) -> int:
-        """Return the rank of a module, whose matrices fit it."""
+        """Return the rank of a module, after a check that its matrices fit it."""
         if set(pair) != {"A", "B"}:
             raise _broken(f"{WEIGHTS_FILE} has only one of lora_A and lora_B of {module}")
         a, b = pair["A"][1].shape, pair["B"][1].shape
@@ -385,7 +385,7 @@ def _read_config(file: Path, limits: AdapterLimits) -> dict[str, Any]:
     if config.get("task_type") not in (None, "CAUSAL_LM"):
         raise _unsupported(f"{CONFIG_FILE}: task_type is not CAUSAL_LM")
     if config.get("use_dora"):
-        raise _unsupported(f"{CONFIG_FILE}: use_dora, whose norms need the base weight in full: merge the adapter")
+        raise _unsupported(f"{CONFIG_FILE}: use_dora: its norms need the whole base weight: merge the adapter")
     if config.get("bias", "none") != "none":
         raise _unsupported(f"{CONFIG_FILE}: bias other than none")
     if config.get("fan_in_fan_out"):
@@ -433,8 +433,8 @@ class _Scales:
         self._is_rs = is_rs
 
     def of(self, ranks: Mapping[str, int]) -> dict[str, float]:
-        """Return the scale of each module, whose matrices have `ranks`. Raises InvalidArgument where the configuration
-        has another rank, or patterns are wrong or slow. Blocking."""
+        """Return module -> scale. `ranks` are those of the modules' matrices. Raises InvalidArgument if the
+        configuration has another rank, or patterns are wrong or slow. Blocking."""
         modules = tuple(ranks)
         by_rank, by_alpha = self._rank_keys.first_matches(modules), self._alpha_keys.first_matches(modules)
         scales = {}

@@ -107,9 +107,9 @@ class AttentionMetadata:
     ) -> tuple[AttentionMetadata, Tensor]:
         """Derive everything from lengths and block tables; also returns positions (T) int64, all on `device`.
 
-        `block_tables` (S, max blocks) int32 is on the host, where numpy derives everything: a dozen torch operators on
-        so few numbers take longer, and would be a noticeable part of a decode step of one sequence. Raises ValueError
-        when lengths contradict each other: a wrong table would write into another sequence's blocks.
+        `block_tables` (S, max blocks) int32 is on the host, where numpy derives everything: a dozen torch operators
+        take longer for such small arrays, and would be a noticeable part of a decode step of one sequence. Raises
+        ValueError when lengths contradict each other: a wrong table would write into another sequence's blocks.
         """
         _check(query_lens, kv_lens, block_tables, block_size)
         starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
@@ -257,8 +257,8 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def softmax_with_sinks(scores_HX: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax over the last dimension of (heads, ..., keys) in float32, as if each head had one more key,
-    whose score is its sink."""
+    """Return the softmax over the last dimension of (heads, ..., keys) in float32, as if each head had one more key
+    with its sink as the score."""
     if sinks is None:
         return scores_HX.softmax(-1)
     shape = (*scores_HX.shape[:-1], 1)

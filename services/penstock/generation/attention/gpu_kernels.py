@@ -199,7 +199,7 @@ def multiply_whole_row(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some outputs of the product of a row of int8, whose sums are whole numbers."""
+    """Some outputs of the product of a row of int8; the sums are whole numbers."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < outputs
     places = tl.arange(0, BLOCK)

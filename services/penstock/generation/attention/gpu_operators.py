@@ -65,7 +65,7 @@ def _normed(hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float, *, ad
 
 
 def _warps(block: int) -> int:
-    """Return the warps of a program that keeps so many numbers."""
+    """Return the number of warps for a program that keeps `block` numbers."""
     return min(max(block // (_EACH * _WARP), 1), 16)
 
 

@@ -86,7 +86,7 @@ def copy_blocks(kv: KVCachePool, host: HostKVPool | None, copies: Sequence[Block
 
 
 def _independent(pairs: list[tuple[int, int]]) -> Iterable[list[tuple[int, int]]]:
-    """Yield runs of pairs of which none reads or writes what one before it in its run has written."""
+    """Yield runs of pairs. No pair reads or writes a block that an earlier pair of its run has written."""
     run: list[tuple[int, int]] = []
     written: set[int] = set()
     for source, destination in pairs:

@@ -111,8 +111,8 @@ def _attend_by_scores(
     layer: AttentionLayer,
     kv: KVCachePool,
 ) -> Tensor:
-    """Attention of one group's rows whose scores torch's own operator cannot change: in float32, the heads of one
-    key/value head at a time."""
+    """Attention of one group's rows with changed scores, which torch's own operator does not support: in float32, the
+    heads of one key/value head at a time."""
     num_rows, num_heads, head_dim = q_RHD.shape
     heads_per_kv = num_heads // kv.num_kv_heads
     if group.slots is None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NAME = "penstock"
 # Scores (heads, rows, keys) that are computed at once; each takes some 12 bytes for a moment.
 _MOST_SCORES = 1 << 24
-# A group of decoding sequences never pads one to more than twice its context, except below so many keys.
+# A group of decoding sequences pads none to more than twice its context, except below this number of keys.
 _SMALL_CONTEXT = 128
 
 
@@ -50,7 +50,7 @@ class AttentionCall:
     value_width: int
     # Number of positions that a row sees, itself included; None: all.
     window: int | None = None
-    # Positions are in chunks of so many; a row sees its own chunk only. None: there are none.
+    # Positions per chunk; a row sees its own chunk only. None: there are no chunks.
     chunk: int | None = None
     softcap: float | None = None
     has_sinks: bool = False

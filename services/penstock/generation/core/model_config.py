@@ -156,7 +156,7 @@ class ModelConfig:
     dtype: str = ""
     # Number of distinct parameters, tied ones counted once; set by the loader.
     num_parameters: int = 0
-    # Rotary embedding of each layer, None for one whose heads are not turned; empty: all turn by `rope`.
+    # Rotary embedding of each layer, None for one without; empty: `rope` for all of them.
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     norms: LayerNorms = LayerNorms()
     norm_kind: NormKind = NormKind.RMS

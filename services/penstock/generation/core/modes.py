@@ -24,8 +24,8 @@ class GenerationMode(enum.Enum):
 class Scope(enum.Enum):
     """Requests in which an option has an effect; a request outside that sets it gets a warning.
 
-    `words` name them, `idle` is the reason that the warning gives. `drafts`: requests with drafts of one kind, of which
-    one goes before another. `streams`: False where all tokens come at the end.
+    `words` name the requests, `idle` is the reason in the warning. `drafts`: True for requests with drafts of one kind;
+    an earlier kind wins over a later one. `streams`: False if all tokens come at the end.
     """
 
     SAMPLING = ("sampling", "nothing is sampled, set config.do_sample to sample")
@@ -83,15 +83,14 @@ class DecodingMode:
     # For the engine.
     # True: tokens are emitted as they are drawn. False: all of them at the end.
     streams: bool = True
-    # First prompt token whose hidden state the mode needs; None: the last one alone.
+    # The mode needs hidden states from this prompt token on; None: of the last one only.
     first_needed_row: int | None = None
     # True: what a constraint lets one sequence draw depends on whether another can go on, so all draw in one step.
     shares_constraint: bool = False
     # For the runner.
     # True: the final hidden states of every token are kept, to be compared with those of candidates.
     keeps_hidden_states: bool = False
-    # Layers whose logits are contrasted with the last layer's, numbered as transformers' hidden_states: 0 is the
-    # embedding.
+    # Layers to contrast with the last one by their logits, numbered as transformers' hidden_states: 0 is the embedding.
     early_exits: tuple[int, ...] = ()
     # For the sampler.
     # True: warpers leave one token more than there are end-of-sequence ids, so that a sequence can go on.

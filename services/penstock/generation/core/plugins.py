@@ -63,9 +63,9 @@ class RequestPlugins:
 
 
 def plugin_failed(field: str, name: str, cause: str | BaseException) -> Internal:
-    """Return the error of a request whose plugin failed, and log an exception that it raised.
+    """Return the error for a request with a failed plugin, and log the exception.
 
-    `cause` is a text about the plugin's answer, or the exception, of which the caller gets the type alone.
+    `cause` is a text about the plugin's answer, or the exception; the caller learns only its type.
     """
     # Here, since the command line reads the table of options, and should start without grpc.
     from penstock.common.errors import Internal

@@ -21,7 +21,7 @@ class PromptEmbeds:
     # (num_tokens, hidden size), row-major, in the model's dtype.
     data: bytearray = field(repr=False)
     num_tokens: int
-    # Number of leading tokens whose id is PLACEHOLDER.
+    # Number of leading tokens with the id PLACEHOLDER.
     num_placeholders: int
     # SHA-256 of each KV block's rows; the last block may hold rows of a part of its tokens only.
     digests: tuple[bytes, ...]

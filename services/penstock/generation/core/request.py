@@ -90,8 +90,8 @@ class Request:
     grammar: Grammar | None = None
     # Set when the prompt's last token can become another one; the prompt then has at least two tokens.
     token_healing: TokenHealingOptions | None = None
-    # First token whose row is needed (its hidden state, its logits): a cached prefix may be reused up to here. None:
-    # only the last row is needed.
+    # Rows (hidden state, logits) are needed from this token on: a cached prefix may be reused up to here. None: only
+    # the last row is needed.
     first_needed_row: int | None = None
     # The output's text begins anew, and does not go on from the prompt's: stop strings are matched in that.
     begins_text: bool = False

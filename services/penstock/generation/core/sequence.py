@@ -47,7 +47,7 @@ class Sequence:
     grammar: GrammarState | None = None
     # Sequences of one family begin with the same prompt and share its blocks.
     family: int = 0
-    # Classifier-free guidance: the unconditional branch, whose logits guide this sequence's draw; None: no guidance.
+    # Classifier-free guidance: the unconditional branch. Its logits guide this sequence's draw. None: no guidance.
     unconditional: Sequence | None = None
     # Number of trailing tokens of token_ids that are only drafts. They are computed, and `probes` draw after each; a
     # sequence with drafts draws nothing itself.
@@ -55,7 +55,7 @@ class Sequence:
     # (i, probe): the probe draws from the row of token i. A probe holds token_ids[: i + 1], has no blocks, is never
     # scheduled, and lives for one step.
     probes: list[tuple[int, Sequence]] = field(default_factory=list)
-    # A probe's sequence, from whose rows it draws; None: this is no probe.
+    # Sequence that this probe draws from, by its rows; None: this is not a probe.
     origin: Sequence | None = None
     # First row that gives a log-probability of the prompt's next token; None: none is wanted, or all are known.
     first_logprob_row: int | None = None

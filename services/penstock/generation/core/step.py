@@ -42,7 +42,7 @@ class ScheduledSequence:
 
 
 class Fork(NamedTuple):
-    """A sequence `child` that began as a copy of `parent`, whose first `num_tokens` tokens were computed."""
+    """A sequence `child` that began as a copy of `parent` with `num_tokens` computed tokens."""
 
     parent: int
     child: int
@@ -90,7 +90,7 @@ class SchedulerOutput:
     has_embeds: bool = False
     # Adapter of each entry; None: no entry has one.
     adapters: tuple[Adapter | None, ...] | None = None
-    # Sequences whose blocks went to the host pool: the runner forgets where they were, and keeps all else of them.
+    # Sequences with their blocks in the host pool: the runner forgets the old blocks and keeps everything else.
     parked: tuple[int, ...] = ()
     # Models with states: sequences that begin with a snapshot, restored after releases, and snapshots to take when the
     # step is computed.
@@ -128,7 +128,7 @@ class RunnerOutput:
 
     # seq_id -> its draw, for every sequence in some `sample` or `probes` but unconditional branches.
     sampled: dict[int, SampledToken]
-    # seq_id -> logprobs of the prompt tokens whose predecessors were computed in this step, in order.
+    # seq_id -> logprobs of prompt tokens, in order; this step computed the tokens before them.
     prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]]
     # Sequences of some `sample` that have no token because the model's output for them is not a number.
     failed: frozenset[int] = frozenset()

@@ -12,7 +12,7 @@ from penstock.generation.core.tensors import StepTensors
 MAX_DELTA_BYTES = 3 << 20
 # Most bytes on the wire of an id, and of the log-probability of one token with its id and rank.
 _ID_BYTES, _LOGPROB_BYTES = 5, 21
-# A delta of so few tokens is never cut for its log-probabilities, which have at most 20 alternatives.
+# A delta of at most this many tokens is never cut for its log-probabilities: they have at most 20 alternatives.
 _SMALL = 64
 
 
@@ -32,7 +32,7 @@ def tensor_bytes(tensors: StepTensors | None) -> int:
 
 
 def num_bytes(delta: Emission) -> int:
-    """Return the most bytes that `delta` takes on the wire, without a few bytes of framing."""
+    """Return an upper bound on the bytes of `delta` on the wire, without a few bytes of framing."""
     size = _ID_BYTES * len(delta.token_ids)
     if delta.logprobs:
         size += sum(_LOGPROB_BYTES * (1 + len(position.top)) for position in delta.logprobs)

@@ -44,7 +44,7 @@ class OutputStream(Protocol):
 
     # True: its reader moves its requests to another backend when the stream breaks.
     is_session: bool
-    # True: a request that is cut off ends well for its reader, with what there is of it.
+    # True: a request that is cut off ends well for its reader, with a part of its answer.
     takes_parts: bool
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
@@ -87,7 +87,7 @@ class OutputHub:
         self._live: dict[str, RequestRecord] = {}
         # Request id -> work for a request that is not submitted yet.
         self._preparing: dict[str, asyncio.Task[Any]] = {}
-        # Errors of those of them that were aborted: work that has just ended cannot be cancelled any more.
+        # Errors of aborted ones among them: work that has just ended cannot be cancelled any more.
         self._aborted: dict[str, PenstockError] = {}
         self._watchers: set[asyncio.Event] = set()
         self._open: set[OutputStream] = set()
@@ -123,7 +123,7 @@ class OutputHub:
         return self._step()
 
     def submit(self, request: Request, stream: OutputStream) -> None:
-        """Hand a request to the engine. Raises InvalidArgument for a live id, and what `Submitter.submit` raises."""
+        """Hand a request to the engine. Raises InvalidArgument for a live id, and the errors of `Submitter.submit`."""
         if self.is_taken(request.request_id):
             raise _taken()
         self._submitter.submit(request)
@@ -134,9 +134,9 @@ class OutputHub:
         self.notify()
 
     async def prepare(self, request_id: str, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` for a request before it is submitted. The id is taken meanwhile, and `abort` ends the work.
+        """Do `work` for a request before it is submitted. Its id is reserved meanwhile, and `abort` ends the work.
 
-        Raises what `work` raises, Cancelled when it was aborted, InvalidArgument for an id that is taken.
+        Raises the errors of `work`, Cancelled when it was aborted, and InvalidArgument for an id in use.
         """
         if self.is_taken(request_id):
             work.close()
@@ -184,8 +184,8 @@ class OutputHub:
     def end_drained(self) -> int:
         """End all requests, since a drain's grace is over, and return their number.
 
-        A reader that can use no part of an answer is told UNAVAILABLE DRAIN_GRACE_OVER, which is no fault of this
-        process: routers ask elsewhere. Others get what there is, as ABORTED.
+        A reader that cannot use a part of an answer gets UNAVAILABLE DRAIN_GRACE_OVER. That does not count as a fault
+        of this process: routers ask elsewhere. Others get the answer so far, as ABORTED.
         """
         error = Unavailable("the process drains and its grace is over", reason="DRAIN_GRACE_OVER")
         told = [name for name, one in self._live.items() if one.stream is not None and not one.stream.takes_parts]
@@ -204,7 +204,7 @@ class OutputHub:
             self._submitter.abort([live.request.request_id], error)
 
     def live_ids(self) -> list[str]:
-        """Return the ids of all requests that are live or prepared."""
+        """Return the ids of all live or prepared requests."""
         return [*self._live, *self._preparing]
 
     def attach(self, stream: OutputStream) -> None:
@@ -290,7 +290,7 @@ class OutputHub:
         return event
 
     async def pause(self, seconds: float) -> None:
-        """Wait for so long; no longer than until the streams are closed, since a watcher that waits keeps the hub."""
+        """Wait for this time, or until the streams are closed: a watcher that waits keeps the hub alive."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closed.wait()

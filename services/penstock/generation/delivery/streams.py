@@ -57,9 +57,9 @@ class RequestStream:
 
 
 class LocalStream:
-    """OutputStream of one request whose caller is in this process: events are handed on as they are.
+    """OutputStream of one request of a caller in this process: it hands events on as they are.
 
-    There is no buffer and no bound: a request has no more events than tokens.
+    It has no buffer and no bound: a request has no more events than tokens.
     """
 
     is_session = False
@@ -172,7 +172,7 @@ class SessionStream:
 
     def beat(self, step: int) -> None:
         """Send a message without events when requests wait and nothing went out since the last call."""
-        # A reader that is behind has what tells it of life.
+        # A reader that is behind still has messages to read: they show life.
         if self._is_quiet and (self._makers or self._preparing) and not self.buffer.has_messages:
             self.buffer.put(convert.SessionResponse(step=step, heartbeat=True))
         self._is_quiet = True
@@ -194,7 +194,7 @@ class SessionStream:
         request, finished = maker.request, output.finished
         error = finished.error if finished is not None else None
         for event in maker.events(output):
-            # A failed request ends with its error alone, which is its last word to the reader.
+            # A failed request ends with its error alone, as its last message to the reader.
             if error is None or not isinstance(event, FinishedOutput):
                 message = self._with_room(message, event)
                 convert.add_event(message, request, maker.model, event)

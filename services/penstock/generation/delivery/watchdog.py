@@ -33,8 +33,8 @@ class Watchdog:
     """Watchdog of one engine. It looks only while requests are live. Belongs to the event loop.
 
     A step counts as hung when two looks in a row find it so. Time in which the whole process stood still (a stopped
-    container, a suspended machine) is not the step's: the watchdog comes late for its look then, by more than a
-    heartbeat.
+    container, a suspended machine) does not count: the watchdog notices it, since its own look is then late by more
+    than a heartbeat.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Watchdog:
         try:
             state = (await self._loop.dump(0.0)).as_dict()
         except Exception as error:
-            # It is read beside a thread that is stuck anywhere; the alarm must go out without it, too. The error's text
-            # may hold what it was about, such as a request.
+            # The engine's thread may be stuck anywhere while its state is read. The alarm must go out even if that
+            # fails. The error's text may contain private data, such as a request.
             state = {"unreadable": type(error).__name__}
         _log.error("an engine step hangs: health is NOT_SERVING", seconds=round(view.seconds, 1), state=state)

@@ -36,8 +36,8 @@ def demand_of(config: EngineConfig, request: Request, width: int) -> Demand:
 def must_end_in_time(request: Request) -> bool:
     """True when a request that would end after its deadline is not begun.
 
-    One that another backend began is, since its caller has tokens of it; and so is an item of Score or Embed, of which
-    others may be computed.
+    Two kinds are begun all the same: a request that another backend began, since its caller has tokens of it, and an
+    item of Score or Embed, since other items of its call may be computed already.
     """
     return not request.resumed_token_ids and request.purpose is Purpose.GENERATE
 
@@ -95,10 +95,10 @@ def check_capacity(config: EngineConfig, modes: ModeRegistry, request: Request) 
 
 
 def shareable(config: EngineConfig, request: Request) -> tuple[list[int], str]:
-    """Return the tokens of a prompt whose blocks are surely taken over where they are held, and the blocks' salt.
+    """Return the tokens of a prompt that surely reuse cached blocks, if these exist, and the blocks' salt.
 
-    One token is always computed, and so is every row that is needed. A model of states goes on from a snapshot, which
-    may be gone, and a window holds few blocks anyway: nothing is sure there.
+    One token is always computed, and so is every row that is needed. Nothing is sure for a model with states, which
+    goes on from a snapshot that may be gone, nor for a window, which holds few blocks anyway.
     """
     if config.keeps_states or config.window:
         return [], ""

@@ -18,7 +18,7 @@ class BlockCopies:
     """
 
     def __init__(self) -> None:
-        # Each with the group whose copy-on-write it is.
+        # Each with the group that it is a copy-on-write of.
         self._copies: list[tuple[SequenceGroup | None, BlockCopy]] = []
 
     def within(self, group: SequenceGroup, source: int, destination: int) -> None:

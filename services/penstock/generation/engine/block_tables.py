@@ -30,7 +30,7 @@ class BlockTables:
         window: int = 0,
         blocks_of_window: int = 0,
     ) -> None:
-        """`host`: the pool whose prefixes `start` may be given, too. `window`, `blocks_of_window`: see EngineConfig."""
+        """`host`: a second pool of prefixes for `start`. `window`, `blocks_of_window`: see EngineConfig."""
         self.pool = pool
         self.host = host
         self.prefix_cache = prefix_cache

@@ -32,7 +32,7 @@ class DeadlineQueue(Generic[Key]):
         self._times.pop(key, None)
 
     def due(self, now: float) -> list[Key]:
-        """Remove and return the keys whose time is before `now`, earliest first."""
+        """Remove and return the keys with a time before `now`, earliest first."""
         if now <= self._earliest:
             return []
         over = sorted((time, position) for position, time in enumerate(self._times.values()) if time < now)

@@ -60,9 +60,9 @@ _log = get_logger(__name__)
 class Engine:
     """Engine over one KV pool. Every accepted request gets exactly one FinishedOutput, whatever happens.
 
-    Only `check` may be called from other threads. A request whose strategy raises ends alone with INTERNAL. An
-    exception of the runner or the scheduler leaves `step`: the engine is unusable then, and `fail_all` ends every live
-    request.
+    Only `check` may be called from other threads. When the strategy of a request raises, only this request ends, with
+    INTERNAL. An exception of the runner or the scheduler leaves `step`: the engine is then unusable, and `fail_all`
+    ends every live request.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Engine:
     def stop_all(self) -> list[RequestOutput]:
         """End every live request, since the process stops; the engine is not used any more.
 
-        Requests of which nothing was sent end UNAVAILABLE (safe to retry elsewhere), others ABORTED with last_seq.
+        Requests without any output so far end UNAVAILABLE (safe to retry elsewhere), others ABORTED with last_seq.
         """
         return self._end_all(lambda group: _stopping(group.report.next_seq))
 
@@ -431,7 +431,7 @@ class Engine:
             self._close(group)
 
     def _fail(self, group: SequenceGroup, error: Exception) -> None:
-        """End a request whose strategy raised. The others go on."""
+        """End a request with an error of its strategy. The others go on."""
         if not isinstance(error, PenstockError):
             _log.error("decoding strategy failed", request_id=group.request.request_id, exc_info=error)
             error = Internal("decoding failed", reason="DECODING_FAILED")

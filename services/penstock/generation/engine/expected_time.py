@@ -26,7 +26,7 @@ class ExpectedTime:
     output_steps: float = 0.0
 
     def seconds(self, output_steps: float) -> float:
-        """Seconds from arrival to end of a request that took so many steps after its prompt."""
+        """Seconds from arrival to end of a request with `output_steps` steps after its prompt."""
         return self.wait_seconds + (self.prompt_steps + output_steps) * self.step_seconds
 
     def serving_seconds(self, step_seconds: float) -> float:

@@ -55,7 +55,7 @@ class SequenceGroup:
     host_tables: dict[Sequence, list[int]] = field(default_factory=dict)
     # The request's, which is read for each of its sequences in every step.
     block_salt: str = field(init=False)
-    # Families whose followers still wait for their leader.
+    # Families with followers that still wait for their leader.
     _unforked: set[int] = field(init=False)
     _in_lockstep: bool = field(init=False)
 
@@ -102,7 +102,7 @@ class SequenceGroup:
 
     @property
     def computable(self) -> list[Sequence]:
-        """Sequences of which tokens may be scheduled."""
+        """Sequences with tokens that may be scheduled."""
         if not self._unforked:
             return self.sequences
         leaders = self.leaders

@@ -32,7 +32,7 @@ class TenantMemory:
         """`capacity`: tokens that are kept. Each takes 20 to 28 bytes."""
         self._capacity = capacity
         self._tokens = array("I", bytes(4 * capacity))
-        # Place % capacity -> 1 + the place before it whose 2-gram has the same hash; 0: none.
+        # Place % capacity -> 1 + the earlier place with the same hash of its 2-gram; 0: none.
         self._earlier = array("Q", bytes(8 * capacity))
         bits = max(capacity - 1, 1).bit_length()
         self._shift = 64 - bits
@@ -104,7 +104,7 @@ class TenantMemory:
 
 
 class NgramMemory:
-    """Memories of tenants, of which the least recently used leave. Used by the engine's thread only."""
+    """Memories of tenants; the least recently used are dropped. Used by the engine's thread only."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         self._capacity = config.ngram_memory_tokens
@@ -116,7 +116,7 @@ class NgramMemory:
 
     @property
     def num_tenants(self) -> int:
-        """Number of tenants whose outputs are kept."""
+        """Number of tenants with kept outputs."""
         return len(self._tenants)
 
     @property
@@ -146,7 +146,7 @@ class NgramMemory:
         self._tenants.clear()
 
     def _forget_until(self, time: float) -> None:
-        """Forget tenants whose last use is older than `time`."""
+        """Forget tenants with a last use before `time`."""
         while self._tenants and next(iter(self._tenants.values()))[1] < time:
             self._tenants.popitem(last=False)
 

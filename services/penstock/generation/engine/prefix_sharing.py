@@ -33,7 +33,7 @@ class SharedPrefixes:
     """
 
     def __init__(self, tables: BlockTables, snapshots: StateSnapshots | None = None) -> None:
-        """`snapshots`: of a model whose layers keep states; a prefix ends where there is one."""
+        """`snapshots`: for a model with layers that keep states; a prefix then ends at a snapshot."""
         self._tables = tables
         self._snapshots = snapshots
         self._block_size = tables.pool.block_size

@@ -51,7 +51,7 @@ class RequestReport:
 
     @property
     def next_logprob_row(self) -> int | None:
-        """First row whose logits give a prompt logprob that is not known yet; None: none is wanted any more."""
+        """First row that gives a missing prompt logprob; None: no more are wanted."""
         if self.request.params.prompt_logprobs is None or self._started:
             return None
         return self._first_logprob_row + len(self._prompt_logprobs)

@@ -82,9 +82,9 @@ class Scheduler:
         self.admitted: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
-        # Tenants of which the next step computes nothing, unless there is nothing else (see FairTurns).
+        # Tenants that rest in the next step, unless there is nothing else to compute (see FairTurns).
         self.resting: frozenset[str] = frozenset()
-        # The same before the step was put together: it is empty of work for the others now and then.
+        # The same before the step was put together: now and then the others have no work for it.
         self.asked_to_rest: frozenset[str] = frozenset()
         self._config = config
         self._stats = stats
@@ -92,7 +92,7 @@ class Scheduler:
         self._released: list[int] = []
         self._parked: list[int] = []
         self._plan = StepPlan(0, 0, self.copies)
-        # Prompts of which this step computes a part.
+        # Prompts that this step computes in part.
         self._cut: Entries = []
         # Groups with an adapter, in any state.
         self._num_adapted = 0
@@ -157,7 +157,7 @@ class Scheduler:
         return self.host.pool.forget(kept) + self.pool.forget(here)
 
     def disown(self, group: SequenceGroup) -> None:
-        """Let no other group share the blocks of one whose computation failed. It is removed next."""
+        """Stop sharing the blocks of a group with a failed computation. It is removed next."""
         for sequence in group.sequences:
             self.tables.disown(sequence)
 

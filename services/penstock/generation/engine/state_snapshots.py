@@ -57,7 +57,7 @@ class StateSnapshots:
         return boundary if boundary > start and self._saves_enough(sequence, start, boundary) else end
 
     def restore(self, sequence: Sequence) -> None:
-        """Let a sequence, of which whole blocks were found just now, begin with the snapshot after them."""
+        """Let a sequence begin with the snapshot after the whole blocks that were just found for it."""
         block_hash = sequence.block_hashes[sequence.num_computed_tokens // self._pool.block_size - 1]
         self._places.move_to_end(block_hash)
         copy = StateCopy(sequence.seq_id, self._places[block_hash], sequence.num_computed_tokens)

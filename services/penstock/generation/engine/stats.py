@@ -25,7 +25,7 @@ class StepSample(NamedTuple):
 
 
 class MemorySize(NamedTuple):
-    """Tenants whose outputs are remembered, and their tokens."""
+    """Tenants with remembered outputs, and their tokens."""
 
     tenants: int = 0
     tokens: int = 0
@@ -113,5 +113,5 @@ class EngineLoad(NamedTuple):
     host_blocks_free: int = 0
     host_blocks_used: int = 0
     host_blocks_evictable: int = 0
-    # Waiting requests whose blocks are in the host pool.
+    # Waiting requests with their blocks in the host pool.
     swapped_requests: int = 0

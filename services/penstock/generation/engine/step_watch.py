@@ -65,9 +65,9 @@ class StepWatch:
             self._slowest[size] = kept
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Note that a step of so many rows took so long.
+        """Note that a step of `num_tokens` rows took `seconds`.
 
-        One step at most doubles what counts as usual: after a hang that ended, the next one must be noticed as well.
+        One step at most doubles the usual time: after one hang has ended, the next must still be noticed.
         """
         size, slowest = num_tokens.bit_length(), self._slowest
         known = slowest[size]

@@ -96,7 +96,7 @@ class StopState:
 
 @dataclass(slots=True)
 class ThoughtState:
-    """State of a sequence whose answer may not have begun."""
+    """State of a sequence that may still be before its answer."""
 
     gate: ThoughtGate[bytes]
     # Over all tokens: markers may be tokens that are no text.

@@ -1,4 +1,4 @@
-"""File of JSON lines that is written beside the engine, whose thread hands over plain data and goes on."""
+"""File of JSON lines, written on a thread of its own: the engine's thread hands over plain data and goes on."""
 
 from __future__ import annotations
 

@@ -50,16 +50,16 @@ class GrammarCompiler:
         return self._trials.pids
 
     async def compile(self, spec: ConstraintSpec) -> CompiledGrammar:
-        """Return the grammar of `spec`, from the cache where it was compiled before.
+        """Return the grammar of `spec`, from the cache if it was compiled before.
 
-        Callers with the same source wait for one compilation, which goes on when they give up. Raises InvalidArgument
-        naming the field of the constraint (reason CONSTRAINT_TOO_LARGE or CONSTRAINT_TOO_COMPLEX where it is over a
-        budget), FailedPrecondition for a model whose tokenizer allows no constraints, and ResourceExhausted when too
-        many constraints wait.
+        Callers with the same source wait for one compilation; it goes on when they give up. Raises InvalidArgument
+        naming the field of the constraint (reason CONSTRAINT_TOO_LARGE or CONSTRAINT_TOO_COMPLEX if it is over a
+        budget), FailedPrecondition for a model with a tokenizer that allows no constraints, and ResourceExhausted when
+        too many constraints wait.
         """
         if self._table is None:
             raise FailedPrecondition(
-                "constraint: not with this model, whose folder has no tokenizer.json that can be split by token",
+                "constraint: not with this model: its folder has no tokenizer.json that can be split by token",
                 reason="NO_TOKENIZER",
                 field="constraint",
             )

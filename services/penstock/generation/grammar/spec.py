@@ -31,7 +31,7 @@ class ConstraintSpec:
     choices: tuple[str, ...] = ()
     # JSON_OBJECT: the value of the field.
     enabled: bool = True
-    # Lark text of an output of which @answer is what is constrained; empty: all of it is.
+    # Lark text of an output with its constrained part at @answer; empty: the whole output is constrained.
     around: str = ""
 
     @property

@@ -117,7 +117,7 @@ def _with_simple_schemas(lark: str, bounds: JsonBounds) -> str:
 
 
 def _of_tool(schema: dict[str, Any], bounds: JsonBounds) -> str:
-    """Return a schema of a grammar made simple. Raises Untranslatable that names the tool whose parameters it is of."""
+    """Return a simplified schema of a grammar. Raises Untranslatable that names the tool with these parameters."""
     label = tool_of(schema)
     try:
         text = _simple(schema, bounds)

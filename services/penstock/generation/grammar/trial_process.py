@@ -73,7 +73,7 @@ def _answer_to(
 
 
 def _walk(matcher: LLMatcher, tokenizer: GrammarTokenizer, mask_seconds: float, source: str) -> dict[str, str] | None:
-    """Return the refusal of a matcher whose first masks, along some allowed tokens, are wrong or slow; None: none."""
+    """Return the refusal of a matcher with wrong or slow masks along some first allowed tokens; None: it is good."""
     for _ in range(_WALK):
         # Processor time: on a busy machine a wait for the processor is not the constraint's fault.
         started = time.thread_time()

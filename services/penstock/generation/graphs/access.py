@@ -149,7 +149,7 @@ class ModelAccess:
         self._leases.end_all()
 
     def release(self) -> None:
-        """Drop the model, whose engine has stopped: a stream that is open without a call would keep it in memory. No
+        """Drop the model after its engine has stopped: a stream that is open without a call would keep it in memory. No
         call gets here any more. Calling it again is harmless."""
         if self._is_released:
             return
@@ -374,8 +374,8 @@ class ModelAccess:
     async def _in_turn(self, call: Callable[[], T]) -> tuple[T, float]:
         """Run `call` on the engine's thread in a turn; return the seconds that it took there, too.
 
-        A turn lasts as long as the call, and all of its time counts, also of one that fails or whose caller leaves:
-        else callers that leave would get more of the engine than their share.
+        A turn lasts as long as the call. All of its time counts, even if the call fails or the caller leaves: callers
+        that leave would otherwise get more of the engine than their share.
         """
         spent = 0.0
 
@@ -483,7 +483,7 @@ class GraphStream:
 
 
 def gone() -> Unavailable:
-    """Make the error of a call whose model was unloaded since its stream began."""
+    """Make the error of a call when its model was unloaded since its stream began."""
     return Unavailable("the model of this stream was unloaded: open another stream", reason="NO_MODEL")
 
 
@@ -558,7 +558,7 @@ def _run(tensor: Tensor, wanted: TensorSlice, prefix: str) -> Tensor:
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy elements, also of one tensor, of which some may be in both."""
+    """Copy elements. Source and target may be overlapping parts of one tensor."""
     target.copy_(source.clone())
 
 

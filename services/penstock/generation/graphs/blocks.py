@@ -144,9 +144,9 @@ def run_block_in_pool(
     blocks: Sequence[int],
     positions_R: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same for rows of one sequence, (R, ...), whose keys and values are in `blocks` of the pool.
+    """Return the same for rows of one sequence, (R, ...), with its keys and values in `blocks` of the pool.
 
-    It has `start` tokens in this layer; those of the rows are written behind them.
+    The sequence has `start` tokens in this layer; the rows' keys and values are written after them.
     """
     rows = hidden_RI.shape[0]
     tables = torch.tensor([list(blocks)], dtype=torch.int32)

@@ -102,7 +102,7 @@ class Leases:
         self.used(lease)
 
     def add(self, lease: Lease, sizes: Iterable[int], make: Callable[[int], Any]) -> list[int]:
-        """Put tensors of so many bytes into a lease: `make` gives the i-th one. Return their handles.
+        """Put tensors into a lease, `sizes` in bytes: `make` gives the i-th one. Return their handles.
 
         All or none. Raises ResourceExhausted GRAPH_QUOTA.
         """

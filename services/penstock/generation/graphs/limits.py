@@ -32,7 +32,7 @@ class GraphLimits:
 
     @classmethod
     def of(cls, config: GenerationServiceConfig, context: int, retry_seconds: float) -> GraphLimits:
-        """Return the limits for a model whose longest sequence is `context` tokens. No stage is longer."""
+        """Return the limits for a model with sequences of at most `context` tokens. No stage is longer."""
         lengths = sorted({min(length, context) for length in config.graph_lengths})
         return cls(
             stages=tuple(Stage(batch, length) for batch in sorted(set(config.graph_batches)) for length in lengths),

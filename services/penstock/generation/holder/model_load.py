@@ -46,7 +46,7 @@ from penstock.generation.startup.memory_check import check_weights
 _NAME = re.compile(r"[\w./:@-]{1,128}", re.ASCII)
 _GGUF_SUFFIX = ".gguf"
 _PATH_FIELD, _FILES_FIELD = "start.path", "start.upload.files"
-# Of a message about files, whose names are the caller's.
+# Of a message about files: it contains names from the caller.
 _MAX_MESSAGE_CHARS = 600
 T = TypeVar("T")
 _log = get_logger("penstock.generation")
@@ -197,7 +197,7 @@ class ModelLoad:
             _log.exception("a model could not be loaded", model=self.name)
             what = type(error).__name__
             refusal = Internal(f"the load broke ({what}); the log has the cause", reason="LOAD_FAILED")
-        # Outside of the handlers: the error would keep the other one, whose frames have the weights.
+        # Outside of the handlers: the error would otherwise keep the other one, and its frames the weights.
         raise refusal
 
     async def _on_thread(self, call: Callable[[], T]) -> T:

@@ -23,14 +23,14 @@ from penstock.common.progress import CountBytes
 
 # Bytes that are brought into memory at a time, between two reports of progress.
 PIECE_BYTES = 2**24
-# Pages whose data tell whether a file is another one.
+# Pages that are sampled to tell whether a file was replaced by another.
 _PAGE_BYTES, _SAMPLED_PAGES = 4096, 1024
 # Linux 5.14; not in Python's mmap.
 _MADV_POPULATE_READ = 22
 
 
 class _Buffer(ctypes.Structure):
-    """Py_buffer, whose first field is an address."""
+    """Py_buffer; its first field is an address."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p),
@@ -185,5 +185,5 @@ def _problem(files: Sequence[MappedFile]) -> str | None:
         except OSError as error:
             # After any other error, such as a network that is away for a moment, the next look may succeed.
             if error.errno in _GONE:
-                return f"{file.path}, whose weights are in use, cannot be looked at any more ({error.strerror})"
+                return f"{file.path} cannot be read any more while its weights are in use ({error.strerror})"
     return None

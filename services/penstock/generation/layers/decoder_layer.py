@@ -189,7 +189,7 @@ class AroundLayer(DecoderLayer):
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayer(DecoderLayer):
-    """A layer of which attention and MLP read the same norm."""
+    """A layer with one norm that both attention and MLP read."""
 
     def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
         """See DecoderLayer."""

@@ -35,8 +35,8 @@ class SharedExpert:
     def add_to(self, out_TI: Tensor, x_TI: Tensor) -> None:
         """Add its part to `out_TI` in float32."""
         scores_T1 = self.gate.as_float(x_TI)
-        # On a CPU torch computes what is left behind the last whole vectors in another way, whose last bit may differ.
-        # Here nothing is left, so that no row depends on the number of those beside it.
+        # On a CPU torch computes the numbers after the last whole vector in another way: their last bits may differ.
+        # Padding leaves no such numbers, so no row depends on the number of rows beside it.
         shares_T1 = torch.sigmoid(pad(scores_T1, (0, 0, 0, -len(scores_T1) % _WHOLE_VECTORS)))[: len(scores_T1)]
         out_TI += shares_T1 * self.down.as_float(self.gated(x_TI))
 

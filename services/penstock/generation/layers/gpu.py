@@ -1,6 +1,6 @@
-"""Layers of a GPU: torch's products, and Triton's operators for a single row, whose weight they read faster than
-cuBLAS does, and for what is around the products of int8 and fp8 (docs/guide/cuda.md). Without Triton this module cannot
-be imported."""
+"""Layers of a GPU: torch's products, and Triton's operators. The latter compute single rows, since they read a weight
+faster than cuBLAS does, and the steps around the products of int8 and fp8 (docs/guide/cuda.md). Without Triton this
+module cannot be imported."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class GPUInt8Method(AcceleratorInt8Method):
 
 
 class GPUFp8Linear(fp8.Fp8Linear):
-    """fp8 whose rows are quantised by one operator."""
+    """fp8 with one operator that quantises the rows."""
 
     def _quantised(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         return gpu_operators.quantised_rows(x_TI, fp8.E4M3, padding=self._padding, most=fp8.MOST, least=fp8.LEAST)

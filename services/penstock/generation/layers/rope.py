@@ -196,7 +196,7 @@ class RotaryEmbedding:
 
     @torch.inference_mode(False)
     def _make_room(self, positions: int) -> None:
-        """Allocate tables for so many positions, with nothing filled yet."""
+        """Allocate tables for this number of positions, without filling them."""
         shape = -(-positions // _PIECE) * _PIECE, len(self._inv_freq)
         cos, sin = (torch.empty(shape, dtype=self._dtype, device=self._inv_freq.device) for _ in range(2))
         self._room = cos, sin

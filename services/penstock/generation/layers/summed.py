@@ -1,4 +1,4 @@
-"""Layers of which each process of a tensor-parallel group has a part: their results are sums over the processes."""
+"""Layers split over the processes of a tensor-parallel group: their results are sums over the processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A model whose decode steps are captured graphs of its device: one call queues a step from ids to ids.
+"""A model with decode steps as captured graphs of its device: one call queues a step from ids to ids.
 
-There is a graph for each of a few numbers of rows. A step has the next larger one; rows that fill it up write into a
-block of the pool that no sequence has. Only the drawn ids are read back.
+There are graphs for a few numbers of rows. A step uses the next larger one; padding rows write into a block of the pool
+that no sequence has. Only the drawn ids are read back.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class CapturedLM(CausalLM):
         bucket = self._bucket(count)
         bucket.rows_4B[:, :count] = rows_4N
         if self._in_place is None or self._in_place[0] is not tables_SB or not offsets.all():
-            # Some row has a new block: at most every so many steps.
+            # Some row has a new block: a sequence gets one every `block_size` steps at most.
             bucket.tables_BW[:count, :width] = uploaded(np.ascontiguousarray(tables[:, :width]), self.device)
             self._in_place = tables_SB, bucket
         _, _, drawn = self._replayed(bucket, lengths)
@@ -207,7 +207,7 @@ class CapturedLM(CausalLM):
         return self._replayed(bucket, metadata.kv_lens)
 
     def _replayed(self, bucket: _Bucket, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the step of a bucket whose first rows are filled, with contexts of these lengths."""
+        """Run the step of a bucket; its first rows are filled, with contexts of these lengths."""
         count = len(lengths)
         if count < bucket.num_filled:
             self._pad(bucket, count, bucket.num_filled)
@@ -221,13 +221,13 @@ class CapturedLM(CausalLM):
         return hidden[:count], logits[:count], ids[:count]
 
     def _bucket(self, count: int) -> _Bucket:
-        """Return the bucket of so many rows, made of padding at first."""
+        """Return the bucket for `count` rows; a new one is all padding."""
         size = next(size for size in self._sizes if size >= count)
         bucket = self._buckets.get(size)
         if bucket is None:
             block = self._scrap
             rows = np.zeros((4, size), dtype=np.int64)
-            # Each has a place of its own, as far as there are so many, and attends to the first.
+            # Each row has a place of its own, as far as the block has enough, and attends to the first.
             rows[_SLOTS] = block * self._kv.block_size + np.arange(size) % self._kv.block_size
             rows[_LENGTHS] = _PADDED_LENGTH
             padding = uploaded(rows, self.device)

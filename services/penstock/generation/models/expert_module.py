@@ -1,7 +1,7 @@
-"""Experts of transformers' modules, whose weights are 3-D parameters, by the device's own products.
+"""Experts of transformers' modules, with 3-D parameters as weights, by the device's own products.
 
-Transformers runs the experts of nearly all of its models by functions that know four things of a module: the order of
-its weights' dimensions, biases, gate and rows (`use_experts_implementation`). The same is read here.
+Transformers runs the experts of nearly all of its models by functions that know four facts about a module: the order of
+its weights' dimensions, biases, gate and rows (`use_experts_implementation`). This module reads the same facts.
 """
 
 from __future__ import annotations

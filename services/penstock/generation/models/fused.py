@@ -133,7 +133,7 @@ def can_fuse(
         return False
     if config.is_parallel or config.qk_norm_is_whole or isinstance(norm, LayerNorm):
         return False
-    # A layer of which this is a part waits for the other parts.
+    # This may be a part of a layer that waits for its other parts.
     if not all(type(layer.mlp) is SwiGLU for layer in layers):
         return False
     if not all(isinstance(linear, NativeLinear) for layer in layers for linear in layer.quantisable):

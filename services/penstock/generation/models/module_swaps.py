@@ -51,7 +51,7 @@ class NormModule(nn.Module):
 
 
 class ModuleSwaps:
-    """Swaps in one model, whose weights are of `dtype`; all methods change it."""
+    """Swaps in one model with weights of `dtype`; all methods change the model."""
 
     def __init__(self, causal: Any, dtype: torch.dtype) -> None:
         self._causal = causal
@@ -63,8 +63,8 @@ class ModuleSwaps:
     def linears(self, method: LinearMethod, kept: Collection[nn.Module]) -> None:
         """Replace the linear layers by those of `method`, one by one.
 
-        Those in `kept`, whose weight other modules read, stay, as do products of other modules. Raises StartupError for
-        weights that the method's format cannot hold.
+        Layers in `kept` stay, since other modules read their weights; so do products of other modules. Raises
+        StartupError for weights that the method's format cannot hold.
         """
         head = self._causal.get_output_embeddings()
         child: Any
@@ -100,7 +100,7 @@ class ModuleSwaps:
                 setattr(parent, name, experts)
 
     def norms(self, kernels: LayerKernels) -> None:
-        """Replace those RMSNorms whose results `kernels` give for random numbers, with the weight or one more."""
+        """Replace each RMSNorm with the results of `kernels` for random numbers, by its weight or by the weight + 1."""
         draw = torch.Generator().manual_seed(0)
         for parent, name, child in self._modules():
             weight: Any = getattr(child, "weight", None)
@@ -129,7 +129,7 @@ class ModuleSwaps:
 
 
 def linear_types() -> tuple[type[nn.Module], ...]:
-    """Return the classes of modules that are a product and a bias: torch's, and one whose weight is (in, out)."""
+    """Return the classes of modules that are a product and a bias: torch's, and one with a weight (in, out)."""
     from transformers.pytorch_utils import Conv1D
 
     return nn.Linear, Conv1D

@@ -39,7 +39,7 @@ class Recording:
     decoder: nn.Module
     # In the order of the pass.
     calls: tuple[AttentionCall, ...]
-    # Linear layers, GPT-2's Conv1D among them, whose weight other modules read: they must stay as they are.
+    # Linear layers, GPT-2's Conv1D among them, with a weight that other modules read: they must stay as they are.
     read_linears: frozenset[nn.Module]
     # True when the decoder gives a hidden state for the embedding and each of `num_layers` layers.
     has_hidden_states: bool
@@ -245,7 +245,7 @@ def _registered(recorder: _Recorder) -> Iterator[None]:
 
 @contextmanager
 def _watched(causal: nn.Module) -> Iterator[set[nn.Module]]:
-    """Fill the set with linear layers whose weight is read, inside the block, by anything but themselves."""
+    """Fill the set with linear layers, if anything but the layer itself reads its weight inside the block."""
     read: set[nn.Module] = set()
 
     class Watched(nn.Linear):

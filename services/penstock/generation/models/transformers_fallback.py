@@ -1,4 +1,4 @@
-"""A model whose layers are transformers' own modules, on the scheduler and the paged pool of the native ones."""
+"""A model of transformers' own modules as layers, on the scheduler and the paged pool of the native models."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Models of transformers whose layers keep a state of their own, as recurrent layers and short convolutions do.
+"""Models of transformers with layers that keep a state of their own: recurrent layers and short convolutions.
 
-Rows of one step must not flow into each other there. So a step goes through the modules in parts (B, T): sequences that
-have as many tokens in it are one batch, those that begin apart from those that go on. Each part has a cache object of
-transformers' own class, which holds the states of its sequences and no keys: these are in the paged pool.
+Rows of one step must not mix there. So a step goes through the modules in parts (B, T): sequences with the same number
+of tokens in the step are one batch; sequences at their beginning are apart from those that go on. Each part has a cache
+object of transformers' own class. It holds the states of its sequences; the keys are in the paged pool.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def check_embeds(request: GenerateOptions, model: ModelFacts, limits: RequestLim
     if len(request.prompt_token_ids) > rows and not request.inputs_embeds_before_ids:
         raise InvalidArgument(
             "prompt",
-            f"must have at most as many tokens as {_FIELD} has rows ({rows}), whose ids they are; for tokens after "
-            "them set inputs_embeds_before_ids",
+            f"must have at most as many tokens as {_FIELD} has rows ({rows}): they are the ids of its rows; for tokens "
+            "after the rows set inputs_embeds_before_ids",
         )
 
 
@@ -67,7 +67,7 @@ def check_beside_embeds(request: GenerateOptions, options: RequestOptions, modes
 
 
 def embeds_warnings(request: GenerateOptions) -> Iterator[str]:
-    """Yield warnings about the request's own options whose ids are not there, as transformers does."""
+    """Yield warnings about the request's own options that need missing ids, as transformers does."""
     if request.inputs_embeds is None:
         return
     asked = dict(request.options.items())

@@ -280,7 +280,7 @@ class TokenIds(Numbers):
 
 
 class TokenIdOrIds(TokenIds):
-    """Ids, of which a file may name one without a list."""
+    """Ids; a file may name a single one without a list."""
 
     hint = "int | Sequence[int]"
 

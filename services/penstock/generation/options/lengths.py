@@ -18,9 +18,9 @@ def resolve_lengths(
 ) -> tuple[int, int]:
     """Return (max_new_tokens, min_new_tokens), and append to `warnings`.
 
-    `room` is the number of tokens that the context has for output; `pool_room`, asked only for an unset length, returns
-    the number that the pool has beside so many prompt tokens. A limit on new tokens wins over a total length of the
-    same origin. Raises InvalidArgument for a total length that the prompt fills.
+    `room` is the number of output tokens that fit the context. `pool_room` takes a number of prompt tokens and returns
+    the number of output tokens that fit the pool beside them; it is called only for an unset length. A limit on new
+    tokens wins over a total length of the same origin. Raises InvalidArgument for a total length that the prompt fills.
     """
     prompt, asked, fallback = request.num_prompt_tokens, request.options, defaults.options
     maximum = _requested_maximum(asked, prompt, warnings)
@@ -41,8 +41,7 @@ def resolve_lengths(
 
 
 def _open_ended(fallback: RequestOptions, prompt: int, room: int, warnings: list[str]) -> int:
-    """Return the model's own limit, else all the room there is. The caller asked for neither, so neither can be too
-    much."""
+    """Return the model's own limit, else the whole room. The caller set no limit, so none can be too large."""
     limit = _fallback_maximum(fallback, prompt)
     if limit is not None:
         return min(limit, room)

@@ -1,4 +1,4 @@
-"""A row of the table of options, and sets of options: plain data in which only the set options take room."""
+"""A row of the table of options, and sets of options: plain data that stores only the options that are set."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class OptionSpec:
     limit: str = ""
     # Requests in which it has an effect; empty: every one.
     scopes: tuple[Scope, ...] = ()
-    # Values that ask for nothing, and so go without a warning where the option has no effect.
+    # Values that ask for nothing: they get no warning where the option has no effect.
     silent: tuple[object, ...] = ()
-    # Options of its section without one of which it does nothing: setting it alone gets a warning.
+    # Options of its section that it needs: without any of them it does nothing, and setting it gets a warning.
     needs: tuple[str, ...] = ()
     # Mode that a value asks for, beside the others' own options: `num_beams` asks for beam search.
     chooses: Scope | None = None
     # Field of SamplingParams that takes the value as it is; None: `resolve` works on it.
     param: str | None = None
-    # Value when neither the request nor the model's file sets it; in words where it is no constant.
+    # Value when neither the request nor the model's file sets it; in words if it is not a constant.
     default: object = None
-    # True: generation_config.json may set it. The file is a GenerationConfig, so other sections have none of it.
+    # True: generation_config.json may set it. The file is a GenerationConfig, so it has no other sections.
     in_file: bool = True
-    # True: the router alone takes it.
+    # True: only the router accepts it.
     router_only: bool = False
     # Its oneof in the proto: warnings and keywords of clients use that name.
     oneof: str = ""
@@ -79,7 +79,7 @@ def row(kind: Kind, doc: str, *, unset: Any = None, **columns: Any) -> Any:
 
 
 class OptionSet:
-    """Options by name, of which only the set ones are kept: an empty set costs next to nothing.
+    """Options by name. Only those that are set are stored: an empty set costs next to nothing.
 
     Subclasses are frozen dataclasses of `row`s; an unset option reads as its class attribute.
     """

@@ -35,7 +35,7 @@ _NO_ATTENTIONS = "is not possible with this model: --tensor-parallel has its hea
 
 
 def lead(folder: Path, own: CausalLM, ranks: Ranks) -> LeaderModel:
-    """Return the model of `folder` of which `own` is this rank's part."""
+    """Return the whole model of `folder`; `own` is this rank's part."""
     whole = read_model_config(folder)
     made = own.config
     config = dataclasses.replace(

@@ -51,7 +51,7 @@ class LaunchedProcess:
         weakref.finalize(self, os.close, self._end)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for its end, whose status only the launcher gets. Raises subprocess.TimeoutExpired."""
+        """Wait for its end; only the launcher gets its status. Raises subprocess.TimeoutExpired."""
         if not select.select([self._end], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
 

@@ -150,7 +150,7 @@ class AdapterPartOrder:
     """Whole matrices of one module of an adapter, in the model's dtype: of an EmbeddingPart, or of a LoraPart."""
 
     adapter: int
-    # None: of the embedding, whose `first` is 0.
+    # None: of the embedding; its `first` is 0.
     site: int | None
     first: int
     scale: float

@@ -77,11 +77,11 @@ class RankLost(RuntimeError):
 
 
 class Ranks:
-    """Ranks 1 to `count` - 1 of a group of which this process is rank 0.
+    """Ranks 1 to `count` - 1 of a group; this process is rank 0.
 
-    Threads: any may send messages, load adapters and close; all ranks get the messages in one order. `group`, whose
-    calls answer messages of theirs, is used by one thread at a time, the engine's once it runs. Answers are read by the
-    thread that starts the ranks, then by that of the adapters.
+    Threads: any may send messages, load adapters and close; all ranks get the messages in one order. One thread at a
+    time uses `group`, since its calls answer messages of its own: the engine's thread once it runs. Answers are read
+    first by the thread that starts the ranks, then by that of the adapters.
     """
 
     def __init__(self, count: int, device: Device, meeting: Meeting | None = None) -> None:

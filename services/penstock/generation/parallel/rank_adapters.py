@@ -126,7 +126,7 @@ class RankAdapters:
             coming.sites.setdefault(part.site, []).extend(own)
 
     def _completed(self, number: int) -> bytes:
-        """Make the adapter whose parts are all there; return the answer."""
+        """Make the adapter after its last part has come; return the answer."""
         coming, self._coming = self._coming, None
         if coming is None or coming.number != number:
             coming = _Coming(number)
@@ -150,7 +150,7 @@ class RankAdapters:
 
 
 def _failure(error: Exception) -> bytes:
-    """Return the answer for an adapter that could not be taken, whose cause the log gets."""
+    """Return the answer for an adapter that could not be taken, and log the cause."""
     _log.error("an adapter could not be taken", exc_info=error)
     # torch's errors of memory have no type of their own on every device.
     words = str(error).lower()

@@ -1,8 +1,8 @@
 """DoLa (Chuang et al. 2023): the last layer's distribution, contrasted with that of an earlier layer.
 
 It follows transformers 4.55.4, the last release that had it in the library. Early exits go through the output head
-without the final norm. Of the candidate layers the one counts whose distribution is farthest from the last layer's
-(Jensen-Shannon). Tokens below a tenth of the highest probability are excluded.
+without the final norm. Among the candidate layers, the one with the distribution farthest from the last layer's
+(Jensen-Shannon) counts. Tokens below a tenth of the highest probability are excluded.
 """
 
 from __future__ import annotations

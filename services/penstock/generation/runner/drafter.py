@@ -68,7 +68,7 @@ class ModelDrafter:
     ) -> None:
         """`max_context_tokens` is the draft model's. `max_prefill_tokens`: most rows of a call before its first draft.
 
-        A longer prompt takes several calls, of which only the last returns drafts.
+        A longer prompt takes several calls; only the last one returns drafts.
         """
         self._runner = runner
         self._max_context_tokens = max_context_tokens
@@ -169,7 +169,7 @@ class ModelDrafter:
         return entries
 
     def _run(self, entries: list[tuple[_Draft, int]]) -> None:
-        """Run one forward pass. A sequence whose tokens are all computed draws one."""
+        """Run one forward pass. A sequence draws a token once all of its tokens are computed."""
         scheduled = []
         for draft, num_tokens in entries:
             own = draft.shadow

@@ -39,15 +39,15 @@ class DrawRows:
     sequences: list[Sequence] = field(default_factory=list)
     # Sequences that are computed to the end and want no logits.
     without_logits: list[Sequence] = field(default_factory=list)
-    # Entries whose rows give log-probabilities of the prompt.
+    # Entries with rows that give log-probabilities of the prompt.
     scored: list[EntryRows] = field(default_factory=list)
-    # Entries whose rows are summed for an embedding.
+    # Entries with rows to sum for an embedding.
     pooled: list[EntryRows] = field(default_factory=list)
-    # Entries whose hidden states are kept, for contrastive search.
+    # Entries with hidden states to keep, for contrastive search.
     remembered: list[EntryRows] = field(default_factory=list)
     # Rows that are contrasted with earlier layers.
     dola: list[DolaRow] = field(default_factory=list)
-    # Places in `sequences` whose tensors are wanted at this position.
+    # Places in `sequences` that want tensors at this position.
     tensors: list[int] = field(default_factory=list)
     # Places in `sequences` with an unconditional branch.
     guided: list[int] = field(default_factory=list)

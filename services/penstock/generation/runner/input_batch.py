@@ -54,7 +54,7 @@ class InputBatch:
         self._num_final = [0] * _FIRST_SLOTS
         # Row -> (number of its blocks, the last one): most steps of a decoding sequence change neither.
         self._ends = [(0, -1)] * _FIRST_SLOTS
-        # 0, 1, 2, ...: row starts of the last step whose entries were of one row each.
+        # 0, 1, 2, ...: row starts of the last step with entries of one row each.
         self._row_starts = torch.empty(0, dtype=torch.int32)
 
     def release(self, seq_ids: Iterable[int]) -> None:
@@ -157,8 +157,8 @@ def embed_step(
     inputs: ModelInputs,
     adapters: AdapterBatch | None = None,
 ) -> torch.Tensor:
-    """Return the residual stream before the first layer (T, hidden) of a step of these entries, whose rows have
-    `adapters`.
+    """Return the residual stream before the first layer (T, hidden) of a step of these entries; `adapters` are those of
+    its rows.
 
     Ids in `inputs` that embeddings replace become 0: placeholders are outside every vocabulary.
     """

@@ -119,7 +119,7 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """Run one step. Changes only the KV pools and the runner's own buffers.
 
-        A sequence whose logits hold a NaN is in `failed`: it ends alone.
+        A sequence with a NaN in its logits is in `failed`: only this sequence ends.
         """
         if not output.copies:
             return self._compute(output)
@@ -128,7 +128,7 @@ class ModelRunner:
         return replace(self._compute(output), out_seconds=out_seconds, in_seconds=in_seconds)
 
     def _compute(self, output: SchedulerOutput) -> RunnerOutput:
-        """Run a step whose copies are made."""
+        """Run a step after its copies."""
         steady, self._steady = self._steady, None
         if steady is None or (result := steady.step(output, self._model, self._kv)) is None:
             return self._execute(output)
@@ -443,7 +443,7 @@ class ModelRunner:
 
 
 def _impossible(token_id: int, num_top: int | None) -> SampledToken:
-    """Return the draw of a token whose probability is 0, as every other's is."""
+    """Return the draw of a token with probability 0, when all others have 0, too."""
     if num_top is None:
         return SampledToken(token_id)
     return SampledToken(token_id, -math.inf, PositionLogprobs(Logprob(token_id, -math.inf, 1)))

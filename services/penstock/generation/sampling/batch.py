@@ -55,7 +55,7 @@ class SamplingBatch:
     """Options of N rows, M of them sampled; built when the composition of the batch changes, then reused.
 
     Attributes ending in `_M` are over the sampled rows, in the order of `sampled_rows`: first those that draw a token,
-    then those whose candidates are drawn from what the warpers leave.
+    then those that draw candidates after the warpers.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SamplingBatch:
         if not is_reference:
             # A late processor that changes neither the choice nor its probability is left out where a token is drawn.
             wanting = {kind: self._changed(kind, rows) for kind, rows in wanting.items()}
-        # Rows whose processors follow the tokens.
+        # Rows with processors that follow the tokens.
         self.following = [state for state in states if state.trackers]
         # Row -> number of top logprobs, of the rows that asked for logprobs.
         self.num_top = {row: plan.num_top for row, plan in enumerate(plans) if plan.num_top is not None}

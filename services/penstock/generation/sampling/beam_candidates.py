@@ -1,4 +1,4 @@
-"""The highest processed scores of rows whose strategy chooses itself (DrawKind.CANDIDATES)."""
+"""The highest processed scores of rows with a strategy that chooses itself (DrawKind.CANDIDATES)."""
 
 from __future__ import annotations
 

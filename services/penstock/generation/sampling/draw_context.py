@@ -70,11 +70,11 @@ class DrawContext:
         self._places: dict[int, int] | None = None
 
     def of_rows(self, picked_R: torch.Tensor, rows_R: torch.Tensor) -> DrawContext:
-        """Return the context of scores of the sampled rows `picked_R`, whose numbers in the batch are `rows_R`."""
+        """Return the context of scores of the sampled rows `picked_R`; `rows_R` are their numbers in the batch."""
         return DrawContext(self.positions_N, self._streams, self.kernels, picked_R, rows_R)
 
     def picked(self, wanting: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
-        """Yield (place in the scores, thing) for each (batch row, thing) whose row is among the scores."""
+        """Yield (place in the scores, thing) for each (batch row, thing) with its row among the scores."""
         if self._rows_R is None:
             yield from wanting
             return

@@ -45,7 +45,7 @@ class Drawing:
         self.logprobs: dict[int, PositionLogprobs] = {}
 
     def normalise(self) -> None:
-        """Replace the scores of rows whose processors work on log-probabilities by their log_softmax, in place."""
+        """Replace scores by their log_softmax, in place, in rows with processors that work on log-probabilities."""
         states = self._batch.states
         rows = [row for row in self._batch.candidate_rows if states[row].sequence.draw.log_softmax]
         if rows and rows[-1] - rows[0] == len(rows) - 1:

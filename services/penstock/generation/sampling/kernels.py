@@ -56,7 +56,7 @@ class SamplingKernels:
 
 
 class QueuedSampling(SamplingKernels):
-    """The reference for a device whose work is queued: a step's draws wait for it once."""
+    """The reference for a device with queued work: a step's draws wait for the device once."""
 
     name = "queued"
 

@@ -1,4 +1,4 @@
-"""The draws of one step on a device whose work is queued: all of them wait for it once, at the end."""
+"""The draws of one step on a device with queued work: all of them wait for the device once, at the end."""
 
 from __future__ import annotations
 

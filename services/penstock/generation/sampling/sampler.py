@@ -3,7 +3,7 @@
 processors of stage SCORES (all rows), the grammar's masks -> WARP (sampled rows) -> LATE (all rows)
     -> greedy rows: argmax
     -> sampled rows: one draw by inverse CDF, mostly without warping the whole vocabulary
-    -> rows whose strategy chooses the token: the highest scores
+    -> rows with a strategy that chooses the token: the highest scores
     -> logprobs, for the rows that asked
 
 A row's result depends on its own scores, options, seed and position only: its own data choose its algorithm, and every

@@ -125,7 +125,7 @@ class NgramFollowers(Tracker):
         # Copies share the followers in the prompt; nothing is added to them.
         self._of_prompt: _Followers = {}
         self._of_output: _Followers = {}
-        # The n-grams whose followers in `_of_output` no copy holds; None: all of them.
+        # The n-grams with followers in `_of_output` that no copy holds; None: all of them.
         self._own: set[tuple[int, ...]] | None = None
 
     def follow(self, token_ids: Seq[int], start: int) -> None:

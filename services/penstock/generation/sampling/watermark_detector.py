@@ -33,7 +33,7 @@ class WatermarkEvidence:
     green_fraction: float
     # Standard deviations between the number of green tokens and its mean in text without the watermark.
     z_score: float
-    # Probability of so many green tokens without the watermark (one-sided).
+    # Probability of at least this number of green tokens without the watermark (one-sided).
     p_value: float
     # True when z_score is above the threshold: the text was written under the watermark.
     prediction: bool

@@ -53,7 +53,7 @@ def tune_batch_tokens(
     step_seconds: float,
     spend_seconds: float,
 ) -> BatchTuning:
-    """Return the smallest budget with 97 % of the best prompt throughput whose steps take at most `step_seconds`.
+    """Return the smallest budget with 97 % of the best prompt throughput and steps of at most `step_seconds`.
 
     `time_prompt` takes a number of prompt tokens, at most `largest`, and returns the seconds of such a step and the
     seconds that it spent on measuring. After the first 32 tokens a size is tried only if it is expected to end within

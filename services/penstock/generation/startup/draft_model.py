@@ -67,9 +67,9 @@ class DraftModel:
 def load_draft_weights(
     config: GenerationServiceConfig, folder: Path, device: Device, show: ShowProgress
 ) -> LanguageModel | None:
-    """Load the weights of `config.assistant_model`, whose token ids must be those of the model in `folder`.
+    """Load the weights of `config.assistant_model`. Its token ids must be those of the model in `folder`.
 
-    None: no draft model is asked for. To be called before the pools are sized. Raises StartupError naming
+    None: no draft model is configured. Call it before the pools are sized. Raises StartupError naming
     --assistant-model.
     """
     if config.assistant_model is None:
@@ -166,7 +166,7 @@ def _check_vocabulary(folder: Path, own: Path, served: int, drafting: int) -> No
 
 
 def _token_ids(folder: Path) -> dict[str, int]:
-    """Return every token's id from tokenizer.json, whose vocabulary is a mapping, or a list in the order of ids."""
+    """Return every token's id from tokenizer.json; its vocabulary is a mapping, or a list in the order of ids."""
     try:
         content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]

@@ -21,7 +21,7 @@ _KEPT_BYTES = {"int8": 1.0, "int4": 0.625, "int4-asymmetric": 0.75}
 
 def stored_weight_bytes(folder: Path) -> int:
     """Return the bytes of the folder's weights on disk."""
-    # A link whose file is gone, as a cleaned-up hub cache leaves it, is reported by the loader.
+    # The loader reports a link without its file, as a cleaned-up hub cache leaves it.
     files = [folder / GGUF_FILE] if (folder / GGUF_FILE).exists() else folder.glob("*.safetensors")
     if is_packed(folder):
         files = [folder / PACKED_FILE]

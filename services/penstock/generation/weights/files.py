@@ -58,7 +58,7 @@ def stored_tensors(start: bytes | mmap.mmap) -> dict[str, StoredTensor]:
 
 
 def _stored(entry: object, data_begin: int) -> StoredTensor:
-    """Return a header's entry, whose types are checked: a file may say anything."""
+    """Return a header's entry after a check of its types: a file may say anything."""
     if not isinstance(entry, dict):
         raise ValueError("a tensor of a safetensors header is an object")
     dtype, shape, offsets = (entry.get(field) for field in ("dtype", "shape", "data_offsets"))

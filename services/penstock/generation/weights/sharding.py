@@ -74,7 +74,7 @@ class Shard:
         return min(self.rank * each, size), min((self.rank + 1) * each, size)
 
     def vocabulary(self, vocab_size: int) -> Range:
-        """Return the ids of which this rank has the head's rows."""
+        """Return the ids of this rank's rows of the head."""
         return self.part(vocab_size)
 
     def kv_heads(self, whole: ModelConfig) -> Range:
@@ -124,7 +124,7 @@ class ShardedSource:
         self._cuts[f"{prefix}{part}.bias"] = _Cut(is_zero=shard.rank > 0)
 
     def __contains__(self, tensor: str) -> bool:
-        # As of a model whose head is not the embedding: the head is cut, and the embedding is whole.
+        # As for a model with a head apart from the embedding: the head is cut, and the embedding is whole.
         return tensor in (EMBEDDING, LM_HEAD) or tensor in self._whole
 
     def dtype(self, tensor: str) -> torch.dtype | None:
@@ -190,8 +190,8 @@ class ShardedSource:
 
 
 def adapter_parts(site: int, parts: Sequence[LoraPart], config: ModelConfig, shard: Shard) -> tuple[LoraPart, ...]:
-    """Return the matrices that a rank has of an adapter at one site (layers.lora); none: it has no output there.
-    `config` is of the whole model, whose sites the parts fit.
+    """Return a rank's matrices of an adapter at one site (layers.lora); none: it has no output there.
+    `config` is that of the whole model; the parts fit its sites.
 
     They are cut as the weights are: rows of B with the outputs, columns of A with the inputs. The other matrix is whole
     in every rank: where results are summed over the ranks, B A x is the sum of B times the parts of A x. A part of a

@@ -35,7 +35,7 @@ _FLAGS_OF_SETS = {
     "neon_bf16": ("-march=armv8.2-a+dotprod+bf16+i8mm",),
     "neon": ("-march=armv8.2-a+dotprod",),
 }
-# Operators are compiled as so many files: torch's headers take most of the time, and are read once in each.
+# Number of files that operators are compiled in: reading torch's headers takes most of the time, once per file.
 _OPERATOR_FILES = 2
 _OPERATOR_FLAGS = ("-fopenmp", "-DAT_PER_OPERATOR_HEADERS")
 # Keep NaN and infinity: masks are infinities, and a NaN must reach the sampler. Keep the source's order of sums: a

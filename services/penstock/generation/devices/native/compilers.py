@@ -1,4 +1,4 @@
-"""Runs compilers, several at a time, none of which outlives the call."""
+"""Runs compilers, several at a time; none outlives the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assisted generation: drafts from texts, from guesses or from a draft model, of which one forward pass verifies many.
+"""Assisted generation: drafts from texts, from guesses or from a draft model. One forward pass verifies many of them.
 
 Drafts and draws are coupled. Every position is drawn from the model itself, by the request's own options and with the
 uniform of (seed, position), and a draft is accepted iff it equals the drawn token. So the ids are exactly those of the
@@ -99,7 +99,7 @@ class AssistanceOptions(DecodingMode):
 
 
 def with_drafts(params: SamplingParams, drafts: Callable[[list[int], int], list[int]] | None) -> SamplingParams:
-    """Return `params` whose drafts, if the mode has some of a model, are the caller's own."""
+    """Return `params` with the caller's own drafts, if the mode drafts with a model."""
     if drafts is None or not isinstance(params.mode, AssistanceOptions):
         return params
     return replace(params, mode=replace(params.mode, own_drafts=drafts))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def no_token_left() -> InvalidArgument:
-    """Return the error of a request whose options leave no token to draw."""
+    """Return the error for options that leave no token to draw."""
     description = "leaves no token to draw here: what one of its options allows, others forbid"
     return InvalidArgument("config", description, reason="NO_TOKEN_LEFT")
 

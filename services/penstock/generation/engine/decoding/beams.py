@@ -43,7 +43,7 @@ class BeamLogprobs(NamedTuple):
 
     @classmethod
     def of(cls, before: BeamLogprobs | None, drawn: SampledToken, token_id: int, score: float) -> BeamLogprobs:
-        """Add the logprobs of `token_id`, whose processed score is `score`, to those before it."""
+        """Append the logprobs of `token_id`; `score` is its processed score."""
         candidates = drawn.candidates
         assert candidates is not None
         top = drawn.logprobs.top if drawn.logprobs is not None else ()

@@ -16,7 +16,7 @@ _Trie = dict[int, "_Trie"]
 
 
 class Constraint:
-    """Token sequences of which one must occur; a phrase is a constraint with one alternative. Immutable."""
+    """Alternative token sequences; one of them must occur. A phrase is a constraint with one alternative. Immutable."""
 
     def __init__(self, alternatives: tuple[tuple[int, ...], ...]) -> None:
         self.height = max(map(len, alternatives))

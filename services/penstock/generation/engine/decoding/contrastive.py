@@ -62,7 +62,7 @@ class ContrastiveOptions(DecodingMode):
 
 
 class ContrastiveSearch(DecodingStrategy):
-    """Strategy that alternates between one sequence, which draws candidates, and the candidates, of which one goes on.
+    """Strategy that alternates between one sequence, which draws candidates, and the candidates; one of them goes on.
 
     Preemption goes back to the one sequence, which draws the same candidates again.
     """

@@ -75,7 +75,7 @@ class Hypotheses:
         del self._best[self._size :]
 
     def is_decided(self, best_total: float, length: int) -> bool:
-        """True when a search whose best open sequence has `length` tokens and scores `best_total` may end.
+        """True when a search may end. Its best open sequence has `length` tokens and scores `best_total`.
 
         `early_stopping` decides as in transformers. TRUE: once the list is full. FALSE: when the open sequence, at its
         length, is no better than the worst one. NEVER: when it could not become better up to the greatest length.

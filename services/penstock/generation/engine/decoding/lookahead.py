@@ -64,7 +64,7 @@ class NgramPool:
 
 
 class Lookahead:
-    """Guesses of one sequence: a window of positions, for each of which the last few guesses are kept.
+    """Guesses of one sequence: a window of positions, with the last few guesses of each.
 
     Guesses of neighbouring positions from successive steps are a diagonal of this window: each was drawn after the one
     before it. A whole diagonal is an n-gram that the model might write.
@@ -83,7 +83,7 @@ class Lookahead:
     def learn(self, token_ids: Sequence[int], num_new: int, drafts: Sequence[int], draws: Sequence[int]) -> None:
         """Take the draws of a step: `draws[i]` is what followed `drafts[: i]`.
 
-        `token_ids` already end in the `num_new` first of them, all drafts before the last of which were right.
+        `token_ids` already end in the first `num_new` draws. The drafts before the last of these were all right.
         """
         size, pool = self._size, self._pool
         num_tokens = len(token_ids)

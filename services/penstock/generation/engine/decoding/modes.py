@@ -44,7 +44,7 @@ class ModeRegistry:
         return ModeRegistry((*self._specs.values(), spec))
 
     def named(self, name: str, sizes: Mapping[str, float]) -> DecodingMode:
-        """Return the mode whose options' type is called `name`, with these `sizes`. Raises ValueError: unknown name."""
+        """Return the mode with options of the type `name`, with these `sizes`. Raises ValueError: unknown name."""
         for options in self._specs:
             if options.__name__ == name:
                 return options(**sizes)

@@ -32,7 +32,7 @@ _UNCONDITIONAL_FAMILY = 1
 
 @dataclass(frozen=True, slots=True)
 class DolaOptions(DecodingMode):
-    """Options of DoLa (Chuang et al. 2023): numbers of the layers whose early exits are contrasted with the last."""
+    """Options of DoLa (Chuang et al. 2023): the layers with early exits to contrast with the last one, by number."""
 
     early_exits: tuple[int, ...] = ()
     # The contrast leaves few tokens, so that ordinary options often forbid them all: transformers' argmax gives id 0.

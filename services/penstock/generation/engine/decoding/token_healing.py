@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Keeping(DecodingMode):
-    """Greedy search whose hidden states the runner keeps, since the request's own mode needs them."""
+    """Greedy search with kept hidden states: the request's own mode needs them."""
 
     __slots__ = ()
     keeps_hidden_states = True
@@ -87,7 +87,7 @@ class TokenHealing(DecodingStrategy):
         return self._strategy.end(reason)
 
     def _begin(self, healer: Sequence, token_id: int) -> Decision:
-        """Begin the request on its healed prompt, of which only the last token is computed again."""
+        """Begin the request on its healed prompt. Only its last token is computed again."""
         self._healer = None
         prompt = [*self._request.prompt_token_ids[:-1], token_id]
         self._strategy = self._make(replace(self._request, prompt_token_ids=prompt, token_healing=None))

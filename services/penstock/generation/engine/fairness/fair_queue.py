@@ -49,7 +49,7 @@ class FairQueue:
         return 0 if queue is None else len(queue)
 
     def first(self, held: Collection[str] = ()) -> SequenceGroup | None:
-        """Return the group whose turn it is among tenants that are not `held`."""
+        """Return the group that is next in turn, among tenants that are not `held`."""
         for tenant in self._order:
             if tenant not in held:
                 return self._queues[tenant].first

@@ -16,8 +16,8 @@ _MOST_LIGHT_STEPS = 64
 class FairTurns:
     """Chooser of the tenants that rest in a step. Engine thread only.
 
-    After each full step come so many light ones, without the crowd, that steps take on average at most `slowdown`
-    times as long as light ones alone would.
+    After each full step come some light ones, without the crowd: enough that an average step takes at most `slowdown`
+    times as long as a light one.
     """
 
     def __init__(self, slowdown: float) -> None:

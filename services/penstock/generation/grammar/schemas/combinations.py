@@ -52,7 +52,7 @@ def _at_least(least: int, fixed: int, optional: list[str], is_open: bool, path: 
     found: list[dict[str, Any]] = []
     if missing <= len(optional):
         if math.comb(len(optional), missing) > _MAX_LISTED:
-            raise Refusal(path, "minProperties", "is not supported with so many keys that may be left out")
+            raise Refusal(path, "minProperties", "is not supported with this number of optional keys")
         found += [{"required": list(names)} for names in itertools.combinations(optional, missing)]
     if is_open and missing - 1 <= len(optional) and math.comb(len(optional), missing - 1) <= _MAX_LISTED:
         for names in itertools.combinations(optional, missing - 1):
@@ -78,7 +78,7 @@ def _at_most(most: int, required: list[str], optional: list[str], is_open: bool,
             return found
     room = min(room, len(optional))
     if math.comb(len(optional), room) > _MAX_LISTED:
-        raise Refusal(path, "maxProperties", "is not supported with so many keys that may be left out")
+        raise Refusal(path, "maxProperties", "is not supported with this number of optional keys")
     for names in itertools.combinations(optional, room):
         others = {name: False for name in optional if name not in names}
         closed = (

@@ -44,7 +44,7 @@ def are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool
 
 
 def _values(schema: dict[str, Any]) -> set[str] | None:
-    """Return the values as JSON texts; None: not listed, or with numbers, whose texts tell nothing (1 and 1.0)."""
+    """Return the values as JSON texts; None: not listed, or with numbers: their texts tell nothing (1 and 1.0)."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(listed, list) or not all(isinstance(one, str | bool | None) for one in listed):
         return None

@@ -1,7 +1,7 @@
-"""`multipleOf` of fractions that binary numbers do not have, as 0.1: what is written must be a multiple for validators.
+"""`multipleOf` of fractions that binary numbers do not have, as 0.1: validators must accept every written number.
 
-They divide binary numbers: 1.2 / 0.1 is 11.999999999999998. So of the decimal multiples only those are written whose
-quotient is whole in binary, too: the nearest to 0 are listed, and far from it those remain that binary numbers have.
+Validators divide binary numbers: 1.2 / 0.1 is 11.999999999999998. So only those decimal multiples are written that
+have a whole quotient in binary, too: the nearest to 0 are listed, and far from 0 those remain that binary numbers have.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def exact_multiples(schema: Mapping[str, Any], path: str) -> dict[str, Any] | No
         return {"enum": _listed(factor, low, high, is_whole)}
     step = Fraction(factor.numerator, 1 if is_whole else math.gcd(factor.denominator, _BINARY))
     if step.numerator > _MAX_STATES:
-        raise Refusal(path, "multipleOf", "is not supported with so many digits")
+        raise Refusal(path, "multipleOf", "is not supported with this number of digits")
     if abs(Fraction(float(factor)) / factor - 1) > _SURE:
         reason = f"of this fraction is supported between a minimum and a maximum with up to {_MAX_LISTED} multiples"
         raise Refusal(path, "multipleOf", f"{reason}: of larger ones binary numbers tell some to be none")

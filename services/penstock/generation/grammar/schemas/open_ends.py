@@ -16,7 +16,7 @@ from penstock.generation.grammar.schemas.words import types_of
 # Most digits before the point that a double is sure to have, and behind it that llguidance counts, with a margin.
 _MOST_BEFORE = 15
 _MOST_BEHIND = 9
-# llguidance reckons with 64 bits, of which the least numbers would become others in its doubles.
+# llguidance calculates with 64 bits; its doubles would turn the lowest of these numbers into others.
 _LEAST_INTEGER, _MOST_INTEGER = -(2**63) + 1024, 2**63 - 1
 # Most keys that may be left out of which each choice is told for itself.
 _MOST_OPTIONAL = 4

@@ -24,9 +24,9 @@ _NONE: Mapping[str, int] = {}
 def bound_recursion(schema: dict[str, Any], depth: int, depths: Mapping[str, int] = _NONE) -> dict[str, Any]:
     """Return a simple schema in which a definition holds itself at most `depth` times; 0: any number of times.
 
-    Definitions that refer to each other are counted together: each time that one is within itself. Those of which all
-    documents are deeper keep no bound, nor do the largest where the copies of all would be too many. `depths`: of some
-    definitions, where it is another. Raises RecursionError for a schema nested too deeply.
+    Definitions that refer to each other are counted together: each time that one is within itself. Two kinds keep no
+    bound: definitions with deeper documents only, and the largest ones if the copies of all would be too many.
+    `depths`: other depths of some definitions. Raises RecursionError for a schema nested too deeply.
     """
     definitions: dict[str, Any] = schema.get("$defs", {})
     if not depth or not definitions:
@@ -166,7 +166,7 @@ def _last_first(name: str, edges: dict[str, list[str]], seen: set[str]) -> list[
 
 
 def _with_names(schema: Any, renamed: Callable[[str], str | None]) -> Any:
-    """Return a schema with other names in its references; false in place of one whose new name is None."""
+    """Return a schema with other names in its references; false in place of a reference with the new name None."""
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)

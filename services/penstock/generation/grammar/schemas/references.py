@@ -63,7 +63,7 @@ class References:
         return schema
 
     def name_of(self, reference: str, is_part: bool, is_listed: bool) -> str:
-        """Return the name of the definition of a target, of which one is made when it is asked for the first time."""
+        """Return the name of the definition of a target. The first call for a target makes the definition."""
         key = Asked(reference, is_part, is_listed)
         if key not in self._names:
             self._names[key] = f"{len(self._names)}"

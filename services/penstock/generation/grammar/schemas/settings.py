@@ -1,4 +1,4 @@
-"""Settings of a schema's text: its own `x-guidance`, of which some words are ours and the others llguidance's."""
+"""Settings of a schema's text: its own `x-guidance`; some of the words are ours, the others llguidance's."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _TYPES = ALL_TYPES | {"integer"}
 
 
 def check_shapes(schema: Mapping[str, Any], path: str) -> None:
-    """Raise Refusal for the first keyword whose value is none of its kind. Parts are not looked into."""
+    """Raise Refusal for the first keyword with a value of the wrong kind. Parts are not checked."""
     for word, value in schema.items():
         found = _SHAPES.get(word)
         if found is not None and not found[0](value):

@@ -1,9 +1,9 @@
-"""A schema as callers write it, made into one that llguidance takes and that a model comes to the end of.
+"""Turns a caller's schema into one that llguidance accepts, with documents that a model comes to the end of.
 
-What says nothing where it stands is left out. What llguidance has no word for, but other words can tell, is told by
-those. What is left over and matters is refused, by its place and its keyword. Objects whose schema says nothing of
-other keys have those that it names: any document of the result satisfies the schema, though not every one that does is
-written.
+Keywords without an effect in their place are left out. Keywords that llguidance does not know are expressed by others
+where that is possible. The rest is refused, with its place and keyword. An object has only the keys that its schema
+names, unless the schema allows others explicitly. So every document of the result satisfies the schema, but some
+documents that satisfy it are never written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SCALARS = frozenset({"null", "boolean", "number", "string"})
 # Words that put several schemas of an object together.
 _COMPOSING = ("$ref", "allOf", "anyOf", "oneOf")
 _UNSUPPORTED = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")
-# Annotations that llguidance does not know as such, and words whose place says all.
+# Annotations that llguidance does not know as such, and words that say everything by their place.
 _SILENT = ("$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$schema")
 
 
@@ -165,7 +165,7 @@ class _Simplifier:
             return schema
 
     def _with_ends(self, made: dict[str, Any], path: str, is_part: bool) -> dict[str, Any]:
-        """Return a schema whose parts are simple, with ends for what it leaves open."""
+        """Return a schema of simple parts, with bounds for everything that it leaves open."""
         is_own = not is_part and not self._is_listed
         names = self._closed_names(made) if is_own and self._references.are_plain else None
         is_composed = names is not None and self._is_composed(made)
@@ -187,7 +187,7 @@ class _Simplifier:
         return made
 
     def _is_common(self, schema: dict[str, Any], types: frozenset[str]) -> bool:
-        """True for a number, or a text of a format, of which the caller says no more: there are many of them."""
+        """True for a number, or a text of a format, without further keywords: these are common."""
         words = {word for word in schema if word in ASSERTIONS or word.startswith("$")}
         return (
             self._references.are_plain

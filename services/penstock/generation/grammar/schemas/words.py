@@ -32,7 +32,7 @@ TYPES_OF = {
     for word in words
 }  # fmt: skip
 ASSERTIONS = frozenset(TYPES_OF) | JOINING_WORDS | {"type", "enum", "const"}
-# Words whose value is a schema, a list of schemas, or schemas by name.
+# Words with a schema, a list of schemas, or schemas by name as their value.
 ONE = (
     "additionalProperties", "additionalItems", "items", "contains", "propertyNames", "not", "if", "then", "else",
     "unevaluatedItems", "unevaluatedProperties",

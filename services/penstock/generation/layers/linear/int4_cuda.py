@@ -10,7 +10,7 @@ from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight,
 from penstock.generation.layers.linear.int4 import GROUP, Int4Numbers
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
 
-# Outputs are packed in tiles of 8, inputs in tiles of 16, of which a thread has 2, 4 or 8 one behind the other.
+# Outputs are packed in tiles of 8, inputs in tiles of 16; a thread has 2, 4 or 8 of these in succession.
 _OUTPUTS, _TILE = 8, 16
 _INNER_TILES = (8, 4, 2)
 

@@ -1,10 +1,10 @@
-"""int8 by oneDNN: a scale for each output and, computed anew for each row of x, one for the row, whose blocks are
-turned before (rotation.py). It serves without the C++ kernels, whose numbers it has but for the order of sums in which
-x is turned: by one product here.
+"""int8 by oneDNN: a scale for each output and, computed anew for each row of x, one for the row. The blocks of x are
+turned first (rotation.py). It serves when there are no C++ kernels. Its numbers are theirs, except for the order of the
+sums that turn x: here one product does it.
 
-Every CPU gives the same sums of the same whole numbers. oneDNN's product takes unsigned x. So x is moved up by 128; or,
-where bytes above 127 would saturate (CPUs without VNNI), its positive and negative numbers become rows of one product,
-which reads the weight once.
+Every CPU gives the same sums of the same whole numbers. oneDNN's product takes unsigned x. So x is moved up by 128. On
+CPUs without VNNI, where bytes above 127 would saturate, the positive and negative numbers of x become rows of one
+product instead, which reads the weight once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """int8 by torch._int_mm, which accelerators have: a scale for each output and, computed anew for each row of x, one for
-the row, as on the CPU (int8.py). The sums are whole numbers: every device gives the same of the same ones. Blocks of x
-are turned by a product in float32, whose sums have an order of their own."""
+the row, as on the CPU (int8.py). The sums are of whole numbers: every device gives the same sums. Blocks of x are
+turned by a product in float32 with an order of sums of its own."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # in csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test holds the two
 # together.
 LAYOUT_VERSION = 3
-# Versions whose dense formats have the bytes of this one; quantised ones have other bytes since then.
+# Older versions with the same bytes in dense formats; the bytes of quantised formats have changed since.
 SAME_DENSE = (2,)
 PANEL = 32
 # Inputs that share a scale in int4.
@@ -53,7 +53,7 @@ class Format(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
-    # INT8 of weights and rows whose blocks are turned before they are rounded (rotation.py).
+    # INT8 of weights and rows; their blocks are turned before they are rounded (rotation.py).
     ROTATED_INT8 = 4
 
 
@@ -368,7 +368,7 @@ def _int8_words(piece: WholeRows) -> Tensor:
 def _int4_words(piece: WholeRows) -> Tensor:
     """Return rows of granules (rows, granules) in int32: of each 8 numbers the first four are the low halves."""
     values = F.pad(piece.values, (0, -piece.values.shape[1] % GROUP), value=8)
-    # Four numbers in each of them, none of which is more than 15.
+    # Each holds four numbers of at most 15.
     fours = values.contiguous().view(torch.int32)
     return fours[:, ::2] | fours[:, 1::2] << 4
 

@@ -38,8 +38,8 @@ _ONE, _MANTISSA_SHIFT = np.uint64(1), np.uint64(11)
 class Stream(enum.IntEnum):
     """Register of a sequence's streams: one name for each use of a uniform, so that no two uses draw the same number.
 
-    A number is a promise, like that of a proto field: it is never changed or given again. Gumbel noise, whose uniforms
-    are per token id, begins at TOKEN's word of a position (`token_stream`).
+    A number is a promise, like that of a proto field: it is never changed or used again. Gumbel noise has a uniform per
+    token id, which begin at TOKEN's word of a position (`token_stream`).
     """
 
     # The draw of a token.

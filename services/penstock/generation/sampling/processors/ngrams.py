@@ -39,8 +39,8 @@ class NoRepeatNgram(Processor):
 
 
 class EncoderNoRepeatNgram(Processor):
-    """transformers' EncoderNoRepeatNGramLogitsProcessor, whose "encoder" ids are the prompt of a decoder-only model:
-    no n-gram of the prompt comes again."""
+    """transformers' EncoderNoRepeatNGramLogitsProcessor: no n-gram of the prompt comes again. Its "encoder" ids are the
+    prompt of a decoder-only model."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = _followers(rows, states, EncoderNoRepeatNgram)

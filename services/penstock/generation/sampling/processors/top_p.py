@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TopP(Processor):
-    """transformers' TopPLogitsWarper: the smallest set of most likely tokens whose probabilities reach top_p.
+    """transformers' TopPLogitsWarper: the smallest set of most likely tokens with probabilities that reach top_p.
 
     It drops, in ascending order, while the cumulative probability is <= 1 - top_p; from the other end that keeps a
     token while the probability before it is < top_p, and the first always. Of equal scores the lower ids stay

@@ -110,8 +110,8 @@ _MOST = 100
 
 
 class TopH(Processor):
-    """transformers' TopHLogitsWarper: of the 100 most likely tokens, those whose entropy terms, in descending order,
-    sum to at most top_h times the entropy of the 100; the first always. Of equal scores the lower ids stay."""
+    """transformers' TopHLogitsWarper: the most likely tokens, at most 100, while the sum of their entropy terms is at
+    most top_h times the entropy of the 100; the first always. Of equal scores the lower ids stay."""
 
     stage = Stage.WARP
 
@@ -144,7 +144,7 @@ def _kept(scores_C: torch.Tensor, top_h: float) -> torch.Tensor:
 
 
 class TypicalP(Processor):
-    """transformers' TypicalLogitsWarper (Meister et al. 2022): the tokens whose surprise is nearest to the entropy,
+    """transformers' TypicalLogitsWarper (Meister et al. 2022): the tokens with the surprise nearest to the entropy,
     until their probabilities reach typical_p; equally near ones all stay. Sums are in fp64."""
 
     stage = Stage.WARP

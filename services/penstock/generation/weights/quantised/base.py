@@ -90,7 +90,7 @@ class QuantFormat(ABC):
     @abstractmethod
     def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
         """Return the matrix of the tensors that `parts` named, as far as they are there. Raises StartupError naming a
-        tensor whose numbers contradict the rest."""
+        tensor with numbers that contradict the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ def lying(module: str, tensor: str, problem: str) -> StartupError:
 
 
 def check_bits(module: str, tensor: str, numbers: Tensor, bits: int) -> None:
-    """Raise StartupError naming a tensor of int8 whose whole numbers take more than `bits` bits."""
+    """Raise StartupError naming a tensor of int8 with whole numbers of more than `bits` bits."""
     if bits < 8 and numbers.numel():
         least, most = map(int, numbers.aminmax())
         if least < -(1 << (bits - 1)) or most >= 1 << (bits - 1):

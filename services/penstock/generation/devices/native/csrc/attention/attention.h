@@ -31,8 +31,8 @@ struct AttentionArgs {
   const float* sinks = nullptr;
 };
 // Rows [first, first + count) of the rows of one sequence and key/value head: (query, head of the
-// group), query first. The same of the following heads, where there are more than one: at most
-// most_heads() of so many rows.
+// group), query first. `heads` above 1 adds the same rows of the following heads: at most
+// most_heads() for this number of rows.
 struct AttentionTask {
   int seq = 0, kv_head = 0;
   int64_t first = 0;
@@ -63,8 +63,8 @@ struct RopeArgs {
   bool norms_round_once = false;
 };
 
-// `next`: what the thread will probably be given after this, whose first keys are fetched
-// meanwhile; may be null. `prefetch`: what it reads after all of its tasks.
+// `next`: the task that the thread probably gets after this one; its first keys are fetched
+// meanwhile; may be null. `prefetch`: the memory that it reads after all of its tasks.
 #define PENSTOCK_ATTENTION_KERNELS                                                   \
   size_t attention_scratch_bytes();                                                  \
   int most_heads(const AttentionArgs&, int64_t rows);                                \

@@ -121,7 +121,7 @@ static void softmax_decode_bf16(Bf16DecodeWork& w, Bf16DecodeHead& h, const Bf16
     }
 }
 
-// o += weights * values of M rows and 2 * L dims, whose values begin at `offset`.
+// o += weights * values of M rows and 2 * L dims; the values begin at `offset`.
 template <int M>
 static void add_values(const Paged& tile, int64_t offset, int64_t stride, const int32_t* p,
                        float* o, int D) {

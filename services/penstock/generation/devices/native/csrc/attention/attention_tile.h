@@ -319,7 +319,7 @@ static inline vf capped(vf score, vf by, vf cap) {
   const vf magnitude = cap * ((one - e) / (one + e));
   return y < vf{} ? -magnitude : magnitude;
 }
-// Factor of softmax on a row's scores, whose query was stored in `step`s: into powers of 2.
+// Factor of softmax on the scores of a row with a query stored in `step`s: into powers of 2.
 static inline float softmax_scale(const AttentionArgs& a, float step) {
   return a.softcap > 0 ? LOG2E : a.scale * LOG2E * step;
 }

@@ -111,9 +111,9 @@ inline void* attention_scratch() {
   return memory.get();
 }
 
-// One thread's part of the tasks: its own, which are those at its number and so many threads
-// further on each time, so that it knows the next one; and then what others have left. `progress`
-// is that of all threads. `rope`: what a task writes before it reads, where it may; else null.
+// One thread's part of the tasks. Its own are at its number and then every `threads` further on, so
+// that it knows the next one. After them it takes the rest of the other threads' tasks. `progress`
+// is that of all threads. `rope`: what a task may write before it reads; null: nothing.
 inline void attend_share(const AttentionArgs& args, const RopeArgs* rope,
                          const std::vector<AttentionTask>& tasks, Progress* progress,
                          Prefetch& prefetch, int64_t thread, int64_t threads) {

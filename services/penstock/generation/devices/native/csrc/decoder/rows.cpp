@@ -42,7 +42,7 @@ static void add_norm_row(T* hidden, const T* x, const T* weight, T* out, int64_t
   }
 }
 
-// Factor of a norm: of `n` numbers whose squares these are.
+// Factor of a norm of `n` numbers, from their squares.
 static float norm_scale(vf squares, float rest, int64_t n, float eps) {
   return 1.0f / std::sqrt((sum_all(squares) + rest) / float(n) + eps);
 }
@@ -76,7 +76,7 @@ static float weighted(float x, const W* weight, const T*) {
   return to_float(value);
 }
 
-// add_norm_row of models whose layers norm or multiply what they add, or have no norm before it.
+// add_norm_row of layers that norm or multiply the addend, or have no norm before it.
 // W: type of the weights.
 template <typename T, typename W>
 static void add_norm_row_of(const NormArgs& a, T* hidden, const T* x, T* out) {

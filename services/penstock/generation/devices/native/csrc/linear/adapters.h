@@ -48,7 +48,8 @@ struct AdapterBatch : torch::CustomClassHolder {
 
   // Ranks of the widest shrunk row of any site.
   int64_t most_ranks() const;
-  // Raises where site `site` of some adapter is not that of a layer with so many inputs and panels.
+  // Raises if site `site` of some adapter does not fit a layer with these numbers of inputs and
+  // panels.
   void check(int64_t site, int64_t inputs, int64_t panels) const;
 };
 

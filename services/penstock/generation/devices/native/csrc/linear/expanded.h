@@ -22,7 +22,7 @@ static inline bool is_expanded(Format format, int64_t rows, int64_t panels) {
   if (format == Format::F32) return rows >= 5;
   return format == Format::BF16 ? rows >= 4 && panels >= 3 : rows >= 3;
 }
-// Vectors of half a panel, and rows whose sums fit in the registers beside them.
+// Vectors of half a panel, and the rows that have their sums in registers beside them.
 constexpr int W = HALF / L, WIDE_TILE = 6;
 // Half a panel's fill a quarter of the first-level cache, which two threads of a core share.
 constexpr int64_t UNITS_OF_PART = 128;
@@ -164,8 +164,8 @@ __attribute__((noinline)) static void add_half(UnitRows rows, const char* w, int
     for (int v = 0; v < W; ++v) store_all(&block[m][v * L], (vf)sum[m][v]);
 }
 
-// As add_half: groups of int4 from `group` on, whose scales and offsets in this half panel are at
-// `scale` and `offset`.
+// As add_half, for groups of int4 from `group` on. Their scales and offsets in this half panel are
+// at `scale` and `offset`.
 template <typename S, bool HAS_OFFSET, int M>
 __attribute__((noinline)) static void add_groups(const LinearArgs& a, int64_t row, UnitRows rows,
                                                  const char* w, int64_t group, int64_t count,
@@ -221,7 +221,7 @@ static inline void with_tile(int64_t rows, F call) {
   }
 }
 
-// A part of a panel of which `units` are the weight, for all rows.
+// A part of a panel, for all rows; `units` are its weight.
 template <class U>
 static void add_units(Run run, UnitRows x, int64_t, int64_t from, int64_t count, const char* units,
                       Ahead ahead, float (*block)[PANEL]) {

@@ -16,7 +16,7 @@
 namespace penstock {
 namespace NS {
 
-// Vectors of a panel, and rows whose sums fit in the registers beside them.
+// Vectors of a panel, and the rows that have their sums in registers beside them.
 constexpr int V = PANEL / L;
 #ifdef __aarch64__
 constexpr int TILE = 3;
@@ -63,9 +63,9 @@ struct INT8 {
   static inline Sum dot(Sum sum, int32_t x, vi w) { return dot_bytes(sum, splat_bits(x), w); }
 };
 
-// Rows from which a weight is fetched by software, so many bytes ahead and into the second-level
-// cache. With fewer the hardware's own prefetch keeps up with the memory, and any other is in its
-// way; with more a granule takes so long that it falls behind.
+// From this number of rows on, software prefetches the weight into the second-level cache,
+// FETCH_AHEAD bytes ahead. With fewer rows the hardware's own prefetch keeps up with the memory,
+// and any other disturbs it; with more, a granule takes so long that it falls behind.
 constexpr int FETCHING_ROWS = 6;
 constexpr int64_t FETCH_AHEAD = 8 << 10;
 
@@ -150,7 +150,7 @@ struct INT4 {
                    float (*block)[PANEL]);
 };
 
-// Rows whose results stay in registers from group to group.
+// Rows with results that stay in registers from group to group.
 constexpr int KEPT_ROWS = L == 8 ? 1 : TILE / 4;
 
 template <typename S, bool HAS_OFFSET>
@@ -411,7 +411,7 @@ static int64_t first_of(int64_t rows, int64_t t, int64_t tiles) {
   return first + (rows - first) * (t - 1) / (tiles - 1);
 }
 
-// Rows of one panel, whose sums are made: their adapters, and then the results.
+// Finishes rows of one panel after their sums: adapters, and then the results.
 static void finish_rows(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel,
                         float (*block)[PANEL], Beyond beyond) {
   if (a.adapters != nullptr) add_adapters(*a.adapters, row, rows, panel, block);

@@ -131,7 +131,7 @@ struct PackArgs {
 };
 
 #define PENSTOCK_LINEAR_KERNELS                                                                    \
-  /* Panels that a task of so many rows should have at least. */                                   \
+  /* Fewest panels of a task, for its number of rows. */                                           \
   int64_t panels_at_once(Format, int64_t rows);                                                    \
   void multiply(const LinearArgs&, const LinearTask&);                                             \
   void quantize(const QuantizeArgs&, int64_t first, int64_t last);                                 \

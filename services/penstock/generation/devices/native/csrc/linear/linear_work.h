@@ -1,4 +1,4 @@
-// The work of a linear layer as shared by any threads, each of which calls `multiply_share`.
+// The work of a linear layer, shared by threads: each calls `multiply_share`.
 #pragma once
 #include <algorithm>
 
@@ -36,7 +36,7 @@ struct LinearShare {
       : rows(rows), panels(panels), threads(threads), blocks((rows + ROW_BLOCK - 1) / ROW_BLOCK) {
     const int64_t each = std::max<int64_t>(KERNEL(panels_at_once)(args.format, rows),
                                            TASK_BYTES / (args.granules * PANEL * 4));
-    // As many for each thread, where there are so many.
+    // The same number for each thread, if there are enough.
     const int64_t turns = std::max<int64_t>(1, (panels + each * threads - 1) / (each * threads));
     parts = std::min(panels, turns * threads);
   }

@@ -21,8 +21,7 @@ void run(const LinearArgs& args, int64_t rows, int64_t panels) {
   });
 }
 
-// Inputs as granules: rows whose width is no multiple of one are padded with zeros, and many rows
-// are spread.
+// Inputs as granules: rows are padded with zeros to whole granules, and many rows are spread.
 at::Tensor whole_granules(const at::Tensor& x, int64_t inputs, int64_t padded) {
   const int64_t size = x.element_size(),
                 stride = x.size(0) > CROWD ? spread(padded * size) / size : padded;

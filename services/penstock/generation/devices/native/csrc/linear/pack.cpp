@@ -85,8 +85,8 @@ static bool quantize_int8(const T* row, int64_t n, float most, int8_t* out, floa
   return true;
 }
 
-// A row whose blocks are turned; so are those of x, which makes the products `rotation` times as
-// large.
+// Quantises a row after it turned its blocks. The blocks of x are turned, too: so the products
+// are `rotation` times as large.
 template <typename T>
 static bool quantize_rotated(const T* row, int64_t n, int64_t rotation, int8_t* out, float& scale,
                              int32_t& sum) {

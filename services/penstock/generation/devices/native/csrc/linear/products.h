@@ -60,7 +60,7 @@ static inline vi end_group(vi sum, int32_t offset) {
 }
 #endif
 
-// The result of an int8 sum, whose x is 128 too large.
+// The result of an int8 sum; its x is 128 too large.
 static inline vf scaled_int8(const LinearArgs& a, int64_t row, int64_t column, vi sum) {
   const vi offset = load_bits((const char*)(a.column_sum + column));
   const vf value = __builtin_convertvector(sum - (offset << 7), vf);

@@ -28,7 +28,7 @@ struct Halves {
   }
 };
 
-// Rows and ranks whose sums fit in the registers.
+// Rows and ranks that have their sums in registers.
 constexpr int ROWS = 4;
 constexpr int RANKS = L == 8 ? 2 : 4;
 

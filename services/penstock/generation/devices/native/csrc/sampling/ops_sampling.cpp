@@ -11,7 +11,7 @@ SamplingScratch& scratch() {
   return memory;
 }
 
-// R rows of scores, (N, V) fp32 whose rows are contiguous.
+// R rows of scores, (N, V) fp32 with contiguous rows.
 struct Rows {
   const float* scores;
   int64_t vocab, stride, count;

@@ -10,7 +10,7 @@ namespace penstock {
 namespace NS {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
-// Ids whose weights are summed before they count: the draw finds one of these first, then the id.
+// Ids per block: the weights of a block are summed first. The draw finds the block, then the id.
 constexpr int BLOCK = 128;
 
 // One bit per lane that is set in a comparison's result.

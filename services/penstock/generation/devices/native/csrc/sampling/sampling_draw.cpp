@@ -14,8 +14,7 @@ bool is_before(const Entry& a, const Entry& b) {
   return a.score > b.score || (a.score == b.score && a.id < b.id);
 }
 
-// Ids of which the highest score is known: those that cannot have one of the highest are not looked
-// at.
+// Ids per block with a known highest score: blocks that cannot have one of the highest are skipped.
 constexpr int64_t GROUP = 256;
 
 // The highest scores of groups of ids; what the highest of all is.
@@ -171,8 +170,8 @@ struct Histogram {
   }
 };
 
-// The smallest set of the highest scores, of those that `given` leaves, whose weights reach top_p
-// of their sum.
+// The smallest set of the highest scores with weights that reach top_p of the sum, among the
+// scores that `given` leaves.
 Cut nucleus(const float* scores, int64_t vocab, const Weights& weights, Cut given, double top_p,
             SamplingScratch& scratch) {
   const Kept kept(given);
@@ -207,7 +206,7 @@ Cut nucleus(const float* scores, int64_t vocab, const Weights& weights, Cut give
   return last_within(scratch.entries, scratch.others, before, target);
 }
 
-// The first id whose cumulative weight exceeds uniform * sum, never one that the cut drops.
+// The first id with a cumulative weight above uniform * sum, never one that the cut drops.
 Drawn invert(const DrawArgs& args, float highest, const Weights& weights, Cut cut,
              std::vector<double>& sums) {
   const Kept kept(cut);

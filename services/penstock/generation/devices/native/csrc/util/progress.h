@@ -1,4 +1,4 @@
-// Progress of a thread in its share of some work, of which others take when they have done theirs.
+// Progress of a thread in its share of some work. Others take from it when they have done theirs.
 #pragma once
 #include <atomic>
 #include <cstdint>
