@@ -12,16 +12,16 @@ class Adapter:
 
     name: str
     path: Path
-    # Unique in the process and unlike those of other processes: part of the hash of every block that it computes.
+    # Unique, also among processes: part of the hash of every block that it computes.
     generation: str
     # Largest rank of a module.
     rank: int
-    # Modules that it changes, by the names in adapter_config.json's sense, such as q_proj: sorted.
+    # Modules that it changes, by their names in adapter_config.json, such as q_proj: sorted.
     targets: tuple[str, ...]
     num_bytes: int
     # Its matrices as the model takes them (layers.lora.AdapterWeights).
     weights: object = field(repr=False)
     # SHA-256 of its files: equal in two processes iff the name stands for the same there.
     digest: str = ""
-    # Its matrices fit the model's weights of that time only: a model with others reads its files again.
+    # Version of the model's weights that its matrices fit: a model with other weights reads its files again.
     depends_on_weights: bool = False

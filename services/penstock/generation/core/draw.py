@@ -23,7 +23,7 @@ class DrawKind(enum.Enum):
 
 @dataclass(slots=True)
 class DrawSpec:
-    """Draw that a sequence's strategy asks for. All fields but `kind` and `taken_ids` are for CANDIDATES only."""
+    """Draw that a sequence's strategy wants. All fields except `kind` and `taken_ids` are for CANDIDATES only."""
 
     kind: DrawKind = DrawKind.TOKEN
     # Number of candidates that come back; fewer when fewer have a finite score.
@@ -37,7 +37,7 @@ class DrawSpec:
     gumbel_slot: int | None = None
     # Group beam search: tokens that other groups chose at this position, for the Hamming diversity penalty.
     taken_ids: tuple[int, ...] = ()
-    # Contrastive search: also the largest cosine similarity of the last token's hidden state with all before it.
+    # Contrastive search: also return the largest cosine similarity of the last token's hidden state with all before it.
     similarity: bool = False
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class GrammarError(Exception):
-    """A token was appended that the grammar does not allow: an output is never silently unconstrained."""
+    """Error for an appended token that the grammar does not allow: no output is silently unconstrained."""
 
 
 class GrammarState(Protocol):
@@ -30,7 +30,7 @@ class GrammarState(Protocol):
         ...
 
     def copy(self) -> GrammarState:
-        """Return an independent state for a sequence that goes on from the same tokens."""
+        """Return an independent state for a sequence that continues the same tokens."""
         ...
 
 

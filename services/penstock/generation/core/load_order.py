@@ -1,4 +1,4 @@
-"""A caller's wish for a model to be loaded, as plain data."""
+"""A caller's request to load a model, as plain data."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from typing import Any
 from penstock.common.errors import StartupError
 
 CONFIG_FILE = "config.json"
-# No model has more. A config.json may say any number, and lists of that length are made before a weight is looked at.
+# No model has more. A config.json may contain any number, and lists of that length are made before weights are read.
 MAX_LAYERS = 10_000
 # Sizes and lengths are 32 bits on the wire.
 _MAX_INTEGER = 2**31 - 1
-# Others are none of arithmetic in float32.
+# Numbers outside these bounds are useless for arithmetic in float32.
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
 
 
@@ -45,7 +45,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Names of a layer's norms over the hidden size. None: there is none in this place.
+    """Names of a layer's norms over the hidden size. None: there is no norm in this place.
 
     Those before read the residual stream; those after change what attention or MLP add to it.
     """
@@ -94,15 +94,15 @@ class Experts:
     inner: int
     # The shares of a row's experts add up to 1.
     sums_to_one: bool
-    # For each layer, whether it has experts; the others have a plain MLP.
+    # One entry per layer: True if it has experts, False for a plain MLP.
     layers: tuple[bool, ...]
-    # Width of the MLP that every row goes through beside its experts; 0: there is none.
+    # Width of the MLP that every row uses in addition to its experts; 0: there is none.
     shared_inner: int = 0
     # Name of the module, of its router, and of an expert's gate, up and down.
     module: str = "mlp"
     router: str = "gate"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    # One tensor has all experts, transposed, with gate and up in turns; there are biases (gpt-oss).
+    # One tensor has all experts, transposed, with gate and up interleaved; there are biases (gpt-oss).
     is_stacked: bool = False
 
 
@@ -118,7 +118,7 @@ class ModelRoute:
     route: str = "auto"
     # Python code of the model's folder may run.
     trust_remote_code: bool = False
-    # A model of the fallback is compared with transformers' own attention at its start.
+    # The start compares a model of the fallback with transformers' own attention.
     self_check: bool = True
 
 
@@ -160,7 +160,7 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     norms: LayerNorms = LayerNorms()
     norm_kind: NormKind = NormKind.RMS
-    # Norms multiply by this more than their weights.
+    # Added to the weights of norms.
     norm_offset: float = 0.0
     # Attention and MLP read the same norm, and both are added to the stream at once.
     is_parallel: bool = False
@@ -175,13 +175,13 @@ class ModelConfig:
     # Scores s become cap * tanh(s / cap); 0: they stay. The same of the logits.
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
-    # Every head has a score that takes weight and has no value.
+    # Every head has a sink: a score that takes weight and has no value.
     has_sinks: bool = False
     # Factors on the embedding, on all that a layer adds to the stream, and on the logits.
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
-    # Embeddings that a caller brings are multiplied, too.
+    # The factor applies to a caller's embeddings, too.
     scales_given_embeds: bool = False
     # None: every layer has a plain MLP.
     experts: Experts | None = None
@@ -189,13 +189,13 @@ class ModelConfig:
     # "native" or "fallback": the code that runs it. In the fallback, layers and heads are the KV pool's, set by the
     # loader, and fields of native layers mean nothing.
     route: str = "native"
-    # Field of config.json, and its fault, for which the native family of this model type does not run it; empty: none.
+    # Field of config.json, and its fault, that keeps the native family of this model type from running it; empty: none.
     route_reason: str = ""
     # A quantised checkpoint's format in words; empty: it is not quantised.
     checkpoint_format: str = ""
-    # Form that most of its matrices keep, int8 or int4; empty: none.
+    # Format of most of its matrices, int8 or int4; empty: none.
     kept_form: str = ""
-    # Number of its quantised matrices by the form that they run in; set by the loader.
+    # Number of its quantised matrices by the format that they run in; set by the loader.
     weight_forms: tuple[tuple[str, int], ...] = ()
 
     def has_experts(self, layer: int) -> bool:
@@ -204,7 +204,7 @@ class ModelConfig:
 
 
 class UnsupportedField(StartupError):
-    """A field of config.json that is sound and that the native family cannot honour: another route may.
+    """Error for a valid field of config.json that the native family cannot honour; another route may.
 
     `reason` is the field and the fault, without the file.
     """
@@ -215,7 +215,7 @@ class UnsupportedField(StartupError):
 
 
 class ConfigReader:
-    """Typed access to one JSON object; every complaint is a StartupError that names file and field."""
+    """Typed access to one JSON object; every error is a StartupError that names file and field."""
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
         self.values = values
@@ -269,7 +269,7 @@ class ConfigReader:
         if not isinstance(value, str):
             raise self.error(field, f"must be a string, found {value!r}")
         if not value.isascii() and not value.isprintable():
-            # Half of a surrogate pair, for one, cannot be sent.
+            # Half of a surrogate pair, for example, cannot be sent.
             raise self.error(field, f"must be printable, found {value!r}")
         return value
 

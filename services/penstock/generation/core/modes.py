@@ -60,13 +60,13 @@ class AssistantSchedule(enum.Enum):
 
 
 class Rescue(enum.Enum):
-    """Rows that get the tokens a constraint allows in spite of the other options, when those have left none of them."""
+    """Rows that get a constraint's allowed tokens in spite of the other options, when those have left no such token."""
 
     # Every such row.
     EACH = 1
     # Such rows of a request only when none of its sequences can go on.
     TOGETHER = 2
-    # Every such row that a grammar constrains; no row that has allowed tokens only.
+    # Every such row with a grammar; no row with allowed tokens only.
     GRAMMAR_ONLY = 3
 
 
@@ -85,17 +85,18 @@ class DecodingMode:
     streams: bool = True
     # The mode needs hidden states from this prompt token on; None: of the last one only.
     first_needed_row: int | None = None
-    # True: what a constraint lets one sequence draw depends on whether another can go on, so all draw in one step.
+    # True: the tokens that a constraint allows one sequence depend on whether another can go on, so all draw in one
+    # step.
     shares_constraint: bool = False
     # For the runner.
-    # True: the final hidden states of every token are kept, to be compared with those of candidates.
+    # True: the final hidden states of every token are kept, for comparison with those of candidates.
     keeps_hidden_states: bool = False
     # Layers to contrast with the last one by their logits, numbered as transformers' hidden_states: 0 is the embedding.
     early_exits: tuple[int, ...] = ()
     # For the sampler.
-    # True: warpers leave one token more than there are end-of-sequence ids, so that a sequence can go on.
+    # True: warpers leave one token more than the number of end-of-sequence ids, so that a sequence can go on.
     keeps_more_than_ends: bool = False
-    # Token that comes where the other options leave none to draw; None: the request ends (NO_TOKEN_LEFT).
+    # Token to emit when the other options leave none to draw; None: the request ends (NO_TOKEN_LEFT).
     last_resort: int | None = None
     # Score that a token loses for every other group that chose it (DrawSpec.taken_ids).
     diversity_penalty: float = 0.0
@@ -104,12 +105,12 @@ class DecodingMode:
     may_be_guided: bool = True
     # Reason why tensors cannot be returned for each token; empty: they can.
     no_tensors: str = ""
-    # Reason why no drafting option has an effect; empty: those have one that ask for drafts.
+    # Reason why no drafting option has an effect; empty: those that ask for drafts have one.
     no_drafts: str = ""
 
     @property
     def recalls_outputs(self) -> bool:
-        """True when the strategy is given the past outputs of the request's tenant (Request.past_outputs)."""
+        """True when the strategy gets the past outputs of the request's tenant (Request.past_outputs)."""
         return False
 
     @property
@@ -129,7 +130,7 @@ class DecodingMode:
 
     @property
     def trace(self) -> tuple[str, Mapping[str, float]]:
-        """Name of this type and `sizes`: what `ModeRegistry.named` makes a mode of again."""
+        """Name of this type and `sizes`: `ModeRegistry.named` makes a mode of them again."""
         return type(self).__name__, self.sizes
 
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:

@@ -17,10 +17,10 @@ class PluginChoice(NamedTuple):
 
 
 class Plugin(NamedTuple):
-    """An object that was made for one request."""
+    """An object made for one request."""
 
     name: str
-    # (input_ids, scores) -> scores, or (input_ids, None) -> a truth, as transformers' classes; tensors of one row.
+    # (input_ids, scores) -> scores, or (input_ids, None) -> a bool, as transformers' classes; tensors of one row.
     call: Callable[[Any, Any], Any]
 
 
@@ -28,7 +28,7 @@ class CallerObjects(NamedTuple):
     """Objects of a caller in the engine's own process, for one request. The engine's thread calls them."""
 
     processors: tuple[Plugin, ...] = ()
-    # Processors that say which tokens may come; they stand where prefix_allowed_tokens_fn does.
+    # Processors that choose the allowed tokens; they take the place of prefix_allowed_tokens_fn.
     allowing: tuple[Plugin, ...] = ()
     # Called with ids and None.
     criteria: tuple[Plugin, ...] = ()
@@ -37,7 +37,7 @@ class CallerObjects(NamedTuple):
 
     @property
     def has_plugins(self) -> bool:
-        """True when the sampler or the stopping criteria have to ask one."""
+        """True when the sampler or the stopping criteria have to call one."""
         return bool(self.processors or self.allowing or self.criteria)
 
 
@@ -67,7 +67,7 @@ def plugin_failed(field: str, name: str, cause: str | BaseException) -> Internal
 
     `cause` is a text about the plugin's answer, or the exception; the caller learns only its type.
     """
-    # Here, since the command line reads the table of options, and should start without grpc.
+    # Imported here: the command line reads the table of options and should start without grpc.
     from penstock.common.errors import Internal
     from penstock.common.logging import get_logger
 

@@ -1,4 +1,4 @@
-"""Embeddings that came in place of a prompt's ids. Plain data: no torch."""
+"""Embeddings in place of a prompt's ids. Plain data: no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-# Stands among a sequence's ids for a token that came as an embedding alone. No vocabulary is so large, so it equals no
-# id that an option names or a model draws, and repetitions of it repeat nothing.
+# Stands among a sequence's ids for a token that came as an embedding only. No vocabulary is that large, so it equals no
+# id of an option or of a draw, and n-gram options ignore its repetitions.
 PLACEHOLDER = (1 << 32) - 1
 
 
@@ -23,7 +23,7 @@ class PromptEmbeds:
     num_tokens: int
     # Number of leading tokens with the id PLACEHOLDER.
     num_placeholders: int
-    # SHA-256 of each KV block's rows; the last block may hold rows of a part of its tokens only.
+    # SHA-256 of each KV block's rows; the last block may have rows for only a part of its tokens.
     digests: tuple[bytes, ...]
 
     def block_content(self, index: int, later_ids: Seq[int]) -> bytes:

@@ -56,14 +56,14 @@ class TokenHealingOptions:
 
 
 class PastOutputs(Protocol):
-    """Past outputs of one tenant, in which requests look for what may come next."""
+    """Past outputs of one tenant, where requests look for likely continuations."""
 
     def add(self, token_ids: Seq[int]) -> None:
-        """Remember a run of tokens; the oldest ones go."""
+        """Remember a run of tokens; the oldest ones are dropped."""
         ...
 
     def continuation(self, token_ids: Seq[int], *, fewest: int, max_tokens: int) -> list[int]:
-        """Return what followed the last tokens of `token_ids` the last time; empty: no `fewest` of them are known."""
+        """Return the tokens that last followed the end of `token_ids`; empty: its `fewest` last tokens are unknown."""
         ...
 
 
@@ -78,7 +78,7 @@ class Request:
     # Ids that an earlier attempt emitted: one list per returned sequence, or empty.
     resumed_token_ids: list[list[int]] = field(default_factory=list)
     cache_salt: str = ""
-    # Stands for the tenant in the order of waiting requests; empty: all callers are one tenant. Never logged.
+    # Identifies the tenant in the order of waiting requests; empty: all callers are one tenant. Never logged.
     fair_share_key: str = ""
     priority: int = 0
     # time.monotonic() after which nothing more is computed; None: no deadline.
@@ -93,17 +93,17 @@ class Request:
     # Rows (hidden state, logits) are needed from this token on: a cached prefix may be reused up to here. None: only
     # the last row is needed.
     first_needed_row: int | None = None
-    # The output's text begins anew, and does not go on from the prompt's: stop strings are matched in that.
+    # The output's text begins anew instead of continuing the prompt's text; stop strings are matched in it.
     begins_text: bool = False
-    # What comes before the answer, in which stop strings do not count.
+    # Markers of the thoughts before the answer; stop strings do not count in thoughts.
     thought: Thought | None = None
     # Embeddings in place of the first prompt tokens' ids; None: there are ids only.
     embeds: PromptEmbeds | None = None
-    # Adapter of all its sequences, unconditional branches included; None: the model as it is.
+    # Adapter of all its sequences, unconditional branches included; None: the base model.
     adapter: Adapter | None = None
     # Set by the engine for a mode that recalls outputs: those of the request's tenant.
     past_outputs: PastOutputs | None = None
-    # Of its trace; None: it belongs to none. It ends with the request.
+    # Span of its trace; None: it has no trace. It ends with the request.
     span: Span | None = None
 
     def __post_init__(self) -> None:
@@ -117,12 +117,12 @@ class Request:
 
     @property
     def known_prompt_ids(self) -> list[int]:
-        """Ids of the prompt, but for tokens that came as embeddings alone."""
+        """Ids of the prompt, without tokens that came as embeddings only."""
         return self.prompt_token_ids if self.embeds is None else self.prompt_token_ids[self.embeds.num_placeholders :]
 
 
 def at_most_0(logprob: float) -> float:
-    """Return a log-probability that rounding has not left above 0. A NaN stays one."""
+    """Return the log-probability, at most 0 in spite of rounding. A NaN stays one."""
     return 0.0 if logprob > 0.0 else logprob
 
 
@@ -145,7 +145,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinish:
-    """End of a returned sequence: reason, length and what it stopped at."""
+    """End of a returned sequence: reason, length and the stop string or id."""
 
     index: int
     reason: FinishReason
@@ -167,7 +167,7 @@ class StartedOutput:
 
 @dataclass(slots=True)
 class Emission:
-    """New ids of one returned sequence. A strategy makes it, the report numbers it, and it is delivered as it is."""
+    """New ids of one returned sequence. A strategy makes it, the report numbers it, and it is delivered unchanged."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -192,7 +192,7 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True)
 class FinishedOutput:
-    """Last word on a request. Every accepted request gets exactly one."""
+    """Last event of a request. Every accepted request gets exactly one."""
 
     sequences: tuple[SequenceFinish, ...]
     prompt_tokens: int

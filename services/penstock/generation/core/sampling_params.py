@@ -83,7 +83,7 @@ class SamplingParams:
     mode: DecodingMode = PLAIN
     guidance: GuidanceOptions = NO_GUIDANCE
     tensors: TensorOutputs | None = None
-    # Made for this request alone; None: it asks for none.
+    # Plugins made for this request alone; None: it has none.
     plugins: RequestPlugins | None = None
 
     @property

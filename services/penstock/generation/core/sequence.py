@@ -36,10 +36,10 @@ class Sequence:
     num_computed_tokens: int = 0
     # Ids of blocks in the pool; block i holds tokens [i * block_size, (i + 1) * block_size).
     block_table: list[int] = field(default_factory=list)
-    # Number of leading blocks that are behind every layer's window: they are given back, and their entries in the table
-    # mean nothing.
+    # Number of leading blocks behind every layer's window: they are freed, and their entries in the table are
+    # meaningless.
     num_released_blocks: int = 0
-    # Chained hashes of its leading full blocks, made as they are needed; kept when the blocks are given back.
+    # Chained hashes of its leading full blocks, made on demand; kept when the blocks are freed.
     block_hashes: list[bytes] = field(default_factory=list)
     # Use of its last row; its strategy changes it between steps.
     draw: DrawSpec = field(default_factory=DrawSpec)
@@ -68,7 +68,7 @@ class Sequence:
 
     @property
     def held_blocks(self) -> list[int]:
-        """Blocks of the table that it holds: the table itself, or a copy of a part of it."""
+        """Blocks that it holds: the table itself, or a copy of a part of it."""
         return self.block_table[self.num_released_blocks :] if self.num_released_blocks else self.block_table
 
     @property
@@ -88,7 +88,7 @@ class Sequence:
 
     @property
     def num_placeholders(self) -> int:
-        """Number of leading tokens without an id: options that look at ids begin after them."""
+        """Number of leading tokens without an id: options that read ids begin after them."""
         return 0 if self.embeds is None else self.embeds.num_placeholders
 
     @property
@@ -102,7 +102,8 @@ class Sequence:
         return self.token_ids[self.embeds.num_placeholders :] if self.embeds is not None else self.token_ids
 
     def block_content(self, index: int, block_size: int) -> bytes:
-        """Return what the keys and values of full block `index` are made of, beside the blocks before it."""
+        """Return the content that determines the keys and values of full block `index`, together with the blocks
+        before it."""
         first, end = index * block_size, (index + 1) * block_size
         embeds = self.embeds
         if embeds is not None and first < embeds.num_tokens:
@@ -112,11 +113,11 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Append an output token and advance the grammar.
 
-        Raises GrammarError when the grammar does not allow it, and what GrammarState.advance raises.
+        Raises GrammarError when the grammar does not allow it, and the errors of GrammarState.advance.
         """
         self.token_ids.append(token_id)
         if self.grammar is not None and not self.grammar.advance(token_id):
-            raise GrammarError("a token was drawn that the grammar does not allow")
+            raise GrammarError("the grammar does not allow the drawn token")
 
     def append_drafts(self, drafts: list[int], probes: list[tuple[int, Sequence]]) -> None:
         """Append `drafts`, which `probes` verify; see the fields."""
@@ -137,7 +138,7 @@ class Sequence:
         return drafts
 
     def roll_back(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens only: drafts that verification refused go.
+        """Keep only the first `num_tokens` tokens: rejected drafts are dropped.
 
         The grammar stays as it is: drafts never advance it.
         """

@@ -1,7 +1,7 @@
 """One step as the scheduler hands it to the runner, and the runner's results. Plain data: no torch.
 
-Objects that are made for every token are not frozen, here, in request.py and in decoding/: a frozen dataclass takes
-five times as long to make. No code changes one all the same.
+Objects made for every token are not frozen, here, in request.py and in decoding/: a frozen dataclass takes five times
+as long to make. Still, no code changes one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StateCopy(NamedTuple):
 
 
 class CopyKind(enum.IntEnum):
-    """Pools that a block is copied from and to. The numbers are those that SwapBlocks takes."""
+    """Pools that a block is copied from and to. SwapBlocks has the same numbers."""
 
     # From the host pool to the device's.
     IN = 0
@@ -78,13 +78,13 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. `copies` are carried out before the forward pass, each after those before it."""
+    """One step. `copies` are carried out in order, before the forward pass."""
 
     scheduled: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
     # Forks since the last step, in order. They are carried out before releases: a parent may be released as well.
     forks: tuple[Fork, ...] = ()
-    # Sequences that ended or were preempted since the last step: the runner forgets what it kept for them.
+    # Sequences that ended or were preempted since the last step: the runner forgets its data for them.
     released: tuple[int, ...] = ()
     # False: no prompt in the step has embeddings of its own.
     has_embeds: bool = False
@@ -92,8 +92,8 @@ class SchedulerOutput:
     adapters: tuple[Adapter | None, ...] | None = None
     # Sequences with their blocks in the host pool: the runner forgets the old blocks and keeps everything else.
     parked: tuple[int, ...] = ()
-    # Models with states: sequences that begin with a snapshot, restored after releases, and snapshots to take when the
-    # step is computed.
+    # Models with states: sequences that begin with a snapshot, restored after releases, and snapshots to take after the
+    # step.
     restored: tuple[StateCopy, ...] = ()
     saved: tuple[StateCopy, ...] = ()
 
@@ -118,7 +118,7 @@ class SampledToken:
     similarity: float | None = None
     # DrawKind.EMBEDDING: (hidden size), fp32, little-endian.
     embedding: bytes | None = None
-    # Tensors that SamplingParams.tensors asks of this position.
+    # Tensors of this position that SamplingParams.tensors asks for.
     tensors: StepTensors | None = None
 
 
@@ -126,13 +126,13 @@ class SampledToken:
 class RunnerOutput:
     """Result of one step."""
 
-    # seq_id -> its draw, for every sequence in some `sample` or `probes` but unconditional branches.
+    # seq_id -> its draw, for every sequence in a `sample` or `probes`, except unconditional branches.
     sampled: dict[int, SampledToken]
     # seq_id -> logprobs of prompt tokens, in order; this step computed the tokens before them.
     prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]]
-    # Sequences of some `sample` that have no token because the model's output for them is not a number.
+    # Sequences of a `sample` without a token, because the model's output for them is not a number.
     failed: frozenset[int] = frozenset()
-    # Sequences that have no token because the request's own options leave none to draw.
+    # Sequences without a token, because the request's own options leave none to draw.
     exhausted: frozenset[int] = frozenset()
     # Time that copies to the host pool, and from it, took.
     out_seconds: float = 0.0
@@ -143,9 +143,9 @@ class Runner(Protocol):
     """Interface of a model runner to the engine."""
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """Run one step; one without sequences copies blocks only.
+        """Run one step; a step without sequences only copies blocks.
 
-        Changes only the KV pools and the runner's own buffers. Raises when the device is broken.
+        It changes only the KV pools and the runner's own buffers. Raises when the device is broken.
         """
         ...
 
@@ -177,7 +177,7 @@ class Drafter(Protocol):
     """Interface of a draft model. The engine calls it between two steps, for all requests of a step at once."""
 
     def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
-        """Return draft tokens for each request, empty where there is no room or no proposal. Never fails a request."""
+        """Return draft tokens for each request, empty without room or a proposal. Never fails a request."""
         ...
 
     def release(self, seq_ids: Seq[int]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def output_limit(config: EngineConfig, request: Request) -> int:
-    """Most new tokens of a sequence: the request's limit, cut where its or its unconditional branch's context ends."""
+    """Most new tokens of a sequence: the request's limit, cut to its own and its unconditional branch's context."""
     longest = max(len(request.prompt_token_ids), len(request.params.guidance.negative_prompt_ids))
     return min(request.params.max_new_tokens, config.max_context_tokens - longest)
 
@@ -34,7 +34,7 @@ def demand_of(config: EngineConfig, request: Request, width: int) -> Demand:
 
 
 def must_end_in_time(request: Request) -> bool:
-    """True when a request that would end after its deadline is not begun.
+    """True when a request must not begin if it would end after its deadline.
 
     Two kinds are begun all the same: a request that another backend began, since its caller has tokens of it, and an
     item of Score or Embed, since other items of its call may be computed already.
@@ -50,10 +50,10 @@ def check_deadline(
     pace: Pace,
     coming: Mapping[str, float],
 ) -> float:
-    """Refuse a request that would end after its deadline. Return the tokens to expect of it. Thread-safe.
+    """Refuse a request that would end after its deadline. Return its expected tokens. Thread-safe.
 
     `coming` are tokens, by tenant, of accepted requests that `pace` does not know yet. Raises ResourceExhausted
-    OVERLOADED where `must_end_in_time`, and DeadlineExceeded.
+    OVERLOADED if `must_end_in_time`, and DeadlineExceeded.
     """
     demand = demand_of(config, request, modes.most_sequences(request.params))
     if request.deadline is not None:
@@ -74,7 +74,7 @@ def check_capacity(config: EngineConfig, modes: ModeRegistry, request: Request) 
     """Refuse a request that would wait for ever. Its options, ids and lengths are checked already. Thread-safe.
 
     Raises InvalidArgument for a priority out of bounds or more sequences than run at once, and ResourceExhausted
-    EXCEEDS_KV_POOL when an empty pool could not hold it to its longest end.
+    EXCEEDS_KV_POOL when an empty pool has no room for its longest answer.
     """
     prompt_tokens, params = len(request.prompt_token_ids), request.params
     if request.purpose is not Purpose.GENERATE:

@@ -1,9 +1,9 @@
 """Copies of blocks that somebody outside orders: an operator by RPC, or code that has the engine in its own process.
 
 `BlockCommands` is the one way to do so. It works between two steps, on the engine's thread: over RPC and in a service
-by `EngineLoop.run_on_engine`. What the engine holds is refused, by number: blocks of running requests, and in the host
-pool those of swapped ones. A block that only keeps a prefix may be read; written, it keeps that prefix no more.
-A caller in the engine's own process claims what it copies instead, so that the engine leaves it alone afterwards.
+by `EngineLoop.run_on_engine`. It refuses blocks that the engine holds, by number: those of running requests and, in the
+host pool, those of swapped ones. A block that only caches a prefix may be read; after a write it has no prefix.
+A caller in the engine's own process claims the blocks that it copies instead: the engine then leaves them alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from penstock.generation.engine.engine import Engine
 
-# Blocks that an error lists.
+# Most blocks in the list of an error.
 _MOST_LISTED = 16
 
 
@@ -27,7 +27,7 @@ class BlockCommands:
     """Orders to copy blocks of one engine."""
 
     def __init__(self, engine: Engine, *, claims: bool = False) -> None:
-        """`claims`: all blocks are claimed for the caller first (CallerBlocks.claim), and stay so."""
+        """`claims`: all blocks are claimed for the caller first (CallerBlocks.claim), and stay claimed."""
         self._engine = engine
         self._claims = claims
 
@@ -44,9 +44,9 @@ class BlockCommands:
         Each is [kind, source, destination]: 0 from the host to the device, 1 from the device to the host. They are
         carried out in order.
 
-        Raises InvalidArgument naming `swaps` for a kind, block or number of blocks that cannot be,
-        FailedPrecondition NO_HOST_POOL, and FailedPrecondition BLOCK_IN_USE listing blocks that the engine holds; where
-        it claims blocks also BUSY, see CallerBlocks.claim.
+        Raises InvalidArgument naming `swaps` for an impossible kind, block or number of blocks, FailedPrecondition
+        NO_HOST_POOL, and FailedPrecondition BLOCK_IN_USE listing blocks that the engine holds; also BUSY if it claims
+        blocks, see CallerBlocks.claim.
         """
         for place, (kind, _, _) in enumerate(swaps):
             if kind not in (CopyKind.IN, CopyKind.OUT):

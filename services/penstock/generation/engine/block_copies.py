@@ -1,4 +1,4 @@
-"""Copies of blocks that the next step begins with."""
+"""Copies of blocks at the beginning of the next step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class BlockCopies:
-    """List of copies in the order in which they were decided, which is the order in which they are carried out.
+    """List of copies in the order of their decision. They are carried out in the same order.
 
-    A block may be given back, given away and filled anew while a step is put together. In order every copy reads what
-    its source held when it was decided, so none of that needs more care. They outlive a step that came out empty.
+    A block may be freed, reallocated and filled anew while a step is put together. The order guarantees that every copy
+    reads the content that its source had at the decision. The copies outlive a step that came out empty.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class BlockCopies:
         self._copies: list[tuple[SequenceGroup | None, BlockCopy]] = []
 
     def within(self, group: SequenceGroup, source: int, destination: int) -> None:
-        """Copy a block that `group` writes into and others hold as well."""
+        """Copy a shared block that `group` writes into."""
         self._copies.append((group, BlockCopy(source, destination)))
 
     def add(self, source: int, destination: int, kind: CopyKind) -> None:
@@ -30,7 +30,7 @@ class BlockCopies:
         self._copies.append((None, BlockCopy(source, destination, kind)))
 
     def forget_group(self, group: SequenceGroup) -> None:
-        """Take out the copies that only rows of `group` needed, which are not computed."""
+        """Remove the copies for rows of `group`: these are not computed."""
         self._copies = [(other, copy) for other, copy in self._copies if other is not group]
 
     def listed(self) -> tuple[BlockCopy, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 
 _DOMAIN = b"penstock.prefix.v1\0"
-# Of the blocks that an error names.
+# Most blocks that an error names.
 _MOST_NAMED = 8
 
 
@@ -25,7 +25,7 @@ def chain_hash(parent: bytes, content: bytes) -> bytes:
 
 
 class OutOfBlocks(Exception):
-    """Call of `allocate` without a free block: the caller did not check `num_free`."""
+    """Error of `allocate` without a free block: the caller did not check `num_free`."""
 
 
 class BlockPool:
@@ -42,7 +42,7 @@ class BlockPool:
         self.evictions = 0
         # Called with a block and its hash before the block loses its prefix to another use.
         self.on_evict: Callable[[int, bytes], None] | None = None
-        # Called with a hash that no block is found by any more.
+        # Called with a hash that finds no block any more.
         self.on_forget: Callable[[bytes], None] | None = None
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -97,7 +97,7 @@ class BlockPool:
         self._ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """Count one holder less. Without a holder a block is evictable when it is cached, and free otherwise.
+        """Count one holder less. A block without a holder is evictable when it is cached, and free otherwise.
 
         Release a sequence's blocks from the last to the first, so that the deepest prefix is evicted first.
         """
@@ -113,11 +113,11 @@ class BlockPool:
             self._evictable[block] = None
 
     def hash_of(self, block: int) -> bytes | None:
-        """Hash by which `block` is found; None: it is not."""
+        """Hash that finds `block`; None: it is not cached."""
         return self._hashes[block]
 
     def claim(self, block: int) -> None:
-        """Take this very block, which nobody holds, with reference count 1 and no hash. O(free blocks).
+        """Take this very block, with reference count 1 and no hash. O(free blocks).
 
         Raises OutOfBlocks when somebody holds it.
         """
@@ -131,7 +131,7 @@ class BlockPool:
         self._ref_counts[block] = 1
 
     def forget(self, blocks: Iterable[int]) -> int:
-        """Forget what is cached in those of `blocks` that nobody holds. Return the number of these, cached or not."""
+        """Uncache those of `blocks` that nobody holds. Return the number of these, cached or not."""
         unused = [block for block in blocks if not self._ref_counts[block]]
         for block in unused:
             if block in self._evictable:
@@ -151,11 +151,11 @@ class BlockPool:
             self._hashes[block] = block_hash
 
     def unregister(self, block: int) -> None:
-        """Make a used block findable no more: what it holds is not what its prefix says. Its holders keep it."""
+        """Uncache a used block: its content does not match its prefix. Its holders keep it."""
         self._forget(block)
 
     def discard(self, block_hash: bytes) -> None:
-        """Make a prefix findable no more; a block that nobody holds is free then. Nothing when there is none."""
+        """Uncache a prefix; a block that nobody holds is then free. Do nothing if the prefix is not cached."""
         block = self._cached.get(block_hash)
         if block is None:
             return
@@ -197,15 +197,15 @@ class BlockPool:
 
 
 class BlockClaims:
-    """Blocks that callers hold under their numbers: no request gets one until it is released. Engine thread only.
+    """Blocks that callers hold by number: no request gets one until it is released. Engine thread only.
 
-    New ones of the device's pool are claimed while no request is live: what a request was accepted for would not be
-    there any more. So a claim never makes one wait for ever, and a request never finds its blocks overwritten. No
-    request needs a block of the host pool.
+    Blocks of the device's pool can be claimed only while no request is live: a claim would take the room that a request
+    was accepted for. So no claim makes a request wait for ever, and no request finds its blocks overwritten. No request
+    needs a block of the host pool.
     """
 
     def __init__(self, pool: BlockPool, noun: str = "block") -> None:
-        """`noun` is what errors call a block."""
+        """`noun` is the word for a block in errors."""
         self._pool = pool
         self._noun = noun
         self._blocks: set[int] = set()
@@ -243,7 +243,7 @@ class BlockClaims:
         self._blocks.update(blocks)
 
     def release(self, blocks: Iterable[int] | None = None) -> int:
-        """Give back blocks, None: all of them; unclaimed ones are ignored. Return the number of those given back."""
+        """Release blocks, None: all of them; unclaimed ones are ignored. Return the number of released ones."""
         given_back = set(self._blocks) if blocks is None else self._blocks.intersection(blocks)
         for block in given_back:
             self._pool.release(block)
@@ -252,7 +252,7 @@ class BlockClaims:
 
 
 class HeldPrefixes:
-    """Prefixes that callers in this process hold: their blocks stay, whatever else is asked for. Engine thread only."""
+    """Prefixes that callers in this process hold: their blocks are never evicted. Engine thread only."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -268,7 +268,7 @@ class HeldPrefixes:
         return len(self._holders)
 
     def find(self, token_ids: Sequence[int], salt: str) -> list[int]:
-        """Return the blocks that keep the beginning of `token_ids`, as far as it is computed. O(blocks)."""
+        """Return the blocks of the computed prefix of `token_ids`. O(blocks)."""
         size, found = self._pool.block_size, []
         parent = root_hash(salt)
         for index in range(len(token_ids) // size):
@@ -280,7 +280,7 @@ class HeldPrefixes:
         return found
 
     def num_shared(self, token_ids: Sequence[int], salt: str) -> int:
-        """Return how many leading blocks of `token_ids` are held ones, which a request takes over. O(blocks).
+        """Return the number of leading blocks of `token_ids` that are held: a request takes them over. O(blocks).
 
         It reads only, so any thread may call it.
         """
@@ -294,7 +294,7 @@ class HeldPrefixes:
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give blocks back that one handle held, the last first, so that the deepest prefix goes first."""
+        """Release the blocks of one handle, the last first, so that the deepest prefix is evicted first."""
         for block in reversed(blocks):
             self._pool.release(block)
             self._holders[block] -= 1

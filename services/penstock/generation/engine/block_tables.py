@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
 
 
-# In a list of blocks, a leading one that is not read; in a table any block will do.
+# Stands for a leading block that is not read, in a list of blocks; a table may have any block there.
 NOT_READ = -1
 _ANY = 0
 
@@ -40,7 +40,7 @@ class BlockTables:
         self._block_size = pool.block_size
 
     def hash_blocks(self, sequence: Sequence, salt: str) -> None:
-        """Complete `block_hashes` for all full blocks without drafts. Each token is hashed once per sequence."""
+        """Complete `block_hashes` for all full blocks without drafts. A sequence hashes each token once."""
         self._extend_hashes(sequence, salt, (sequence.num_tokens - sequence.num_draft_tokens) // self._block_size)
 
     def blocks_to_admit(self, sequence: Sequence, prefix: Seq[int | HostBlock]) -> int:
@@ -50,13 +50,13 @@ class BlockTables:
         return self.blocks_for(sequence.num_tokens, released) - len(prefix) + taken
 
     def blocks_for(self, num_tokens: int, released: int) -> int:
-        """Length of a table with room for `num_tokens`, or for as much as one step computes behind `released` leading
-        blocks that are not held."""
+        """Length of a table with room for `num_tokens`, or for the tokens of one step after `released` leading blocks
+        that are not held."""
         blocks = -(-num_tokens // self._block_size)
         return min(blocks, released + self._most_blocks) if self.window else blocks
 
     def start(self, starts: Seq[tuple[Sequence, Seq[int | HostBlock]]]) -> None:
-        """Give empty sequences their prefixes and room for all tokens, or for those of a step where there is a window.
+        """Give empty sequences their prefixes and room for all tokens; with a window, room for those of a step.
         The sum of `blocks_to_admit` must be free."""
         # Acquire all prefixes first: room for one sequence may evict cached blocks that are not held yet.
         for _, prefix in starts:
@@ -80,8 +80,8 @@ class BlockTables:
     def take_over_blocks(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
         """Put `blocks` into the table from place `first` on, the block of the next token to compute.
 
-        They hold the sequence's tokens, or will before they are read. The sequence's own blocks at these places go
-        back, with all that they held.
+        They contain the sequence's tokens, or will before they are read. The sequence's own blocks at these places are
+        released with their content.
         """
         table = sequence.block_table
         for index, block in enumerate(blocks, first):
@@ -98,7 +98,7 @@ class BlockTables:
         self.release_behind(sequence)
 
     def release_behind(self, sequence: Sequence) -> None:
-        """Give blocks back that no row to come reads, drafts refused or not. Nothing without a window."""
+        """Release blocks that no later row reads, even if drafts are rejected. Do nothing without a window."""
         if not self.window:
             return
         kept = min(sequence.num_computed_tokens, sequence.num_tokens - sequence.num_draft_tokens)
@@ -110,7 +110,7 @@ class BlockTables:
             sequence.num_released_blocks = index + 1
 
     def can_go_back(self, sequence: Sequence, num_tokens: int) -> bool:
-        """True when a sequence, or a fork of it, may go on behind its first `num_tokens`: it holds what is read."""
+        """True when a sequence, or a fork of it, may go on after `num_tokens` tokens: it holds the blocks to read."""
         released = sequence.num_released_blocks
         return not released or max(num_tokens - self.window + 1, 0) // self._block_size >= released
 
@@ -144,13 +144,13 @@ class BlockTables:
         return copy
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Make room up to token `end` after `make_writable` of this step; others may share its blocks since then."""
+        """Make room up to token `end` after this step's `make_writable`; others may share its blocks by now."""
         table = sequence.block_table
         while len(table) * self._block_size < end:
             table.append(self.pool.allocate())
 
     def fork(self, parent: Sequence, child: Sequence, computed: int) -> None:
-        """Let an empty child share the blocks of the parent's first `computed` tokens, which are the same in both."""
+        """Let an empty child share the blocks of the parent's first `computed` tokens: both have the same."""
         shared = parent.block_table[: -(-computed // self._block_size)]
         child.num_released_blocks = min(parent.num_released_blocks, len(shared))
         for block in shared[child.num_released_blocks :]:
@@ -162,22 +162,22 @@ class BlockTables:
             child.block_hashes = parent.block_hashes[: computed // self._block_size]
 
     def give_back(self, sequence: Sequence) -> None:
-        """Give every block back. What is computed of the sequence is in the host pool, or lost."""
+        """Release every block. The sequence's computed content is in the host pool, or lost."""
         for block in reversed(sequence.held_blocks):
             self.pool.release(block)
         sequence.block_table.clear()
         sequence.num_released_blocks = 0
 
     def free(self, sequence: Sequence) -> None:
-        """Give every block back. Nothing of the sequence is computed any more."""
+        """Release every block. The sequence then has no computed tokens."""
         self.give_back(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_cached_blocks = 0
 
     def computed(self, sequence: Sequence, salt: str) -> None:
-        """Make the blocks that newly computed tokens fill findable.
+        """Cache the blocks that newly computed tokens fill.
 
-        Blocks with drafts are left out: they may be overwritten when the drafts are refused.
+        Blocks with drafts are left out: they may be overwritten when the drafts are rejected.
         """
         first, last = sequence.num_cached_blocks, sequence.num_computed_tokens // self._block_size
         if first >= last or not self.prefix_cache:
@@ -189,7 +189,7 @@ class BlockTables:
         sequence.num_cached_blocks = last
 
     def disown(self, sequence: Sequence) -> None:
-        """Let nobody else find the blocks of a sequence: what was computed in them cannot be trusted."""
+        """Uncache the blocks of a sequence: their content cannot be trusted."""
         if self.host is not None:
             self.host.disown(sequence.held_blocks)
         for block in sequence.held_blocks:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CallerBlocks:
-    """Blocks of one engine's pools that are no request's. On the engine's thread, `room_of` excepted."""
+    """Blocks of one engine's pools that belong to no request. Engine thread only, except `room_of`."""
 
     def __init__(
         self,
@@ -27,20 +27,20 @@ class CallerBlocks:
         outputs: Sized,
         listeners: Sequence[EngineListener],
     ) -> None:
-        """Make it. `outputs` are those that wait to be taken."""
+        """`outputs` are those that the caller has not taken yet."""
         self._config = config
-        # The same with the blocks that requests can have.
+        # The same configuration with the number of blocks that requests can have.
         self._room = config
         self._scheduler = scheduler
         self._outputs = outputs
         self._listeners = listeners
 
     def room_of(self, request: Request) -> EngineConfig:
-        """Return the configuration with the blocks that a request may have. Thread-safe."""
+        """Return the configuration with the number of blocks that a request may have. Thread-safe."""
         room = self._room
         if room is self._config:
             return room
-        # Held blocks are no room for others, but a request that begins with them has them.
+        # Held blocks are not room for other requests, but a request that begins with their prefix uses them.
         shared = self._scheduler.held_prefixes.num_shared(*shareable(room, request))
         return replace(room, num_blocks=room.num_blocks + shared) if shared else room
 
@@ -81,8 +81,8 @@ class CallerBlocks:
             self._changed()
 
     def release(self, blocks: Iterable[int] | None = None, host_blocks: Iterable[int] | None = None) -> int:
-        """Give claimed blocks back; with neither argument all of both pools. Returns their number; others are
-        ignored."""
+        """Release claimed blocks; without arguments all of both pools. Others are ignored. Return the number of
+        released ones."""
         is_all = blocks is None and host_blocks is None
         released = self._scheduler.claims.release(None if is_all else blocks or ())
         if self._scheduler.host is not None:
@@ -91,9 +91,9 @@ class CallerBlocks:
         return released
 
     def hold_prefix(self, token_ids: list[int], salt: str) -> list[int]:
-        """Hold the blocks that keep the beginning of `token_ids` until `release_prefix`, and return them.
+        """Hold the blocks of the computed prefix of `token_ids` until `release_prefix`, and return them.
 
-        Raises FailedPrecondition: BUSY while requests are live, NO_PREFIX_CACHE, and where no block would be left.
+        Raises FailedPrecondition: BUSY while requests are live, NO_PREFIX_CACHE, and if no block would be left.
         """
         if not self._config.prefix_cache:
             raise FailedPrecondition("the prefix cache is off: start with --prefix-cache", reason="NO_PREFIX_CACHE")
@@ -108,7 +108,7 @@ class CallerBlocks:
         return found
 
     def release_prefix(self, blocks: list[int]) -> None:
-        """Give back the blocks that `hold_prefix` returned."""
+        """Release the blocks that `hold_prefix` returned."""
         self._scheduler.held_prefixes.release(blocks)
         self._changed()
 
@@ -117,7 +117,7 @@ class CallerBlocks:
         return self._scheduler.has_work or len(self._outputs) > 0
 
     def _changed(self) -> None:
-        """Let requests be checked against the blocks that are left."""
+        """Check requests against the remaining blocks from now on."""
         taken = len(self._scheduler.claims) + len(self._scheduler.held_prefixes)
         config = self._config
         self._room = replace(config, num_blocks=config.num_blocks - taken) if taken else config
@@ -126,4 +126,4 @@ class CallerBlocks:
 
 
 def _last_block() -> FailedPrecondition:
-    return FailedPrecondition("one block at least is left for requests", reason="BLOCK_IN_USE")
+    return FailedPrecondition("at least one block must remain for requests", reason="BLOCK_IN_USE")

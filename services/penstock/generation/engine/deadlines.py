@@ -1,4 +1,4 @@
-"""Times at which requests must end, found without a look at every request in every step."""
+"""Times at which requests must end, found without reading every request in every step."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class DraftThrottle:
         self._fruitless = self._pause = self._num_left = 0
 
     def allows(self) -> bool:
-        """True when drafts may be made now. Called once for every time that there could be some."""
+        """True when drafts may be made now. Call it once per opportunity."""
         if not self._num_left:
             return True
         self._num_left -= 1
@@ -53,7 +53,7 @@ def until_end(drafts: list[int], end_token_ids: Collection[int]) -> list[int]:
 
 
 def share_room(requests: Sequence[DraftRequest], room: int) -> list[DraftRequest]:
-    """Cut requests so that together they ask for at most `room` tokens. Requests with no share are left out."""
+    """Cut requests to at most `room` tokens together. Requests without a share are left out."""
     shared: list[DraftRequest] = []
     for position, request in enumerate(requests):
         tokens = min(request.num_tokens, max(room, 0) // (len(requests) - position))
@@ -64,9 +64,9 @@ def share_room(requests: Sequence[DraftRequest], room: int) -> list[DraftRequest
 
 
 def goes_on(state: GrammarState, token_id: int) -> bool:
-    """Advance a state on which drafts are tried. False: the grammar refuses the token or is complete with it.
+    """Advance a state that tries drafts. False: the grammar refuses the token or is complete with it.
 
-    An error of the state itself is raised to the request only when it really takes the token.
+    An error of the state itself reaches the request only when it really takes the token.
     """
     try:
         return state.advance(token_id) and not state.is_done

@@ -39,9 +39,9 @@ class SequenceDump:
     # Of a swapped request.
     host_blocks: int
     draft_tokens: int
-    # admission: its request is queued. leader: another sequence of its family computes the prompt. others: it has
-    # drawn, or may not be computed to its end yet, and other sequences of its request are behind. step: only the next
-    # step.
+    # admission: its request is queued. leader: another sequence of its family computes the prompt. others: other
+    # sequences of its request are behind, and it has drawn or may not be computed to its end yet. step: it waits only
+    # for the next step.
     waits_for: str
 
 
@@ -82,7 +82,7 @@ class PoolDump:
 
 @dataclass(frozen=True, slots=True)
 class HostPoolDump:
-    """The host pool, in blocks, and the way of preemptions; all 0: there is none."""
+    """The host pool, in blocks, and the way to preempt; all 0: there is no host pool."""
 
     total: int = 0
     # Blocks of swapped requests.
@@ -107,7 +107,7 @@ class RowsDump:
 
 @dataclass(frozen=True, slots=True)
 class StepDump:
-    """The step that was scheduled last: a running one, one that hangs, or after a failure the step that broke.
+    """The step scheduled last: a running one, one that hangs, or after a failure the step that broke.
 
     Empty when all work is done.
     """
@@ -116,7 +116,7 @@ class StepDump:
     number: int
     rows: int
     rows_left: int
-    # Reason why it holds no more; see `HeldBack`.
+    # Reason why it is not larger; see `HeldBack`.
     ended_by: str
     groups: tuple[RowsDump, ...]
     more_groups: int
@@ -145,7 +145,7 @@ class EngineDump:
 
 
 def request_key(request_id: str) -> str:
-    """Return a stand-in for a request's id, which callers choose: the first 12 hex digits of its SHA-256."""
+    """Return a stand-in for a request's id, since callers choose the id: the first 12 hex digits of its SHA-256."""
     return hashlib.sha256(request_id.encode()).hexdigest()[:12]
 
 

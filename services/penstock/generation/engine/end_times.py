@@ -1,4 +1,4 @@
-"""Times at which requests end that have not ended by themselves: deadlines, latest starts, max_time."""
+"""Times that end requests: deadlines, latest starts, max_time."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class EndTimes:
     def __init__(self) -> None:
         self._deadlines: DeadlineQueue[SequenceGroup] = DeadlineQueue()
         self._max_times: DeadlineQueue[SequenceGroup] = DeadlineQueue()
-        # Times after which a request that never started cannot end before its deadline.
+        # Latest starts: a request that starts later cannot end before its deadline.
         self._latest_starts: DeadlineQueue[SequenceGroup] = DeadlineQueue()
 
     @property
     def have_latest_starts(self) -> bool:
-        """True while a request waits that must start in time."""
+        """True while a request with a latest start waits."""
         return bool(self._latest_starts)
 
     def accept(self, group: SequenceGroup) -> None:
-        """Note a request that waits from now on."""
+        """Note a request that begins to wait."""
         request = group.request
         if request.deadline is None:
             return
         self._deadlines.set(group, request.deadline)
         latest_start = group.expected.latest_start(request.deadline, group.expected.step_seconds)
-        # One that has no time from the start is begun all the same: its caller may want the first tokens.
+        # A request without enough time from the start begins all the same: its caller may want the first tokens.
         if latest_start > request.arrival_time and must_end_in_time(request):
             self._latest_starts.set(group, latest_start)
 
@@ -61,7 +61,7 @@ class EndTimes:
             yield group, wait_too_long()
 
     def over_max_time(self, now: float) -> Iterator[SequenceGroup]:
-        """Yield requests that have had their max_time."""
+        """Yield requests that have reached their max_time."""
         yield from self._max_times.due(now)
 
     def is_hopeless(self, group: SequenceGroup, now: float, step_seconds: float) -> bool:
@@ -73,7 +73,7 @@ class EndTimes:
 
 
 def wait_too_long() -> DeadlineExceeded:
-    """Return the error of a request that has waited until it cannot end in time."""
+    """Return the error of a request that waited until it could not end in time any more."""
     return _too_late("the deadline would pass before the answer is complete", "queue")
 
 

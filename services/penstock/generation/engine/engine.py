@@ -89,7 +89,7 @@ class Engine:
         self._listeners = tuple(listeners)
         # Groups with outputs that the caller has not taken yet, in the order of their first one.
         self._dirty: dict[SequenceGroup, None] = {}
-        # Blocks that callers hold, and what is left for requests.
+        # Blocks that callers hold, and the rest for requests.
         self.caller_blocks = CallerBlocks(config, self._scheduler, self._dirty, self._listeners)
         self._groups: dict[str, SequenceGroup] = {}
         self._end_times = EndTimes()
@@ -97,16 +97,16 @@ class Engine:
         self._memory = NgramMemory(config, clock)
         # Replaced by the replay of a trace.
         self.turns = FairTurns(config.tenant_slowdown)
-        # End of the last step, while work goes on: what happens until the next one belongs to that one's time.
+        # End of the last step, while work goes on: the time from here on counts for the next step.
         self._last_step_end: float | None = None
-        # The last step had no room for all that waited.
+        # The last step had no room for all waiting work.
         self._leaves_waiting = False
         self._order = itertools.count()
         self._seq_ids = itertools.count()
 
     @property
     def policy(self) -> SwapPolicy:
-        """Judge of preemptions where there is a host pool; the replay of a trace puts another in its place."""
+        """Policy of preemptions with a host pool; the replay of a trace replaces it."""
         return self._scheduler.policy
 
     @policy.setter
@@ -120,11 +120,11 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that are accepted and not running."""
+        """Number of accepted requests that are not running."""
         return len(self._scheduler.waiting)
 
     def num_waiting_of(self, tenant: str) -> int:
-        """Return the number of a tenant's requests that are accepted and not running."""
+        """Return the number of a tenant's accepted requests that are not running."""
         return self._scheduler.waiting.num_of(tenant)
 
     def check(self, request: Request) -> None:
@@ -136,10 +136,10 @@ class Engine:
         return check_deadline(self.config, self._modes, request, self._clock(), pace, coming)
 
     def add(self, request: Request) -> None:
-        """Accept a request that `check` has let pass.
+        """Accept a request that has passed `check`.
 
-        Raises ValueError for the id of a live request and for stop strings without `stop_text`, what its strategy
-        raises for wrong resumed ids, and what `check` raises when blocks were claimed meanwhile.
+        Raises ValueError for the id of a live request and for stop strings without `stop_text`, its strategy's error
+        for wrong resumed ids, and the errors of `check` if blocks were claimed meanwhile.
         """
         if request.request_id in self._groups:
             raise ValueError("request id is live")
@@ -188,7 +188,7 @@ class Engine:
         return True
 
     def step(self) -> list[RequestOutput]:
-        """Run at most one forward pass. Return outputs by request, of this step and of the calls before it."""
+        """Run at most one forward pass. Return outputs by request, of this step and of calls before it."""
         started = self._clock()
         self._end_overdue(started)
         if self._end_times.have_latest_starts:
@@ -207,7 +207,7 @@ class Engine:
                 self._expect_copies(output)
             scheduled = self._clock()
             if self._drafter is not None:
-                # What it keeps of sequences that wait for their blocks would be in the way of others.
+                # Its data for sequences that wait for their blocks would take the room of others.
                 self._drafter.release(output.released + output.parked)
             result = self._runner.execute(output)
             executed = self._clock()
@@ -222,7 +222,7 @@ class Engine:
             self._record(len(output.scheduled), num_tokens, started, scheduled, executed, draft_seconds)
             for listener in self._listeners:
                 listener.stepped(self._scheduler, self.stats, started, self._clock())
-            # Tokens that the prefix cache had count: they are in what requests cost, too. Wrong drafts do not.
+            # Tokens from the prefix cache count, as they do in the cost of requests. Wrong drafts do not.
             tokens = num_tokens + self.stats.prefix_hit_tokens - hits
             self._measure(
                 started, tokens - self.stats.rejected_draft_tokens + rejected, self.stats.generated_tokens > generated
@@ -237,7 +237,7 @@ class Engine:
         """End every live request after `step` has raised; the engine is not used any more.
 
         Requests of that step end INTERNAL with STEP_FAILED, since one of them may be the cause. Others end with
-        ENGINE_FAILED: UNAVAILABLE (safe to retry elsewhere) when nothing of them was sent, else INTERNAL.
+        ENGINE_FAILED: UNAVAILABLE (safe to retry elsewhere) when they have no output so far, else INTERNAL.
         """
         in_step = {group for group, _ in self._scheduler.plan.entries}
         return self._end_all(lambda group: _broken(group, is_in_step=group in in_step))
@@ -251,7 +251,7 @@ class Engine:
 
     def _end_all(self, error: Callable[[SequenceGroup], PenstockError]) -> list[RequestOutput]:
         for group in self._groups.values():
-            # The scheduler is left alone: it may be what is broken.
+            # The scheduler is left alone: it may be broken itself.
             group.report.finish(_finishes(group, FinishReason.ERROR), error(group))
             self._dirty[group] = None
         self.stats.requests_failed += len(self._groups)
@@ -278,12 +278,12 @@ class Engine:
     def copy_blocks(self, copies: Iterable[BlockCopy], device: Iterable[int] = (), host: Iterable[int] = ()) -> float:
         """Copy blocks between two steps, in order, and return the seconds. `BlockCommands` checks them before.
 
-        The blocks `device` and `host` of either pool, which nobody holds, keep no prefix any more.
+        The blocks `device` and `host` of the two pools are uncached; nobody holds them.
         """
         begun, listed = self._clock(), tuple(copies)
         written = tuple(device), tuple(host)
         self.forget_prefixes(*written)
-        # Sequences that are gone stay the next step's affair: it may still have to fork from them.
+        # Sequences that are gone are left to the next step: it may still have to fork from them.
         result = self._runner.execute(SchedulerOutput((), listed))
         kinds = [copy.kind for copy in listed]
         stats = self.stats
@@ -296,7 +296,7 @@ class Engine:
         return self._clock() - begun
 
     def forget_prefixes(self, device: Iterable[int], host: Iterable[int]) -> None:
-        """Make blocks of either pool, which nobody holds, keep no prefix."""
+        """Uncache blocks of the two pools that nobody holds."""
         for pool, blocks in ((self.device_blocks, device), (self.host_blocks, host)):
             for block in blocks:
                 block_hash = None if pool is None else pool.hash_of(block)
@@ -304,10 +304,10 @@ class Engine:
                     pool.discard(block_hash)
 
     def reinitialise(self, runner: Runner, warm_up: Callable[[], None]) -> None:
-        """Go on with another runner over the same pool, in which nothing that was computed so far counts any more.
+        """Go on with another runner over the same pool; the pool's content is discarded.
 
         `warm_up` runs it once, while the pool is empty. Counters go on. Raises FailedPrecondition BUSY while a request
-        is live or a caller holds blocks, and what `warm_up` raises; the old runner stays then.
+        is live or a caller holds blocks, and the errors of `warm_up`; the old runner then stays.
         """
         if self.has_work:
             raise FailedPrecondition("requests are live: drain first", reason="BUSY")
@@ -320,10 +320,10 @@ class Engine:
         self._runner = runner
 
     def release_cache(self, request_ids: Iterable[str]) -> int:
-        """Preempt live requests and forget what was computed for them, as far as no other request uses it.
+        """Preempt live requests and uncache their computed blocks, unless another request uses them.
 
-        They keep their tokens, wait at their old places and compute all of it again. Returns the number of blocks that
-        are free now. Raises NotFound for an id that is not live; then no request is preempted.
+        They keep their tokens, wait at their old places and compute everything again. Returns the number of blocks that
+        this frees. Raises NotFound for an id that is not live; then no request is preempted.
         """
         groups = []
         for place, request_id in enumerate(request_ids):
@@ -389,9 +389,9 @@ class Engine:
             self._close(group)
 
     def _end_hopeless(self, now: float) -> None:
-        """End those at the queue's head that cannot end in time at the present speed: it may be less than once it was.
+        """End requests at the queue's head that cannot end in time at the present speed, which may have fallen.
 
-        Begun all the same, they would take the places of others that can.
+        They would otherwise take the places of requests that can end in time.
         """
         waiting, step_seconds = self._scheduler.waiting, self._meter.surest_step_seconds
         while (group := waiting.first()) is not None and self._end_times.is_hopeless(group, now, step_seconds):
@@ -406,7 +406,7 @@ class Engine:
     def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken], result: RunnerOutput) -> None:
         if result.failed and any(sequence.seq_id in result.failed for sequence in _drawers(group, sampled)):
             _log.error("the model gave no numbers", request_id=group.request.request_id)
-            # Its keys and values may be no numbers either, of its prompt's first blocks on.
+            # Its keys and values may be no numbers either, from its prompt's first blocks on.
             self._scheduler.disown(group)
             self._cut_off(group, Internal("the model's output is not a number", reason="MODEL_OUTPUT_NAN"))
             return
@@ -462,9 +462,9 @@ class Engine:
         self.stats.memory = MemorySize(self._memory.num_tenants, self._memory.num_tokens)
 
     def _draft(self, groups: Iterable[SequenceGroup]) -> bool:
-        """Run the draft model for all requests of the strategies that advanced in this step, at once.
+        """Run the draft model at once for all requests of the strategies that advanced in this step.
 
-        Drafts are no more than the next step has rows for. False: no strategy asked.
+        There are no more drafts than rows in the next step. False: no strategy asked.
         """
         if self._drafter is None:
             return False
@@ -524,7 +524,7 @@ class Engine:
         self.watch.copy_seconds = self._scheduler.policy.copy_seconds(*_num_copies(output))
 
     def _count_copies(self, output: SchedulerOutput, result: RunnerOutput, seconds: float) -> None:
-        """Count a step's copies to and from the host pool; its `seconds` teach the policy what rows take."""
+        """Count a step's copies to and from the host pool; its `seconds` tell the policy the cost of rows."""
         out_seconds, in_seconds = result.out_seconds, result.in_seconds
         self._scheduler.policy.stepped(output.num_tokens, seconds - out_seconds - in_seconds)
         if not output.copies:
@@ -546,7 +546,7 @@ class Engine:
         return self.turns.choose(self._scheduler.widths())
 
     def _measure(self, started: float, tokens: int, drew: bool) -> None:
-        """Take a step's figures; its time is that since the end of the one before, while work goes on."""
+        """Take a step's figures; its time begins at the end of the step before, while work goes on."""
         end, begin = self._clock(), started if self._last_step_end is None else self._last_step_end
         self._last_step_end = end
         is_light, waiting = bool(self._scheduler.resting), len(self._scheduler.waiting) > 0
@@ -554,16 +554,16 @@ class Engine:
         self.turns.stepped(end - begin, self._meter.least_step_seconds, is_light=is_light)
 
     def _cost(self, request: Request, pace: Pace, demand: Demand) -> int:
-        """Return the tokens that a request is expected to take. The replay of a trace has those of then."""
+        """Return the tokens that a request is expected to take. The replay of a trace returns the recorded ones."""
         return round(pace.tokens(demand))
 
     def _spent(self, group: SequenceGroup, generated: float) -> int:
-        """Return the tokens that a request took, `generated` for each answer. The replay has those of then, too."""
+        """Return the tokens that a request took, `generated` for each answer. The replay returns the recorded ones."""
         width = self._modes.most_sequences(group.request.params)
         return len(group.request.prompt_token_ids) + round(width * generated)
 
     def _settle(self, group: SequenceGroup, *, is_whole: bool) -> None:
-        """Charge a tenant for what its request took, and learn the length of answers."""
+        """Charge a tenant for its request's tokens, and learn the length of answers."""
         request = group.request
         generated = group.report.num_generated / request.params.num_return_sequences
         spent = self._spent(group, generated)
@@ -576,7 +576,7 @@ class Engine:
 
     def _pace(self, running_sequences: int) -> Pace:
         waiting = self._scheduler.waiting
-        # Those that came since the last step wait for the next one, and that is all where there are places.
+        # Requests that came since the last step wait only for the next one, if there are places.
         num_coming = 0 if self._leaves_waiting else len(waiting)
         is_busy = self._leaves_waiting or running_sequences + num_coming >= self.config.max_running_sequences
         is_idle = not self._scheduler.has_work

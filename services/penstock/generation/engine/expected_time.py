@@ -1,23 +1,23 @@
-"""Time that a request is expected to take: kept with it, held against what it takes, and summed over those that run."""
+"""Expected time of a request: kept with it, compared with its real time, and summed over the running requests."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-# Share of its forecast that a request takes surely: with less left it cannot end before its deadline.
+# Share of its forecast that a request surely takes: with less time left it cannot end before its deadline.
 _SUREST = 0.8
 # The headroom is never more than this.
 MOST_HEADROOM = 4.0
-# Share of the way to a larger error that one request takes; seconds in which what was learnt fades to a third.
+# Share of the way to a larger error that one request moves the average; seconds in which it fades to a third.
 _WEIGHT, _FADE_SECONDS = 0.25, 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTime:
-    """Forecast of one request, by the engine's figures of its arrival."""
+    """Forecast of one request, by the engine's figures at its arrival."""
 
-    # Seconds until its first step; 0: it did not have to wait. And the same without the correction of waits.
+    # Seconds until its first step; 0: it does not have to wait. Then the same without the correction of waits.
     wait_seconds: float = 0.0
     raw_wait_seconds: float = 0.0
     # Seconds of a step, and its number of steps: those of its prompt, and of an answer of the expected length.
@@ -30,11 +30,11 @@ class ExpectedTime:
         return self.wait_seconds + (self.prompt_steps + output_steps) * self.step_seconds
 
     def serving_seconds(self, step_seconds: float) -> float:
-        """Seconds from its first step to its end, where a step takes so long."""
+        """Seconds from its first step to its end, with steps of `step_seconds`."""
         return (self.prompt_steps + self.output_steps) * step_seconds
 
     def latest_start(self, deadline: float, step_seconds: float) -> float:
-        """Time after which it surely cannot end before `deadline`, where a step takes so long."""
+        """Latest start for an end before `deadline`, with steps of `step_seconds`; later ones surely fail."""
         return deadline - _SUREST * self.serving_seconds(step_seconds)
 
 
@@ -42,15 +42,15 @@ class ForecastErrors:
     """Headroom of forecasts for requests that wait. Engine thread only.
 
     Such a request is accepted long before its end, and other programs may take half of the processor meanwhile. So it
-    has a headroom from the start, and a larger one once requests have taken longer than that allows for.
+    has a headroom from the start, and a larger one after requests have exceeded that.
     """
 
     def __init__(self, least: float) -> None:
-        """`least`: the headroom while nothing is known, and after long."""
+        """`least`: the headroom at the start, and again a long time after the last error."""
         self._least = least
         self._learnt = 0.0
         self._noted_at = -math.inf
-        # Factor by which a forecast is multiplied before it is held against a deadline.
+        # Factor on a forecast before it is compared with a deadline.
         self.headroom = least
 
     def note(self, took: float, forecast: float, now: float) -> None:
@@ -66,33 +66,33 @@ class ForecastErrors:
 
 
 class RunningAges:
-    """Begins and expected steps of running requests. O(1) for each that begins or ends. Engine thread only."""
+    """Begins and expected steps of running requests. O(1) per begin or end. Engine thread only."""
 
     def __init__(self) -> None:
         self._num = 0
         self._begins = self._steps = 0.0
 
     def began(self, expected: ExpectedTime, at: float) -> None:
-        """Take one that has its first step at a time."""
+        """Add a request that has its first step at `time`."""
         self._num += 1
         self._begins += at
         self._steps += expected.prompt_steps + expected.output_steps
 
     def ended(self, expected: ExpectedTime, at: float) -> None:
-        """Take the end of one that began at a time."""
+        """Remove a request that began at `time`."""
         self._num -= 1
         if self._num:
             self._begins -= at
             self._steps -= expected.prompt_steps + expected.output_steps
         else:
-            # Of sums of fractions something may be left over.
+            # Sums of fractions may leave a remainder.
             self._begins = self._steps = 0.0
 
     def uneven_seconds(self, now: float, step_seconds: float) -> float:
-        """Seconds by which their mean end is later than that of requests which began one after the other.
+        """Seconds from the mean end of requests that began one after the other to the mean end of these.
 
-        Those have half of their time behind them, and a place becomes free all the time. A crowd that came at once has
-        all of it before it: nobody's place becomes free until then.
+        The former have half of their time behind them, and places become free all the time. A crowd that came at once
+        has all of its time before it, and no place becomes free until then.
         """
         if not self._num:
             return 0.0

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.generation.core.step import Runner, RunnerOutput, SchedulerOutput
 
-# How often a step that hangs looks whether its file is gone.
+# Interval of a hanging step's check that its file is gone.
 _LOOK_SECONDS = 0.01
 FAILPOINTS = {
     "engine.step.hang": "the step does not end",
@@ -34,7 +34,7 @@ FAILPOINTS = {
 
 
 class FailpointError(RuntimeError):
-    """Failure that a test ordered."""
+    """Failure ordered by a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Failpoint:
 
 
 class FailingRunner:
-    """Runner that fails as ordered and otherwise does what another one does. Used by the engine's thread."""
+    """Runner that fails as ordered and otherwise delegates to another one. Used by the engine's thread."""
 
     def __init__(
         self, runner: Runner, orders: Iterable[Failpoint], sleep: Callable[[float], None] = time.sleep

@@ -30,11 +30,11 @@ class SequenceGroup:
 
     The sequences of a family begin with the same prompt. Until a family is forked only its leader is computed, exactly
     up to the end of the prompt. There every other sequence of the family forks from the leader. A family of one is
-    always forked. Preemption takes a group back to this start, whatever its sequences have generated, so that they
-    share the prompt's blocks again.
+    always forked. Preemption takes a group back to this start, even if its sequences have generated tokens, so that
+    they share the prompt's blocks again.
 
-    With guidance, and where beams decide together what they may draw, the sequences go in lockstep: no last row is
-    computed before all of them can be, so that a step which draws has the rows of all.
+    With guidance, and with beams that decide together what they may draw, the sequences go in lockstep: no last row is
+    computed until all last rows can be, so that a step which draws has the rows of all sequences.
     """
 
     request: Request
@@ -44,16 +44,16 @@ class SequenceGroup:
     key: tuple[float, int]
     # Live sequences. Changed only by the scheduler.
     sequences: list[Sequence]
-    # Tokens that were expected of it when it came, its prompt's included: what its tenant is charged.
+    # Tokens expected at its arrival, prompt included: its tenant is charged for them.
     cost: int = 0
-    # Time that it was expected to take when it came.
+    # Expected time at its arrival.
     expected: ExpectedTime = field(default_factory=ExpectedTime)
     # When its first step began; None: it had none.
     begun_at: float | None = None
     state: GroupState = GroupState.WAITING
-    # Of a swapped group: sequence -> its blocks in the host pool; empty: it is not swapped. Changed only by HostPool.
+    # Swapped group: sequence -> its blocks in the host pool; empty: it is not swapped. Changed only by HostPool.
     host_tables: dict[Sequence, list[int]] = field(default_factory=dict)
-    # The request's, which is read for each of its sequences in every step.
+    # The request's, kept here: it is read for each of the sequences in every step.
     block_salt: str = field(init=False)
     # Families with followers that still wait for their leader.
     _unforked: set[int] = field(init=False)
@@ -92,7 +92,7 @@ class SequenceGroup:
 
     @property
     def is_swapped(self) -> bool:
-        """True while what is computed of it is in the host pool."""
+        """True while its computed blocks are in the host pool."""
         return bool(self.host_tables)
 
     @property
@@ -142,7 +142,7 @@ class SequenceGroup:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that its sequences hold; those that several share count once."""
+        """Number of blocks that its sequences hold; shared ones count once."""
         if len(self.sequences) == 1:
             return len(self.sequences[0].block_table) - self.sequences[0].num_released_blocks
         return len({block for sequence in self.sequences for block in sequence.held_blocks})

@@ -11,7 +11,7 @@ from penstock.generation.engine.group import SequenceGroup
 class GroupQueue:
     """Groups sorted by `SequenceGroup.key`. Finding is O(log n); inserting and removing move memory, not objects.
 
-    Keys never change, so the order stays: no group that comes later with an equal priority passes an earlier one.
+    Keys never change, so the order stays: no later group with an equal priority passes an earlier one.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class GroupQueue:
         self.prompt_tokens += len(group.request.prompt_token_ids)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Take `group` out. Raises KeyError when it is not in the queue."""
+        """Remove `group`. Raises KeyError when it is not in the queue."""
         index = bisect_left(self._groups, group.key, key=lambda other: other.key)
         if index == len(self._groups) or self._groups[index] is not group:
             raise KeyError("group is not in this queue")

@@ -1,8 +1,8 @@
 """Accounting of the host pool: blocks of swapped groups, and prefixes that the device's pool had no room for.
 
-Another BlockPool counts its blocks, so they are shared, found by their hashes and evicted, least recently used first,
-as those of the device are. A swapped group holds each of its blocks once, whichever of its sequences share it. No
-tensors: copies are decided here and carried out by the runner, before the forward pass.
+Another BlockPool counts its blocks, so they are shared, found by hash and evicted (least recently used first) like
+those of the device. A swapped group holds each of its blocks once, however many of its sequences share it. No tensors:
+copies are decided here, and the runner carries them out before the forward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class HostBlock(NamedTuple):
-    """A prefix hit in the host pool: `block` there holds what `block_hash` says."""
+    """A prefix hit in the host pool: `block` there holds the prefix of `block_hash`."""
 
     block: int
     block_hash: bytes
@@ -51,11 +51,11 @@ class HostPool:
         return None if block is None else HostBlock(block, block_hash)
 
     def hold(self, found: HostBlock) -> None:
-        """Keep a hit from being evicted until it is brought back."""
+        """Protect a hit from eviction until it is brought back."""
         self.pool.acquire(found.block)
 
     def bring(self, found: HostBlock) -> int:
-        """Return a device block with the content of a hit that is held, acquired for one holder; let go of the hit.
+        """Return a device block with the content of a held hit, acquired for one holder; release the hit.
 
         It takes a free block of the device unless another sequence has brought it meanwhile.
         """
@@ -73,7 +73,7 @@ class HostPool:
         return copied, taken
 
     def swap_out(self, group: SequenceGroup) -> None:
-        """Copy all that is computed of a group to the host. Its block tables stay: they are given back next.
+        """Copy all computed blocks of a group to the host. Its block tables stay; they are released next.
 
         The blocks of `blocks_to_save` must be free.
         """
@@ -87,7 +87,7 @@ class HostPool:
                 group.host_tables[sequence] = [places[block] for block in _held(sequence, size)]
 
     def blocks_to_return(self, group: SequenceGroup) -> int:
-        """Return the number of free device blocks that a swapped group takes, for all tokens that it lacks as well."""
+        """Return the number of free device blocks that a swapped group takes, with those for its missing tokens."""
         size = self.pool.block_size
         needed = 0
         for block in self._blocks(group):
@@ -100,11 +100,11 @@ class HostPool:
             needed += max(self._blocks_for(tokens, released) - released - len(table), 0)
             if sequence.num_computed_tokens % size:
                 writers[table[-1]] += 1
-        # Of those that write into one block all but the last copy it first.
+        # Of several sequences that write into one block, all but the last copy it first.
         return needed + sum(count - 1 for count in writers.values())
 
     def swap_in(self, group: SequenceGroup) -> None:
-        """Give a swapped group blocks of the device with what it had computed. `blocks_to_return` must be free."""
+        """Give a swapped group device blocks with its computed content. `blocks_to_return` must be free."""
         held = list(self._blocks(group))
         known = {block: found for block in held if (found := self._on_device(block)) is not None}
         # Before any block is taken: that may evict one of these.
@@ -124,14 +124,14 @@ class HostPool:
         self.forget(group)
 
     def forget(self, group: SequenceGroup) -> None:
-        """Let go of a swapped group's blocks."""
+        """Release a swapped group's blocks."""
         self.num_groups -= 1
         for block in reversed(list(self._blocks(group))):
             self.pool.release(block)
         group.host_tables.clear()
 
     def blocks_of(self, group: SequenceGroup) -> tuple[list[int], list[bytes]]:
-        """Return a swapped group's blocks, each once, and the hashes of those that can be found."""
+        """Return a swapped group's blocks, each once, and the hashes of the cached ones."""
         blocks = list(self._blocks(group))
         return blocks, [found for block in blocks if (found := self.pool.hash_of(block)) is not None]
 
@@ -141,7 +141,7 @@ class HostPool:
         self.pool.forget(block for block in known if block is not None)
 
     def disown(self, blocks: Iterable[int]) -> None:
-        """Let nobody find what device `blocks` hold: it cannot be trusted, nor a copy of it."""
+        """Uncache the content of device `blocks`: neither it nor a copy can be trusted."""
         for block in blocks:
             block_hash = self._device.hash_of(block)
             if block_hash is not None:
@@ -168,12 +168,12 @@ class HostPool:
         return min(blocks, released + self._most_blocks) if self._most_blocks else blocks
 
     def _known(self, block: int) -> int | None:
-        """Return the host block with the content of a device block, if it is there by its hash."""
+        """Return the host block with the content of a device block, if its hash finds one."""
         block_hash = self._device.hash_of(block)
         return None if block_hash is None else self.pool.lookup(block_hash)
 
     def _on_device(self, block: int) -> int | None:
-        """Return the device block with the content of a host block, if it is there by its hash."""
+        """Return the device block with the content of a host block, if its hash finds one."""
         block_hash = self.pool.hash_of(block)
         return None if block_hash is None else self._device.lookup(block_hash)
 
@@ -191,7 +191,7 @@ class HostPool:
         return saved
 
     def _bring(self, block: int, block_hash: bytes | None) -> int:
-        """Return a device block with the content of a host block that is held, acquired for one holder."""
+        """Return a device block with the content of a held host block, acquired for one holder."""
         known = None if block_hash is None else self._device.lookup(block_hash)
         if known is not None:
             self._device.acquire(known)
@@ -203,7 +203,7 @@ class HostPool:
         return brought
 
     def _keep(self, block: int, block_hash: bytes) -> None:
-        """Keep a prefix that the device's pool evicts, in place of the one that was used the longest ago."""
+        """Keep a prefix that the device's pool evicts, in place of the least recently used one."""
         known = self.pool.lookup(block_hash)
         if known is None:
             if not self.pool.num_free:
@@ -217,7 +217,7 @@ class HostPool:
 
 
 def _computed_blocks(group: SequenceGroup, size: int) -> dict[int, None]:
-    """Return the device blocks that hold what is computed of a group, each once, in order."""
+    """Return the device blocks with computed tokens of a group, each once, in order."""
     found: dict[int, None] = {}
     for sequence in group.sequences:
         found.update(dict.fromkeys(_held(sequence, size)))
@@ -225,7 +225,7 @@ def _computed_blocks(group: SequenceGroup, size: int) -> dict[int, None]:
 
 
 def _held(sequence: Sequence, size: int) -> list[int]:
-    """Return the blocks that hold what is computed of a sequence and read again."""
+    """Return the blocks with computed tokens of a sequence that will be read again."""
     return sequence.block_table[sequence.num_released_blocks : -(-sequence.num_computed_tokens // size)]
 
 

@@ -1,4 +1,4 @@
-"""Listener of an engine: what it is told, in order."""
+"""Listener of an engine: its events, in order."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class EngineListener:
-    """Listener that does nothing: a kind of it overrides what it wants to know.
+    """Listener that does nothing: a subclass overrides the events that it wants.
 
-    It is called on the engine's thread, in the midst of its work: it changes nothing there, takes next to no time, and
+    It is called on the engine's thread, in the middle of its work: it changes nothing there, takes almost no time, and
     raises nothing.
     """
 
@@ -25,7 +25,7 @@ class EngineListener:
         """Hear that a request was accepted."""
 
     def scheduled(self, scheduler: Scheduler) -> None:
-        """Hear of a step that is put together and not run yet."""
+        """Hear of a step that is scheduled and not run yet."""
 
     def advanced(self, group: SequenceGroup, drawers: Iterable[Sequence], decision: Decision) -> None:
         """Hear of the effect of a request's draws, before blocks are forked and freed. Once a request and step."""
@@ -37,7 +37,7 @@ class EngineListener:
         """Hear that a request ends: by itself when it has no sequence left, else it is cut off."""
 
     def charged(self, group: SequenceGroup, tokens: int) -> None:
-        """Hear what a request that ended has cost its tenant."""
+        """Hear the cost of an ended request for its tenant."""
 
     def set_back(self, group: SequenceGroup) -> None:
         """Hear that a running request was preempted between two steps, and its blocks forgotten."""

@@ -1,4 +1,4 @@
-"""The engine's thread, and the only door to it from other threads."""
+"""The engine's thread, and the only way to it from other threads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EngineLoop:
         # Requests in the inbox, and by tenant.
         self._num_inbound = 0
         self._inbound_of: Counter[str] = Counter()
-        # Requests that are accepted but not in `_load` yet: in the inbox, or added since the last step.
+        # Accepted requests that are not in `_load` yet: in the inbox, or added since the last step.
         self._num_unseen = 0
         # Tenant and expected tokens of each of them, oldest first; and their sums by tenant.
         self._unseen: deque[tuple[str, float]] = deque()
@@ -79,7 +79,7 @@ class EngineLoop:
         self._unseen_tokens: dict[str, float] = {}
         self._load = engine.load()
         self._stopping = False
-        # Used by the event loop only: the dump that was asked for last, on the thread and here.
+        # Used by the event loop only: the last requested dump, on the thread and here.
         self._pending_dump: tuple[Future[EngineDump], asyncio.Future[EngineDump]] | None = None
         # Used by the thread only: commands from the inbox, and outputs of requests that the engine refused.
         self._commands: deque[Callable[[], None]] = deque()
@@ -93,7 +93,7 @@ class EngineLoop:
     def submit(self, request: Request) -> None:
         """Accept a request, which then gets exactly one FinishedOutput. Thread-safe; does not block.
 
-        Raises what `Engine.check` and `Engine.check_deadline` raise, InvalidArgument DUPLICATE_REQUEST_ID,
+        Raises the errors of `Engine.check` and `Engine.check_deadline`, InvalidArgument DUPLICATE_REQUEST_ID,
         ResourceExhausted QUEUE_FULL, Unavailable ENGINE_STOPPED.
         """
         self._engine.check(request)
@@ -104,7 +104,7 @@ class EngineLoop:
             config = self._engine.config
             tenant = request.fair_share_key
             queued = self._num_inbound + self._engine.num_waiting
-            # What is left of the queue is for other tenants, be they there or not.
+            # The rest of the queue is reserved for other tenants, present or not.
             own = self._engine.num_waiting_of(tenant) + self._inbound_of[tenant] if tenant else 0
             if queued >= config.max_queued_requests or own >= config.max_queued_of_tenant:
                 raise ResourceExhausted(
@@ -139,11 +139,11 @@ class EngineLoop:
         return future
 
     async def dump(self, wait_seconds: float | None = None) -> EngineDump:
-        """Return the engine's state between two steps. To be awaited on the event loop.
+        """Return the engine's state between two steps. Await it on the event loop.
 
-        When the thread does not reach it within `wait_seconds` (None: the configuration's), the state is read from
-        outside, where a step may be changing it, and has the thread's stack. Raises what `dump_engine` raises when
-        every such attempt fails.
+        When the thread does not reach that point within `wait_seconds` (None: the configuration's), the state is read
+        from outside, while a step may be changing it, and includes the thread's stack. Raises the errors of
+        `dump_engine` when every such attempt fails.
         """
         if wait_seconds is None:
             wait_seconds = self._engine.config.dump_wait_seconds
@@ -155,7 +155,7 @@ class EngineLoop:
 
     @property
     def load(self) -> EngineLoad:
-        """Load after the last step; requests that were accepted since count as waiting. Thread-safe."""
+        """Load after the last step; requests accepted since then count as waiting. Thread-safe."""
         with self._condition:
             load, unseen = self._load, self._num_unseen
         return load._replace(waiting_requests=load.waiting_requests + unseen) if unseen else load
@@ -166,7 +166,7 @@ class EngineLoop:
         return self._engine.watch.look()
 
     def forgive_step(self, seconds: float) -> None:
-        """Leave time in which the whole process stood still out of the step that the thread is in."""
+        """Subtract time in which the whole process stood still from the current step."""
         self._engine.watch.forgive(seconds)
 
     def stop(self, wait_seconds: float | None = None) -> bool:
@@ -183,9 +183,9 @@ class EngineLoop:
         return not self._thread.is_alive()
 
     def _next_dump(self) -> asyncio.Future[EngineDump]:
-        """Return the dump that the thread will make next. Calls share it: a thread that hangs must not collect them."""
+        """Return the next dump of the thread. Calls share it, so that they do not pile up at a thread that hangs."""
         pending = self._pending_dump
-        # One that has begun may tell what was before this call.
+        # A dump that has begun may show a state before this call.
         if pending is None or pending[0].running() or pending[0].done():
             posted = self.run_on_engine(lambda engine: engine.dump())
             pending = self._pending_dump = (posted, asyncio.wrap_future(posted))
@@ -200,7 +200,7 @@ class EngineLoop:
         return replace(self._engine.dump(), stack=stack)
 
     def _state_or_none(self) -> dict[str, Any] | None:
-        """Return the state for the log, or None: a broken engine must not keep requests from getting their ends."""
+        """Return the state for the log; None if that fails: requests of a broken engine must still get their ends."""
         try:
             return self._engine.dump().as_dict()
         except Exception as error:
@@ -257,9 +257,9 @@ class EngineLoop:
                 outputs = self._engine.step()
                 watch.end()
                 self._publish(outputs)
-                # While this waits for work, it would keep the last requests, and their adapters.
+                # Without this, the thread would keep the last requests and their adapters while it waits for work.
                 del outputs
-        # The thread's boundary, at which not even SystemExit is lost: all requests end, then the process.
+        # The thread's boundary. Not even SystemExit is lost: all requests end, then the process.
         except BaseException as failure:
             _log.exception("engine step failed", state=self._state_or_none())
             try:
@@ -298,7 +298,7 @@ class EngineLoop:
         self._refused = []
         load = self._engine.load()
         finished = [output.request.request_id for output in outputs if output.finished is not None]
-        # Under one lock: a reader of a last word may use its id again; a reader that finds no live id misses nothing.
+        # Under one lock: whoever reads a last event may reuse its id, and whoever finds no live id has missed nothing.
         with self._condition:
             self._load, self._num_unseen = load, self._num_inbound
             while len(self._unseen) > self._num_unseen:
@@ -325,7 +325,7 @@ class EngineLoop:
 
 
 def _fulfil(future: Future[Result], call: Callable[[Engine], Result], engine: Engine) -> None:
-    """Run `call` into `future`. What it raises belongs to the caller, which waits for the future."""
+    """Run `call` into `future`. Its errors go to the caller, who waits for the future."""
     if not future.set_running_or_notify_cancel():
         return
     try:

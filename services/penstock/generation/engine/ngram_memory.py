@@ -1,8 +1,8 @@
-"""Memory of past outputs, tenant by tenant, in which later requests find drafts.
+"""Memory of past outputs, tenant by tenant, where later requests find drafts.
 
 A tenant's outputs are a ring of tokens with hash chains over its 2-grams, as zlib searches its window: the last place
-of every 2-gram, and for every place the one before it of the same 2-gram. So the memory is of a fixed size, a token
-takes in constant time, and a search looks at a bounded number of places, the newest first. Hashes only lead to places;
+of every 2-gram, and for every place the previous place of the same 2-gram. So the memory has a fixed size, a token is
+added in constant time, and a search looks at a bounded number of places, the newest first. Hashes only lead to places;
 the tokens themselves are compared.
 """
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from penstock.generation.engine.config import EngineConfig
 
-# Stands between two runs. No vocabulary is so large.
+# Separates two runs. No vocabulary is that large.
 _SEPARATOR = (1 << 32) - 1
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-# Places that a search looks at, and tokens of a match beyond which a longer one is no better.
+# Most places of a search, and the length in tokens from which a match is long enough.
 _MOST_PLACES, _LONGEST_MATCH = 16, 16
 
 
@@ -36,18 +36,18 @@ class TenantMemory:
         self._earlier = array("Q", bytes(8 * capacity))
         bits = max(capacity - 1, 1).bit_length()
         self._shift = 64 - bits
-        # Hash of a 2-gram -> 1 + its last place, which is that of its second token; 0: none.
+        # Hash of a 2-gram -> 1 + its last place, that of its second token; 0: none.
         self._last = array("Q", bytes(8 << bits))
-        # Tokens that were ever added: the next place.
+        # Number of tokens ever added: the next place.
         self._end = 0
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that are kept, those between runs included."""
+        """Number of kept tokens, including those between runs."""
         return min(self._end, self._capacity)
 
     def add(self, token_ids: Seq[int]) -> None:
-        """See PastOutputs. Of a run that is longer than the memory the end is kept."""
+        """See PastOutputs. The memory keeps the end of a run that is longer than itself."""
         if len(token_ids) < 2:
             return
         tokens, capacity, earlier, last, shift = self._tokens, self._capacity, self._earlier, self._last, self._shift
@@ -64,9 +64,9 @@ class TenantMemory:
         self._end = place + 1
 
     def continuation(self, token_ids: Seq[int], *, fewest: int, max_tokens: int) -> list[int]:
-        """See PastOutputs: what followed the longest match, and of matches of one length the newest.
+        """See PastOutputs: the tokens after the longest match; of equally long matches the newest.
 
-        At most twice as many tokens as match are returned: a short match says little about what is far away.
+        At most twice as many tokens as match are returned: a short match says little about distant tokens.
         """
         if len(token_ids) < max(fewest, 2):
             return []
@@ -78,7 +78,7 @@ class TenantMemory:
             if place <= oldest:
                 break
             length = self._match(place, token_ids, oldest)
-            # Nothing that could be drafted follows a run's last token.
+            # No draft follows a run's last token.
             if length > longest and place + 1 < self._end and tokens[(place + 1) % capacity] != _SEPARATOR:
                 longest, found = length, place
                 if length >= _LONGEST_MATCH:
@@ -95,7 +95,7 @@ class TenantMemory:
         return drafts
 
     def _match(self, place: int, token_ids: Seq[int], oldest: int) -> int:
-        """Return the number of tokens up to `place` that are the last ones of `token_ids`, too."""
+        """Return the number of tokens up to `place` that equal the last ones of `token_ids`."""
         capacity, tokens, most = self._capacity, self._tokens, min(len(token_ids), _LONGEST_MATCH, place - oldest + 1)
         for length in range(most):
             if tokens[(place - length) % capacity] != token_ids[-1 - length]:
@@ -121,13 +121,13 @@ class NgramMemory:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that are kept of all tenants. O(tenants)."""
+        """Number of kept tokens of all tenants. O(tenants)."""
         return sum(memory.num_tokens for memory, _ in self._tenants.values())
 
     def of(self, tenant: Hashable) -> TenantMemory | None:
-        """Return the memory of a tenant, new if there is none. None: nothing is remembered here.
+        """Return the memory of a tenant, new if there is none. None: this engine remembers nothing.
 
-        Whoever has one may go on with it after it has left.
+        A caller may go on using it after it was dropped.
         """
         if not self._most_tenants:
             return None

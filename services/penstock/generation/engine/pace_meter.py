@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from penstock.common.pace import Demand
     from penstock.generation.engine.config import EngineConfig
 
-# Seconds over which throughput is averaged, of late and for good, and in which the least step time is forgotten.
+# Seconds of the short and the long average of throughput, and seconds in which the least step time is forgotten.
 _LATELY_SECONDS, _THROUGHPUT_SECONDS, _LEAST_SECONDS = 2.0, 10.0, 600.0
-# Weight of one more step, of late and for good, of one more answer and wait in their averages.
+# Weight of one more step in its short and its long average, and of one more answer and wait in theirs.
 _LATELY_WEIGHT, _STEP_WEIGHT, _ANSWER_WEIGHT, _WAIT_WEIGHT = 1 / 4, 1 / 16, 1 / 32, 1 / 64
 # Bounds of the correction of forecast waits.
 _LEAST_ERROR, _MOST_ERROR = 1.0, 4.0
@@ -25,18 +25,18 @@ _LEAST_ERROR, _MOST_ERROR = 1.0, 4.0
 class PaceMeter:
     """Averages of the engine's pace. A few numbers are changed in a step, none for a token. Engine thread only.
 
-    A machine that others use too becomes slower from one step to the next. So each average has a short one beside it,
-    and the slower of both counts: it is believed at once that a machine is slow, and after some time that it is not.
+    A shared machine becomes slower from one step to the next. So each average has a short one beside it, and the slower
+    of both counts: slowness is believed at once, and recovery only after some time.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._batch_tokens = config.max_batch_tokens
         self._headroom = config.deadline_headroom
-        # Tokens and seconds of steps during which something waited, fading.
+        # Tokens and seconds of steps with waiting requests, fading.
         self._tokens = self._seconds = self._tokens_lately = self._seconds_lately = 0.0
         self._step_seconds = self._step_seconds_lately = self._full_seconds = self._since_full = 0.0
         self._last_seconds = math.inf
-        # Time of a step that draws, lately; and at least: as it is lately and was before.
+        # Time of a step that draws, by the short average; and the least such time, lately and before.
         self.step_seconds = self.surest_step_seconds = 0.0
         # Time of a step that draws when there is little to do; 0: not known.
         self.least_step_seconds = 0.0
@@ -61,7 +61,7 @@ class PaceMeter:
             self._seconds_lately = self._seconds_lately * keep + seconds
         if drew:
             long, lately = self._step_seconds, self._step_seconds_lately
-            # A single slow one, such as one with a long prompt, says nothing of those that follow.
+            # A single slow step, such as one with a long prompt, says nothing about the next ones.
             of_late = seconds if seconds < self._last_seconds else self._last_seconds
             long = long + _STEP_WEIGHT * (seconds - long) if long else seconds
             lately = lately + _LATELY_WEIGHT * (of_late - lately) if lately else of_late
@@ -76,9 +76,9 @@ class PaceMeter:
             self._since_full = 0.0
 
     def answered(self, tokens: float, budget: int, *, is_whole: bool) -> None:
-        """Take the length of a sequence, of at most `budget` tokens.
+        """Take the length of a sequence of at most `budget` tokens.
 
-        One that is not whole was ended before its time: it is no shorter than this.
+        A sequence that was cut off would have been at least this long.
         """
         if is_whole or tokens > self._output_tokens:
             self._output_tokens += _ANSWER_WEIGHT * (tokens - self._output_tokens)
@@ -89,14 +89,14 @@ class PaceMeter:
             self._output_shares[bucket_of(budget)] = max(known, 1e-9)
 
     def expect(self, demand: Demand, pace: Pace) -> ExpectedTime:
-        """Return the time that a request which comes now will take, by the present figures."""
+        """Return the time that a request arriving now will take, by the present figures."""
         wait = pace.wait_seconds(demand)
         prompt_steps = pace.prompt_steps(demand)
         step_seconds = pace.step_seconds_of(demand)
         return ExpectedTime(wait, wait / self._wait_error, step_seconds, prompt_steps, pace.output(demand))
 
     def started(self, expected: ExpectedTime, arrival: float, now: float) -> None:
-        """Take a request's first step, which is now."""
+        """Take a request's first step; it is now."""
         self._ages.began(expected, now)
         forecast = expected.raw_wait_seconds
         if forecast > 4 * self._step_seconds:
@@ -110,15 +110,15 @@ class PaceMeter:
         if started is not None:
             self._ages.ended(expected, started)
         if expected.wait_seconds:
-            # By its true length: that answers are longer than others is another matter.
+            # By its true length: a long answer is not an error of the pace.
             forecast = expected.wait_seconds if started is None else expected.seconds(generated)
             self._errors.note(now - arrival, forecast * self._headroom, now)
 
     def pace(self, waiting: Mapping[str, float], now: float, *, is_busy: bool, is_idle: bool) -> Pace:
-        """Return the figures at a time. `waiting`: tokens that wait, by tenant. `is_idle`: nothing runs or waits.
+        """Return the figures at `time`. `waiting`: waiting tokens, by tenant. `is_idle`: nothing runs or waits.
 
-        Steps of an idle engine will be the least ones. Taken for the last ones, which may have been the slowest, they
-        would keep everything out, and never be measured again.
+        The next steps of an idle engine are taken to be the fastest known. If the last, perhaps slowest, steps counted
+        instead, every request could be refused and the pace would never be measured again.
         """
         throughput = 0.0
         if self._seconds:

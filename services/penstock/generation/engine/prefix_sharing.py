@@ -1,4 +1,4 @@
-"""Blocks that a sequence need not compute: cached ones, and ones that another sequence fills in the same step."""
+"""Blocks that a sequence need not compute: cached ones, and those that another sequence fills in the same step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class _Planned(NamedTuple):
 
 
 class SharedPrefixes:
-    """Finder of blocks that sequences with equal beginnings compute once for all, within a step and over steps.
+    """Finder of blocks that sequences with equal prefixes compute once for all, within a step and over steps.
 
-    In every layer a forward pass writes the keys and values of all its rows before any row attends, so a row may read
-    what another row of the same step writes: a block counts as filled once a row of the step is planned to fill it.
+    In every layer a forward pass writes the keys and values of all its rows before any row attends. So a row may read
+    the keys of another row of the same step: a block counts as filled once a row of the step is planned to fill it.
 
-    Of blocks that the step itself fills a group takes over those of earlier groups of its tenant only. Preemption takes
-    the last group of a tenant first, so it never takes back blocks that a group in the step relies on.
+    A group takes over blocks of the step itself only from earlier groups of its tenant. Preemption takes the last group
+    of a tenant first, so it never frees blocks that another group in the step relies on.
     """
 
     def __init__(self, tables: BlockTables, snapshots: StateSnapshots | None = None) -> None:
@@ -37,11 +37,11 @@ class SharedPrefixes:
         self._tables = tables
         self._snapshots = snapshots
         self._block_size = tables.pool.block_size
-        # Of the step that is being put together, by hash: the blocks that it fills, and the key of the group that will
-        # fill the block that a prompt's chunk ends before or in.
+        # For the step being put together, by hash: the blocks that it fills, and the key of the group that will fill
+        # the block before or in which a prompt's chunk ends.
         self._planned: dict[bytes, _Planned] = {}
         self._coming: dict[bytes, tuple[float, int]] = {}
-        # Groups that found blocks which the step fills: they hold nothing yet.
+        # Groups that take over blocks of this step: the blocks are still empty.
         self.borrowers: set[SequenceGroup] = set()
 
     def start_step(self) -> None:
@@ -53,7 +53,7 @@ class SharedPrefixes:
     def find(self, group: SequenceGroup, sequence: Sequence) -> list[int | HostBlock]:
         """Return the blocks that hold the start of a sequence with nothing computed. Acquires none of them.
 
-        Where the pool has a block no more, it may be in the host pool.
+        A block that the pool has lost may be in the host pool.
         """
         if self._tables.window:
             return self._find_last(group, sequence)
@@ -73,8 +73,8 @@ class SharedPrefixes:
         return found
 
     def take_over_blocks(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Take over blocks that others have computed, or are planned to, of the next tokens of `sequence`."""
-        # With drafts, rows before the last one are drawn from. A sequence with a state goes on from its own.
+        """Take over blocks with the next tokens of `sequence` that others have computed or will in this step."""
+        # With drafts, rows before the last one draw, too. A sequence with a state goes on from its own state.
         if sequence.num_draft_tokens or self._snapshots is not None:
             return
         first = sequence.num_computed_tokens // self._block_size
@@ -88,7 +88,7 @@ class SharedPrefixes:
         Then it is better to wait. That group is in this step, so some group always advances.
         """
         if self._snapshots is not None and sequence.block_table:
-            # It could not go on from there.
+            # The sequence could not go on from there.
             return False
         hashes = sequence.block_hashes
         if not self._coming or num_blocks >= min(len(hashes), self._limit(group, sequence)):
@@ -109,12 +109,12 @@ class SharedPrefixes:
             self._coming[hashes[filled]] = min(known_key, group.key)
 
     def forget_group(self, group: SequenceGroup) -> None:
-        """Forget what was planned for `group`, which is preempted."""
+        """Forget the plans for `group`, which is preempted."""
         self._planned = {key: planned for key, planned in self._planned.items() if planned.key != group.key}
         self._coming = {key: owner for key, owner in self._coming.items() if owner != group.key}
 
     def _find(self, group: SequenceGroup, sequence: Sequence, first: int) -> list[int]:
-        """Return the blocks that are there, or planned, from block `first` on without a gap."""
+        """Return the existing or planned blocks from block `first` on, without a gap."""
         if not self._tables.prefix_cache:
             return []
         self._tables.hash_blocks(sequence, group.block_salt)
@@ -127,8 +127,8 @@ class SharedPrefixes:
         return found
 
     def _find_last(self, group: SequenceGroup, sequence: Sequence) -> list[int | HostBlock]:
-        """Return the blocks before the farthest token behind which all that its row reads is there, NOT_READ for those
-        that it does not read. O(blocks of the prompt)."""
+        """Return the blocks before the farthest token with all the blocks that its row reads; NOT_READ stands for
+        blocks that it does not read. O(blocks of the prompt)."""
         if not self._tables.prefix_cache:
             return []
         self._tables.hash_blocks(sequence, group.block_salt)
@@ -150,7 +150,7 @@ class SharedPrefixes:
         """Return the block that holds a prefix, or that the step fills with it for `group`, too."""
         block = self._tables.pool.lookup(block_hash)
         if block is not None or self._snapshots is not None:
-            # The state after a block that the step fills is not there before its end.
+            # The state after a block of this step does not exist before the step's end.
             return block
         planned = self._planned.get(block_hash)
         if planned is None or planned.key > group.key or planned.tenant != group.request.fair_share_key:
@@ -159,6 +159,6 @@ class SharedPrefixes:
         return planned.block
 
     def _limit(self, group: SequenceGroup, sequence: Sequence) -> int:
-        """Most leading blocks that need not be computed: at least one token stays, and every row that is needed."""
+        """Most leading blocks that need not be computed: at least one token remains, and every row that is needed."""
         limit, needed = group.end(sequence) - 1, group.report.first_needed_row
         return max(limit if needed is None else min(limit, needed), 0) // self._block_size

@@ -1,4 +1,4 @@
-"""Report on one request to its caller: events in order, gapless numbers, one last word."""
+"""Report on one request to its caller: events in order, numbers without gaps, one last event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RequestReport:
-    """Collector of a request's events, which the engine takes at the end of a step."""
+    """Collector of a request's events; the engine takes them at the end of a step."""
 
     def __init__(self, request: Request, clock: Callable[[], float], preset_events: Iterable[Emission] = ()) -> None:
         """`preset_events` are known from the start (a resumed sequence had ended) and sent with the first others."""
@@ -100,7 +100,7 @@ class RequestReport:
                 self._finishes[emission.index] = emission.finish
 
     def finish(self, unfinished: Iterable[SequenceFinish] = (), error: PenstockError | None = None) -> None:
-        """Report the last word. `unfinished` are the sequences that were cut off."""
+        """Report the last event. `unfinished` are the sequences that were cut off."""
         preset = (emission.finish for emission in self._preset_events if emission.finish is not None)
         self._finishes.update({finish.index: finish for finish in (*preset, *unfinished)})
         finishes = tuple(self._finishes[index] for index in sorted(self._finishes))
@@ -118,7 +118,7 @@ class RequestReport:
         )
 
     def take(self) -> RequestOutput:
-        """Return all that was reported since the last call."""
+        """Return everything reported since the last call."""
         output = RequestOutput(self.request, self._new_started, tuple(self._new_deltas), self._finished)
         self._new_started = None
         self._new_deltas.clear()
@@ -149,7 +149,7 @@ class RequestReport:
 
 
 def refusal(request: Request, error: PenstockError) -> RequestOutput:
-    """Return the only word on a request that failed on its way into the engine."""
+    """Return the only event of a request that failed on its way into the engine."""
     report = RequestReport(request, lambda: request.arrival_time)
     report.finish((), error)
     return report.take()

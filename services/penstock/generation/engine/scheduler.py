@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Progress = tuple[SequenceGroup, "dict[Sequence, SampledToken]"]
 # (group, sequence, token up to which the sequence may be computed in this step)
 Entries = list[tuple[SequenceGroup, "Sequence", int]]
-# Leaders of a group, each with the blocks that its prompt begins with; empty for a swapped group.
+# Leaders of a group, each with the blocks of its prompt's prefix; empty for a swapped group.
 Starts = list[tuple["Sequence", list[int | HostBlock]]]
 
 
@@ -41,15 +41,15 @@ class Scheduler:
     """Owner of the queues and of every block table; it decides what each sequence computes. Engine thread only.
 
     Order within a step: decoding rows (sequences with drafts last), then prompts of running groups, then admission
-    from the waiting queue, then the rest of the budget for prompts that got a share only; each in (priority, arrival)
-    order, but admission takes the tenant first that was given least (see FairQueue). A sequence that needs what an
-    earlier one is computing waits for it (see SharedPrefixes). When blocks run out, the last running group in that
-    order is preempted, of a tenant's that holds far more blocks than the others if there is one: it gives back its
-    blocks, keeps its tokens, and waits at its old place. The first group is never preempted, and `Engine.check` lets in
-    only what fits an empty pool, so some group always progresses.
+    from the waiting queue, then the rest of the budget for prompts that got only a share; each in (priority, arrival)
+    order, except that admission prefers the tenant that got least (see FairQueue). A sequence waits for blocks that an
+    earlier one is computing (see SharedPrefixes). When blocks run out, the last running group in that order is
+    preempted; if one tenant holds far more blocks than the others, the last group of that tenant. It releases its
+    blocks, keeps its tokens, and waits at its old place. The first group is never preempted, and `Engine.check` accepts
+    only requests that fit an empty pool, so some group always progresses.
 
     With a host pool a preempted group may be swapped instead: its blocks are copied there, and back when it is admitted
-    again. It goes on as one that rested, whatever its mode.
+    again. In every mode it goes on as if it had only rested.
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
@@ -77,8 +77,8 @@ class Scheduler:
         self.waiting = FairQueue(config.tenant_memory_seconds)
         self.running = GroupQueue()
         self._victims = Victims(self.running, self.waiting)
-        # Groups that the last `schedule` started for the first time, groups that it preempted to be computed again,
-        # and groups that it swapped out.
+        # Groups that the last `schedule` started for the first time, those that it preempted for recomputation, and
+        # those that it swapped out.
         self.admitted: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
@@ -135,9 +135,9 @@ class Scheduler:
         group.sequences.clear()
 
     def set_back(self, group: SequenceGroup) -> int:
-        """Preempt a group between two steps and forget what was computed for it, as far as no other group uses it.
+        """Preempt a group between two steps and uncache its computed blocks, unless another group uses them.
 
-        Return the number of blocks that are free now; a group that waits holds none unless it is swapped.
+        Return the number of blocks that this frees; a waiting group holds none unless it is swapped.
         """
         if group.state is GroupState.RUNNING:
             blocks = {block for sequence in group.sequences for block in sequence.held_blocks}
@@ -148,7 +148,7 @@ class Scheduler:
             return self.pool.forget(blocks)
         if self.host is None or not group.is_swapped:
             return 0
-        # Of its prefixes the device's pool may have some, too.
+        # The device's pool may have some of its prefixes, too.
         kept, prefixes = self.host.blocks_of(group)
         self._stats.preempted_tokens += _computed_tokens(group)
         self._give_back(group)
@@ -173,8 +173,8 @@ class Scheduler:
         self.asked_to_rest = self.resting
         self._put_together()
         if len(self.running) and not self._plan.num_entries:
-            # Only those that rest have work, or sequences in lockstep found all that they lacked in the cache, and only
-            # now draw together. What the first try preempted stays preempted, and is told.
+            # Only resting tenants have work, or sequences in lockstep found all missing blocks in the cache and draw
+            # together only now. Groups that the first try preempted stay preempted and are reported.
             self.resting = frozenset()
             self._put_together()
         output = self._plan.output(
@@ -192,7 +192,7 @@ class Scheduler:
         return output
 
     def _put_together(self) -> None:
-        # Among several tenants steps are kept short: whoever comes waits for the step that is under way.
+        # Among several tenants steps are kept short: a new request waits for the current step.
         is_short = self.waiting.is_shared and not self.resting
         budget = self._config.shared_batch_tokens if is_short else self._config.max_batch_tokens
         self._plan = StepPlan(budget, self._stats.steps + 1, self.copies)
@@ -204,9 +204,9 @@ class Scheduler:
         self._fill(prompts)
 
     def go_idle(self) -> tuple[int, ...]:
-        """Let go of the last step's groups, when no step follows.
+        """Forget the last step's groups, when no step follows.
 
-        Returns seq_ids that are gone since the last step, which no step will carry.
+        Returns seq_ids that have gone since the last step and that no step will carry.
         """
         self._plan = StepPlan(0, 0, self.copies)
         self.admitted.clear()
@@ -250,7 +250,7 @@ class Scheduler:
     def apply(self, group: SequenceGroup, decision: Decision) -> None:
         """Carry out a strategy's decision: forks first, then drops. A group without sequences ends."""
         for parent, child in decision.forks:
-            # A child with no token of its own computes its last one again: it has no row to draw from.
+            # A child without a token of its own computes its last one again: it has no row to draw from.
             self._fork(parent, child, min(parent.num_computed_tokens, child.num_tokens - 1))
             group.sequences.append(child)
         group.sequences += decision.added
@@ -336,7 +336,7 @@ class Scheduler:
     def _fill(self, prompts: Entries) -> None:
         """Spend the budget that decoding leaves.
 
-        What is left after admission goes to prompts that got a share only, then to prompts that waited for them.
+        The rest after admission goes to prompts that got only a share, then to prompts that waited for them.
         """
         while True:
             prompts = self._schedule_prompts(prompts)
@@ -354,7 +354,7 @@ class Scheduler:
             if not self._plan.budget:
                 self._plan.is_short = True
                 break
-            # It was preempted meanwhile: nothing of it is computed any more.
+            # It was preempted meanwhile and has no computed tokens.
             if group.state is not GroupState.RUNNING:
                 continue
             self.prefixes.take_over_blocks(group, sequence)
@@ -389,7 +389,7 @@ class Scheduler:
         return max(1, int(budget * self._config.long_prompt_share))
 
     def _extend_cut(self) -> bool:
-        """Give the budget that is left to the prompts that were cut, in order. False: it helps none of them.
+        """Give the rest of the budget to the prompts that were cut, in order. False: it helps none of them.
 
         No group is preempted for it.
         """
@@ -442,7 +442,7 @@ class Scheduler:
             self.preempted.append(group)
 
     def _stop_running(self, group: SequenceGroup, *, swaps: bool) -> None:
-        """Take a running group's blocks and put it back to its place in the queue; `swaps`: the host pool has them."""
+        """Take a running group's blocks and put it back at its place in the queue; `swaps`: the host pool has them."""
         self.running.remove(group)
         if swaps:
             for sequence in group.sequences:
@@ -460,9 +460,9 @@ class Scheduler:
         self._stats.preemptions += 1
 
     def _is_swapped_out(self, host: HostPool, group: SequenceGroup) -> bool:
-        """Copy what is computed of a group that gives way to the host pool. False: it is to be computed again.
+        """Copy the computed blocks of a preempted group to the host pool. False: it must be computed again.
 
-        So it is when the host pool has no room, and when the step that it leaves was to fill blocks of it.
+        That is so when the host pool has no room, and when the step that it leaves would have filled blocks of it.
         """
         tokens = _computed_tokens(group)
         if not tokens or self._config.preemption == RECOMPUTE or group in self.prefixes.borrowers:
@@ -476,8 +476,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting groups in order. The first that does not fit ends admission, so no group is passed for ever.
 
-        A group that waits for blocks that others compute is passed over in this step; its sequences count all the same.
-        A tenant that has its share of the running sequences is passed over while there are others.
+        A group that waits for blocks of others is passed over in this step; its sequences count all the same. A tenant
+        that has its share of the running sequences is passed over while there are others.
         """
         if not len(self.waiting):
             return
@@ -517,7 +517,7 @@ class Scheduler:
             self.waiting.put_back(group)
 
     def _starts(self, group: SequenceGroup) -> Starts:
-        """Return the leaders of a waiting group with the prefixes that need no computing; none of a swapped group."""
+        """Return the leaders of a waiting group with their cached prefixes; none for a swapped group."""
         if group.is_swapped:
             return []
         return [(leader, self.prefixes.find(group, leader)) for leader in group.leaders]
@@ -529,7 +529,7 @@ class Scheduler:
         return sum(self.tables.blocks_to_admit(leader, prefix) for leader, prefix in starts)
 
     def _go_on(self, group: SequenceGroup) -> None:
-        """Schedule a group that came back from the host pool: it goes on as one that rested."""
+        """Schedule a group that came back from the host pool: it goes on as if it had only rested."""
         prompts, drafting = self._schedule_decoding((group,))
         if drafting:
             self._schedule_drafts(drafting)
@@ -548,7 +548,7 @@ class Scheduler:
         return running > 0 and running + group.strategy.width > most
 
     def _start(self, group: SequenceGroup, starts: Starts) -> bool:
-        """Move a waiting group to the running ones, with its leaders' prefixes, or with all that it had computed.
+        """Move a waiting group to the running ones, with its leaders' prefixes, or with all of its computed blocks.
 
         False: there is no room now.
         """
@@ -579,13 +579,13 @@ class Scheduler:
         return True
 
     def _start_in_place_of_crowd(self, group: SequenceGroup, starts: Starts) -> bool:
-        """Start a waiting group for which the last groups of another tenant's crowd give way. False: they do not."""
+        """Start a waiting group by preempting the last groups of another tenant's crowd. False: it was not possible."""
         needed = self._config.reserve_blocks + self._blocks_to_start(group, starts)
         if needed > self.pool.num_free + self._victims.blocks_for(group):
             return False
         while (victim := self._victims.victim_for(group)) is not None:
             self._preempt(victim)
-            # What it would have computed in this step is not there.
+            # The victim's planned blocks are gone: look for prefixes again.
             if self._start(group, self._starts(group)):
                 return True
         return False
@@ -605,7 +605,7 @@ class Scheduler:
 
 
 def _computed_tokens(group: SequenceGroup) -> int:
-    """Return the tokens that a group would compute again: what its sequences share of their prompt counts once."""
+    """Return the tokens that a group would compute again: shared tokens of a prompt count once."""
     shared: dict[int, int] = {}
     own = 0
     for sequence in group.sequences:

@@ -1,7 +1,7 @@
 """Snapshots of the states that recurrent layers keep, at block boundaries, for the prefix cache. No tensors.
 
-A block has keys and values and no state, so a sequence goes on behind a cached prefix only where a snapshot has the
-state after it.
+A block has keys and values but no state. So a sequence goes on after a cached prefix only if a snapshot has the state
+after it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class StateSnapshots:
-    """Owner of `num_places` places for snapshots, found by the hash of the prefix that they come after.
+    """Owner of `num_places` places for snapshots, found by the hash of the prefix before them.
 
-    One is taken where a prompt's chunk ends with a block, and after the last whole block of a prompt: `end_of` makes
-    chunks end there. That costs a further pass, and recurrent modules take as long for a few tokens as for a chunk of
-    their own: so a sequence's are `min_tokens` apart at least. One goes when its block can be found no more, or when
-    there is no free place and it was used the longest ago. Engine thread only.
+    A snapshot is taken where a prompt's chunk ends with a block, and after the last whole block of a prompt: `end_of`
+    makes chunks end there. That costs a further pass, and recurrent modules take as long for a few tokens as for a
+    chunk of their own: so the snapshots of a sequence are at least `min_tokens` apart. A snapshot is dropped when its
+    block is uncached, or as the least recently used one when there is no free place. Engine thread only.
     """
 
     def __init__(self, num_places: int, pool: BlockPool, min_tokens: int = 0) -> None:
@@ -35,9 +35,9 @@ class StateSnapshots:
         # Least recently used first.
         self._places: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(num_places - 1, -1, -1))
-        # Of the step that is under way: hash -> place, in `_places` once the step is done.
+        # Of the current step: hash -> place, in `_places` once the step is done.
         self._coming: dict[bytes, int] = {}
-        # Sequences that begin behind a prefix, not handed out yet.
+        # Sequences that begin after a prefix, not handed out yet.
         self._restores: dict[int, tuple[Sequence, StateCopy]] = {}
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class StateSnapshots:
         return next((number for number in range(most, 0, -1) if hashes[number - 1] in self._places), 0)
 
     def end_of(self, sequence: Sequence, start: int, end: int) -> int:
-        """Return the token, at most `end`, at which a part of a prompt from `start` on is to end for a snapshot."""
+        """Return the token, at most `end`, where a chunk of a prompt from `start` on should end for a snapshot."""
         if end - start <= 1:
             return end
         size = self._pool.block_size
@@ -103,7 +103,7 @@ class StateSnapshots:
         self._coming.clear()
 
     def _saves_enough(self, sequence: Sequence, start: int, end: int) -> bool:
-        """True when a snapshot after token `end` is `min_tokens` behind the beginning and the last one up to `start`.
+        """True when a snapshot after token `end` is `min_tokens` after the beginning and the last one up to `start`.
 
         O(min_tokens / block size).
         """

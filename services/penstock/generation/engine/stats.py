@@ -40,11 +40,11 @@ class EngineStats:
     prompt_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
-    # Prompt tokens that were looked up in the prefix cache, and those that were found.
+    # Prompt tokens looked up in the prefix cache, and those found.
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
-    # Those of the preemptions that copied blocks to the host pool; computed tokens that the others gave up.
+    # Preemptions that copied blocks to the host pool; computed tokens that the others discarded.
     swaps: int = 0
     preempted_tokens: int = 0
     evictions: int = 0
@@ -53,11 +53,11 @@ class EngineStats:
     host_in_blocks: int = 0
     host_out_seconds: float = 0.0
     host_in_seconds: float = 0.0
-    # Of the prefix hits, the tokens that came from the host pool; prefixes that it gave away.
+    # Tokens of prefix hits that came from the host pool; prefixes that it evicted.
     host_prefix_hit_tokens: int = 0
     host_evictions: int = 0
     copy_on_write_blocks: int = 0
-    # Assisted generation: draft tokens that verification accepted and refused.
+    # Assisted generation: draft tokens that verification accepted and rejected.
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
     # The same by their origin: accepted, refused.
@@ -70,7 +70,7 @@ class EngineStats:
     _pending: deque[StepSample] = field(default_factory=lambda: deque(maxlen=_MAX_PENDING_STEPS))
 
     def record(self, sample: StepSample) -> None:
-        """Count one step. Without `drain_steps` the oldest samples go."""
+        """Count one step. Without `drain_steps` the oldest samples are dropped."""
         self.steps += 1
         self.computed_tokens += sample.num_tokens
         self.last_step = sample

@@ -57,10 +57,10 @@ class StatusLog:
     async def _dump(self) -> None:
         try:
             dump = await self._loop.dump()
-        except Exception:  # the engine never held still; the process goes on
+        except Exception:  # the engine changed during every attempt; the process goes on
             _log.exception("engine state could not be read")
             return
-        # A warning: somebody asked, and the processes of `penstock serve` write nothing less severe.
+        # A warning: somebody asked for it, and the processes of `penstock serve` log nothing below that.
         _log.warning("engine state", state=dump.as_dict())
 
     async def _run(self) -> None:

@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 
 class HeldBack(enum.Enum):
-    """Reason why a step holds no more than it does."""
+    """Reason why a step is not larger."""
 
     # Everything that could be computed is in it.
     NOTHING = "nothing"
-    # Its rows are used up, and something more could be computed.
+    # Its rows are used up, and there is more to compute.
     BUDGET = "budget"
-    # The greatest allowed number of sequences runs.
+    # The largest allowed number of sequences runs.
     SEQUENCES = "sequences"
     # The pool has no room: a request waits for it, or was preempted.
     BLOCKS = "blocks"
 
 
 class StepPlan:
-    """Entries of one step, and the budget that is left. Entries and copies of a preempted group can be taken out."""
+    """Entries of one step, and the rest of the budget. Entries and copies of a preempted group can be removed."""
 
     def __init__(self, budget: int, number: int, copies: BlockCopies) -> None:
         """`number` of the step, from 1; 0: no step. `copies` may have some already."""
         self.budget = budget
         self.number = number
         self.preempted = False
-        # True: with a larger budget it would hold more.
+        # True: with a larger budget it would be larger.
         self.is_short = False
         # True: some prompt in it has embeddings of its own.
         self.has_embeds = False
@@ -47,7 +47,7 @@ class StepPlan:
 
     @property
     def held_back(self) -> HeldBack:
-        """Reason why the step holds no more."""
+        """Reason why the step is not larger."""
         if self.preempted:
             return HeldBack.BLOCKS
         if self.admission_stopped is HeldBack.NOTHING and self.is_short and not self.budget:
@@ -56,12 +56,12 @@ class StepPlan:
 
     @property
     def entries(self) -> tuple[tuple[SequenceGroup, ScheduledSequence], ...]:
-        """Entries that are scheduled so far, each with its group."""
+        """Entries scheduled so far, each with its group."""
         return tuple(self._entries)
 
     @property
     def num_entries(self) -> int:
-        """Number of sequences that are scheduled so far."""
+        """Number of sequences scheduled so far."""
         return len(self._entries)
 
     def add(
@@ -92,9 +92,9 @@ class StepPlan:
         self.budget -= end - entry.start - entry.num_tokens
 
     def remove(self, group: SequenceGroup, *, keep_copies: bool = False) -> None:
-        """Take back all that was planned for `group`.
+        """Remove everything planned for `group`.
 
-        Its copies go as well: their destinations are free again. `keep_copies`: they are swapped out afterwards.
+        Its copies are removed, too: their destinations are free again. `keep_copies`: they are swapped out afterwards.
         """
         self.preempted = True
         self.budget += sum(entry.num_tokens for other, entry in self._entries if other is group)

@@ -1,8 +1,9 @@
 """Record of every step: its schedule and its results, enough to replay the schedule without a model.
 
 Numbers stand for everything that callers chose. Requests and sequences are counted. A full block of tokens becomes a
-keyed hash of itself, of all before it and of the request's cache salt. The key is made for the trace and kept nowhere:
-equal blocks show as equal, and no text can be tried against them. docs/learn/engine.md describes the format.
+keyed hash of itself, of all blocks before it and of the request's cache salt. The key is made for the trace and stored
+nowhere: equal blocks have equal hashes, and nobody can test a text against them. docs/learn/engine.md describes the
+format.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 # Format 1 said `guide` and `is_guide` for `unconditional` and `is_unconditional`. Formats before 3 had no host pool.
 FORMAT = 3
-# 7 bytes: in a trace of any size no two different blocks are to be expected with equal numbers.
+# 7 bytes: even in a large trace two different blocks are very unlikely to have equal numbers.
 _HASH_BYTES = 7
 Line = dict[str, Any]
 P = ParamSpec("P")
@@ -64,7 +65,7 @@ def _ends_trace_on_error(
 
 
 class StepTrace(EngineListener):
-    """Listener that writes what happens to a file, and is silent once that has ended."""
+    """Listener that writes events to a file, and is silent after the file has ended."""
 
     def __init__(self, config: EngineConfig, file: TraceFile, now: float) -> None:
         """`now` is the engine's clock: times in the trace count from it."""
@@ -78,7 +79,7 @@ class StepTrace(EngineListener):
         self._widths: dict[int, int] = {}
         # Request -> its known sequences: the keys of the two above that belong to it.
         self._known: dict[int, set[int]] = {}
-        # Tenants are counted, too. What requests cost that ended since the last step.
+        # Tenants are counted, too. Costs of requests that ended since the last step.
         self._tenants: dict[str, int] = {}
         self._spent: list[list[int]] = []
         # Events since the last step, in order.
@@ -135,7 +136,7 @@ class StepTrace(EngineListener):
 
     @_ends_trace_on_error
     def charged(self, group: SequenceGroup, tokens: int) -> None:
-        """Record what a request that ended has cost its tenant."""
+        """Record the cost of an ended request for its tenant."""
         if self._file.is_open:
             self._spent.append([_number(group), tokens])
 
@@ -150,7 +151,7 @@ class StepTrace(EngineListener):
         """Record that blocks of either pool were overwritten by somebody outside."""
         if self._file.is_open:
             self._events.append({"overwritten": [list(device), list(host)]})
-            # These copies are no step's.
+            # These copies belong to no step.
             self._copies(stats)
 
     @_ends_trace_on_error
@@ -168,7 +169,7 @@ class StepTrace(EngineListener):
 
     @_ends_trace_on_error
     def scheduled(self, scheduler: Scheduler) -> None:
-        """Record a step that is put together and not run yet."""
+        """Record a step that is scheduled and not run yet."""
         if not self._file.is_open:
             return
         plan = scheduler.plan
@@ -229,7 +230,7 @@ class StepTrace(EngineListener):
             drafts = [[one.seq_id, one.num_draft_tokens] for one in group.sequences if one.num_draft_tokens]
             if drafts:
                 outcome["drafts"] = drafts
-        # Groups that ended are not held while the engine is idle.
+        # An idle engine must not keep ended groups in memory.
         self._moved = {}
         pool = scheduler.pool
         if self._spent:
@@ -264,7 +265,7 @@ class StepTrace(EngineListener):
         self._file.fail(error)
 
     def _new(self, group: SequenceGroup, sequence: Sequence, parent: Sequence | None = None) -> Line:
-        """Return all facts of a new sequence. Of a fork's blocks only those that differ from its parent's."""
+        """Return all facts of a new sequence. For a fork only the blocks that differ from its parent's."""
         shared = 0
         if parent is not None:
             computed = min(parent.num_computed_tokens, sequence.num_tokens - 1)

@@ -1,7 +1,7 @@
-"""Watch on the engine's steps: how long the present one runs, beside what steps of its size took.
+"""Watch on the engine's steps: the time of the current step, compared with earlier steps of its size.
 
-A step that is slow is told from one that hangs by what such steps took before: long prompts take long, and so does any
-step of a large model. Nothing else tells them apart from outside.
+Only earlier steps of the same size tell a slow step from one that hangs: long prompts take long, and so does any step
+of a large model. From outside the two look the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from penstock.generation.engine.config import EngineConfig
 
-# Share of the slowest step of a size that is kept at each further one: one slow moment is forgotten after some tens.
+# Factor on the slowest time of a size at each further step: one slow moment is forgotten after some tens of steps.
 _KEPT = 0.9
 # Sizes are powers of two: the number of bits of the number of rows.
 _SIZES = 33
@@ -24,9 +24,9 @@ class StepView(NamedTuple):
     seconds: float = 0.0
     # time.monotonic() of its begin: tells it from other steps.
     began: float = 0.0
-    # It has run far longer than such steps take. It may end yet; meanwhile there is no progress to tell of.
+    # It has run far longer than such steps take. It may still end; meanwhile there is no progress to report.
     is_overdue: bool = False
-    # So much longer that nobody should wait for it.
+    # It has run for so long that nobody should wait for it.
     is_hung: bool = False
 
 
@@ -38,11 +38,11 @@ class StepWatch:
         self._began: float | None = None
         # Rows of the step in progress; 0: not known yet.
         self.num_tokens = 0
-        # Time of its copies between the pools, which says nothing of steps of its size: as expected, then as it was.
+        # Time of its copies between the pools, as expected, then as measured: it does not depend on the step's size.
         self.copy_seconds = 0.0
-        # By size: seconds of the slowest step of late; 0: none yet.
+        # By size: seconds of the slowest recent step; 0: none yet.
         self._slowest = [0.0] * _SIZES
-        # Begin of a step, and the part of its time that is not its own.
+        # Begin of a step, and the part of its time that does not count.
         self._forgiven = (0.0, 0.0)
 
     def begin(self) -> None:
@@ -52,7 +52,7 @@ class StepWatch:
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """Note that it is done."""
+        """Note that the step is done."""
         began, self._began = self._began, None
         size = self.num_tokens.bit_length()
         if began is None or not size:
@@ -76,7 +76,7 @@ class StepWatch:
         slowest[size] = max(seconds, _KEPT * known)
 
     def forgive(self, seconds: float) -> None:
-        """Leave time out of the step in progress: the whole process stood still. For one thread, the watchdog's."""
+        """Subtract time from the current step: the whole process stood still. Only the watchdog's thread calls it."""
         began = self._began
         if began is not None:
             # The step may have begun after that.
@@ -103,9 +103,9 @@ class StepWatch:
         return seconds if step == began else 0.0
 
     def _usual_seconds(self) -> float | None:
-        """Return the most that a step of the present size took of late; None while no step is known.
+        """Return the slowest recent time of a step of the present size; None while no step is known.
 
-        A size that has not been is taken from the next smaller one by the number of rows, else from the next larger.
+        An unknown size is scaled from the next smaller one by the number of rows, else taken from the next larger one.
         """
         size, slowest = self.num_tokens.bit_length(), self._slowest
         if not size:

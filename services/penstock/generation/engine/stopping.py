@@ -85,11 +85,11 @@ class StopState:
 
     cursor: TextCursor | None
     state: int = 0
-    # Before the answer: nothing stops it.
+    # True before the answer: no text stops it there.
     before: ThoughtState | None = None
 
     def copy(self) -> StopState:
-        """Return an independent state for a sequence that goes on from the same text."""
+        """Return an independent state for a sequence that continues the same text."""
         cursor = self.cursor.copy() if self.cursor is not None else None
         return StopState(cursor, self.state, self.before.copy() if self.before is not None else None)
 
@@ -99,13 +99,13 @@ class ThoughtState:
     """State of a sequence that may still be before its answer."""
 
     gate: ThoughtGate[bytes]
-    # Over all tokens: markers may be tokens that are no text.
+    # Over all tokens: markers may be tokens without text.
     cursor: TextCursor
     # Text that counts if no thought comes.
     held: bytes = b""
 
     def copy(self) -> ThoughtState:
-        """Return an independent state for a sequence that goes on from the same text."""
+        """Return an independent state for a sequence that continues the same text."""
         return ThoughtState(self.gate.copy(), self.cursor.copy(), self.held)
 
     def feed(self, token_id: int, text: bytes) -> bytes | None:
@@ -125,7 +125,8 @@ _CRITERIA = Stop(FinishReason.STOP_CRITERIA)
 class StopCriteria:
     """The criteria of one request, over generated tokens only: the prompt never takes part in a match.
 
-    Text is what the tokens add to the prompt's: a space at its beginning counts, and a character that they complete.
+    The text is the addition of the tokens to the prompt's text: a space at its beginning counts, and so does a
+    character that they complete.
 
     In order: end-of-sequence id, stop ids, stop strings, a complete grammar, owners' criteria, length; the first that
     holds is the reason. As in transformers, `min_new_tokens` only keeps the sampler from drawing an end-of-sequence id.
@@ -139,7 +140,7 @@ class StopCriteria:
         context: SequenceOf[int] = (),
         thought: Thought | None = None,
     ) -> None:
-        """Make it. The text goes on from that of `context`; stop strings are not looked for in a `thought` before it.
+        """The text continues that of `context`; stop strings do not count in a `thought` before it.
 
         Raises ValueError for stop strings without a `table`.
         """
@@ -155,7 +156,7 @@ class StopCriteria:
         self._start = StopState(None)
         if self._automaton is not None and table is not None:
             cursor = TextCursor(table, skip_special=params.skip_special_tokens)
-            # A character that the prompt begins and the output completes is the output's.
+            # A character that the prompt begins and the output completes belongs to the output.
             state, _ = self._automaton.scan(0, cursor.begin(context))
             self._start = StopState(cursor, state)
             if thought is not None:
@@ -176,7 +177,7 @@ class StopCriteria:
         return len(self._eos)
 
     def check(self, sequence: Sequence, state: StopState) -> Stop | None:
-        """Check the last token. To be called once after each appended output token. O(length of the token)."""
+        """Check the last token. Call it once after each appended output token. O(length of the token)."""
         token_ids = sequence.token_ids
         stop = self._by_ids(sequence, len(token_ids) - 1, token_ids[-1])
         if stop is not None:
@@ -209,7 +210,7 @@ class StopCriteria:
         return None
 
     def _by_ids(self, sequence: Sequence, end: int, token_id: int) -> Stop | None:
-        """Return the end that `token_id` as an id brings after the first `end` tokens, if any."""
+        """Return the end that the id `token_id` causes after the first `end` tokens, if any."""
         if token_id in self._eos:
             return Stop(FinishReason.STOP_EOS, token_id=token_id)
         for ids in self._by_last_id.get(token_id, ()):
@@ -230,7 +231,7 @@ class StopCriteria:
 
 
 class PluginStopCriteria(StopCriteria):
-    """Criteria of a request that names some of the server owner's own."""
+    """Criteria of a request with plugins of the server's owner."""
 
     def __init__(
         self,
@@ -272,6 +273,6 @@ def stop_criteria(
     context: SequenceOf[int] = (),
     thought: Thought | None = None,
 ) -> StopCriteria:
-    """Return a request's criteria, as StopCriteria takes them; the owner's own are asked only where it names some."""
+    """Return a request's criteria from StopCriteria's arguments; the owner's are included only if it names some."""
     has_plugins = params.plugins is not None and bool(params.plugins.criteria)
     return (PluginStopCriteria if has_plugins else StopCriteria)(params, max_output_tokens, table, context, thought)

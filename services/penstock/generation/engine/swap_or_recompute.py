@@ -1,8 +1,8 @@
-"""Choice between the two ways of a preemption, by what both cost as the engine measures it.
+"""Choice between the two ways of a preemption, by their measured costs.
 
-A preempted group's blocks are copied to the host pool and back (swap), or given up and computed again (recompute). Rows
-of a prompt ride in steps that run anyway, so a token costs by how much a further row makes a step longer; a copy is
-time of its own.
+A preempted group's blocks are copied to the host pool and back (swap), or discarded and computed again (recompute).
+Rows of a prompt join steps that run anyway, so the cost of a token is the time that a further row adds to a step; a
+copy takes time of its own.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from penstock.generation.engine.config import AUTO, SWAP
 if TYPE_CHECKING:
     from penstock.generation.engine.group import SequenceGroup
 
-# Share of what is known that is kept at each further step and copy.
+# Weight of the past at each further step and copy.
 _STEPS_KEPT, _COPIES_KEPT = 0.995, 0.9
-# Sizes that differ by less than this share of their mean give no slope.
+# Sizes that differ by less than this share of their mean do not determine a slope.
 _LEAST_SPREAD = 0.1
-# A row costs at least this share of a step's time for each of its rows: noise must not make it free.
+# A row costs at least this share of a step's time per row: noise must not make it free.
 _LEAST_SHARE = 0.02
-# What swapping is taken to cost fades by this factor at every recompute that is chosen, so that it is tried again.
+# The assumed cost of swapping falls by this factor at every choice of recompute, so that swapping is tried again.
 _FADING = 0.98
-# Bytes a second of copies that were never measured: few, since a step that copies must not seem to hang.
+# Bytes a second of copies before any measurement: few, since a step that copies must not seem to hang.
 _FIRST_GUESS = 0.5e9
 
 
@@ -50,7 +50,7 @@ class LineFit:
 
     @property
     def slope(self) -> float:
-        """Seconds that one more takes; while all sizes are alike the last known slope, or else all of a mean's time."""
+        """Seconds per unit of size. While all sizes are alike: the last known slope, or else the mean time per unit."""
         if not self._x:
             return 0.0
         mean = self._y / self._x
@@ -60,7 +60,7 @@ class LineFit:
         return mean if self._slope is None else min(max(self._slope, _LEAST_SHARE * mean), mean)
 
     def seconds(self, size: float) -> float:
-        """Seconds that `size` takes, with what it takes however small it is."""
+        """Seconds that `size` takes, with the fixed part."""
         if not size or not self._n:
             return 0.0
         slope = self.slope
@@ -68,7 +68,7 @@ class LineFit:
 
 
 class SwapPolicy:
-    """Judge of each preemption where there is a host pool. Engine thread only."""
+    """Policy of preemptions with a host pool. Engine thread only."""
 
     def __init__(self, way: str, block_bytes: int) -> None:
         """`way` is one of PREEMPTIONS. `block_bytes` 0: not known."""
@@ -76,7 +76,7 @@ class SwapPolicy:
         self._block_bytes = block_bytes
         self._rows = LineFit(_STEPS_KEPT)
         self._out, self._in = LineFit(_COPIES_KEPT), LineFit(_COPIES_KEPT)
-        # Trust in what copies were measured to take.
+        # Trust in the measured times of copies.
         self._trust = 1.0
 
     def swaps(self, group: SequenceGroup, blocks: int, tokens: int) -> bool:
@@ -105,7 +105,7 @@ class SwapPolicy:
             self._in.add(num_in, in_seconds)
 
     def copy_seconds(self, num_out: int, num_in: int) -> float:
-        """Seconds that copies are expected to take."""
+        """Expected seconds of copies."""
         guess = self._block_bytes / _FIRST_GUESS
         return sum(
             fit.seconds(count) if fit.is_known else count * guess

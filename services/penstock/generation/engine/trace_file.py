@@ -77,7 +77,7 @@ class TraceFile:
         self._lines.clear()
 
     def _opened(self) -> IO[str]:
-        # Truncated only once it is known that no other process writes it.
+        # Truncated only after it is known that no other process writes it.
         file = self._path.open("a", encoding="ascii")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,7 +91,7 @@ class TraceFile:
     def _run(self) -> None:
         assert self._file is not None, "opened before the thread was started"
         try:
-            # Closing writes what the file has buffered, and may fail as well.
+            # Closing writes the file's buffer and may fail as well.
             with self._file as file:
                 while not self._closing.wait(_INTERVAL_SECONDS) and self.is_open:
                     self._drain(file)

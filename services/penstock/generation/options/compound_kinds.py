@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 WATERMARK_SCHEMES = ("lefthash", "selfhash")
 DOLA_PRESETS = ("low", "high")
-# The watermark multiplies its key by token ids in 64 bits; transformers takes any key that torch does.
+# The watermark multiplies its key by token ids in 64 bits; transformers accepts any key that torch does.
 _HASHING_KEY = SEED_RANGE
 _GREENLIST_RATIO = Bounds(0.0, 1.0, above=True, below=True)
 _DECAY_FACTOR = POSITIVE

@@ -17,7 +17,7 @@ from penstock.generation.options.request_options import ModelDefaults, ModelFact
 from penstock.generation.options.table import CONFIG, RequestOptions
 
 FILE_NAME = "generation_config.json"
-# Facts about the file, the model or transformers' own caches: they do not change the output here.
+# Facts about the file, the model or transformers' own caches: they do not affect the output here.
 IRRELEVANT_FIELDS = FACTS | WITHOUT_EFFECT.keys()
 _SPECIAL = frozenset({"eos_token_id", "bos_token_id", "pad_token_id", "stop_strings"})
 
@@ -122,7 +122,7 @@ def _check(defaults: ModelDefaults, vocab_size: int, num_layers: int) -> None:
         check_options(options, prefix="")
         check_ids(options, vocab_size, prefix="")
         check_possible(options, vocab_size, prefix="")
-        # A request that sets nothing must be able to run.
+        # A request without any option must be able to run.
         model = ModelFacts("", vocab_size, max_context_tokens=vocab_size, num_layers=num_layers)
         resolve_modes(options, defaults, model, DEFAULT_LIMITS, options.num_return_sequences or 1)
     except InvalidArgument as error:

@@ -1,4 +1,4 @@
-"""A request's inputs_embeds: checks of its form and of what is beside it, and warnings about the prompt's ids."""
+"""A request's inputs_embeds: checks of its form and of the fields beside it, and warnings about the prompt's ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OFF = SamplingParams(1)
 
 
 def check_embeds(request: GenerateOptions, model: ModelFacts, limits: RequestLimits) -> None:
-    """Check the tensor by itself and beside the prompt's ids, but for its values. Raises InvalidArgument."""
+    """Check the tensor, except its values, alone and together with the prompt's ids. Raises InvalidArgument."""
     embeds = request.inputs_embeds
     if embeds is None:
         if request.inputs_embeds_before_ids:
@@ -48,7 +48,7 @@ def check_embeds(request: GenerateOptions, model: ModelFacts, limits: RequestLim
 
 
 def check_beside_embeds(request: GenerateOptions, options: RequestOptions, modes: Modes) -> None:
-    """Refuse what needs the prompt's ids or text and cannot have them.
+    """Refuse options that need missing ids or text of the prompt.
 
     `options` hold the model's defaults too. Raises InvalidArgument naming the option.
     """

@@ -31,8 +31,8 @@ class BadValue(Exception):
 
 
 def refuse(field: str, text: str, reason: str | None = None) -> NoReturn:
-    """Raise InvalidArgument for `field`, with `reason` or the usual one."""
-    from penstock.common.errors import InvalidArgument  # brings grpc, which --help must not wait for
+    """Raise InvalidArgument for `field`, with `reason` or the default one."""
+    from penstock.common.errors import InvalidArgument  # imports grpc: --help must not wait
 
     raise InvalidArgument(field, text) if reason is None else InvalidArgument(field, text, reason=reason)
 
@@ -40,7 +40,7 @@ def refuse(field: str, text: str, reason: str | None = None) -> NoReturn:
 def check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
     """Raise InvalidArgument naming `field` when an id is not from 0 to below `vocab_size`."""
     ids = list(ids)
-    # A message cannot hold one below 0, a caller in this process can.
+    # A message cannot hold an id below 0, but a caller in this process can.
     if max(ids, default=0) >= vocab_size or min(ids, default=0) < 0:
         refuse(field, f"every id must be below {vocab_size}", OUT_OF_VOCABULARY)
 
@@ -52,7 +52,7 @@ def check_count(field: str, entries: Collection[Any], most: int) -> None:
 
 
 def as_written(value: float) -> float:
-    """Return the shortest decimal that is this float32: 0.7 rather than the 0.699999988 that travelled."""
+    """Return the shortest decimal for this float32: 0.7 instead of 0.699999988, the value on the wire."""
     for digits in (6, 7, 8):
         short = float(f"{value:.{digits}g}")
         if struct.unpack("<f", struct.pack("<f", short))[0] == value:
@@ -64,7 +64,7 @@ def as_written(value: float) -> float:
 class Bounds:
     """An interval of finite numbers, open below when `above` is set and open above when `below` is; None: no bound.
 
-    `text` is the error text for a value outside, where it is not the interval itself.
+    `text` is the error text for a value outside, in place of the interval itself.
     """
 
     low: float | None = None
@@ -104,9 +104,9 @@ _MOST_WHOLE = 2**32 - 1
 class Kind:
     """The kind of a value. Values are plain data; an empty list is unset, since proto3 cannot tell the two apart.
 
-    `form` names the way in which clients turn a value into the field, `hint` is its type there; `type` is the type that
-    the command line reads, where an option has a flag; `most` names the thing that the limit bounds. `field` is a path
-    as errors name it, `limit` a field of RequestLimits.
+    `form` names the conversion of a value to the field in clients, `hint` is its type there; `type` is the type on the
+    command line, for an option with a flag; `most` names the thing that the limit bounds. `field` is a path as errors
+    name it, `limit` a field of RequestLimits.
     """
 
     form: str = "plain"
@@ -115,7 +115,7 @@ class Kind:
     type: Any = str
 
     def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> Any:
-        """Return the plain form of a set proto field; None: as good as unset.
+        """Return the plain form of a set proto field; None: the same as unset.
 
         Raises InvalidArgument for a list beyond its bound, and for a value without a plain form.
         """
@@ -130,10 +130,10 @@ class Kind:
         raise BadValue(f"has {name}, which no file can set")
 
     def check(self, value: Any, field: str) -> None:
-        """Raise InvalidArgument for a value that is impossible by itself, beside the row's bounds."""
+        """Raise InvalidArgument for a value that is impossible in itself, apart from the row's bounds."""
 
     def check_limit(self, value: Any, field: str, limits: RequestLimits, limit: str) -> None:
-        """Raise InvalidArgument for a value beyond `limit`. Most lists were measured when they were converted."""
+        """Raise InvalidArgument for a value beyond `limit`. The conversion has checked most lists already."""
 
     def check_ids(self, value: Any, field: str, vocab_size: int) -> None:
         """Raise InvalidArgument for an id outside the vocabulary, and for entries that hold no id."""
@@ -207,7 +207,7 @@ class Number(Kind):
 
 
 class Float32(Number):
-    """A number that travels as a float32, and is read as it was written."""
+    """A number that travels as a float32 and reads as it was written."""
 
     def from_proto(self, value: float, field: str, limits: RequestLimits, limit: str) -> float:
         return as_written(value)
@@ -220,7 +220,7 @@ class Text(Kind):
 
 
 class RouterText(Text):
-    """Text that only the router takes: it sends ids on."""
+    """Text that only the router accepts: it sends ids on."""
 
     form = "prompt"
 
@@ -289,7 +289,7 @@ class TokenIdOrIds(TokenIds):
 
 
 class TokenSet(TokenIds):
-    """Ids in no order."""
+    """Ids without an order."""
 
     def to_param(self, value: TokenSequence) -> frozenset[int]:
         return frozenset(value)

@@ -1,4 +1,4 @@
-"""The least and the most tokens that a request generates."""
+"""The minimum and maximum number of tokens that a request generates."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _requested_maximum(asked: RequestOptions, prompt: int, warnings: list[str]) 
 
 
 def _fallback_maximum(fallback: RequestOptions, prompt: int) -> int | None:
-    """Return the model's own limit; None for a max_length that the prompt already fills: it cannot be meant for this
+    """Return the model's own limit; None for a max_length that the prompt already fills: it does not apply to this
     request."""
     if fallback.max_new_tokens is not None:
         return fallback.max_new_tokens

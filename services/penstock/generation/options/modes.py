@@ -26,7 +26,7 @@ from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
 from penstock.generation.options.table import DEFAULT_TOP_K, RequestOptions
 
-# Layers of DoLa: deeper models take their candidates from only this many of the first or the last ones.
+# Layers of DoLa: deeper models take their candidates from this number of first or last layers only.
 _DEEP, _DEEP_SPAN = 40, 20
 
 
@@ -63,7 +63,7 @@ def resolve_modes(
 
 
 def wants_sampling(options: RequestOptions) -> bool:
-    """True when do_sample is on and the temperature is not 0, which is greedy."""
+    """True when do_sample is on and the temperature is not 0: that is greedy."""
     return bool(options.do_sample) and options.temperature != 0
 
 

@@ -30,23 +30,23 @@ class GenerateOptions:
     cache_salt: str = ""
     fair_share_key: str = ""
     adapter: str = ""
-    # Of the adapter that the resumed ids were made with; empty: any.
+    # Digest of the adapter that made the resumed ids; empty: any.
     adapter_digest: str = ""
     priority: int = 0
     tokenizer_fingerprint: str = ""
     model: str = ""
-    # Seconds that are left of the caller's deadline.
+    # Seconds to the caller's deadline.
     timeout_seconds: float | None = None
     begins_text: bool = False
-    # What comes before the answer, unchecked.
+    # Markers of the thoughts before the answer, unchecked.
     thought: Thought | None = None
-    # Embeddings of prompt tokens, unchecked: of all of them, or of those before `prompt_token_ids`.
+    # Embeddings of prompt tokens, unchecked: of all tokens, or of those before `prompt_token_ids`.
     inputs_embeds: TensorData | None = None
     inputs_embeds_before_ids: bool = False
 
     @property
     def take_time(self) -> bool:
-        """True when something of the request is made off the event loop, before it is submitted."""
+        """True when a part of the request is made off the event loop before it is submitted."""
         return self.constraint is not None or self.inputs_embeds is not None
 
     @property
@@ -85,20 +85,20 @@ class ModelFacts:
     max_context_tokens: int
     # sha256 of tokenizer.json; empty when the folder has none.
     tokenizer_fingerprint: str = ""
-    # A token-to-bytes table was built, so that stop strings can be matched.
+    # True: there is a token-to-bytes table, so stop strings can be matched.
     has_token_bytes: bool = False
-    # False: the tokenizer is not to be loaded (load_tokenizer), whatever the folder has.
+    # False: the tokenizer must not be loaded (load_tokenizer), even if the folder has one.
     loads_tokenizer: bool = True
     num_layers: int = 1
     # Values of an embedding.
     hidden_size: int = 0
     # The output head is the embedding.
     tied_embeddings: bool = False
-    # Fields of a request that the model cannot do, and the reasons, which follow the field's name.
+    # Unsupported fields of a request -> reasons, written to follow the field's name.
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    # Name of the draft model that is served beside it; empty: none.
+    # Name of the draft model served beside it; empty: none.
     assistant_model: str = ""
-    # (parameters but for the length, prompt tokens) -> most new tokens per sequence that context and KV pool hold; may
+    # (parameters without the length, prompt tokens) -> most new tokens per sequence that fit context and KV pool; may
     # be below 1.
     max_output_tokens: Callable[[SamplingParams, int], int] | None = None
     # True for the name of a known adapter; None: there are none.
@@ -106,7 +106,7 @@ class ModelFacts:
 
     @property
     def no_tokenizer(self) -> str:
-        """Reason why texts cannot be matched, where they cannot."""
+        """Reason why texts cannot be matched, if they cannot."""
         if not self.loads_tokenizer:
             return "the tokenizer is not loaded (load_tokenizer, --load-tokenizer)"
         return "the model's folder has no tokenizer.json"

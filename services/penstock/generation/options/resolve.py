@@ -33,8 +33,8 @@ class Resolved:
 
 def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts, limits: RequestLimits) -> Resolved:
     """Fill in defaults. `request` has passed `validate`. Raises InvalidArgument for impossible combinations."""
-    # Penstock's own defaults, where neither the request nor the model says otherwise, are transformers 5.x's, except
-    # that an unset length means "up to the context" (never 20 tokens).
+    # Values that neither the request nor the model sets are transformers 5.x's defaults, with one exception: an unset
+    # length means "up to the context" (never 20 tokens).
     options = request.options.over(defaults.options)
     count = 1 if options.num_return_sequences is None else options.num_return_sequences
     if count > limits.max_return_sequences:
@@ -68,19 +68,20 @@ def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts
 
 
 def _room(request: GenerateOptions, model: ModelFacts, modes: Modes) -> int:
-    """Return the number of tokens that the context has for output; the unconditional branch of a guided request must
-    fit it too."""
+    """Return the number of output tokens that fit the context; the unconditional branch of a guided request must fit it
+    too."""
     return model.max_context_tokens - max(request.num_prompt_tokens, len(modes.guidance.negative_prompt_ids))
 
 
 def _open_ended(model: ModelFacts, fields: dict[str, Any]) -> Callable[[int], int] | None:
-    """Return prompt tokens -> most new tokens that the pool holds, for parameters of these `fields`; None: no bound."""
+    """Return a function: prompt tokens -> most new tokens that fit the pool, for parameters of these `fields`; None: no
+    bound."""
     most = model.max_output_tokens
     return None if most is None else lambda prompt: most(SamplingParams(1, **fields), prompt)
 
 
 def _as_they_are(*parts: OptionSet, do_sample: bool) -> dict[str, Any]:
-    """Return the set options that SamplingParams has too; it has transformers' defaults for the others."""
+    """Return the set options that SamplingParams has, too; the others have transformers' defaults there."""
     fields: dict[str, Any] = {"top_k": DEFAULT_TOP_K} if do_sample else {}
     for options in parts:
         for name, value in options.items():
@@ -117,8 +118,8 @@ def _check_healing(prompt_logprobs: int | None, model: ModelFacts) -> None:
 
 
 def _check_constrained(options: RequestOptions) -> None:
-    """Refuse a grammar with forced words, since they can contradict each other, and with token healing, since the
-    grammar would constrain healed text too."""
+    """Refuse a grammar with forced words, since the two can contradict each other, and with token healing, since the
+    grammar would constrain healed text, too."""
     if options.constraints or options.force_words_ids:
         raise InvalidArgument("constraint", "must not be set in constrained beam search")
     if options.token_healing:

@@ -137,8 +137,8 @@ def embed_requests(
 
 
 def followers(items: Iterable[ScoreItem]) -> dict[int, list[int]]:
-    """Return first item with a prompt -> later items with the same prompt, which find its blocks cached when they run
-    after it."""
+    """Return first item with a prompt -> later items with the same prompt, which find its blocks in the cache if they
+    run after it."""
     first: dict[tuple[int, ...], int] = {}
     after: dict[int, list[int]] = {}
     for index, item in enumerate(items):

@@ -67,7 +67,7 @@ def _check_size(
         raise InvalidArgument(
             field, f"the tensors of a token take up to {each} bytes, and {most} fit a message: set output.scores_top_k"
         )
-    # The context grows by one a token, so the mean over the tokens counts for attentions.
+    # The context grows by one per token, so the mean over the tokens counts for attentions.
     mean = prompt_tokens + sum(steps) / len(steps)
     # Beams keep those of all that may still be returned.
     kept = max(params.num_return_sequences, int(params.mode.sizes.get("num_beams", 1)))
@@ -81,7 +81,7 @@ def _check_size(
 
 
 def _bytes(name: str, wanted: TensorOutputs, context: float, sizes: TensorSizes) -> float:
-    """Bytes of one tensor for a token that is drawn after `context` tokens."""
+    """Bytes of one tensor for a token drawn after `context` tokens."""
     if name == "output_hidden_states":
         return _FLOAT_BYTES * (sizes.num_layers + 1) * sizes.hidden_size
     if name == "output_attentions":

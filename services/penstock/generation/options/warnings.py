@@ -1,6 +1,7 @@
 """Warnings, about the same as transformers': options that have no effect in the chosen mode.
 
-Only the request's own options warn: a model's file with sampling values is no mistake of the caller (transformers 5.x).
+Only the request's own options warn: the caller is not to blame for sampling values in the model's file (transformers
+5.x).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DOLA_REPETITION_PENALTY = 1.2
 
 
 def warnings_of(request: GenerateOptions, options: RequestOptions, modes: Modes, *, has_eos: bool) -> list[str]:
-    """Return warnings about the request's own options, in the mode; `options` are they over the model's file."""
+    """Return warnings about the request's own options in the mode; `options` include those of the model's file."""
     active = {*modes.mode.uses}
     active |= {Scope.SAMPLING} if modes.do_sample else set()
     active |= {Scope.GUIDANCE} if modes.guidance.is_on else set()

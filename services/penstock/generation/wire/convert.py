@@ -50,9 +50,9 @@ GenerateResponse = generation_pb2.GenerateResponse
 SessionEvent = generation_pb2.SessionEvent
 SessionResponse = generation_pb2.SessionResponse
 
-# Tenants with something waiting that a report lists: a router takes one that is not there for one with little.
+# Most tenants with waiting requests in a report: a router assumes that a tenant outside the list has little waiting.
 MAX_REPORTED_TENANTS = 64
-# Fields of a request that must be known whole.
+# Fields of a request that may have no unknown fields inside.
 _OPTIONS: tuple[Literal["config", "stop", "output", "constraint"], ...] = ("config", "stop", "output", "constraint")
 # Of tensors in a request; each is a number that any caller may send millions of.
 _MOST_DIMENSIONS = 8
@@ -61,7 +61,7 @@ _MOST_DIMENSIONS = 8
 def to_generate_options(
     message: generation_pb2.GenerateRequest, limits: RequestLimits = DEFAULT_LIMITS
 ) -> GenerateOptions:
-    """Return a GenerateRequest as plain data, unchecked but for the lists that cost microseconds an entry to convert.
+    """Return a GenerateRequest as plain data, unchecked except for lists that take microseconds per entry to convert.
 
     Raises InvalidArgument for options that this release does not know, and for one of those lists beyond its bound: a
     message has room for millions, and the loop would stall.
@@ -136,11 +136,13 @@ def _constraint(message: generation_pb2.GenerateRequest) -> ConstraintSpec | Non
 
 
 def _to_thought(message: common_pb2.Thought, limits: RequestLimits) -> Thought:
-    """Return what comes before an answer. Raises InvalidArgument for markers that none is looked for by."""
+    """Return the markers of the thoughts before an answer. Raises InvalidArgument for invalid markers."""
     check_count("thought.closes", message.closes, limits.max_stop_strings)
     markers, longest = (message.opens, *message.closes), limits.max_stop_string_chars
     if not message.closes or any(not 0 < len(one) <= longest for one in markers):
-        raise InvalidArgument("thought", f"must have markers of 1 to {longest} characters, one or more that close it")
+        raise InvalidArgument(
+            "thought", f"must have markers of 1 to {longest} characters, at least one of them closing"
+        )
     return Thought(message.opens, tuple(message.closes), message.is_open)
 
 
@@ -298,7 +300,7 @@ def from_load(
     start_id: str,
     adapters_version: int = 0,
 ) -> admin_pb2.Load:
-    """Return the facts that a router needs to place a request. `state` is a ModelState's number."""
+    """Return the facts that a router needs for placing a request. `state` is a ModelState's number."""
     return admin_pb2.Load(
         **{**load._asdict(), "pace": _pace(load.pace)},
         step_seconds=view.seconds,
@@ -352,7 +354,7 @@ def from_pool_stats(load: admin_pb2.Load, stats: EngineStats, block_bytes: int) 
 
 
 def from_adapter(info: AdapterInfo, path: str) -> admin_pb2.Adapter:
-    """Return the facts of an adapter as a message. `path` is as operators give it."""
+    """Return the facts of an adapter as a message. `path` is the operator's own spelling."""
     return admin_pb2.Adapter(
         name=info.name,
         path=path,
@@ -377,7 +379,7 @@ def from_state(state: int) -> common_pb2.ModelState.ValueType:
 def fill_tensors(
     messages: RepeatedCompositeFieldContainer[common_pb2.StepTensors], tensors: Iterable[StepTensors | None]
 ) -> None:
-    """Append one message per token; it stays empty where the position was not asked for."""
+    """Append one message per token; it stays empty for a position that was not asked for."""
     for one in tensors:
         message = messages.add()
         if one is None:
@@ -392,7 +394,7 @@ def fill_tensors(
             (message.hidden_states, one.hidden_states),
             (message.attentions, one.attentions),
         ):
-            # Touching a part would make it present.
+            # Reading a submessage would make it present.
             if data is not None:
                 _fill_tensor(part, data)
 

@@ -24,7 +24,7 @@ _PIECE = 1 << 15
 
 
 class EmbedsIntake:
-    """Conversion of requests' inputs_embeds off the event loop, one at a time, and the bound on what all of them take.
+    """Conversion of requests' inputs_embeds off the event loop, one at a time, and the bound on their total bytes.
 
     Used from the event loop only.
     """
@@ -64,10 +64,10 @@ class EmbedsIntake:
             self._coming -= num_bytes
 
     async def convert(self, tensor: TensorData, num_placeholders: int) -> PromptEmbeds:
-        """Convert a request's tensor. Raises what `to_prompt_embeds` raises.
+        """Convert a request's tensor. Raises the errors of `to_prompt_embeds`.
 
-        A conversion cannot be stopped: when cancelled amid it this ends with it, so that turn and room are held as long
-        as memory is.
+        A conversion cannot be stopped: when cancelled, this call still ends with the conversion, so that turn and room
+        are held as long as the memory.
         """
         async with self._turn:
             work = asyncio.to_thread(to_prompt_embeds, tensor, self._dtype, self._block_size, num_placeholders)
@@ -81,7 +81,7 @@ class EmbedsIntake:
 
 
 def to_prompt_embeds(tensor: TensorData, dtype: str, block_size: int, num_placeholders: int) -> PromptEmbeds:
-    """Return `tensor` (rows, hidden size), which `validate` has let pass, as embeddings in `dtype`, the model's.
+    """Return `tensor` (rows, hidden size), already checked by `validate`, as embeddings in `dtype`, the model's.
 
     Takes a core for some milliseconds. Raises InvalidArgument for a value that is not finite, or is not in that type.
     """
@@ -101,14 +101,14 @@ def to_prompt_embeds(tensor: TensorData, dtype: str, block_size: int, num_placeh
 
 
 def _converted(values: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]:
-    """Return the values as `target` stores them, rounded to the nearest, of two to the even one."""
+    """Return the values as `target` stores them, rounded to the nearest, ties to even."""
     if source == target:
         return values
     if source == "bfloat16":
         values = (values.astype(np.uint32) << 16).view(np.float32)
     if target == "bfloat16":
         return _to_bfloat16(values.astype(np.float32))
-    # What has no room becomes infinite, and the caller refuses it.
+    # A value out of range becomes infinite, and the caller refuses it.
     with np.errstate(over="ignore"):
         return values.astype(COMPUTED[target].bits)
 

@@ -37,7 +37,7 @@ _DEVICE = 0
 
 
 class CallAssembler:
-    """Joins the messages of a stream to whole calls."""
+    """Joins the messages of a stream into calls."""
 
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes`: most data of one call."""
@@ -47,11 +47,11 @@ class CallAssembler:
 
     @property
     def is_amid_call(self) -> bool:
-        """True when a call has begun that is not whole yet."""
+        """True when a call has begun and is not complete yet."""
         return self._begun is not None
 
     def take(self, message: graphs_pb2.ForwardRequest) -> ForwardCommand | None:
-        """Return the call that this message completes; None: more of it follows. Raises InvalidArgument."""
+        """Return the call that this message completes; None: more messages follow. Raises InvalidArgument."""
         if len(message.inputs) > _MOST_TENSORS or len(message.outputs) > _MOST_TENSORS:
             raise InvalidArgument("inputs", f"and outputs must have at most {_MOST_TENSORS} entries")
         self._bytes += sum(len(one.data) for one in message.inputs)

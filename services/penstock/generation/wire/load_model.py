@@ -15,7 +15,7 @@ from penstock.v1 import admin_pb2, model_pb2
 
 
 def to_order(message: model_pb2.LoadModelRequest) -> LoadOrder:
-    """Return the wish in a stream's first message. Raises InvalidArgument naming the field."""
+    """Return the order in a stream's first message. Raises InvalidArgument naming the field."""
     if message.WhichOneof("request") != "start":
         raise InvalidArgument("start", "must come first")
     start = message.start
@@ -53,8 +53,8 @@ def to_grace(
 
 
 def _overrides(options: model_pb2.LoadModelOptions) -> dict[str, Any]:
-    """Return the options that are set, by field of the configuration. Raises InvalidArgument for a value that the flag
-    would not take, or an option that this release does not know."""
+    """Return the set options, by field of the configuration. Raises InvalidArgument for a value that the flag would
+    refuse, or an option that this release does not know."""
     refuse_unknown_fields(options, "start.options")
     known = {bound.name: bound for bound in options_of(GenerationServiceConfig)}
     found: dict[str, Any] = {}

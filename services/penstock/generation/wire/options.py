@@ -45,7 +45,7 @@ def _values(message: Message, specs: dict[str, OptionSpec], limits: RequestLimit
 
 
 def from_options(options: RequestOptions) -> config_pb2.GenerationConfig:
-    """Return the message of some options: the inverse of `to_options`, but that constraints come back as
+    """Return the message of some options: the inverse of `to_options`, except that constraints come back as
     disjunctive."""
     config = config_pb2.GenerationConfig()
     for name, value in options.items():

@@ -155,7 +155,7 @@ def test_wrong_claims_are_refused_whole() -> None:
     for bad in ([1, 8], [-1]):
         with pytest.raises(InvalidArgument, match="slots: every block must be from 0 to 7"):
             engine.caller_blocks.claim(bad, "slots")
-    with pytest.raises(FailedPrecondition, match="one block at least") as caught:
+    with pytest.raises(FailedPrecondition, match="at least one block") as caught:
         engine.caller_blocks.claim(range(8))
     assert caught.value.reason == "BLOCK_IN_USE"
     claimed(engine, [2])
