@@ -1,7 +1,7 @@
 """The generation process: it loads one model, serves it, drains, and ends with an error when the engine fails.
 
-Order of start: servicers answer at once (loading), the model loads on a thread, the engine's thread starts, ready; with
-`--empty` it is up without a model.
+Order of start: servicers answer at once (loading), the model loads on a thread, the engine's thread starts, ready. With
+`--empty` the process is ready without a model.
 Order of stop: new work is refused, live requests finish, sessions and watches end, the server stops, the engine's
 thread is joined.
 """
@@ -57,11 +57,11 @@ class GenerationApp:
         self.failed = self._holder.failed
 
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
-        """Let Drain, Resume and the model's life turn health off and on by `set_serving`."""
+        """Let Drain, Resume and the model's lifecycle turn health off and on by `set_serving`."""
         self._lifecycle.set_serving = set_serving
 
     def bind_progress(self, show: ShowProgress) -> None:
-        """Let the start show its progress by `show`."""
+        """Show the progress of the start by `show`."""
         self._holder.show = show
 
     def token_files(self) -> Mapping[str, Tokens]:
@@ -72,7 +72,7 @@ class GenerationApp:
         opening = TokenFile(path, "--model-access-token-file")
         tokens: dict[str, Tokens] = dict.fromkeys(OPENING_METHODS, opening)
         if usual is not None:
-            # Who runs the model's graphs has to know them.
+            # Callers that run the model's graphs have to know them.
             tokens[FACTS_METHOD] = TokenFiles((TokenFile(usual, "--auth-token-file"), opening))
         return tokens
 
@@ -98,7 +98,7 @@ class GenerationApp:
         if self._holder.running is not None:
             self._holder.running.status.dump_soon()
         elif self._lifecycle.model_name:
-            # A warning, as the state itself.
+            # A warning, like the state itself.
             _log.warning("the model is still loading", percent=self._lifecycle.percent_loaded)
         else:
             _log.warning("there is no model")

@@ -1,4 +1,4 @@
-"""Sizes of deltas: no delta, and no message of a session, may have more bytes than clients receive."""
+"""Sizes of deltas: no delta, and no message of a session, may have more bytes than clients accept."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class DeltaMaker:
     def __init__(self, request: Request, model: str, stream_interval: int) -> None:
         self.request = request
         self.model = model
-        # Number by which the session's caller knows the request; 0: by its id only.
+        # The session's number for the request; 0: the caller knows it by its id only.
         self.handle = 0
         has_tensors, in_one = request.params.tensors is not None, not request.params.mode.streams
         is_plain = stream_interval == 1 and not has_tensors and not in_one
@@ -49,7 +49,7 @@ class DeltaMaker:
 
 
 class DeltaMerger:
-    """Merger that holds deltas back until `interval` tokens of a sequence are there, or it ends."""
+    """Merger that holds deltas back until it has `interval` tokens of a sequence, or the sequence ends."""
 
     def __init__(self, interval: int, has_tensors: bool = False) -> None:
         self._interval = interval
@@ -59,7 +59,7 @@ class DeltaMerger:
         self._next_seq = 0
 
     def merge(self, deltas: tuple[Emission, ...], *, flush: bool) -> tuple[Emission, ...]:
-        """Take a step's deltas and return the due ones; all of them with `flush`."""
+        """Take a step's deltas and return the due ones; with `flush` all of them."""
         due: list[Emission] = []
         for delta in self._parts(deltas):
             held, size = self._held.pop(delta.index, (None, 0))

@@ -30,7 +30,7 @@ class Submitter(Protocol):
 
 
 class AdapterUsers(Protocol):
-    """Interface of the adapters' store to the hub: what is used stays in memory."""
+    """Interface of the adapters' store to the hub: used adapters stay in memory."""
 
     def acquire(self, adapter: Adapter) -> None:
         """Count one more request that uses `adapter`."""
@@ -57,7 +57,7 @@ class OutputStream(Protocol):
         """End once no request of the stream is live."""
 
     def beat(self, step: int) -> None:
-        """Tell a reader that waits that the engine makes progress, unless it was told anything since the last beat."""
+        """Tell a waiting reader that the engine makes progress, unless it got a message since the last beat."""
 
 
 @dataclass(slots=True)
@@ -103,12 +103,12 @@ class OutputHub:
 
     @property
     def num_live(self) -> int:
-        """Number of accepted requests without their last word."""
+        """Number of accepted requests that have not ended."""
         return len(self._live)
 
     @property
     def num_prepared(self) -> int:
-        """Number of requests that are prepared and not submitted yet."""
+        """Number of requests in preparation, not submitted yet."""
         return len(self._preparing)
 
     @property
@@ -165,7 +165,7 @@ class OutputHub:
         return request_id in self._live or request_id in self._preparing
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Abort the requests that are live or prepared, and return their ids. Their streams still get the last word."""
+        """Abort the live or prepared ones of the requests, and return their ids. Their streams still get the end."""
         ids = list(request_ids)
         live = [request_id for request_id in ids if request_id in self._live]
         if live:
@@ -195,7 +195,7 @@ class OutputHub:
         return len(self._live) + len(self._preparing)
 
     def end_streams_for_good(self) -> None:
-        """End requests when the process stops now. Those of sessions are left: the session breaks and they move."""
+        """End requests when the process stops now, except those of sessions: the session breaks and they move."""
         for live in self._live.values():
             if live.stream is None or live.stream.is_session:
                 continue
@@ -238,7 +238,7 @@ class OutputHub:
         """Deliver one engine step's outputs, each stream's share in one call."""
         now = time.monotonic()
         shares: dict[OutputStream, list[RequestOutput]] = {}
-        # Time of a sequence's token before -> number of tokens now: usually one entry, observed once a step.
+        # Time of a sequence's previous token -> number of tokens now: usually one entry, observed once a step.
         earlier: Counter[float] = Counter()
         for output in outputs:
             live = self._live.get(output.request.request_id)

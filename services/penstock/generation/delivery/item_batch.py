@@ -28,8 +28,8 @@ class Hub(Protocol):
 class ItemBatch:
     """OutputStream of its items, used from the event loop.
 
-    At most `window` items are in the engine at a time, so that one call neither fills the queue nor holds up later
-    requests. They are batched with all other requests. The first item that fails fails the call.
+    At most `window` items are in the engine at a time, so that one call neither fills the queue nor delays later
+    requests. They are batched with all other requests. The first failed item fails the call.
     """
 
     is_session = False
@@ -53,7 +53,7 @@ class ItemBatch:
         self._done: asyncio.Future[list[ItemResult]] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> list[ItemResult]:
-        """Return the results in the order of the requests. Raises the first error of an item; no item goes on then."""
+        """Return the results in the order of the requests. Raises the first error of an item; all items then end."""
         self._hub.attach(self)
         try:
             self._submit_ready()

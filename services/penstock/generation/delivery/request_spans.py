@@ -6,13 +6,13 @@ from penstock.common.errors import PenstockError
 from penstock.common.tracing import Attribute, Span, SpanKind, TraceContext, Tracer
 from penstock.generation.core.request import FinishedOutput, FinishReason, Request
 
-# The words of OpenTelemetry's conventions for ends of sequences; others keep their own.
+# Finish reasons by the words of OpenTelemetry's conventions; others keep their own.
 _REASONS = {FinishReason.STOP_EOS: "stop", FinishReason.STOP_TOKEN: "stop", FinishReason.STOP_STRING: "stop"}
 _NAME = "generate"
 
 
 def begin_in_session(tracer: Tracer | None, parent: TraceContext | None) -> Span | None:
-    """Begin the span of a request that came on a session; None where it belongs to no trace that is kept."""
+    """Begin the span of a request that came on a session; None: it belongs to no sampled trace."""
     if tracer is None or parent is None or not parent.is_sampled:
         return None
     return tracer.start(_NAME, SpanKind.SERVER, parent)
@@ -24,14 +24,14 @@ def begin_in_call(call: Span | None) -> Span | None:
 
 
 def end_refused(span: Span | None, error: PenstockError | None) -> None:
-    """End the span of a request that was not accepted, or left without a last word. None: its reader went."""
+    """End the span of a request that was refused, or left unfinished. None: its reader left."""
     if span is not None:
         span.fail_by(error)
         span.end()
 
 
 def end_finished(request: Request, model: str, finished: FinishedOutput) -> None:
-    """End the span of a request by its last word, with a child for each stage that it reached."""
+    """End the span of a request by its last event, with a child for each stage that it reached."""
     span = request.span
     if span is None:
         return

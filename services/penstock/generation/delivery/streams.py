@@ -37,7 +37,7 @@ class RequestStream:
         self._maker = maker
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
-        """Send the request's events. The last word closes the stream."""
+        """Send the request's events. The last event closes the stream."""
         for output in outputs:
             for event in self._maker.events(output):
                 self.buffer.put(convert.to_response(output.request, self._maker.model, event))
@@ -123,13 +123,13 @@ class SessionStream:
         self._makers[maker.request.request_id] = maker
 
     def later(self, maker: DeltaMaker, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work`, which ends with the request added or refused. The session lives at least as long."""
+        """Start `work`; it ends with the request added or refused. The session lives at least as long."""
         task = asyncio.create_task(work)
         self._preparing[task] = maker
         task.add_done_callback(self._prepared)
 
     def give_up(self) -> None:
-        """End all work for requests that are being prepared: the session is over."""
+        """End all work for requests in preparation: the session is over."""
         for task in self._preparing:
             task.cancel()
 
@@ -190,7 +190,7 @@ class SessionStream:
     def _append(
         self, message: convert.SessionResponse, maker: DeltaMaker, output: RequestOutput
     ) -> convert.SessionResponse:
-        """Append a request's events. Return the message for further events: a new one where `message` is full."""
+        """Append a request's events. Return the message for further events: a new one if `message` is full."""
         request, finished = maker.request, output.finished
         error = finished.error if finished is not None else None
         for event in maker.events(output):

@@ -20,13 +20,13 @@ class WatchedLoop(Protocol):
 
     @property
     def step_in_progress(self) -> StepView:
-        """Return the state of the step that the thread is in, at once."""
+        """Return the state of the thread's current step, at once."""
 
     def forgive_step(self, seconds: float) -> None:
-        """Leave time out of the step that the thread is in."""
+        """Subtract time from the thread's current step."""
 
     async def dump(self, wait_seconds: float | None = None) -> EngineDump:
-        """Return the engine's state, also when the thread hangs."""
+        """Return the engine's state, even when the thread hangs."""
 
 
 class Watchdog:
@@ -53,7 +53,7 @@ class Watchdog:
         self._on_change = on_change
         self._sleep = sleep
         self._clock = clock
-        # Begin of the step that the last look found hung.
+        # Begin of the step that the last look found to hang.
         self._suspect: float | None = None
         self._is_hung = False
 
@@ -70,7 +70,7 @@ class Watchdog:
             await self.look()
 
     async def look(self) -> None:
-        """Look once: tell the callers that wait, and the alarm."""
+        """Look once: tell the waiting callers, and the alarm."""
         view = self._loop.step_in_progress
         if not view.is_overdue:
             self._hub.beat()

@@ -22,7 +22,7 @@ from penstock.generation.wire import convert
 from penstock.generation.wire.load_model import to_grace
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
-# Number of a field that ClearCacheRequest no longer has. Who still sends it means less than the whole cache.
+# Number of a removed field of ClearCacheRequest. A caller that still sends it means less than the whole cache.
 _RETIRED_REQUEST_IDS = 1
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_DUMP_WAIT_SECONDS = 3600.0
@@ -89,7 +89,7 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         return seconds
 
     async def ClearCache(self, request: admin_pb2.ClearCacheRequest, context: Context) -> admin_pb2.ClearCacheResponse:
-        """Forget every reusable prefix that no running request holds, or what was computed for the named requests."""
+        """Forget every reusable prefix that no running request holds, or the computed blocks of the named requests."""
         unknown: Any = UnknownFieldSet(request)
         if any(field.field_number == _RETIRED_REQUEST_IDS for field in unknown):
             raise InvalidArgument("request_ids", "is no field any more: live_request_ids names live requests")
@@ -172,11 +172,11 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
             return convert.from_load(EngineLoad(), StepView(), self._lifecycle.state.value, 0, self._lifecycle.start_id)
         config, view = core.loaded.engine.config, core.loop.step_in_progress
         if view.seconds < config.heartbeat_seconds:
-            # Else a watcher would be told of every step that is under way.
+            # Otherwise a watcher would hear of every current step.
             view = StepView()
         limit, start_id = config.max_queued_requests, self._lifecycle.start_id
         load = core.loop.load
-        # The engine does not know those that are prepared yet, and a router takes what nobody counts for forgotten.
+        # The engine does not know requests in preparation yet, and a router takes uncounted requests for forgotten.
         load = load._replace(waiting_requests=load.waiting_requests + core.hub.num_prepared)
         version = core.adapter_access.version
         return convert.from_load(load, view, self._lifecycle.state.value, limit, start_id, version)

@@ -64,7 +64,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _make(
         self, core: GenerationCore, message: generation_pb2.GenerateRequest, deadline: float | None
     ) -> DeltaMaker:
-        """Make a request that can be submitted. Its options, which may hold megabytes, do not outlive this call."""
+        """Make a request that can be submitted. Its options may hold megabytes; they do not outlive this call."""
         options = convert.to_generate_options(message, core.limits)
         maker = core.prepare(options, deadline)
         if core.takes_time(maker.request, options):
@@ -109,7 +109,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 if tracer is not None:
                     span = begin_in_session(tracer, parse_context(submit.traceparent, submit.tracestate))
                 if self._submit(submit, command.handle, session, deadline, span):
-                    # Its id must be taken before the next command, which may be its abort, and may be there already.
+                    # Its id must be taken before the next command: that may be its abort, and may have arrived already.
                     await asyncio.sleep(0)
             except PenstockError as error:
                 self._refuse(session, submit.request_id, submit.attempt_epoch, error, span)
@@ -159,7 +159,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         session.refuse(self._step(), request_id, attempt_epoch, error)
 
     def _abort(self, message: generation_pb2.SessionAbort, session: SessionStream) -> None:
-        """Abort one of the session's own requests; one that is over already is no error."""
+        """Abort one of the session's own requests; it is no error if the request is over already."""
         core = self._lifecycle.core
         if core is not None and session.owns(message.request_id, message.attempt_epoch):
             core.hub.abort([message.request_id])

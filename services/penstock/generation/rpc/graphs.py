@@ -17,7 +17,7 @@ from penstock.v1 import graphs_pb2, model_pb2, model_pb2_grpc
 Context = grpc.aio.ServicerContext[Any, Any]
 _SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"]
 FACTS_METHOD = f"/{_SERVICE.full_name}/GetModelInfo"
-# Methods with tokens of their own: all but the one that tells facts.
+# Methods with tokens of their own: all except the one that returns facts.
 OPENING_METHODS = tuple(
     name for one in _SERVICE.methods if (name := f"/{_SERVICE.full_name}/{one.name}") != FACTS_METHOD
 )
@@ -114,8 +114,8 @@ def _opened(core: GenerationCore) -> ModelAccess:
         )
     if access is None:
         raise FailedPrecondition(
-            "the model is not open to callers here: --model-access is local by default, which is for services on "
-            "loopback, and all opens it to callers with a token of --model-access-token-file",
+            "the model is not open to callers here: --model-access local, the default, opens it on loopback only; "
+            "all opens it to callers with a token of --model-access-token-file",
             reason="MODEL_ACCESS_OFF",
         )
     return access

@@ -47,7 +47,7 @@ class ModelServicer(GraphCalls):
     async def LoadModel(  # type: ignore[override]
         self, request_iterator: AsyncIterator[model_pb2.LoadModelRequest], context: Context
     ) -> None:
-        """Load a model from a path or from the stream's bytes: send progress, and last the facts."""
+        """Load a model from a path or from the stream's bytes: send progress, and finally the facts."""
         messages = aiter(request_iterator)
         first = await self._next(messages)
         # Not before: a client that is still writing may lose the status.
@@ -64,7 +64,7 @@ class ModelServicer(GraphCalls):
             writer.cancel()
             raise
         finally:
-            # A caller that has left is told nothing, but all of it is freed.
+            # A caller that has left hears nothing, but everything is freed.
             await load.end()
         shown.end()
         await writer
@@ -73,7 +73,7 @@ class ModelServicer(GraphCalls):
     async def UnloadModel(
         self, request: model_pb2.UnloadModelRequest, context: Context
     ) -> model_pb2.UnloadModelResponse:
-        """End the model; the process has none then."""
+        """End the model; the process is then without one."""
         self._require_access()
         gone = await self._holder.unload(load_model.to_grace(request))
         return model_pb2.UnloadModelResponse(
@@ -83,8 +83,8 @@ class ModelServicer(GraphCalls):
     async def _receive(
         self, messages: AsyncIterator[model_pb2.LoadModelRequest], load: ModelLoad, shown: _NewestProgress
     ) -> None:
-        """Take the bytes of all files. Every message is answered by progress: a sender may wait for it, so that no
-        refusal meets a message that is being sent."""
+        """Take the bytes of all files. Progress answers every message: a sender may wait for it, so that no refusal
+        meets a message that is being sent."""
         if load.wants_bytes:
             shown.show(load.received)
         while load.wants_bytes:
@@ -109,8 +109,8 @@ class ModelServicer(GraphCalls):
     def _require_access(self) -> None:
         if not self._config.is_model_open:
             raise FailedPrecondition(
-                "this process lets nobody load or unload a model: --model-access local allows it on a loopback "
-                "address, all on any, by --model-access-token-file",
+                "nobody may load or unload a model in this process: --model-access local allows it on a loopback "
+                "address, all on any address with --model-access-token-file",
                 reason="MODEL_ACCESS_OFF",
             )
 
@@ -185,7 +185,7 @@ class ModelServicer(GraphCalls):
 
 
 class _NewestProgress:
-    """Progress on its way to a caller: of states that come faster than they are read the newest is sent."""
+    """Progress on its way to a caller: when states come faster than they are read, the newest is sent."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -203,7 +203,7 @@ class _NewestProgress:
             return
 
     def end(self) -> None:
-        """Let `write` return once all is sent."""
+        """Let `write` return after everything is sent."""
         self._ended = True
         self._changed.set()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # A token stays when its probability is at least this part of the highest one.
 _RELATIVE_TOP = 0.1
-# Distance by which excluded tokens come behind where a grammar may allow only them: enough for a probability of 0, and
+# Distance of excluded tokens below the others when a grammar may allow only them: enough for a probability of 0, and
 # small enough for fp32 to keep their order.
 _FAR = 1e3
 # Most rows of early-exit logits at a time, over all candidate layers; each takes vocabulary x 4 bytes, thrice.
@@ -66,7 +66,7 @@ class EarlyExits:
 def contrasted(final_RV: Tensor, early_LRV: Tensor, behind: list[int]) -> Tensor:
     """Return (R, V) scores: the last layer's log-probability minus that of the candidate layer that differs most.
 
-    Unlikely tokens are excluded; in the rows `behind` they only come after all others, in the last layer's order.
+    Unlikely tokens are excluded; in the rows `behind` they are only placed after all others, in the last layer's order.
     """
     final_RV = final_RV.log_softmax(-1)
     early_LRV = early_LRV.log_softmax(-1)

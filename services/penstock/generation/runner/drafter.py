@@ -26,13 +26,13 @@ class _Shadow:
     """The draft model's copy of a sequence, with blocks of the draft pool."""
 
     sequence: Sequence
-    # Number of its first tokens that are the original's; after them come the last drafts.
+    # Number of its first tokens that are the original's; the last drafts follow them.
     num_common: int = 0
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A request that is being answered."""
+    """A request in progress."""
 
     request: DraftRequest
     shadow: Sequence
@@ -52,9 +52,9 @@ class ModelDrafter:
     served model's draws at these positions: the closer the two distributions, the more often both draws agree. Only
     speed depends on that.
 
-    Between two calls the pool keeps a sequence's computed tokens, so a call computes its new tokens only. Refused
-    drafts are rolled back. When the pool is full, the sequences with the oldest drafts are forgotten. A sequence for
-    which even that leaves no room gets no drafts.
+    Between two calls the pool keeps a sequence's computed tokens, so a call computes only its new tokens. Rejected
+    drafts are rolled back. When the pool is full, the sequences with the oldest drafts are forgotten. If even that
+    leaves no room, a sequence gets no drafts.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ModelDrafter:
         return self._tables.pool.num_used
 
     def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
-        """See core.step.Drafter. Runs as many forward passes, over all requests, as the longest one asks for tokens."""
+        """See core.step.Drafter. Runs one forward pass over all requests for each token of the longest one."""
         for request in requests:
             self._follow(request)
         busy = {request.sequence.seq_id for request in requests}
@@ -224,7 +224,8 @@ def _new_shadow(request: DraftRequest) -> Sequence:
 
 
 def _draft_params(params: SamplingParams, confidence_threshold: float) -> SamplingParams:
-    """Return the options that the request's draws depend on; of its outputs only the probability for a threshold."""
+    """Return the options that the request's draws depend on, and of its outputs only the probability for a
+    threshold."""
     return replace(
         params,
         top_logprobs=0 if confidence_threshold > 0.0 else None,

@@ -31,13 +31,13 @@ class DolaRow(NamedTuple):
 class DrawRows:
     """N drawers (sequences that draw) over distinct rows of a step; siblings that share a row are neighbours."""
 
-    # Distinct rows that are drawn from: their places in the step's hidden states, ascending.
+    # Distinct rows to draw from: their places in the step's hidden states, ascending.
     rows: list[int] = field(default_factory=list)
     # Number of `sequences` that draw from each of `rows`.
     repeats: list[int] = field(default_factory=list)
     # (N): sequences that draw, unconditional branches included.
     sequences: list[Sequence] = field(default_factory=list)
-    # Sequences that are computed to the end and want no logits.
+    # Sequences computed to the end that want no logits.
     without_logits: list[Sequence] = field(default_factory=list)
     # Entries with rows that give log-probabilities of the prompt.
     scored: list[EntryRows] = field(default_factory=list)
@@ -45,7 +45,7 @@ class DrawRows:
     pooled: list[EntryRows] = field(default_factory=list)
     # Entries with hidden states to keep, for contrastive search.
     remembered: list[EntryRows] = field(default_factory=list)
-    # Rows that are contrasted with earlier layers.
+    # Rows to contrast with earlier layers.
     dola: list[DolaRow] = field(default_factory=list)
     # Places in `sequences` that want tensors at this position.
     tensors: list[int] = field(default_factory=list)

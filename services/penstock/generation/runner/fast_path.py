@@ -1,7 +1,7 @@
-"""Fast path: steps in which the model itself finds the token of every row's highest logit, and no more is wanted.
+"""Fast path: steps in which the model itself finds the token of every row's highest logit, and no row wants more.
 
-Nearly all steps of plain requests are of that kind. FEATURES lists, once, what a row can want that keeps its step off
-it. `takes` and `goes_on` also exclude rows from which no token is drawn, and changes between two steps.
+Nearly all steps of plain requests are of that kind. FEATURES lists, once, the wishes of a row that keep its step off
+it. `takes` and `goes_on` also exclude rows without a draw, and changes between two steps.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class FastPath:
         self._is_plain = False
 
     def takes(self, draws: DrawRows, num_results: int, sampler: Sampler) -> bool:
-        """True when all `num_results` rows that are computed to the end are drawn from, and no row wants a feature.
+        """True when all `num_results` rows computed to the end draw a token, and no row wants a feature.
 
-        Leaves the sampler's state as it is.
+        It leaves the sampler's state unchanged.
         """
         if not 0 < len(draws.rows) == num_results or any(_WANTED_IN_STEP(draws)):
             return False
@@ -75,7 +75,7 @@ class FastPath:
 
     def release(self, seq_ids: Seq[int]) -> None:
         """Forget the last batch, which holds sequences, when some of them are gone."""
-        # The runner releases in every step, mostly nobody.
+        # The runner releases in every step, mostly no sequence.
         if seq_ids:
             self._batch = None
 
@@ -95,7 +95,7 @@ def goes_on(scheduled: Seq[ScheduledSequence]) -> bool:
         and len(entry.sample) == 1
         and entry.sample[0] is entry.sequence
         and entry.sequence.draw.kind is DrawKind.TOKEN
-        # Tensors may be wanted of later steps only.
+        # Tensors may be wanted for later steps only.
         and entry.sequence.params.tensors is None
         for entry in scheduled
     )

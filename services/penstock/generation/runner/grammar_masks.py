@@ -1,4 +1,4 @@
-"""Token masks of the sequences that draw in a step, computed beside the forward pass."""
+"""Token masks of the sequences that draw in a step, computed during the forward pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GrammarMasks:
         self._words_RW: npt.NDArray[np.int32] | None = None
 
     def start(self, sequences: Seq[Sequence]) -> PendingMasks:
-        """Begin to compute the masks of `sequences`, at least one, each with a grammar.
+        """Begin to compute the masks of `sequences`: at least one, each with a grammar.
 
         Their states must not change until the masks are taken. The next start overwrites the masks.
         """
@@ -65,7 +65,7 @@ class GrammarMasks:
 
 
 class PendingMasks:
-    """Masks that are being computed."""
+    """Masks in computation."""
 
     __slots__ = ("_done", "_masks")
 
@@ -74,7 +74,7 @@ class PendingMasks:
         self._done = done
 
     def take(self) -> TokenMasks:
-        """Wait for the masks and return them. Raises what the filler raised."""
+        """Wait for the masks and return them. Raises the filler's error."""
         try:
             self._done.result()
         except Exception:

@@ -1,8 +1,8 @@
 """Hidden states of every token of the sequences in contrastive search, and their similarities.
 
-Memory: a row of hidden size x 4 bytes per computed token. Candidates share the rows of their common beginning, and
-every other sequence has KV blocks of its own (contrastive requests take no cached prefix). So there are never more
-rows than the pool has slots, plus one unfinished chunk per request.
+Memory: a row of hidden size x 4 bytes per computed token. Candidates share the rows of their common prefix, and every
+other sequence has KV blocks of its own (contrastive requests use no cached prefix). So there are never more rows than
+slots in the pool, plus one unfinished chunk per request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from penstock.generation.core.step import Fork
     from penstock.generation.runner.draw_rows import EntryRows
 
-# Rows that are allocated at a time; a full chunk never moves.
+# Rows to allocate at a time; a full chunk never moves.
 CHUNK = 256
 
 
 class _Rows:
-    """Unit vectors (hidden) of consecutive tokens. Any number of sequences may read a beginning of them."""
+    """Unit vectors (hidden) of consecutive tokens. Any number of sequences may read a prefix of them."""
 
     __slots__ = ("chunks", "filled")
 
@@ -45,7 +45,7 @@ class _Rows:
             rows_NI = rows_NI[taken:]
 
     def branch(self, length: int) -> _Rows:
-        """Return rows that begin with the first `length` and go on in another way. Full chunks are shared."""
+        """Return rows that begin with the first `length` and continue differently. Full chunks are shared."""
         full, rest = divmod(length, CHUNK)
         chunks = self.chunks[:full]
         if rest:
@@ -79,7 +79,7 @@ class _History:
         self.last_1I = last_1I
 
     def settle(self) -> None:
-        """Write the last row; into rows of its own if another sequence has gone on from the shared ones."""
+        """Write the last row; into rows of its own if another sequence has extended the shared ones."""
         if self.last_1I is None:
             return
         if self.rows.filled != self.length:
@@ -107,7 +107,7 @@ class HiddenHistories:
         self._histories: dict[int, _History] = {}
 
     def fork(self, forks: Iterable[Fork]) -> None:
-        """Let children share their parents' rows of the tokens that they have in common."""
+        """Let children share their parents' rows of common tokens."""
         if not self._histories:
             return
         for parent, child, num_tokens in forks:

@@ -31,7 +31,7 @@ class ModelInputs:
     input_ids_T: torch.Tensor
     positions_T: torch.Tensor
     metadata: AttentionMetadata
-    # One more than there are entries.
+    # One more than the number of entries.
     row_starts: list[int]
     # metadata.block_tables on the host: on the CPU the same memory.
     tables: np.ndarray
@@ -40,8 +40,8 @@ class ModelInputs:
 class InputBatch:
     """Block ids of every sequence in rows of one array, so that a decoding sequence costs at most one block id a step.
 
-    It relies on a rule of the block tables: until a sequence is released or parked, the blocks before the one of the
-    first token that was not computed after its last step never change.
+    It relies on a rule of the block tables: until a sequence is released or parked, the blocks before that of its first
+    uncomputed token after its last step never change.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
@@ -121,8 +121,8 @@ class InputBatch:
     def _refresh(self, entry: ScheduledSequence) -> int:
         """Bring the sequence's row up to date, from the block of its first token to compute on. Return its slot.
 
-        The update begins further back when that token is not where the last step ended: the blocks between were taken
-        over from other sequences.
+        The update begins earlier when that token is not at the end of the last step: the blocks between were taken over
+        from other sequences.
         """
         sequence, start = entry.sequence, entry.start
         slot = self._slots.get(sequence.seq_id)
@@ -160,7 +160,7 @@ def embed_step(
     """Return the residual stream before the first layer (T, hidden) of a step of these entries; `adapters` are those of
     its rows.
 
-    Ids in `inputs` that embeddings replace become 0: placeholders are outside every vocabulary.
+    Ids in `inputs` become 0 where embeddings replace them: placeholders are outside every vocabulary.
     """
     hidden = model.config.hidden_size
     spans: list[tuple[slice, torch.Tensor]] = []
@@ -190,7 +190,7 @@ def _grown(tables: np.ndarray, *, axis: int, minimum: int) -> np.ndarray:
 
 
 class AdapterRows:
-    """Maker of AdapterBatches. Steps of the same sequences, one row each, have the same one."""
+    """Maker of AdapterBatches. Steps of the same sequences, one row each, share one."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[Adapter | None, ...], list[int], AdapterBatch] | None = None
@@ -198,7 +198,7 @@ class AdapterRows:
     def of(self, model: LanguageModel, adapters: tuple[Adapter | None, ...], row_starts: list[int]) -> AdapterBatch:
         """Return the batch of a step's entries; `row_starts` as in ModelInputs."""
         last = self._last
-        # Adapters are equal when they are the same.
+        # Adapters compare by identity.
         if last is not None and last[0] == adapters and last[1] == row_starts:
             return last[2]
         weights = [None if adapter is None else cast("AdapterWeights", adapter.weights) for adapter in adapters]

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 # No live sequence has a negative id.
 _WARM_UP_ID = -1
-# Layers that a warm-up runs many rows through, to touch memory and load kernels: all layers are alike.
+# Layers that a warm-up runs with many rows, to touch memory and load kernels: all layers are alike.
 _WARM_UP_LAYERS = 2
 _NOBODY: frozenset[int] = frozenset()
 # Draws by seq_id, and the ids of sequences that failed or are exhausted, as in RunnerOutput.
@@ -54,7 +54,7 @@ _Drawn: TypeAlias = "tuple[dict[int, SampledToken], frozenset[int], frozenset[in
 
 @dataclass(frozen=True, slots=True)
 class WarmUpWork:
-    """Work of a warm-up: prompts that are computed in one step, then decode steps of these sequences."""
+    """Work of a warm-up: prompts computed in one step, then decode steps of these sequences."""
 
     num_sequences: int = 2
     # Of each prompt.

@@ -66,8 +66,7 @@ class SamplingBatch:
         *,
         is_reference: bool = False,
     ) -> None:
-        """Build the batch; `is_reference` is for one that gives the processed scores themselves, not draws from
-        them."""
+        """Build the batch; `is_reference`: it returns the processed scores themselves, not draws from them."""
         self.states = states
         self.device = device
         self._kernels = kernels
@@ -82,7 +81,7 @@ class SamplingBatch:
         self.sampled_rows = [*token_rows, *warped_candidates]
         wanting = _wanting(states)
         if not is_reference:
-            # A late processor that changes neither the choice nor its probability is left out where a token is drawn.
+            # A late processor that changes neither the choice nor its probability is left out when a token is drawn.
             wanting = {kind: self._changed(kind, rows) for kind, rows in wanting.items()}
         # Rows with processors that follow the tokens.
         self.following = [state for state in states if state.trackers]
@@ -95,7 +94,7 @@ class SamplingBatch:
         self.top_p = TopP(self.sampled_rows, sampled, device)
         self.min_p = MinP(self.sampled_rows, sampled, device)
         made = {Temperature: self.temperature, TopK: self.top_k, TopP: self.top_p, MinP: self.min_p}
-        # The processors of each stage, in the order they run.
+        # The processors of each stage, in running order.
         stages = _build(wanting, made, states, device)
         self.processors, self.warpers, self.late_processors = (
             stages[stage] for stage in (Stage.SCORES, Stage.WARP, Stage.LATE)
@@ -105,10 +104,10 @@ class SamplingBatch:
         # Number of candidates and whether there is a top-k, of every row that draws a token.
         keys = [(plans[row].num_candidates, plans[row].params.top_k > 0) for m, row in enumerate(token_rows)]
         keys = [WARPED if plans[row].is_warped_first else key for row, key in zip(token_rows, keys, strict=True)]
-        # Such a pair -> places among the sampled rows, which are drawn together.
+        # Such a pair -> places among the sampled rows; these are drawn together.
         self.groups = {key: self.index([m for m, k in enumerate(keys) if k == key]) for key in sorted(set(keys))}
         self._keys = keys
-        # Places, among the sampled rows, of those that are warped before anything is drawn from them.
+        # Places, among the sampled rows, of those to warp before a draw.
         warped = [m for m, key in enumerate(keys) if key == WARPED]
         self.warped_first = self.index([*warped, *range(len(token_rows), len(self.sampled_rows))])
 
@@ -152,7 +151,7 @@ class SamplingBatch:
         )
 
     def _changed(self, kind: type[Processor], rows: list[int]) -> list[int]:
-        """Return those of `rows` for which a processor of this kind changes something."""
+        """Return those of `rows` that a processor of this kind changes."""
         if kind.stage is not Stage.LATE or not kind.keeps_odds:
             return rows
         return [row for row in rows if self._kinds[row] is DrawKind.CANDIDATES]
@@ -166,7 +165,7 @@ class SamplingBatch:
         return RowStreams(np.array([state.key for state in self.states], dtype=np.uint64))
 
     def context(self) -> DrawContext:
-        """Return what the rows' processors may know of the step that begins."""
+        """Return the facts about the beginning step that the rows' processors may use."""
         positions = [state.sequence.num_output_tokens for state in self.states]
         return DrawContext(np.array(positions, dtype=np.uint64), self._streams, self._kernels)
 
@@ -186,7 +185,7 @@ def _wanting(states: Seq[SamplingState]) -> Wanting:
 def _build(
     wanting: Wanting, made: Mapping[type[Processor], Processor], states: Seq[SamplingState], device: torch.device
 ) -> dict[Stage, list[Processor]]:
-    """Return the processors that some row wants, and those that are `made`, by stage, in the order they run."""
+    """Return the processors that some row wants, and those in `made`, by stage, in running order."""
     built: dict[Stage, list[Processor]] = {stage: [] for stage in Stage}
     for kind in PROCESSORS:
         if kind in made:

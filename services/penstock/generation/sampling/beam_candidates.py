@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.generation.sampling.ops.gumbel import Ranked
     from penstock.generation.sampling.state import SamplingState
 
-# Number of the highest scores that are found at once; the surplus over the number asked for holds ties.
+# Number of highest scores to find at once; the surplus over the requested number holds ties.
 _SIZES = (16, 32, 64, 128, 256, 512)
 
 
@@ -41,7 +41,7 @@ def draw_candidates(batch: SamplingBatch, scores_NV: torch.Tensor, kernels: Samp
     size = next((size for size in _SIZES if size > max(counts)), max(counts) + 1)
     found = top_candidates(scores_RV, torch.arange(len(rows), device=scores_NV.device), size)
     highest = found.scores_RC[:, 0].tolist()
-    # A NaN is found before any number.
+    # The search prefers a NaN to any number.
     if any(score != score or score == torch.inf for score in highest):
         raise FloatingPointError("the model produced logits that are not numbers")
     ranked = _by_score(scores_RV, found, counts)
@@ -110,7 +110,7 @@ def _noisy(scores_RV: torch.Tensor, states: Seq[SamplingState], kernels: Samplin
 
 
 def _ranks(scores_V: torch.Tensor, scores: list[float]) -> tuple[int, ...]:
-    """Return 1 + the number of higher scores for each of `scores`, by one sort, however many are asked for."""
+    """Return 1 + the number of higher scores for each of `scores`, by one sort for any number of them."""
     given_V = scores_V.cpu().numpy()
     wanted = np.array(scores, dtype=given_V.dtype)
     at_least_E = np.sort(given_V[given_V >= wanted.min()]) if len(wanted) else given_V
@@ -120,8 +120,7 @@ def _ranks(scores_V: torch.Tensor, scores: list[float]) -> tuple[int, ...]:
 def _log_totals(
     scores_RV: torch.Tensor, highest: list[float], states: Seq[SamplingState], kernels: SamplingKernels
 ) -> list[float]:
-    """Return log(sum(exp(scores))) of every row: -inf where nothing is left, 0 where the scores still are
-    log-probabilities."""
+    """Return log(sum(exp(scores))) of every row: -inf for a row without finite scores, 0 for log-probabilities."""
     totals = [one if one == -torch.inf else 0.0 for one in highest]
     unknown = [
         row
@@ -134,7 +133,7 @@ def _log_totals(
 
 
 def _rows(scores_NV: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return the scores of the rows; no copy is made where the rows are neighbours, as the beams of a request are."""
+    """Return the scores of the rows, without a copy if the rows are neighbours, as the beams of a request are."""
     first, last = rows[0], rows[-1]
     if rows == list(range(first, last + 1)):
         return scores_NV[first : last + 1]
@@ -149,8 +148,7 @@ def _by_score(scores_RV: torch.Tensor, found: TopScores, counts: list[int]) -> l
     for row, count in enumerate(counts):
         ids_C, keys_C = ids_RC[row], scores_RC[row]
         if count and not found.is_complete and keys_C[-1] == keys_C[count - 1] and keys_C[-1] > -np.inf:
-            # Equals reach beyond the scores that were found: only the whole row tells which of them have the lowest
-            # ids.
+            # Equal scores reach beyond those that were found: only the whole row shows the ones with the lowest ids.
             ids_C = (scores_RV[row] >= float(keys_C[-1])).nonzero()[:, 0].cpu().numpy()
             keys_C = scores_RV[row].double().cpu().numpy()[ids_C]
             order = np.argsort(-keys_C, kind="stable")

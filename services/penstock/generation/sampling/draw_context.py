@@ -20,7 +20,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 class RowKernels(Protocol):
-    """Operations on rows of scores that processors need (`sampling.kernels.SamplingKernels`)."""
+    """Operations on rows of scores for processors (`sampling.kernels.SamplingKernels`)."""
 
     def in_head(self, vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
         """Tell for each (seed, id) whether the seed's permutation of the vocabulary has the id among its first
@@ -36,7 +36,7 @@ class RowStreams:
         self._keys: dict[Stream, npt.NDArray[np.uint64]] = {}
 
     def keys(self, stream: Stream) -> npt.NDArray[np.uint64]:
-        """Return the key of every row's stream of that name; made when it is first asked for."""
+        """Return the key of every row's stream of that name; the first call makes it."""
         keys_N = self._keys.get(stream)
         if keys_N is None:
             keys_N = self._keys[stream] = keys_of(self._sequences_N, stream)
@@ -66,7 +66,7 @@ class DrawContext:
         self.picked_R = picked_R
         self._streams = streams
         self._rows_R = rows_R
-        # Batch row -> its place in the scores. Made when it is asked for: reading the rows waits for the device.
+        # Batch row -> its place in the scores. Made on demand: reading the rows waits for the device.
         self._places: dict[int, int] | None = None
 
     def of_rows(self, picked_R: torch.Tensor, rows_R: torch.Tensor) -> DrawContext:

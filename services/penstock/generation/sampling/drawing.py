@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def not_numbers() -> FloatingPointError:
-    """Make the error of a row with a NaN, or with nothing that may be chosen."""
+    """Make the error of a row with a NaN, or without a possible choice."""
     return FloatingPointError("the model produced logits that are not numbers")
 
 
@@ -70,7 +70,7 @@ class Drawing:
             warper.apply(scores_RV, context)
 
     def tokens(self) -> list[SampledToken]:
-        """Return the results of every row, with the logprobs that were asked for."""
+        """Return the results of every row, with the requested logprobs."""
         return self._tokens(self.token_ids_N.tolist())
 
     def _tokens(self, token_ids: list[int]) -> list[SampledToken]:
@@ -86,15 +86,15 @@ class Drawing:
     def greedy(self) -> None:
         """Choose the first of the highest scores for every row; `sampled` overwrites the choice for sampled rows.
 
-        On CPU numpy does it: torch's argmax is several times slower there. Raises FloatingPointError on a NaN, and when
-        nothing may be chosen in a row.
+        On CPU numpy does it: torch's argmax is several times slower there. Raises FloatingPointError on a NaN, and for
+        a row without a possible choice.
         """
         batch, scores_NV = self._batch, self._scores_NV
         if scores_NV.device.type == "cpu":
             self.token_ids_N = torch.from_numpy(scores_NV.numpy().argmax(-1))
         else:
             self.token_ids_N = scores_NV.argmax(-1)
-        # Either argmax finds a NaN before any number. Most often every row is greedy, or fine at least.
+        # Either argmax prefers a NaN to any number. Most often every row is greedy, or at least free of NaN.
         is_fine_N = np.isfinite(scores_NV.gather(1, self.token_ids_N[:, None])[:, 0].cpu().numpy())
         if not is_fine_N.all() and not is_fine_N[batch.greedy_rows].all():
             raise not_numbers()
@@ -122,7 +122,7 @@ class Drawing:
     def _through_candidates(
         self, picked_R: torch.Tensor, uniforms_M: torch.Tensor, count: int, has_top_k: bool
     ) -> torch.Tensor:
-        """Draw for the rows that their candidates decide; return the other rows."""
+        """Draw for the rows with sufficient candidates; return the other rows."""
         rows_R = self._batch.sampled_index_M[picked_R]
         found = top_candidates(self._scores_NV, rows_R, count)
         total_R1 = None if has_top_k else self._softmax_totals(picked_R)
@@ -137,11 +137,11 @@ class Drawing:
         return self._inexact(picked_R, nucleus.is_exact_R)
 
     def _inexact(self, picked_R: torch.Tensor, is_exact_R: torch.Tensor) -> torch.Tensor:
-        """Return those of `picked_R` that their candidates do not decide."""
+        """Return those of `picked_R` with insufficient candidates."""
         return picked_R[:0] if bool(is_exact_R.all()) else picked_R[~is_exact_R]
 
     def _check(self, is_number_R1: torch.Tensor) -> None:
-        """Raise FloatingPointError where a row is not drawn from numbers."""
+        """Raise FloatingPointError if a row was not drawn from numbers."""
         if not bool(is_number_R1.all()):
             raise not_numbers()
 

@@ -1,4 +1,4 @@
-"""A seam for work on whole rows of scores: torch's operators, or native ones where they save enough of a step."""
+"""A seam for work on whole rows of scores: torch's operators, or native ones where these save enough of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draws of one step by the C++ kernels: every sampled row in one call, whatever its options, and none is copied."""
+"""The draws of one step by the C++ kernels: one call for every sampled row with any options, without a copy."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ class NativeDrawing(Drawing):
 def native_logprobs(
     scores_NV: torch.Tensor, rows_R: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int], kept: Kept
 ) -> list[PositionLogprobs]:
-    """Return position_logprobs (see ops/logprobs.py) over the scores that are left of the rows `rows_R`; `chosen_R` are
+    """Return position_logprobs (see ops/logprobs.py) over the remaining scores of the rows `rows_R`; `chosen_R` are
     ids."""
-    # A token that is more likely than the chosen one is always left.
+    # A token more likely than the chosen one always remains.
     given_NV, pairs = scores_NV.numpy(), zip(rows_R.tolist(), chosen_R.tolist(), strict=True)
     ranks = [1 + int(np.count_nonzero(given_NV[row] > given_NV[row, chosen])) for row, chosen in pairs]
     count, all_R = max(LISTED, *num_top), torch.arange(len(rows_R))
-    # The kernel reads every row that it is given: where few rows ask, these are copied.
+    # The kernel reads every row that it gets: if few rows want logprobs, these are copied.
     few = 2 * len(rows_R) < len(scores_NV)
     top = top_candidates(scores_NV[rows_R], all_R, count) if few else top_candidates(scores_NV, rows_R, count)
     ids_RC = top.ids_RC

@@ -1,4 +1,4 @@
-"""Warpers on the candidates of a row: the same as the warpers on the whole vocabulary, for a few hundred tokens.
+"""Warpers on the candidates of a row, a few hundred tokens, with the results of the warpers on the whole vocabulary.
 
 tests/unit/generation/sampling/test_sampler.py holds the two against each other.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Nucleus:
-    """The candidates that are left of R rows after the warpers.
+    """The remaining candidates of R rows after the warpers.
 
     scores_RC: after the temperature, fp32; dropped candidates have them too.
     weights_RC: proportional to the probabilities, fp64, 0 where dropped.
@@ -56,7 +56,7 @@ def warp_candidates(
 def _within_top_p(
     batch: SamplingBatch, picked_R: torch.Tensor, weights_RC: torch.Tensor, total_R1: torch.Tensor
 ) -> torch.Tensor:
-    """Mask of the descending candidates that top-p keeps: a prefix, which always has the first one."""
+    """Mask of the descending candidates that top-p keeps: a prefix that always has the first one."""
     before_RC = weights_RC.cumsum(-1) - weights_RC
     keep_RC = before_RC < batch.top_p.values_M1[picked_R] * total_R1
     keep_RC[:, 0] = True

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class QueuedDrawing(Drawing):
-    """A Drawing that reads ids and checks back together. Log-probabilities that are asked for are read beside them.
+    """A Drawing that reads ids and checks back together, along with any requested log-probabilities.
 
-    Rows that their candidates do not decide are seen only then, and cost a second read.
+    Only then does it see the rows with insufficient candidates; they cost a second read.
     """
 
     # 256 MiB of fp32: few calls matter more than a cache.
@@ -30,7 +30,7 @@ class QueuedDrawing(Drawing):
         super().__init__(batch, scores_NV, context)
         # Bools on the device: all must be True.
         self._checks: list[torch.Tensor] = []
-        # Sampled rows, and for each True where its candidates decide it.
+        # Sampled rows, and for each True if its candidates are sufficient.
         self._unsure: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._uniforms_M: torch.Tensor | None = None
 
@@ -59,7 +59,7 @@ class QueuedDrawing(Drawing):
         return self._tokens(token_ids)
 
     def _read(self) -> tuple[list[int], list[torch.Tensor]]:
-        """Return the ids, and the sampled rows that are to be drawn from the whole vocabulary."""
+        """Return the ids, and the sampled rows to draw from the whole vocabulary."""
         flags = [check.flatten() for check in chain(self._checks, (is_exact_R for _, is_exact_R in self._unsure))]
         numbers = torch.cat([self.token_ids_N, *(flag.to(torch.int64) for flag in flags)]).tolist()
         count = len(self.token_ids_N)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.processors.base import Processor
 
-# (largest top_k, candidates that are looked at for it); the surplus holds ties of the k-th score. Only a row's own
-# options decide: the same row takes the same path in every batch.
+# (largest top_k, number of candidates for it); the surplus holds ties of the k-th score. Only a row's own options
+# decide: the same row takes the same path in every batch.
 _CANDIDATES = ((20, 32), (40, 64), (96, 128), (200, 256))
 _NUCLEUS_CANDIDATES = 256
 
@@ -23,23 +23,23 @@ class RowPlan:
     """The treatment of a row with certain options."""
 
     params: SamplingParams
-    # Those that the row wants and the draw does not do, in the order they run.
+    # Those that the row wants and the draw does not do itself, in running order.
     processors: tuple[type[Processor], ...]
     # Values that the processors prepared from the options.
     prepared: dict[type[Processor], object]
     is_greedy: bool
-    # Some of them are WARP's: temperature, top-k, top-p and min-p are in the draw.
+    # True: some of them are of stage WARP; temperature, top-k, top-p and min-p are in the draw.
     has_other_warpers: bool
-    # Some of them run after the warpers and change which token is drawn.
+    # True: some of them run after the warpers and change the drawn token.
     changes_warped: bool
-    # Number of highest scores that decide a draw; 0 where only the whole vocabulary does.
+    # Number of highest scores that a draw needs; 0: it needs the whole vocabulary.
     num_candidates: int
-    # Number of top logprobs; None where no logprobs were asked for.
+    # Number of top logprobs; None: no logprobs were requested.
     num_top: int | None
 
     @property
     def is_warped_first(self) -> bool:
-        """True when the whole vocabulary is warped before anything is drawn."""
+        """True when the whole vocabulary is warped before the draw."""
         return self.has_other_warpers or self.changes_warped
 
     @property
@@ -78,7 +78,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def num_candidates(params: SamplingParams) -> int:
-    """Number of highest scores that decide a draw with these options; 0 where only the whole vocabulary does."""
+    """Number of highest scores that a draw with these options needs; 0: it needs the whole vocabulary."""
     if params.top_k > 0:
         return next((count for limit, count in _CANDIDATES if params.top_k <= limit), 0)
     return _NUCLEUS_CANDIDATES if params.top_p < 1.0 else 0

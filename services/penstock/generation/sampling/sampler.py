@@ -6,7 +6,7 @@ processors of stage SCORES (all rows), the grammar's masks -> WARP (sampled rows
     -> rows with a strategy that chooses the token: the highest scores
     -> logprobs, for the rows that asked
 
-A row's result depends on its own scores, options, seed and position only: its own data choose its algorithm, and every
+A row's result depends only on its own scores, options, seed and position: its own data choose its algorithm, and every
 algorithm treats its rows one by one (no reduction is split by the number of rows).
 """
 
@@ -79,7 +79,7 @@ class Sampler:
     def processed_scores(
         self, logits_NV: torch.Tensor, sequences: Seq[Sequence], masks: TokenMasks | None = None
     ) -> torch.Tensor:
-        """Return the scores that a token is drawn from (N, V), as transformers' `output_scores` has them for this step.
+        """Return the scores (N, V) that a token is drawn from, as in transformers' `output_scores` for this step.
 
         It is the reference for `sample`: every processor and warper runs on the whole vocabulary.
         """
@@ -117,12 +117,12 @@ class Sampler:
         if last is not None and last.is_of(sequences):
             return last
         batch = SamplingBatch([self._state_of(sequence) for sequence in sequences], self._device, self._kernels)
-        # Probes live for one step, and nothing of them is kept.
+        # Probes live for one step and leave no state.
         self._batch = batch if all(sequence.origin is None for sequence in sequences) else None
         return batch
 
     def plan_of(self, sequence: Sequence) -> RowPlan:
-        """Return the row plan for the options of the sequence, or of the one that a probe is of."""
+        """Return the row plan for the options of the sequence, or for a probe those of its own sequence."""
         return self._state_of(sequence.origin or sequence).plan
 
     def _state_of(self, sequence: Sequence) -> SamplingState:

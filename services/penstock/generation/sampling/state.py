@@ -58,7 +58,7 @@ class SamplingState:
             self._follow(tokens[: len(tokens) - drafts] if drafts else tokens)
 
     def copy(self) -> SamplingState:
-        """Return a state for a sequence that goes on from the tokens followed here; `attach` it before use."""
+        """Return a state for a sequence that continues the tokens followed here; `attach` it before use."""
         twin = SamplingState.__new__(SamplingState)
         twin.sequence, twin.key, twin.plan = self.sequence, self.key, self.plan
         twin.trackers = {kind: tracker.copy() for kind, tracker in self.trackers.items()}
@@ -73,7 +73,7 @@ class SamplingState:
         return self
 
     def has_followed_at_most(self, num_tokens: int) -> bool:
-        """True when no token after the first `num_tokens` is counted in."""
+        """True when no token after the first `num_tokens` is counted."""
         return self._num_followed <= num_tokens
 
     def _follow(self, token_ids: Seq[int]) -> None:

@@ -35,11 +35,11 @@ class TokenMasks:
     row_of: Mapping[int, int]
 
     def apply(self, scores_NV: torch.Tensor, sequences: Seq[Sequence]) -> None:
-        """Set scores to -inf, in place, where the sequence of a row may not go on with the token.
+        """Set the scores of tokens that a row's sequence may not continue with to -inf, in place.
 
-        Where no allowed token has a finite score, the grammar wins over the processors that removed them: allowed
-        tokens get the score 0. In a beam search this holds only when none of its beams can go on; all of them are in
-        the step then.
+        When no allowed token has a finite score, the grammar wins over the processors that removed them: allowed tokens
+        get the score 0. In a beam search this holds only when none of its beams can go on; all of them are then in the
+        step.
         """
         rows, masks = [], []
         for row, sequence in enumerate(sequences):

@@ -1,4 +1,4 @@
-"""Trackers, which keep facts about a sequence's tokens from step to step: a step costs the tokens it adds."""
+"""Trackers keep facts about a sequence's tokens from step to step: a step costs only the tokens that it adds."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def follow(self, token_ids: Seq[int], start: int) -> None:
-        """Take `token_ids[start:]`; earlier ones were taken already. A start of 0 begins anew."""
+        """Take `token_ids[start:]`, after earlier calls for the tokens before. A start of 0 begins anew."""
 
     @abstractmethod
     def copy(self) -> Self:
-        """Return a copy for a sequence that goes on from the same tokens; the two share nothing that changes."""
+        """Return a copy for a sequence that continues the same tokens; the two share nothing that changes."""
 
 
 class TokenCounts(Tracker):
@@ -70,7 +70,7 @@ class TokenCounts(Tracker):
             for token_id in token_ids:
                 self.add(token_id)
             return
-        # A prompt is counted at once: token by token it would hold up the step of all sequences, once per sibling.
+        # A prompt is counted at once: token by token it would delay the step of all sequences, once per sibling.
         self._ids, counts = np.unique(np.array(token_ids, dtype=np.int64), return_counts=True)
         self._counts = counts.astype(np.float32)
         self._index = dict(zip(self._ids.tolist(), range(len(self._ids)), strict=True))
@@ -114,7 +114,7 @@ class PromptIds(Tracker):
 
 
 class NgramFollowers(Tracker):
-    """Tokens that followed every (size - 1)-gram of the prompt and, unless `prompt_only`, of the output."""
+    """Tokens after every (size - 1)-gram of the prompt and, unless `prompt_only`, of the output."""
 
     __slots__ = ("_num_prompt_tokens", "_of_output", "_of_prompt", "_own", "_prompt_only", "_size")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TooFewTokens(ValueError):
-    """Raised for a text in which no token has its whole context before it."""
+    """Error for a text without any token that has its whole context before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class WatermarkEvidence:
     num_tokens_scored: int
     num_green_tokens: int
     green_fraction: float
-    # Standard deviations between the number of green tokens and its mean in text without the watermark.
+    # Distance of the number of green tokens from its mean in text without the watermark, in standard deviations.
     z_score: float
     # Probability of at least this number of green tokens without the watermark (one-sided).
     p_value: float
@@ -134,7 +134,7 @@ class WatermarkDetector:
 class SynthIdDetector:
     """Detects SynthID by the mean of the g values (Dathathri et al. 2024, "mean score").
 
-    Without the watermark each is a fair coin's. A token after a context that came before is not scored, since none is
+    Without the watermark each is the flip of a fair coin. A token after a repeated context is not scored, since none is
     marked there. A token counts as green when more than half of its g values are 1.
     """
 
@@ -146,7 +146,7 @@ class SynthIdDetector:
     def detect(
         self, token_ids: Seq[int], *, z_threshold: float = 3.0, check: Callable[[], None] | None = None
     ) -> WatermarkEvidence:
-        """Score the tokens of one text, by microseconds each.
+        """Score the tokens of one text, in microseconds each.
 
         `check` is called before each token, and before each key. Raises TooFewTokens.
         """
@@ -155,7 +155,7 @@ class SynthIdDetector:
         if len(token_ids) - begin <= width:
             raise TooFewTokens(f"{len(token_ids) - begin} tokens are too few: the first {width} are only context")
         first = begin + width
-        # Where each context came last, by its hash; and, by the token's place, contexts that had not come of late.
+        # Last place of each context, by its hash; and, by the token's place, contexts that are not recent repetitions.
         last: dict[int, int] = {}
         contexts: dict[int, int] = {}
         for place in range(first, len(token_ids)):
@@ -182,7 +182,7 @@ class SynthIdDetector:
         )
 
     def _count_ones(self, ids: list[int], hashes: list[int], check: Callable[[], None] | None) -> list[int]:
-        """Return the number of g values that are 1, of each token after the context of its hash."""
+        """Return the number of g values that are 1, for each token after the context of its hash."""
         ids_C, hashes_C = torch.tensor(ids, dtype=torch.int64), torch.tensor(hashes, dtype=torch.int64)
         ones_C = torch.zeros_like(ids_C)
         for g_C in g_values(self._options, coin_flips(self._options), hashes_C, ids_C):

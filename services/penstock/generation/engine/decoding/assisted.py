@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Prompt tokens that are indexed in one step, about 2 ms: look-ups in a longer prompt begin some steps later.
 _INDEXED_AT_A_TIME = 4096
-# Output tokens that are remembered at a time, and tokens before them by which their beginning is found again.
+# Output tokens to remember at a time, and the tokens before them that lead to their beginning.
 _REMEMBERED_AT_A_TIME, _REMEMBERED_BEFORE = 256, 8
 # Name of a draft model that is the caller's object.
 CALLERS_DRAFTS = "the caller's"
@@ -44,24 +44,25 @@ CALLERS_DRAFTS = "the caller's"
 class AssistanceOptions(DecodingMode):
     """Options of assisted generation.
 
-    Of memory, prompt lookup and lookahead, in this order, the first that is asked for and has drafts gives them: the
-    longer a match must be, the more it says. The draft model gives drafts where none of the three is asked for.
+    Memory, prompt lookup and lookahead are asked in this order; the first enabled one with drafts gives them: the
+    longer a match must be, the more it says. The draft model gives drafts if none of the three is enabled.
     """
 
     num_assistant_tokens: int = 20
     schedule: AssistantSchedule = AssistantSchedule.CONSTANT
-    # Drafting stops at a token to which the draft model gives less than this probability; 0: never.
+    # Drafting stops at a token with less than this probability in the draft model; 0: never.
     confidence_threshold: float = 0.4
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int = 2
-    # Most tokens that are drafted from past outputs; None: neither drafted nor remembered.
+    # Most tokens to draft from past outputs; None: neither drafted nor remembered.
     ngram_memory_num_tokens: int | None = None
     ngram_memory_match: int = 3
-    # Tokens that are guessed ahead; None: none.
+    # Tokens to guess ahead; None: none.
     lookahead_window: int | None = None
     lookahead_ngram_size: int = 4
     lookahead_guesses: int = 4
-    # (ids so far, most tokens) -> drafts, of a caller in this process, in place of the draft model; None: none.
+    # (ids so far, most tokens) -> drafts: a function of a caller in this process that replaces the draft model; None:
+    # none.
     own_drafts: Callable[[list[int], int], list[int]] | None = None
 
     may_be_guided = False
@@ -109,21 +110,21 @@ def with_drafts(params: SamplingParams, drafts: Callable[[list[int], int], list[
 class _Drafting:
     """State of one sequence's drafts."""
 
-    # Origin of the drafts that are being verified.
+    # Origin of the drafts being verified.
     kind: DraftKind = DraftKind.DRAFT_MODEL
     # Prompt lookup.
     index: NgramIndex | None = None
-    # Number of its first tokens that are remembered, or were there before its output.
+    # Number of its first tokens that are remembered, or were before its output.
     num_remembered: int = 0
     memory_throttle: DraftThrottle = field(default_factory=DraftThrottle)
     lookahead: Lookahead | None = None
     lookahead_throttle: DraftThrottle = field(default_factory=DraftThrottle)
-    # Draft model: number of tokens that it asks for; None: as many as the options say.
+    # Draft model: number of tokens to ask for; None: the options' number.
     num_drafts: int | None = None
 
     @property
     def throttle(self) -> DraftThrottle | None:
-        """Throttle of the drafts that are being verified; None: their kind has none."""
+        """Throttle of the drafts being verified; None: their kind has none."""
         if self.kind is DraftKind.NGRAM_MEMORY:
             return self.memory_throttle
         return self.lookahead_throttle if self.kind is DraftKind.LOOKAHEAD else None
@@ -181,7 +182,7 @@ class AssistedGeneration(ParallelSampling):
             self._draft(sequence, until_end(token_ids, self._end_ids), DraftKind.DRAFT_MODEL)
 
     def restarted(self) -> list[Sequence] | None:
-        """Drop the drafts: they are not worth room or computation of a preempted request."""
+        """Drop the drafts: a preempted request spends no room or computation on them."""
         self._drop_drafts()
         return None
 
@@ -230,8 +231,8 @@ class AssistedGeneration(ParallelSampling):
     def _adapt(self, drafting: _Drafting, num_drafts: int, accepted: int) -> None:
         """Adapt the number of drafts (transformers' heuristic schedules): 2 more if all were accepted, else 1 less.
 
-        Each sequence of each request begins anew, with either schedule. Drafts of memory and lookahead have none of
-        them: they pause while nothing is accepted.
+        With either schedule each sequence of each request begins anew. Drafts of memory and lookahead have no schedule:
+        they pause while none is accepted.
         """
         if not num_drafts:
             return
@@ -260,7 +261,7 @@ class AssistedGeneration(ParallelSampling):
         return drafting
 
     def _draft_from_texts(self, sequence: Sequence) -> None:
-        """Draft by the first of the kinds asked for that has drafts."""
+        """Draft by the first enabled kind that has drafts."""
         options, drafting, room = self._options, self._drafting[sequence], self._room(sequence)
         if room <= 0:
             return

@@ -1,4 +1,4 @@
-"""Contracts of a decoding mode: a strategy, which turns drawn tokens into sequences that go on, fork or end; a spec."""
+"""Contracts of a decoding mode: a spec, and a strategy that lets sequences go on, fork or end by their drawn tokens."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 def no_token_left() -> InvalidArgument:
     """Return the error for options that leave no token to draw."""
-    description = "leaves no token to draw here: what one of its options allows, others forbid"
+    description = "leaves no token to draw here: some options forbid every token that others allow"
     return InvalidArgument("config", description, reason="NO_TOKEN_LEFT")
 
 
 class VerifiedDrafts(NamedTuple):
-    """Drafts of one sequence that a step verified, or as many of them as it had room for."""
+    """Drafts of one sequence that a step verified: all, or as many as it had room for."""
 
     kind: DraftKind
     accepted: int
@@ -39,8 +39,8 @@ class Decision:
 
     forks: (parent, child). The child is a new Sequence. It begins with the parent's computed tokens and goes on with
     its own, or holds only the first of the parent's. It shares the parent's blocks copy-on-write, so nothing is
-    computed twice but the last token of a child that has none of its own.
-    dropped: sequences that end here or are given up. Their blocks are freed.
+    computed twice, except the last token of a child without tokens of its own.
+    dropped: sequences that end here or are abandoned. Their blocks are freed.
     """
 
     emissions: list[Emission] = field(default_factory=list)
@@ -49,10 +49,10 @@ class Decision:
     # Drafts that were verified in this step; None: there were none.
     drafts: list[VerifiedDrafts] | None = None
     embedding: bytes | None = None
-    # New sequences with nothing computed, beside those of `forks`. The request is then as at its start: each family's
-    # leader, which may be a fork, is computed to the end of the prompt before others fork from it.
+    # New sequences without computed tokens, in addition to those of `forks`. The request is then as at its start: each
+    # family's leader, which may be a fork, is computed to the end of the prompt before others fork from it.
     added: list[Sequence] = field(default_factory=list)
-    # Token healing: the prompt's new last token, and its text beyond that of the token that was sent.
+    # Token healing: the prompt's new last token, and its text beyond the text of the token in the request.
     healed: tuple[int, str] | None = None
 
     def note_drafts(self, drafts: VerifiedDrafts) -> None:
@@ -73,20 +73,20 @@ class DecodingStrategy(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """Most sequences that are alive at once from now on."""
+        """Most sequences alive at once from now on."""
 
     @abstractmethod
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """Return the first live sequences, and events that are known already (a resumed sequence had ended)."""
+        """Return the first live sequences, and known events (a resumed sequence had ended)."""
 
     @abstractmethod
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
         """Take the tokens drawn in a step, by sequence, at least one, and decide what follows."""
 
     def restarted(self) -> list[Sequence] | None:
-        """Go on after a preemption: nothing of the request is computed any more.
+        """Go on after a preemption: the request has no computed tokens any more.
 
-        Return the live sequences when they are others than before, else None. Fewer are better: tokens that they share
+        Return the live sequences if they differ from those before, else None. Fewer are better: tokens that they share
         beyond the prompt would be computed once for each.
         """
         return None
@@ -111,7 +111,7 @@ class ModeSpec:
     options: type[DecodingMode]
     # Makes the strategy of a request. The last argument gives ids for new sequences.
     strategy: Callable[[Request, StopCriteria, Callable[[], int]], DecodingStrategy]
-    # Most sequences of a request that are alive at once.
+    # Most sequences of a request alive at once.
     most_sequences: Callable[[SamplingParams], int]
     # (sizes, options, prompt tokens, output tokens) -> most KV blocks that a request can ever hold.
     blocks_needed: Callable[[EngineConfig, SamplingParams, int, int], int]

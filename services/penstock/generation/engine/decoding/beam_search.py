@@ -24,7 +24,7 @@ _BY_SCORE = attrgetter("score")
 class BeamSearch(BeamStrategy):
     """Search over the best extensions of all beams in every step.
 
-    Of the first `num_beams` extensions, those that a criterion ends become hypotheses. The best of the others go on.
+    Those of the first `num_beams` extensions that a criterion ends become hypotheses. The best of the others go on.
 
     Beam sampling draws the extensions instead, without replacement and with probabilities softmax(score): it ranks
     their scores with Gumbel noise (Kool et al. 2019), which is transformers' multinomial. The drawn extensions are then
@@ -92,7 +92,7 @@ class BeamSearch(BeamStrategy):
         return list(self._hypotheses)
 
     def _choose(self, ranked: list[Extension]) -> list[Extension]:
-        """Return the extensions that go on, best first. An ended one of the first `num_beams` becomes a hypothesis."""
+        """Return the extensions that go on, best first. Ended ones of the first `num_beams` become hypotheses."""
         if self._samples:
             ranked = sorted(ranked, key=_BY_SCORE, reverse=True)
         running: list[Extension] = []
@@ -107,7 +107,7 @@ class BeamSearch(BeamStrategy):
         return running
 
     def _grow_branches(self, running: list[Extension], decision: Decision) -> None:
-        """Let the branch of each place go on with the token of the beam that is there now.
+        """Let the branch of each place go on with the token of the beam now in that place.
 
         As in transformers a branch belongs to a place and not to a beam: it keeps its own tokens when beams change
         places, which decides the scores that follow.

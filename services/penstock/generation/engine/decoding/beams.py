@@ -148,7 +148,7 @@ class BeamStrategy(DecodingStrategy):
         self.criteria = criteria
         self._request = request
         self._next_seq_id = next_seq_id
-        # Extensions per beam that a step looks at: enough to go on, whichever of them end their beam.
+        # Extensions per beam that a step considers: enough to go on, whichever of them end their beam.
         self.candidates_per_beam = max(2, 1 + criteria.num_eos)
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
@@ -166,13 +166,13 @@ class BeamStrategy(DecodingStrategy):
         """Return the hypotheses, best first. Open beams end by `reason`; None: they do not count."""
 
     def end(self, reason: FinishReason) -> list[Emission]:
-        """See DecodingStrategy. max_time returns the best so far; of a request that is cut off nothing was emitted."""
+        """See DecodingStrategy. max_time returns the best so far; a request that is cut off has emitted nothing."""
         if reason is FinishReason.MAX_TIME:
             return self.emissions(self.ranking(reason))
         return [Emission(index, (), (), SequenceFinish(index, reason, 0)) for index in self._returned]
 
     def emissions(self, ranking: list[Hypothesis]) -> list[Emission]:
-        """Return the final emissions. Where fewer sequences were found than asked for, the best are returned again."""
+        """Return the final emissions. If fewer sequences were found than requested, the best are returned again."""
         found = [ranking[index % len(ranking)] for index in self._returned]
         return [
             Emission(
@@ -195,7 +195,7 @@ class BeamStrategy(DecodingStrategy):
         return list(islice(merge(*by_beam, key=_BY_KEY, reverse=True), count))
 
     def stop_of(self, extension: Extension) -> Stop | None:
-        """Return the end that the extension would bring to its beam, if any."""
+        """Return the end that the extension would cause for its beam, if any."""
         beam = extension.beam
         return self.criteria.check_candidate(beam.sequence, extension.token_id, beam.stop)
 
@@ -219,7 +219,7 @@ class BeamStrategy(DecodingStrategy):
                 decision.forks.append((parent.sequence, child))
                 grown.append(Beam(child, extension.score, parent.stop.copy(), known, tensors, place))
             else:
-                # It takes over the stop state as well, which is advanced only below, when all copies are made.
+                # It takes over the stop state as well: that is advanced only below, after all copies.
                 going.add(parent)
                 grown.append(Beam(parent.sequence, extension.score, parent.stop, known, tensors, place))
         decision.dropped += [beam.sequence for beam in beams if beam not in going]
@@ -231,7 +231,7 @@ class BeamStrategy(DecodingStrategy):
     def close(self, hypotheses: Hypotheses, beam: Beam, reason: FinishReason) -> None:
         """Add an open beam as ended with its last token.
 
-        LENGTH is for a beam that has no token left: a whole path of the request's trie is CONSTRAINT_DONE all the same.
+        LENGTH is for a beam without a possible token; with a whole path of the request's trie it is CONSTRAINT_DONE.
         """
         if reason is FinishReason.LENGTH and beam.output in (self._request.params.allowed_token_trie or ()):
             reason = FinishReason.CONSTRAINT_DONE

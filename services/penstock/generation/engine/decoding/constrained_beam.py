@@ -1,4 +1,4 @@
-"""Constrained beam search: sequences that must hold given phrases, as in transformers 4.41.1."""
+"""Constrained beam search: sequences that must contain given phrases, as in transformers 4.41.1."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Choice:
     """An extension that may go on."""
 
     extension: Extension
-    # Progress with it, which decides the bank that it is ranked in.
+    # Progress with it; the bank that it is ranked in follows from this.
     progress: Progress
 
 
@@ -51,7 +51,7 @@ class ConstrainedBeamSearch(BeamStrategy):
         self._most = criteria.max_output_tokens
         self._hypotheses = Hypotheses(self._num_beams, self.options, self._most)
         self._start = Progress.start(tuple(map(Constraint, self.options.constraints)))
-        # transformers looks at the whole sequence: constraints that the prompt meets are met.
+        # transformers checks the whole sequence: constraints that the prompt meets are met.
         for token_id in request.prompt_token_ids:
             if self._start.is_complete:
                 break
@@ -157,7 +157,7 @@ class ConstrainedBeamSearch(BeamStrategy):
         return advances
 
     def _end_of(self, extension: Extension) -> Stop | None:
-        """Return the end that the extension brings, other than by its length."""
+        """Return the end that the extension causes, apart from its length."""
         stop = self.stop_of(extension)
         return None if stop is not None and stop.reason is FinishReason.LENGTH else stop
 

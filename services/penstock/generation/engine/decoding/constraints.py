@@ -1,7 +1,7 @@
 """Lexical constraints of constrained beam search, and the progress of a sequence in them.
 
 They follow transformers 4.41.1's PhrasalConstraint, DisjunctiveConstraint and ConstraintListState (Anderson et al.
-2017, Post and Vilar 2018): one constraint is worked on at a time, and a token that breaks it off sets it back to its
+2017, Post and Vilar 2018): one constraint is in progress at a time, and a token that does not fit resets it to its
 beginning.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Token -> trie of what may follow; an empty one is the end of an alternative.
+# Token -> trie of the tokens that may follow; an empty one is the end of an alternative.
 _Trie = dict[int, "_Trie"]
 
 
@@ -27,7 +27,7 @@ class Constraint:
                 level = level.setdefault(token_id, {})
 
     def following(self, path: tuple[int, ...]) -> _Trie:
-        """Return what may follow `path`, the beginning of an alternative."""
+        """Return the trie of tokens that may follow `path`, the beginning of an alternative."""
         level = self._root
         for token_id in path:
             level = level[token_id]
@@ -35,7 +35,7 @@ class Constraint:
 
 
 class _Active(NamedTuple):
-    """The constraint that is worked on, and its tokens so far."""
+    """The constraint in progress, and its tokens so far."""
 
     number: int
     path: tuple[int, ...]
@@ -46,7 +46,7 @@ class Progress:
     """Progress of one sequence in the constraints."""
 
     constraints: tuple[Constraint, ...]
-    # Indices of constraints that are not begun, in the order in which they are tried.
+    # Indices of constraints that have not begun, in the order of trial.
     pending: tuple[int, ...]
     active: _Active | None = None
     num_complete: int = 0
@@ -67,7 +67,7 @@ class Progress:
         tallest = max(constraint.height for constraint in self.constraints)
         bank = self.num_complete * tallest
         if self.active is not None:
-            # As in transformers: a constraint that is worked on counts in proportion to what it lacks.
+            # As in transformers: a constraint in progress counts in proportion to its missing tokens.
             bank += tallest - (self.constraints[self.active.number].height - len(self.active.path))
         return bank
 
@@ -89,7 +89,7 @@ class Progress:
     def advances(self) -> Iterator[tuple[int, Progress]]:
         """Yield each advancing token, and its progress as transformers counts it.
 
-        That is `add` of the token, except in an alternative that branches while it is worked on. There copies of
+        That is `add` of the token, except in an alternative that branches while it is in progress. There copies of
         transformers' state share their list of tokens, so that a later branch is appended to an earlier one and does
         not count as progress.
         """

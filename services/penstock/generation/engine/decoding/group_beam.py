@@ -1,7 +1,7 @@
 """Group (diverse) beam search (Vijayakumar et al. 2016), as transformers 4.41.1's `_group_beam_search`.
 
-Groups search beside each other. At every position a group is penalised for the tokens that the groups before it chose
-there. So group g draws a position one step after group g - 1: the groups run staggered, all of them in every step.
+Groups search in parallel. At every position a group is penalised for the tokens that earlier groups chose there. So
+group g draws a position one step after group g - 1: the groups run staggered, all of them in every step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GroupBeamSearch(BeamStrategy):
         ]
         eos = request.params.eos_token_ids
         pad = self.options.pad_token_id
-        # Stands for a finished group. Without an end id, and without a pad id, it counts as no token.
+        # Stands for a finished group. Without an end id and a pad id such a group counts as no token.
         self._padding = (pad if pad is not None else eos[0],) * self._size if eos or pad is not None else ()
         self._group_of: dict[Sequence, _Group] = {}
 
@@ -98,7 +98,7 @@ class GroupBeamSearch(BeamStrategy):
         return sorted(found, key=_BY_SCORE)[::-1]
 
     def _may_move(self, index: int) -> bool:
-        """True when the groups before it have chosen at the position after the one that it has drawn."""
+        """True when earlier groups have chosen at the position after the one that it has drawn."""
         following = len(self._groups[index].chosen) + 1
         return all(before.is_over or len(before.chosen) > following for before in self._groups[:index])
 
@@ -135,7 +135,7 @@ class GroupBeamSearch(BeamStrategy):
             self._group_of[beam.sequence] = group
 
     def _choose(self, group: _Group, ranked: list[Extension]) -> list[Extension]:
-        """Return the extensions that go on, best first. An ended one of the first becomes a hypothesis."""
+        """Return the extensions that go on, best first. Ended ones of the first become hypotheses."""
         running: list[Extension] = []
         for place, extension in enumerate(ranked):
             stop = self.stop_of(extension)

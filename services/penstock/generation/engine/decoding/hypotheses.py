@@ -1,4 +1,4 @@
-"""Best ended sequences of a beam search: they are returned in the end, and decide whether to go on."""
+"""Best ended sequences of a beam search: they are returned at the end, and decide whether the search goes on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Hypothesis:
 
 
 def length_normalised(score: float, length: int, penalty: float) -> float:
-    """Return score / length ** penalty, also where the power is beyond a float."""
+    """Return score / length ** penalty, even if the power is beyond a float."""
     try:
         divisor = math.pow(length, penalty)
     except OverflowError:
@@ -68,7 +68,7 @@ class Hypotheses:
         logprobs: tuple[PositionLogprobs, ...] = (),
         tensors: tuple[StepTensors | None, ...] = (),
     ) -> None:
-        """Add a sequence with the sum of its scores, `total`; the worst one makes room."""
+        """Add a sequence with the sum of its scores, `total`; the worst one is dropped."""
         score = length_normalised(total, max(len(token_ids), 1), self._options.length_penalty)
         self._best.append(Hypothesis(token_ids, score, stop, logprobs, tensors))
         self._best.sort(key=lambda one: one.score, reverse=True)

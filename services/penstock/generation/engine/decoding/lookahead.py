@@ -1,14 +1,14 @@
 """Drafts of a sequence from guesses that every step corrects: lookahead without rows of its own.
 
-Lookahead decoding (Fu et al. 2024) computes a window of guesses beside the sequence, in rows with a mask of their own,
-and verifies n-grams that earlier windows gave. Here the window is the drafts themselves (Jacobi decoding, Santilli et
-al. 2023): a step draws after every draft anyway, and what it draws after wrong ones are better guesses for the next
-step, since each sees what the guess before it has become. The n-grams that the guesses move along go into a pool as
-in lookahead decoding, and lead the drafts whenever the sequence comes to their first token.
+Lookahead decoding (Fu et al. 2024) computes a window of guesses in addition to the sequence, in rows with a mask of
+their own, and verifies n-grams from earlier windows. Here the window is the drafts themselves (Jacobi decoding,
+Santilli et al. 2023): a step draws after every draft anyway, and the draws after wrong drafts are better guesses for
+the next step, since each sees the corrected guess before it. The n-grams that the guesses form go into a pool as in
+lookahead decoding, and lead the drafts whenever the sequence comes to their first token.
 docs/learn/decisions/lookahead-as-drafts.md says why.
 
-Where tokens are sampled, the draw of a position is a function of the tokens before it (its uniform is that of seed and
-position), so the guesses move towards the sampled sequence just as they do towards the greedy one.
+With sampling, the draw of a position is a function of the tokens before it (its uniform is that of seed and position).
+So the guesses move towards the sampled sequence just as they do towards the greedy one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _Ids: TypeAlias = tuple[int, ...]
 
 
 class NgramPool:
-    """N-grams by their first token: of each the last few, of all first tokens the ones that were last met."""
+    """N-grams by their first token: the last few of each first token, and the most recently met first tokens."""
 
     def __init__(self, size: int, guesses: int) -> None:
-        """`size`: tokens of an n-gram. `guesses`: n-grams that are kept for each first token."""
+        """`size`: tokens of an n-gram. `guesses`: n-grams to keep for each first token."""
         self._size = size
         self._guesses = guesses
         # First token -> the tokens after it, the newest last.
@@ -49,7 +49,8 @@ class NgramPool:
             del tails[next(iter(tails))]
 
     def after(self, first: int, guesses: Sequence[int]) -> _Ids:
-        """Return what may follow `first`: the tail that `guesses` agree with longest, of several the newest."""
+        """Return a likely continuation of `first`: the tail with the longest agreement with `guesses`, of several the
+        newest."""
         tails = self._tails.get(first)
         if not tails:
             return ()

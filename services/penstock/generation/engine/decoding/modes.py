@@ -33,14 +33,14 @@ class ModeRegistry:
     """Specs of decoding modes by the type of their options. An engine has one registry, which never changes."""
 
     def __init__(self, specs: Iterable[ModeSpec]) -> None:
-        """Take `specs`; of two for the same options the later counts."""
+        """Take `specs`; a later spec replaces an earlier one for the same options."""
         self._specs: dict[type[DecodingMode], ModeSpec] = {spec.options: spec for spec in specs}
 
     def __iter__(self) -> Iterator[ModeSpec]:
         return iter(self._specs.values())
 
     def with_spec(self, spec: ModeSpec) -> ModeRegistry:
-        """Return a registry that has `spec` as well."""
+        """Return a registry with `spec` added."""
         return ModeRegistry((*self._specs.values(), spec))
 
     def named(self, name: str, sizes: Mapping[str, float]) -> DecodingMode:
@@ -71,7 +71,7 @@ class ModeRegistry:
         )
 
     def most_sequences(self, params: SamplingParams) -> int:
-        """Return the most sequences of a request that are alive at once."""
+        """Return the most sequences of a request alive at once."""
         return self.of(params).most_sequences(params)
 
     def blocks_needed(

@@ -35,7 +35,7 @@ class DolaOptions(DecodingMode):
     """Options of DoLa (Chuang et al. 2023): the layers with early exits to contrast with the last one, by number."""
 
     early_exits: tuple[int, ...] = ()
-    # The contrast leaves few tokens, so that ordinary options often forbid them all: transformers' argmax gives id 0.
+    # The contrast leaves few tokens, and ordinary options often forbid all of them: transformers' argmax gives id 0.
     last_resort = 0
     uses = frozenset({Scope.DOLA})
 
@@ -105,7 +105,7 @@ class ParallelSampling(DecodingStrategy):
         return [Emission(sequence.index, (), (), self._finish(track, stop)) for sequence, track in self._tracks.items()]
 
     def _append(self, track: Track, token: SampledToken) -> Stop | None:
-        """Append a drawn token. Return the end that it brings to the sequence, if any."""
+        """Append a drawn token. Return the end that it causes, if any."""
         track.append(token.token_id)
         if track.cumulative_logprob is not None and token.logprob is not None:
             track.cumulative_logprob += token.logprob
@@ -138,7 +138,7 @@ class ParallelSampling(DecodingStrategy):
         return Track(sequence, self._criteria.new_state(), None if request.params.top_logprobs is None else 0.0)
 
     def _replay(self, track: Track, resumed: list[int]) -> Stop | None:
-        """Append tokens of an earlier attempt, through the same criteria. Return the end that they bring, if any."""
+        """Append tokens of an earlier attempt, through the same criteria. Return the end that they cause, if any."""
         stop = None
         for token_id in resumed:
             if stop is not None:
@@ -165,7 +165,7 @@ class ParallelSampling(DecodingStrategy):
 
 def _emission(index: int, tokens: tuple[SampledToken, ...], finish: SequenceFinish | None) -> Emission:
     if len(tokens) == 1:
-        # Nearly every emission is of one token: written out, it costs a third.
+        # Nearly every emission is of one token: written out, it takes a third of the time.
         (token,) = tokens
         logprobs = () if token.logprobs is None else (token.logprobs,)
         return Emission(index, (token.token_id,), logprobs, finish, () if token.tensors is None else (token.tensors,))

@@ -19,9 +19,9 @@ _NODE_BITS = 32
 class NgramIndex:
     """Index of the first end of every n-gram in a growing list of tokens, for n up to `max_ngram_size`.
 
-    It is a tree over the n-grams read backwards, in which a path grows only while it tells occurrences apart: text
-    without repetitions takes one node per token whatever the size of the n-grams. Adding a token costs one look-up per
-    token of the longest n-gram that occurs again, at most `max_ngram_size`, however long the text is.
+    It is a tree over the n-grams read backwards. A path grows only while it tells occurrences apart: text without
+    repetitions takes one node per token for any size of n-grams. Adding a token costs one look-up per token of the
+    longest n-gram that occurs again, at most `max_ngram_size`, for a text of any length.
     """
 
     max_ngram_size: int
@@ -30,13 +30,13 @@ class NgramIndex:
     _children: dict[int, int] = field(default_factory=dict)
     # Node -> end (exclusive) of the first occurrence of its n-gram.
     _ends: list[int] = field(default_factory=lambda: [0])
-    # Node -> 1 when its first occurrence was extended one token back, which is done once there is a second one.
+    # Node -> 1 when its first occurrence was extended one token back; that happens when a second one appears.
     _is_split: bytearray = field(default_factory=lambda: bytearray(b"\1"))
     # Earlier end of the longest n-gram at the end of the text that occurred before; 0: there is none.
     _match_end: int = 0
 
     def copy(self) -> NgramIndex:
-        """Return an independent index for a text that goes on in another way."""
+        """Return an independent index for a text that continues differently."""
         return NgramIndex(
             self.max_ngram_size,
             self.num_tokens,

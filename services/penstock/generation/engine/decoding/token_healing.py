@@ -1,9 +1,9 @@
-"""Token healing: the prompt's last token is drawn anew among those that begin with its text, then the request begins.
+"""Token healing: the prompt's last token is drawn again among those that begin with its text, then the request begins.
 
 As in transformers' heal_tokens (5.23), the draw is greedy and by the plain model, and favours the old token slightly.
 transformers only makes tokens with another text unlikely; here they are excluded, so that the prompt's text always
-stays. And a prompt is taken as it is: it is not decoded, stripped and encoded again, which would lose the special
-tokens of a chat.
+stays. The prompt itself is used unchanged: decoding, stripping and encoding it again would lose the special tokens of a
+chat.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FAVOUR = 1.0
 
 
 class TokenHealing(DecodingStrategy):
-    """First phase of one sequence, the prompt without its last token, from which the request's own strategy forks."""
+    """First phase of one sequence, the prompt without its last token; the request's own strategy forks from it."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class TokenHealing(DecodingStrategy):
         self._request = request
         self._healing = healing
         self._make = make
-        # Until the prompt is healed it finds the request's errors, and ends the request if it gets no further.
+        # Until the prompt is healed it finds the request's errors, and ends a request that gets no further.
         self._strategy = make(request)
         self._healer: Sequence | None = Sequence(
             seq_id=next_seq_id(),
@@ -65,7 +65,7 @@ class TokenHealing(DecodingStrategy):
         return self._strategy.width
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """See DecodingStrategy. Raises what the request's own strategy raises."""
+        """See DecodingStrategy. Raises the errors of the request's own strategy."""
         sequences, preset_events = self._strategy.start()
         return [self._healer] if sequences and self._healer is not None else [], preset_events
 

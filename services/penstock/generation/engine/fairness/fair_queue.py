@@ -14,22 +14,22 @@ from penstock.generation.engine.group_queue import GroupQueue
 class FairQueue:
     """Queue of groups and counters of their tenants. A tenant is a request's `fair_share_key`.
 
-    A tenant is charged when a group of its starts, by the expected cost, and the difference when that group is over.
+    A tenant is charged the expected cost when one of its groups starts, and the difference when that group is over.
     With one tenant the order is that of a GroupQueue.
     """
 
     def __init__(self, memory_seconds: float) -> None:
-        """`memory_seconds`: time for which a tenant counts as being there after its last request is over."""
+        """`memory_seconds`: time that a tenant still counts as present after its last request is over."""
         self._memory_seconds = memory_seconds
-        # Time of the step that is put together: the engine's, comparable with arrival times.
+        # Time of the step being put together, by the engine's clock, comparable with arrival times.
         self.now = float("-inf")
         self._queues: dict[str, GroupQueue] = {}
         self._order = FairOrder()
         self._num_groups = 0
-        # Groups of each tenant that are not over, waiting or not.
+        # Unfinished groups of each tenant, waiting or not.
         self._live: Counter[str] = Counter()
         self._charged: dict[SequenceGroup, int] = {}
-        # Tokens that wait, by tenant. Replaced, never changed: readers on other threads may keep it.
+        # Waiting tokens, by tenant. Replaced, never changed: readers on other threads may keep it.
         self.waiting_tokens: dict[str, float] = {}
         # Number of prompt tokens of all groups here, computed or not.
         self.prompt_tokens = 0
@@ -63,11 +63,11 @@ class FairQueue:
         self._add(group, is_new=True)
 
     def put_back(self, group: SequenceGroup) -> None:
-        """Take a group back to its place: it was preempted, or passed over."""
+        """Put a group back in its place: it was preempted, or passed over."""
         self._add(group, is_new=False)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Take `group` out. Raises KeyError when it is not in the queue."""
+        """Remove `group`. Raises KeyError when it is not in the queue."""
         tenant = group.request.fair_share_key
         queue = self._queues[tenant]
         queue.remove(group)
@@ -77,13 +77,13 @@ class FairQueue:
         self._count(group, -1)
 
     def charge(self, group: SequenceGroup) -> None:
-        """Charge the tenant of a group that starts; nothing when it started before."""
+        """Charge the tenant of a group that starts; do nothing if it started before."""
         if group not in self._charged:
             self._charged[group] = group.cost
             self._order.charge(group.request.fair_share_key, group.cost)
 
     def close(self, group: SequenceGroup, tokens: int) -> None:
-        """Note that a group is over, and in no queue; `tokens` is its prompt and all that it generated."""
+        """Note that a group is over and in no queue; `tokens` counts its prompt and its generated tokens."""
         tenant, charged = group.request.fair_share_key, self._charged.pop(group, None)
         if charged is not None:
             self._order.charge(tenant, tokens - charged)
@@ -103,7 +103,7 @@ class FairQueue:
         """True when several tenants have a request, or one has and another had one a short time ago."""
         if len(self._live) > 1:
             return True
-        # The only one there is, or none.
+        # The only tenant, or none.
         for tenant in self._live:
             return self.has_others(tenant)
         return False
@@ -116,7 +116,7 @@ class FairQueue:
         return other[1] >= max(self.now, self._last[1]) - self._memory_seconds
 
     def _remember(self, tenant: str, at: float) -> None:
-        """Note that a tenant was there at a time."""
+        """Note that a tenant was present at `time`."""
         at = max(at, self._last[1])
         if tenant != self._last[0]:
             self._last_other = self._last

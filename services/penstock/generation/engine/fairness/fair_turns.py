@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-# Weight of a shorter and of a longer light step in their mean: steps with a prompt are not what decoding takes.
+# Weights of a shorter and of a longer light step in their mean: steps with a prompt do not show the time of decoding.
 _SHORTER_WEIGHT, _LONGER_WEIGHT = 1 / 4, 1 / 32
 # A tenant is a crowd with more than this many times the running sequences, or blocks, of the others' mean.
 CROWD = 2.0
-# Most steps in a row in which crowds rest: they go on, however slow their steps are.
+# Most steps in a row in which crowds rest: then they go on, even if their steps are slow.
 _MOST_LIGHT_STEPS = 64
 
 
@@ -23,7 +23,7 @@ class FairTurns:
     def __init__(self, slowdown: float) -> None:
         """`slowdown` 0: nobody ever rests."""
         self._slowdown = slowdown
-        # Time of light steps, of the shorter ones rather; 0: there was none.
+        # Mean time of light steps, with more weight on the shorter ones; 0: there was none.
         self._light_seconds = 0.0
         self._light_steps_left = 0
 
@@ -40,7 +40,7 @@ class FairTurns:
     def stepped(self, seconds: float, least_step_seconds: float, *, is_light: bool) -> None:
         """Take the time of a step; `is_light`: a crowd did rest in it.
 
-        `least_step_seconds` is taken for a light step's time before there was one.
+        `least_step_seconds` stands for a light step's time before there was one.
         """
         if is_light:
             known = self._light_seconds or least_step_seconds or seconds

@@ -1,4 +1,4 @@
-"""Choice of the running group that gives way where blocks are short: the one place where a victim is chosen."""
+"""Choice of the running group to preempt when blocks are short: the one place that chooses a victim."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 class Victims:
     """Chooser of victims among the running groups of one scheduler.
 
-    The first group of all never gives way, so that something always ends.
+    The first group of all is never preempted, so that some group always ends.
     """
 
     def __init__(self, running: GroupQueue, waiting: FairQueue) -> None:
-        """Make it for the scheduler's queues; it changes neither."""
+        """The queues are the scheduler's; this object changes neither."""
         self._running = running
         self._waiting = waiting
 
     def victim(self) -> SequenceGroup:
-        """Return the group that gives way to a running one that needs a block; it may be that one itself.
+        """Return the group to preempt for a running one that needs a block; it may be that one itself.
 
         It is the last of a crowd, else the last of all.
         """
@@ -33,12 +33,12 @@ class Victims:
         return crowd[-1] if crowd else self._running.last
 
     def victim_for(self, group: SequenceGroup) -> SequenceGroup | None:
-        """Return the group that gives way to a waiting one: the last of another tenant's crowd. None: nobody does."""
+        """Return the group to preempt for a waiting one: the last of another tenant's crowd. None: there is none."""
         crowd, _ = self._crowd()
         return crowd[-1] if crowd and _tenant(crowd[0]) != _tenant(group) else None
 
     def blocks_for(self, group: SequenceGroup) -> int:
-        """Return the blocks that a waiting group can get so."""
+        """Return the number of blocks that a waiting group can get from victims."""
         crowd, blocks = self._crowd()
         return blocks if crowd and _tenant(crowd[0]) != _tenant(group) else 0
 

@@ -13,8 +13,8 @@ _BLOCK = 64
 class Candidates:
     """The C highest scores of R rows, by (score descending, id ascending).
 
-    Tokens that are not among a row's candidates score at most its last candidate. So a set {score >= t} lies wholly
-    in the candidates whenever t > the last one, or the candidates are the whole vocabulary (`is_complete`).
+    Tokens outside a row's candidates score at most its last candidate. So all of a set {score >= t} is among the
+    candidates whenever t > the last one, or the candidates are the whole vocabulary (`is_complete`).
     """
 
     scores_RC: torch.Tensor
@@ -51,7 +51,7 @@ def _best_blocks(scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> t
         maxima_NB = torch.cat([maxima_NB, scores_NV[:, -rest:].amax(-1, keepdim=True)], dim=1)
     blocks_RC = maxima_NB.index_select(0, rows_R).topk(count, dim=-1, sorted=False).indices
     starts_RC = (blocks_RC * _BLOCK).clamp_(max=vocab_size - _BLOCK)
-    # Every place of the flat scores starts a window; a block is one row of this view, and no copy of the whole is made.
+    # Every place of the flat scores starts a window; a block is one row of this view, without a copy of the whole.
     windows = scores_NV.view(-1).as_strided((scores_NV.numel() - _BLOCK + 1, _BLOCK), (1, 1))
     picked = windows.index_select(0, (starts_RC + rows_R[:, None] * vocab_size).flatten())
     picked_RCW = picked.view(*starts_RC.shape, _BLOCK)

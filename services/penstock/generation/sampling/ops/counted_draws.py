@@ -1,11 +1,11 @@
-"""Counter-based uniforms: the draw of (seed, position) is a pure function of the two, whatever the batch or process.
+"""Counter-based uniforms: the draw of (seed, position) is a pure function of the two, in any batch or process.
 
     mix(z)     = splitmix64's finaliser
     key        = mix(seed + GOLDEN)                       one stream per seed, so that near seeds share nothing
     u(seed, p) = (mix(key + GOLDEN * (p + 1)) >> 11) / 2**53
 
-That is the stream TOKEN, which tokens are drawn with. Whatever else takes a uniform has a stream of its own (`Stream`),
-with this key in place of the sequence's, where no position comes:
+That is the stream TOKEN for drawing tokens. Every other use of a uniform has a stream of its own (`Stream`), with this
+key in place of the sequence's:
 
     key(stream)        = mix(key - GOLDEN * stream)
 
@@ -38,8 +38,8 @@ _ONE, _MANTISSA_SHIFT = np.uint64(1), np.uint64(11)
 class Stream(enum.IntEnum):
     """Register of a sequence's streams: one name for each use of a uniform, so that no two uses draw the same number.
 
-    A number is a promise, like that of a proto field: it is never changed or used again. Gumbel noise has a uniform per
-    token id, which begin at TOKEN's word of a position (`token_stream`).
+    A number is a promise, like that of a proto field: it is never changed or reused. Gumbel noise has a uniform per
+    token id; these begin at TOKEN's word of a position (`token_stream`).
     """
 
     # The draw of a token.
@@ -96,7 +96,7 @@ def draw_from_candidates(
     weights_RC: torch.Tensor, ids_RC: torch.Tensor, uniforms_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Places (R) in the candidates, drawn with probability proportional to `weights_RC` (fp64, 0 = dropped), and a bool
-    for each row (R, 1): False where its weights do not sum to a number, and the place means nothing.
+    for each row (R, 1): False if its weights do not sum to a number; the place is then meaningless.
     """
     order_RC = ids_RC.argsort(dim=-1)
     cumulative_RC = weights_RC.gather(1, order_RC).cumsum(-1)
@@ -138,7 +138,7 @@ def _targets(cumulative_RC: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Ten
 def _invert(cumulative_RC: torch.Tensor, targets_R1: torch.Tensor) -> torch.Tensor:
     """First place (R, 1) with a cumulative weight above the target: never one of weight 0.
 
-    Where rounding leaves the target at or above the last sum, it is the last place that has a weight.
+    If rounding leaves the target at or above the last sum, it is the last place with a weight.
     """
     places_R1 = (cumulative_RC <= targets_R1).sum(-1, keepdim=True)
     return torch.minimum(places_R1, (cumulative_RC < cumulative_RC[:, -1:]).sum(-1, keepdim=True))

@@ -53,8 +53,8 @@ def are_green(
 ) -> list[bool]:
     """Tell for each (context, id) whether the id is green under selfhash. `search` None: `in_head`.
 
-    Nearly every token has a list of its own. So only the answers are kept, and only the one id is followed through the
-    permutation.
+    Nearly every token has a list of its own. So only the answers are cached, and only the one id is followed through
+    the permutation.
     """
     count = num_green(vocab_size, options)
     asked = [(vocab_size, count, _seed(options, context), token_id) for context, token_id in pairs]

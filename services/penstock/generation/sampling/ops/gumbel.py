@@ -1,8 +1,8 @@
-"""Gumbel noise that depends on nothing but (seed, position, slot, token id).
+"""Gumbel noise that depends only on (seed, position, slot, token id).
 
 The k highest of score + Gumbel noise are k draws without replacement with probabilities softmax(score), in the order
 drawn (Kool, van Hoof, Welling, "Stochastic Beams and Where to Find Them", ICML 2019). With the slot of its beam in
-the noise, that holds for the tokens of several beams taken together, whatever is added to all scores of a beam.
+the noise, that holds for the tokens of several beams together, for any number added to all scores of a beam.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.generation.sampling.ops.counted_draws import uniforms
 # Ids and the keys that they are ranked by, best first.
 Ranked = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 
-# Noise is made for every token, unless fewer than one in this many is left.
+# Noise is made for every token, unless fewer than one in this many remain.
 _FEW = 8
 # At most this many keys are sorted as a whole.
 _SORTED_WHOLE = 2048

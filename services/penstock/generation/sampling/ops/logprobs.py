@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from penstock.generation.sampling.ops.candidates import Candidates
 
-# More than the API allows to ask for, and the same for every row: the choice among equal scores must not depend on the
-# number that other rows of the batch ask for.
+# More than the API allows, and the same for every row: the choice among equal scores must not depend on the number that
+# other rows of the batch request.
 LISTED = 32
 
 
@@ -24,10 +24,10 @@ def position_logprobs(
 ) -> list[PositionLogprobs]:
     """Return the chosen token and the `num_top[r]` most likely ones of each row.
 
-    Natural log of the softmax of `scores_RV`, which need not be normalised; -inf marks tokens that a processor
-    removed, and these are never listed, so `top` is shorter where fewer survived. A rank is 1 + the number of
-    strictly more likely tokens. `chosen_R` holds places in the row; `ids_RV` maps places to token ids, None: they are
-    the ids.
+    They are the natural log of the softmax of `scores_RV`, which need not be normalised. -inf marks tokens that a
+    processor removed; these are never listed, so `top` is shorter if fewer survived. A rank is 1 + the number of
+    strictly more likely tokens. `chosen_R` holds places in the row; `ids_RV` maps places to token ids, None: the places
+    are the ids.
     """
     chosen_R1 = chosen_R[:, None]
     all_rows = torch.arange(len(scores_RV), device=scores_RV.device)

@@ -24,7 +24,7 @@ def id_array(ids: Iterable[int]) -> npt.NDArray[np.int64]:
 class Places:
     """Tokens of rows: (row, id) pairs without ids beyond the vocabulary.
 
-    A checkpoint may name ids beyond its output layer; these cannot be drawn in any case.
+    A checkpoint may name ids beyond its output layer; these can never be drawn.
     """
 
     def __init__(self, rows: Seq[int], ids: Seq[npt.NDArray[np.int64]], device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Places:
 
 
 def only(scores_V: torch.Tensor, ids_A: torch.Tensor) -> None:
-    """Set every score of one row to -inf, in place, but for these tokens."""
+    """Set every score of one row to -inf, in place, except those of these tokens."""
     kept_A = scores_V[ids_A]
     scores_V.fill_(-torch.inf)
     scores_V[ids_A] = kept_A

@@ -37,7 +37,7 @@ def g_values(
     """Yield the g values (C; zeros and ones, fp32) of the tokens `ids_C` (int64), layer by layer.
 
     `flips` are `coin_flips` of the options; `hashed` is the hash of the context, one of all tokens or one of each (C).
-    One layer at a time: those of a whole vocabulary would not stay in the processor's cache together.
+    One layer at a time: all layers of a whole vocabulary would not fit the processor's cache together.
     """
     size = options.sampling_table_size
     # int64 wraps as torch's does in transformers.
@@ -50,7 +50,8 @@ def g_values(
 
 
 def tournament(probs_C: torch.Tensor, layers: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the probabilities after all layers: in each a token with a 1 gains what those with a 0 lose."""
+    """Return the probabilities after all layers: in each, tokens with a 1 gain the probability that those with a 0
+    lose."""
     for g_C in layers:
         mass = torch.dot(g_C, probs_C)
         probs_C = probs_C * g_C.add_(1.0).sub_(mass)
@@ -58,11 +59,11 @@ def tournament(probs_C: torch.Tensor, layers: Iterable[torch.Tensor]) -> torch.T
 
 
 def coin_flips(options: SynthIdOptions) -> torch.Tensor:
-    """Return the table (uint8) of a request: a byte an entry, nine while it is made."""
+    """Return the table (uint8) of a request: a byte per entry, nine while it is made."""
     return _table(options.sampling_table_seed, options.sampling_table_size)
 
 
-# Most requests have the same. One that has another keeps it: a large one takes milliseconds to make.
+# Most requests have the same table. A request with another one keeps it: a large one takes milliseconds to make.
 @lru_cache(maxsize=4)
 def _table(seed: int, size: int) -> torch.Tensor:
     # torch.Generator() itself needs modules of torch that this process may have left unloaded (startup/preload.py).

@@ -1,7 +1,7 @@
-"""Processors in the order they run: one option each, over the rows of a batch that use it.
+"""Processors in running order: one option each, over the rows of a batch that use it.
 
-Order of transformers 5.x, with Hamming diversity where 4.41 had it. OpenAI's penalties and logit_bias stand where
-custom processors go there: after its own processors and before the WARP stage, transformers' warpers.
+The order is that of transformers 5.x, with Hamming diversity where 4.41 had it. OpenAI's penalties and logit_bias take
+the place of custom processors there: after its own processors and before the WARP stage, transformers' warpers.
 """
 
 from __future__ import annotations

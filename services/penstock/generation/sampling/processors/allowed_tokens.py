@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class AllowedTokens(Processor):
     """`allowed_token_ids`: everything else is removed, at every position.
 
-    Where earlier processors left none of the allowed tokens, these get a score of 0 all the same, as in transformers'
+    If earlier processors left none of the allowed tokens, these get a score of 0 all the same, as in transformers'
     PrefixConstrainedLogitsProcessor: under beams only when no beam of the request can go on, and never in group beam
-    search, which 5.x does not have and where 4.41.1 did not.
+    search: 5.x does not have it, and 4.41.1 did not do so there.
     """
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
@@ -49,8 +49,8 @@ class AllowedTokens(Processor):
 
 
 class TrieNode:
-    """A place in the trie of one request: the paths that begin alike. Children are made when an output comes here,
-    since a request may bring tens of thousands of ids and its outputs see few of them."""
+    """A place in the trie of one request: paths with the same beginning. Children are made when an output comes here:
+    a request may have tens of thousands of ids, and its outputs see few of them."""
 
     __slots__ = ("_allowed_A", "_children", "_depth", "_paths")
 
@@ -139,7 +139,7 @@ def _keep_only(scores_NV: torch.Tensor, rows: Seq[int], states: Seq[RowState], a
     alive: set[int] = set()
     dead: list[tuple[int, torch.Tensor, RowState]] = []
     for row, ids_A, state in zip(rows, allowed, states, strict=True):
-        # The ids are ascending and seldom beyond the vocabulary; there are many, and each row looks through them once.
+        # The ids are ascending and seldom beyond the vocabulary; there are many, and each row reads them once.
         kept_A = ids_A if len(ids_A) and ids_A[-1] < scores_NV.shape[1] else ids_A[ids_A < scores_NV.shape[1]]
         only(scores_NV[row], kept_A)
         if float(scores_NV[row].amax()) == -torch.inf:

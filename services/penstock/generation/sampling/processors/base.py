@@ -1,4 +1,4 @@
-"""The contract of processors: what an option does to the scores that a token is drawn from.
+"""The contract of processors: the effect of an option on the scores that a token is drawn from.
 
 Shapes: N rows of the batch (one per sequence that draws), R rows of a selection, V vocabulary.
 """
@@ -26,11 +26,11 @@ LARGEST_SCORE = 1e8
 
 
 class Stage(enum.Enum):
-    """Place of a processor in a step. They run in this order; within a stage, in that of PROCESSORS."""
+    """Place of a processor in a step. Stages run in this order; processors of a stage in that of PROCESSORS."""
 
     # Every row, before the grammar's masks.
     SCORES = 1
-    # Sampled rows, after the masks: what transformers calls a warper. Greedy rows have none of them, as there.
+    # Sampled rows, after the masks: transformers' warpers. Greedy rows have none, as there.
     WARP = 2
     # Every row, after the warpers.
     LATE = 3
@@ -58,11 +58,11 @@ class Processor(ABC):
     """
 
     stage: ClassVar[Stage] = Stage.SCORES
-    # True: differences between a row's scores stay, and with them each choice, draw and log-probability. A LATE
-    # processor of this kind is left out where a token is drawn.
+    # True: it keeps the differences between a row's scores, and so each choice, draw and log-probability. A LATE
+    # processor of this kind is left out when a token is drawn.
     keeps_odds: ClassVar[bool] = False
-    # True (of WARP only): the draw does its work without the warped vocabulary. Every batch has it, made of all sampled
-    # rows with a neutral value where it is off. A row that wants another warper is drawn from its warped vocabulary.
+    # True (WARP only): the draw does its work without the warped vocabulary. Every batch has it, for all sampled rows,
+    # with a neutral value if it is off. A row that wants another warper is drawn from its warped vocabulary.
     is_in_draw: ClassVar[bool] = False
 
     @staticmethod
@@ -82,20 +82,20 @@ class Processor(ABC):
 
     @abstractmethod
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        """Take the batch rows that want the processor (all sampled rows, where it is in the draw), and their states in
-        the same order."""
+        """Take the batch rows that want the processor (all sampled rows, if it is in the draw), and their states in the
+        same order."""
 
     @abstractmethod
     def apply(self, scores_RV: torch.Tensor, context: DrawContext) -> None:
         """Change the wanting rows of the scores (fp32, contiguous) in place.
 
-        SCORES and LATE get all rows of the batch, under their numbers. WARP gets a few of the sampled rows at a time:
+        SCORES and LATE get all rows of the batch, by number. WARP gets a few of the sampled rows at a time:
         `context.picked` finds the wanting ones among them.
         """
 
 
 def params_by_row(rows: Seq[int], states: Seq[RowState]) -> list[tuple[int, SamplingParams]]:
-    """Return (row, its options) of the rows that a processor is made of."""
+    """Return (row, its options) of a processor's rows."""
     return [(row, state.sequence.params) for row, state in zip(rows, states, strict=True)]
 
 

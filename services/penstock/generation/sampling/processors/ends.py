@@ -1,4 +1,4 @@
-"""The beginning and the end of an output: forced first and last tokens, a least length, an end that becomes more
+"""The beginning and the end of an output: forced first and last tokens, a minimum length, an end that becomes more
 likely."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class ForcedBos(Processor):
-    """transformers' ForcedBOSTokenLogitsProcessor: the second of all ids, which follows a prompt of one token, or the
-    first output token where the prompt has embeddings and no ids."""
+    """transformers' ForcedBOSTokenLogitsProcessor: forces the second of all ids, after a prompt of one token, or the
+    first output token after a prompt of embeddings without ids."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         # A prompt of more ids never has a total of one.
@@ -43,7 +43,7 @@ class ForcedBos(Processor):
 
 
 class ForcedEos(Processor):
-    """transformers' ForcedEOSTokenLogitsProcessor: the last token that the output has room for."""
+    """transformers' ForcedEOSTokenLogitsProcessor: forces the last token that the output has room for."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = [(row, state.sequence.params) for row, state in zip(rows, states, strict=True)]

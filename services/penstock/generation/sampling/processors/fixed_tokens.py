@@ -40,8 +40,8 @@ class SuppressTokens(Processor):
 
 
 class BeginSuppressTokens(Processor):
-    """transformers' SuppressTokensAtBeginLogitsProcessor: -inf for the first output token; where forced_bos makes the
-    second of a prompt of one id or none, for the second."""
+    """transformers' SuppressTokensAtBeginLogitsProcessor: -inf for the first output token, or for the second one when
+    forced_bos makes the first, after a prompt of one id or none."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = rows

@@ -1,4 +1,4 @@
-"""Penalties on tokens that were seen before, or chosen by other groups of beams."""
+"""Penalties on tokens seen before, or chosen by other groups of beams."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _within_range(penalties: Iterable[float]) -> npt.NDArray[np.float32]:
 def _places(
     rows: npt.NDArray[np.int64], tokens: Seq[TokenCounts | PromptIds], vocab_size: int
 ) -> tuple[npt.NDArray[np.int64], list[int]]:
-    """Return the places in the flattened scores of every row's distinct tokens (no place twice), and their number per
+    """Return the places of every row's distinct tokens in the flattened scores (no place twice), and their number per
     row."""
     lengths = [len(some.ids) for some in tokens]
     places_E = np.concatenate([some.ids for some in tokens])

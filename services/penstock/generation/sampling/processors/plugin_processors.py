@@ -21,10 +21,10 @@ _FIELD = "config.logits_processor"
 
 
 class PluginProcessors(Processor):
-    """`logits_processor`: transformers' argument of that name, row by row and where it stands there.
+    """`logits_processor`: transformers' argument of that name, row by row and in the same place.
 
-    One that raises, or answers with anything but finite scores and -inf, leaves its row as it is and sets the request's
-    error: the engine ends that request alone.
+    When a plugin raises, or returns anything but finite scores and -inf, its row stays unchanged and the request's
+    error is set: the engine ends only that request.
     """
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
@@ -48,7 +48,7 @@ class PluginProcessors(Processor):
 
 
 class AllowingPlugins(PluginProcessors):
-    """`prefix_allowed_tokens_fn` of a caller in this process, which stands elsewhere than other processors."""
+    """`prefix_allowed_tokens_fn` of a caller in this process; it has another place than other processors."""
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
@@ -62,7 +62,7 @@ class AllowingPlugins(PluginProcessors):
 def _processed(
     plugins: RequestPlugins, asked: tuple[Plugin, ...], field: str, ids_1T: torch.Tensor, scores_1V: torch.Tensor
 ) -> torch.Tensor:
-    """Return the row after all processors; as it was when one fails, which is noted in `plugins`."""
+    """Return the row after all processors; unchanged when one fails, and the failure is noted in `plugins`."""
     given_1V = scores_1V
     for name, call in asked:
         try:
@@ -74,7 +74,7 @@ def _processed(
         if wrong:
             plugins.error = plugin_failed(field, name, wrong)
             return scores_1V
-        # What is removed stays -inf.
+        # Removed tokens stay -inf.
         given_1V = torch.where(answer == -torch.inf, answer, answer.clamp(-LARGEST_SCORE, LARGEST_SCORE))
     return given_1V
 

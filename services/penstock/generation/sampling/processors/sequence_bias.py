@@ -74,8 +74,8 @@ class SequenceBias(Processor):
 
 
 class BadWords(Processor):
-    """transformers' NoBadWordsLogitsProcessor: the token that would complete a bad word is removed. An end-of-sequence
-    id alone is no bad word."""
+    """transformers' NoBadWordsLogitsProcessor: removes the token that would complete a bad word. An end-of-sequence id
+    alone is no bad word."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = _biases(rows, states, BadWords)

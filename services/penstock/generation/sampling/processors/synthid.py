@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ContextHistory(Tracker):
-    """Hashes of the newest contexts that an output was drawn after, and the context of the next draw."""
+    """Hashes of the newest contexts of an output's draws, and the context of the next draw."""
 
     __slots__ = ("_context", "_first", "_hashes", "_num_seen", "_options", "_times")
 
@@ -33,7 +33,7 @@ class ContextHistory(Tracker):
 
     @property
     def is_skipped(self) -> bool:
-        """True when the next token is left unmarked for want of a whole context."""
+        """True when the next token stays unmarked, since it has no whole context."""
         return self._options.skip_first_ngram_calls and self._num_seen + 1 < self._options.ngram_len
 
     @property
@@ -83,8 +83,8 @@ class ContextHistory(Tracker):
 class SynthId(Processor):
     """transformers' SynthIDTextWatermarkLogitsProcessor, after the warpers.
 
-    The state is each sequence's own, made of its output: under beams and drafts, too, where transformers' follows rows.
-    What other options removed stays removed; there it gets the lowest number of the type.
+    The state belongs to each sequence and follows from its output, also under beams and drafts, where transformers'
+    state follows rows. Tokens that other options removed stay removed; there they get the lowest number of the type.
     """
 
     stage = Stage.LATE

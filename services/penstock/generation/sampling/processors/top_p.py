@@ -29,7 +29,7 @@ class TopP(Processor):
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         params = [state.sequence.params for state in states]
-        # Infinity, not 1, where it is off: no sum, however rounded, reaches it.
+        # Infinity, not 1, if it is off: no rounded sum reaches it.
         self._values = [p.top_p if self.wants(p) else torch.inf for p in params]
         self._keep = [min_tokens_to_keep(p) for p in params]
         self.values_M1 = torch.tensor(self._values, dtype=torch.float64, device=device)[:, None]
@@ -58,7 +58,7 @@ def _drop_outside_nucleus(scores_V: torch.Tensor, top_p: float) -> None:
     probs_V = scores_V.softmax(-1)
     bins_V = (probs_V.view(torch.int32) >> 16).bitwise_and_(0x7FFF)
     sums_B = torch.bincount(bins_V, weights=probs_V.double()).flip(0).cumsum(0)
-    # Above 0, so that the most likely token is kept whatever top_p.
+    # Above 0, so that the most likely token is kept for any top_p.
     target = max(top_p * float(sums_B[-1]), 5e-324)
     reached = int((sums_B < target).sum())
     boundary = len(sums_B) - 1 - reached

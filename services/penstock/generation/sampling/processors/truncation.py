@@ -1,4 +1,4 @@
-"""WARP processors that cut the tail of a distribution in ways that the draw itself does not know."""
+"""WARP processors that cut the tail of a distribution and are not part of the draw itself."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class EtaCutoff(Processor):
 class TopNSigma(Processor):
     """Top-nσ (Tang et al. 2024) as in llama.cpp: drops scores more than n standard deviations below the highest.
 
-    The deviation is that of the row's finite scores, as a population, in fp64. What stays is the same at every
+    The deviation is that of the row's finite scores, as a population, in fp64. The same tokens stay at every
     temperature.
     """
 
@@ -94,7 +94,7 @@ def _entropy(scores_V: torch.Tensor) -> float:
 
 
 def _drop_less_likely(scores_V: torch.Tensor, lowest_logprob: float, params: SamplingParams) -> None:
-    """Drop tokens with log p below `lowest_logprob`, which is score < lowest_logprob + log(sum(exp(scores)))."""
+    """Drop tokens with log p below `lowest_logprob`, that is score < lowest_logprob + log(sum(exp(scores)))."""
     _drop_less(scores_V, scores_V.new_tensor(lowest_logprob + log_total(scores_V)), params)
 
 

@@ -30,7 +30,7 @@ class Watermark(Processor):
     stage = Stage.LATE
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        # Each with the length from which on its last tokens are a whole context of ids.
+        # Each with the length from which its last tokens are a whole context of ids.
         self._rows = [(row, state.sequence, _least(state.sequence)) for row, state in zip(rows, states, strict=True)]
 
     @staticmethod

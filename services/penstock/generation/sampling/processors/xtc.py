@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class XTC(Processor):
     """Exclude top choices (p-e-w, text-generation-webui's pull request 6335; llama.cpp's `llama_sampler_xtc`).
 
-    With `xtc_probability`, drawn once for each token, every token of at least `xtc_threshold` is dropped, but for the
-    least likely of them; of equals the lowest id stays. The probabilities are those that the other warpers left.
+    With the chance `xtc_probability`, drawn once for each token, it drops every token of at least `xtc_threshold`
+    except the least likely of them; of equals the lowest id stays. Probabilities are those after the other warpers.
     """
 
     stage = Stage.WARP
