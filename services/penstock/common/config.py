@@ -61,21 +61,19 @@ class TransportConfig:
 
     max_message_bytes: int = option(16 << 20, "Largest message sent or received.", group=LIMITS, minimum=1024)
     keepalive_seconds: float = option(
-        30.0, "Ping a silent connection this often; a dead one is noticed.", group=NETWORK, minimum=0.05
+        30.0, "Interval of pings on a silent connection, which detect a dead one.", group=NETWORK, minimum=0.05
     )
     keepalive_timeout_seconds: float = option(
-        10.0, "A ping unanswered for this long closes the connection.", group=NETWORK, minimum=0.05
+        10.0, "Time for a ping to be answered; then the connection is closed.", group=NETWORK, minimum=0.05
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig:
-    """Configuration of a process that listens, whatever it speaks."""
+    """Configuration of a process that listens, whatever its protocol."""
 
     host: str = option("127.0.0.1", "Address to listen on.", group=NETWORK)
-    drain_grace_seconds: float = option(
-        30.0, "Time that live work has to finish after SIGTERM.", group=LIMITS, minimum=0
-    )
+    drain_grace_seconds: float = option(30.0, "Time for running work to finish after SIGTERM.", group=LIMITS, minimum=0)
     tls_cert: str | None = option(None, "Certificate chain (PEM): serve TLS.", group=SECURITY, metavar="FILE")
     tls_key: str | None = option(None, "Private key of --tls-cert (PEM).", group=SECURITY, metavar="FILE")
     tls_client_ca: str | None = option(
@@ -83,14 +81,15 @@ class ProcessConfig:
     )
     health_socket: str | None = option(
         None,
-        "Unix socket that tells SERVING or NOT_SERVING to who connects: for the container's own check, whatever TLS.",
+        "Unix socket that answers each connection with SERVING or NOT_SERVING: for a container's own check, whether the "
+        "ports have TLS or not.",
         group=NETWORK,
         metavar="PATH",
     )
     insecure_bind: bool = option(False, "Allow plaintext on an address other than loopback.", group=SECURITY)
     log_format: Literal["auto", "json", "console"] = option(
         "auto",
-        "auto: console on a terminal, else JSON: then nothing but JSON lines is written to stderr.",
+        "auto: console on a terminal, else JSON. With JSON, stderr gets nothing but JSON lines.",
         group=LOGGING,
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
@@ -99,12 +98,12 @@ class ProcessConfig:
     debug: bool = option(False, "Tracebacks and exception texts on errors.", group=LOGGING)
     log_lines: int = option(
         LineBounds.lines,
-        "Lines of a kind (one event of one part of the code, with one exception) in --log-seconds; the log tells how "
-        "many more there were. 0: all.",
+        "Lines of one kind (one event of one part of the code, with one exception) in --log-seconds; the log then "
+        "counts the rest. 0: no limit.",
         group=LOGGING,
         minimum=0,
     )
-    log_seconds: float = option(LineBounds.seconds, "Time that --log-lines counts in.", group=LOGGING, minimum=1.0)
+    log_seconds: float = option(LineBounds.seconds, "Period of --log-lines.", group=LOGGING, minimum=1.0)
     tracing_endpoint: str | None = option(
         None,
         "Send traces to this OTLP/HTTP collector (http://host:4318), or append them to a file (file:PATH). Needs "
@@ -114,7 +113,7 @@ class ProcessConfig:
     )
     tracing_sample_ratio: float = option(
         1.0,
-        "Share of traces that begin here and are kept; a caller's traceparent decides for its own.",
+        "Share kept of the traces that begin here; a caller's traceparent decides for its own traces.",
         group=TRACING,
         minimum=0.0,
         maximum=1.0,
@@ -123,11 +122,9 @@ class ProcessConfig:
         None, "service.name of the spans; by default penstock- and the service's role.", group=TRACING, metavar="NAME"
     )
     tracing_max_spans: int = option(4096, "Spans that wait to be sent; more are dropped.", group=TRACING, minimum=16)
-    tracing_export_seconds: float = option(
-        2.0, "Spans that have ended are sent this often.", group=TRACING, minimum=0.01
-    )
+    tracing_export_seconds: float = option(2.0, "Interval at which ended spans are sent.", group=TRACING, minimum=0.01)
     tracing_timeout_seconds: float = option(
-        5.0, "Time that the collector has to take spans, retries included.", group=TRACING, minimum=0.1
+        5.0, "Time for the collector to take spans, retries included.", group=TRACING, minimum=0.1
     )
     tracing_file_bytes: int = option(
         256 << 20, "Largest file of traces; further spans are dropped.", group=TRACING, minimum=4096
@@ -135,7 +132,7 @@ class ProcessConfig:
 
     @property
     def log_bounds(self) -> LineBounds:
-        """Bounds on lines of a kind."""
+        """Bounds on log lines of one kind."""
         return LineBounds(self.log_lines, self.log_seconds)
 
     @property
@@ -170,60 +167,66 @@ class ServerConfig(ProcessConfig, TransportConfig):
         0, "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.", group=NETWORK, minimum=-1, maximum=65535
     )
     metrics_max_connections: int = option(
-        16, "Connections to the metrics port at a time; Prometheus and a prober need two.", group=NETWORK, minimum=1
+        16,
+        "Connections to the metrics port at a time; Prometheus and a health checker need two.",
+        group=NETWORK,
+        minimum=1,
     )
     metrics_request_seconds: float = option(
         10.0,
-        "A connection to the metrics port has so long for its TLS handshake and its request, and for each write.",
+        "Time for a connection to the metrics port to do its TLS handshake and its request, and for each write to it.",
         group=NETWORK,
         minimum=0.1,
     )
     transport: Literal["asyncio", "grpc"] = option(
         "asyncio",
-        "asyncio: Penstock's own HTTP/2, a fraction of the processor time where messages are many and small; with it "
-        "the router calls tokenizer and backends by the same. grpc: grpc.aio.",
+        "asyncio: Penstock's own HTTP/2, which takes a fraction of the processor time when messages are many and "
+        "small; the router also uses it to call the tokenizer and the backends. grpc: grpc.aio.",
         group=NETWORK,
     )
     min_ping_interval_seconds: float = option(
-        1.0, "Clients that ping a silent connection more often than this are cut off.", group=NETWORK, minimum=0.01
+        1.0,
+        "Shortest interval of a client's pings on a silent connection; a client that pings more often is cut off.",
+        group=NETWORK,
+        minimum=0.01,
     )
     max_concurrent_rpcs: int = option(4096, "Calls in flight; more are refused at once.", group=LIMITS, minimum=1)
     connection_rpcs: int = option(
         1024,
-        "Calls that one connection may have at once; its client knows the limit, and more calls wait for their turn.",
+        "Calls in flight on one connection; the client is told the limit, and further calls wait for their turn.",
         group=LIMITS,
         minimum=1,
     )
     handshake_seconds: float = option(
         10.0,
-        "Time for TLS and the first bytes of a connection, and for the request of a health check.",
+        "Time for a connection's TLS handshake and first bytes, and for the request of a health check.",
         group=LIMITS,
         minimum=0.05,
     )
     request_seconds: float = option(
         60.0,
-        "Time until the only request of a call is whole; streams of requests have no such limit.",
+        "Time for the request of a call to arrive; a stream of requests has no such limit.",
         group=LIMITS,
         minimum=0.05,
     )
     anonymous_rpcs: int = option(
         256,
-        "Health checks and watches at once of connections that have shown no token yet, besides the calls in flight; "
+        "Health checks and watches at once on connections that have shown no token yet, besides the calls in flight; "
         "the oldest makes room for a new one (grpc transport: a new one is refused).",
         group=LIMITS,
         minimum=1,
     )
-    anonymous_rpcs_each: int = option(16, "The same of one connection; more are refused.", group=LIMITS, minimum=1)
+    anonymous_rpcs_each: int = option(16, "The same for one connection; more are refused.", group=LIMITS, minimum=1)
     anonymous_connections: int = option(
         256,
-        "Connections that have shown no token yet, and as many amid a TLS handshake; one without calls, and the oldest "
-        "handshake, makes room for a new one (asyncio transport).",
+        "Connections that have shown no token yet, and again this many in a TLS handshake; one without calls, or the "
+        "oldest handshake, makes room for a new one (asyncio transport).",
         group=LIMITS,
         minimum=1,
     )
     anonymous_cpu_share: float = option(
         0.05,
-        "Share of a processor that such connections get together once they ask for more; those wait that ask for most "
+        "Share of one processor that such connections get together; beyond it, those that ask for the most wait "
         "(asyncio transport).",
         group=LIMITS,
         minimum=0.001,
@@ -231,52 +234,52 @@ class ServerConfig(ProcessConfig, TransportConfig):
     )
     max_message_fields: int = option(
         65536,
-        "Fields of one message of a caller, those of messages within it included: they are counted before any memory "
-        "is taken for them. A list of numbers is one. A message of a stream of requests may have twice as many.",
+        "Fields of one message of a caller, nested ones included; they are counted before any memory is allocated for "
+        "them. A list of numbers is one field. A message of a stream of requests may have twice as many.",
         group=LIMITS,
         minimum=1024,
     )
     stream_window_bytes: int = option(
         1 << 20,
-        "What a caller may have on its way in a stream of requests (asyncio transport).",
+        "Bytes that a caller may have in flight in a stream of requests (asyncio transport).",
         group=LIMITS,
         minimum=65535,
         maximum=2**31 - 1,
     )
     connection_window_bytes: int = option(
         16 << 20,
-        "Requests of a connection that no handler has taken. Larger ones wait for their turn; never less than the "
-        "largest request (asyncio transport).",
+        "Bytes of a connection's requests that no handler has taken; requests beyond them wait for their turn. At "
+        "least the largest request (asyncio transport).",
         group=LIMITS,
         minimum=65536,
         maximum=2**31 - 1,
     )
     request_buffer_bytes: int = option(
         64 << 20,
-        "The same of all connections together; what does not fit is refused (asyncio transport).",
+        "The same for all connections together; a request that does not fit is refused (asyncio transport).",
         group=LIMITS,
         minimum=65536,
     )
     write_buffer_bytes: int = option(
         256 << 10,
-        "Answers that wait for a connection that is not read (asyncio transport).",
+        "Bytes of answers that wait for a client that does not read (asyncio transport).",
         group=LIMITS,
         minimum=1024,
     )
     idle_frames: int = option(
         2000,
-        "Frames that ask for work without doing any (early resets of calls without an answer, settings, priorities): a "
-        "connection that sends more at once is cut off (asyncio transport). Never fewer than calls may be in flight: "
-        "all of them may be cancelled at once.",
+        "Frames that cost work and bring no request (early resets of unanswered calls, settings, priorities); a "
+        "connection that sends more in a burst is cut off (asyncio transport). At least the number of calls that may "
+        "be in flight, since a client may cancel them all at once.",
         group=LIMITS,
         minimum=16,
     )
     idle_frames_per_second: float = option(
-        100.0, "How fast there may be more of them; every call that is answered allows four.", group=LIMITS, minimum=0.0
+        100.0, "Further such frames a second; each answered call allows four more.", group=LIMITS, minimum=0.0
     )
     early_reset_seconds: float = option(
         1.0,
-        "A call that its client resets before it is this old, and before it has an answer, is such a frame.",
+        "A reset counts as such a frame when its call is unanswered and younger than this.",
         group=LIMITS,
         minimum=0.0,
     )

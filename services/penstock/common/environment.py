@@ -14,12 +14,12 @@ _HUB_OFF = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def quiet_environment(threads: int | None = None) -> dict[str, str]:
-    """Variables that native libraries read when they are loaded, so they must be set before torch or grpc is imported.
+    """Variables that native libraries read on loading; set them before torch or grpc is imported.
 
     OpenMP threads sleep between parallel regions instead of spinning, so that other processes on the machine get the
     cores. oneDNN keeps the kernels of the last 128 shapes instead of 1024, which costs no time and saves memory
-    (docs/guide/performance.md). grpc's C core does not write to stderr by itself, torch's only
-    errors; Python's warnings of torch go into the log. Values of the operator are kept.
+    (docs/guide/performance.md). grpc's C core does not write to stderr, and torch's writes only errors; Python's
+    warnings from torch go into the log. Values that the operator has set are kept.
     """
     wanted = {
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -43,7 +43,7 @@ def prepare_environment(threads: int | None = None) -> None:
 
 
 def child_environment(without: Collection[str] = ()) -> dict[str, str]:
-    """Environment of a child process: ours without the variables `without`, quiet, and with unbuffered output."""
+    """Environment of a child process: this one's without the variables `without`, quiet, with unbuffered output."""
     inherited = {name: value for name, value in os.environ.items() if name not in without}
     return {**inherited, **quiet_environment(), "PYTHONUNBUFFERED": "1"}
 
@@ -54,23 +54,23 @@ def current_environment() -> Mapping[str, str]:
 
 
 def torch_cpu_capability() -> str | None:
-    """Bound of the vector instructions in torch's own loops: "default", "avx2" or "avx512". None: no bound."""
+    """Highest vector instructions in torch's own loops: "default", "avx2" or "avx512". None: no limit."""
     return os.environ.get("ATEN_CPU_CAPABILITY")
 
 
 def cache_folder() -> str:
-    """Folder for files that can be made again."""
+    """Folder for files that can be rebuilt."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "penstock")
 
 
 def is_hub_off() -> bool:
-    """True when huggingface_hub's own variable forbids it to ask the hub."""
+    """True when huggingface_hub's own variable forbids requests to the hub."""
     return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in _HUB_OFF)
 
 
 def hub_cache_folder() -> str:
-    """Folder of huggingface_hub's cache, by its own variables."""
+    """Folder of huggingface_hub's cache, as its own variables set it."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return os.path.expanduser(cache)
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -78,13 +78,13 @@ def hub_cache_folder() -> str:
 
 
 def system_folder() -> str:
-    """Folder like `cache_folder`, for all users of this Python environment: an image's build stage fills it."""
+    """Folder like `cache_folder`, but for all users of this Python environment: an image's build stage fills it."""
     return os.path.join(sys.prefix, "share", "penstock")
 
 
 def num_npus() -> int:
-    """Number of Ascend NPUs that this process may use: those that ASCEND_RT_VISIBLE_DEVICES lists, of those whose
-    device files the driver, or a container's runtime, has put into /dev. Without torch-npu there are none."""
+    """Number of Ascend NPUs that this process may use: those with a device file in /dev, which the driver or the
+    container's runtime puts there, and listed in ASCEND_RT_VISIBLE_DEVICES. 0 without torch-npu."""
     if util.find_spec("torch_npu") is None:
         return 0
     try:

@@ -28,18 +28,18 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "penstock"
-# Longest wait that an error asks for: what a peer's figures add up to may be anything.
+# Longest wait that an error asks for: a peer's figures may add up to anything.
 _MOST_RETRY_SECONDS = 86_400.0
-# Longest text of an error on the wire: all of them together have to fit the 8 KiB of trailers that peers take.
+# Longest text of an error on the wire: all its texts together must fit the 8 KiB of trailers that peers accept.
 _MOST_TEXT_BYTES = 1024
 # Longest message of a process that cannot start.
 _MOST_CHARS = 2000
-# Half characters, and what controls a terminal.
+# Lone surrogates and control characters of a terminal.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def _printable(text: str) -> str:
-    """Return a text that can be written anywhere: files hold half characters, and megabytes."""
+    """Return a text that can be written anywhere: files may hold lone surrogates, and megabytes."""
     if len(text) > _MOST_CHARS:
         text = f"{text[:_MOST_CHARS]}…"
     if text.isprintable():
@@ -48,7 +48,7 @@ def _printable(text: str) -> str:
 
 
 def _sendable(text: str) -> str:
-    """Return a text as a message and trailers can hold it: names in it may be a caller's, of any length."""
+    """Return a text that a message and trailers can hold: it may have a caller's names, of any length."""
     text = _printable(text)
     if text.isascii() and len(text) <= _MOST_TEXT_BYTES:
         return text
@@ -57,7 +57,7 @@ def _sendable(text: str) -> str:
 
 
 class PenstockError(Exception):
-    """Base of every error that a caller sees. `message` never holds a user's text, ids or an exception's internals."""
+    """Base of every error that a caller sees. `message` never has a user's text or ids, or an exception's internals."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
@@ -84,7 +84,7 @@ class PenstockError(Exception):
 
 
 class InvalidArgument(PenstockError):
-    """A field that is wrong alone or together with others. The text names the allowed values, never the present one."""
+    """A field is wrong, alone or together with others. The text names the allowed values, never the given one."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -118,7 +118,7 @@ class Unavailable(PenstockError):
 
 
 class Aborted(PenstockError):
-    """A stream that had emitted tokens could not go on; metadata holds last_seq."""
+    """A stream could not continue after it had emitted tokens; metadata holds last_seq."""
 
     code = grpc.StatusCode.ABORTED
 
@@ -130,7 +130,7 @@ class DeadlineExceeded(PenstockError):
 
 
 class Cancelled(PenstockError):
-    """The caller or the operator gave up on it."""
+    """The caller or the operator cancelled the request."""
 
     code = grpc.StatusCode.CANCELLED
 
@@ -142,7 +142,7 @@ class Unauthenticated(PenstockError):
 
 
 class Unimplemented(PenstockError):
-    """An RPC that the called process lacks: it is of another release, or another service."""
+    """The called process lacks the RPC: it is of another release, or another service."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
 
@@ -206,14 +206,14 @@ def to_status(error: PenstockError) -> status_pb2.Status:
     return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
 
 
-# Words of gRPC, of its own and of ours, about messages beyond either side's bound.
+# Texts of grpc, and of Penstock's transport, about messages larger than either side accepts.
 _LARGER = "message larger than max"
 
 
 def from_status(status: status_pb2.Status) -> PenstockError:
-    """Invert `to_status`; a status without ErrorInfo gets a reason by its code or by grpc's own words, or UNKNOWN."""
+    """Invert `to_status`; a status without ErrorInfo gets a reason from its code or from grpc's text, or UNKNOWN."""
     code = CODE_BY_NUMBER.get(status.code, grpc.StatusCode.INTERNAL)
-    # gRPC itself answers calls of unknown methods, and knows no ErrorInfo.
+    # gRPC itself answers calls of unknown methods, without an ErrorInfo.
     reason = "UNIMPLEMENTED" if code is grpc.StatusCode.UNIMPLEMENTED else "UNKNOWN"
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _LARGER in status.message:
         reason = "MESSAGE_TOO_LARGE"
@@ -240,7 +240,7 @@ def from_status(status: status_pb2.Status) -> PenstockError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> PenstockError:
-    """Make the error of a failed call of ours, with the server's details when it sent them."""
+    """Make the error of a call that this process made and that failed, with the server's details if it sent any."""
     call = cast("grpc.Call", error)  # every RpcError that a call raises is also a grpc.Call
     for key, value in call.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
@@ -251,7 +251,7 @@ def from_rpc_error(error: grpc.RpcError) -> PenstockError:
 
 
 def trailing_metadata(error: PenstockError) -> tuple[tuple[str, str | bytes], ...]:
-    """Make trailers with the details, and with the pushback that gRPC's own retries obey."""
+    """Make trailers with the details, and with the pushback that gRPC clients obey in their retries."""
     trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", to_status(error).SerializeToString())]
     if error.retry_after_seconds is not None:
         trailers.append(("grpc-retry-pushback-ms", str(int(error.retry_after_seconds * 1000))))

@@ -18,15 +18,15 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
     port: int = option(HTTP_PORT, "HTTP port; 0 takes a free one.", group=NETWORK, minimum=0, maximum=65535)
     router: str = option(f"127.0.0.1:{ROUTER_PORT}", "Router to call, host:port.", group=NETWORK, metavar="ADDRESS")
     start_timeout_seconds: float = option(
-        60.0, "Time that the router has to be ready at the start.", group=NETWORK, minimum=0.1
+        60.0, "Time for the router to be ready at the start.", group=NETWORK, minimum=0.1
     )
     connect_timeout_seconds: float = option(
         10.0, "Time for the router to accept a connection.", group=NETWORK, minimum=0.1
     )
     channel_token_file: str | None = option(
         None,
-        "Send the first bearer token of this file for callers that show none; it lets everybody in who reaches the "
-        "port. A caller's own token goes before it.",
+        "Send the first bearer token of this file for callers without one: it lets in everybody who reaches the port. "
+        "A caller's own token takes precedence.",
         group="Connections to other services",
         metavar="FILE",
     )
@@ -37,38 +37,38 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
         metavar="FILE",
     )
     allowed_origin: tuple[str, ...] = option(
-        (), "Origin whose pages may call from a browser (CORS), * for any; none by default.", group=BROWSERS
+        (), "Origin that a calling page in a browser may have (CORS), * for any; none by default.", group=BROWSERS
     )
 
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Name by which callers without a token reach this gateway, * for any; addresses and this machine's own names "
-        "go without saying. Any other is refused: a browser may have been led here by a page of that name.",
+        "Name by which callers without a token may reach this gateway, * for any; addresses and this machine's own "
+        "names are always allowed. Any other name is refused: a page of that name may have led a browser here.",
         group=BROWSERS,
         metavar="NAME",
     )
 
     token_seconds: float = option(
         10.0,
-        "A token that the router took needs no question for so long, before its requests are read; the router judges "
-        "every request all the same.",
+        "Time for which a token that the router accepted is not checked again before its requests are read. The router "
+        "still checks every request.",
         group=LIMITS,
         minimum=0.0,
     )
-    max_known_tokens: int = option(4096, "Tokens of which that is remembered.", group=LIMITS, minimum=1)
+    max_known_tokens: int = option(4096, "Accepted tokens that are remembered.", group=LIMITS, minimum=1)
     anonymous_connections: int = option(
         512,
-        "Connections without an admitted request yet, and as many amid a TLS handshake; the oldest makes room for a "
-        "new one.",
+        "Connections without an admitted request yet, and again this many in a TLS handshake; the oldest makes room "
+        "for a new one.",
         group=LIMITS,
         minimum=1,
     )
     anonymous_connections_each: int = option(
-        256, "The same of one address (of IPv6 one /64 network).", group=LIMITS, minimum=1
+        256, "The same for one address (one /64 network of IPv6).", group=LIMITS, minimum=1
     )
     anonymous_cpu_share: float = option(
         0.2,
-        "Share of a processor that such connections get together once they ask for more; those wait that ask for most.",
+        "Share of one processor that such connections get together; beyond it, those that ask for the most wait.",
         group=LIMITS,
         minimum=0.001,
         maximum=1.0,
@@ -76,13 +76,13 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
     max_body_bytes: int = option(4 << 20, "Largest body of a request.", group=LIMITS, minimum=1024)
     max_bodies_bytes: int = option(
         256 << 20,
-        "Bodies of all requests together; one that is not whole makes room for others, the oldest first.",
+        "Bodies of all requests together; incomplete ones make room for others, the oldest first.",
         group=LIMITS,
         minimum=1024,
     )
     max_body_depth: int = option(
         BodyBounds.most_depth,
-        "Lists and objects within each other in a body; tools and variables of chat templates may be nested less deep.",
+        "Nesting depth of lists and objects in a body; the limit for tools and variables of chat templates is lower.",
         group=LIMITS,
         minimum=8,
         maximum=256,
@@ -93,7 +93,7 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
     max_body_containers: int = option(
         BodyBounds.most_containers, "Lists and objects in a body.", group=LIMITS, minimum=256
     )
-    body_seconds: float = option(60.0, "Time until the body of a request is whole.", group=LIMITS, minimum=0.1)
+    body_seconds: float = option(60.0, "Time for the body of a request to arrive.", group=LIMITS, minimum=0.1)
     max_header_bytes: int = option(64 << 10, "Request line and headers of a request.", group=LIMITS, minimum=1024)
     max_target_bytes: int = option(8 << 10, "Path and query of a request.", group=LIMITS, minimum=1024)
     max_headers: int = option(128, "Headers of a request.", group=LIMITS, minimum=8)
@@ -101,19 +101,19 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
         10.0, "Time for a connection's TLS handshake, and for the headers of a request.", group=LIMITS, minimum=0.1
     )
     idle_seconds: float = option(
-        75.0, "A connection without a request is closed after so long.", group=LIMITS, minimum=1.0
+        75.0, "Time after which a connection without a request is closed.", group=LIMITS, minimum=1.0
     )
     max_connections: int = option(
         2048,
-        "Connections at a time; one without a request at work makes room for a new one, the one that has rested the "
-        "longest first.",
+        "Connections at a time. A connection without a request in progress makes room for a new one, the longest idle "
+        "first.",
         group=LIMITS,
         minimum=1,
     )
     max_requests: int = option(
-        # Fewer than the calls that a router takes of one connection (--connection-rpcs): questions go over it, too.
+        # Fewer than the calls that a router takes on one connection (--connection-rpcs): token checks use it, too.
         1000,
-        "Requests at work at a time; more are refused with 429.",
+        "Requests in progress at a time; more are refused with 429.",
         group=LIMITS,
         minimum=1,
     )
@@ -125,31 +125,33 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
         maximum=1.0,
     )
     answer_seconds: float | None = option(
-        None, "Deadline of a request, which travels to the engine; none when left out.", group=LIMITS, minimum=0.1
+        None, "Deadline of a request, passed on to the engine; none when left out.", group=LIMITS, minimum=0.1
     )
     stalled_reader_seconds: float = option(
-        60.0, "A reader of an answer that takes nothing for so long is cut off.", group=LIMITS, minimum=0.1
+        60.0, "A reader that takes nothing of its answer for this long is cut off.", group=LIMITS, minimum=0.1
     )
     answer_window_bytes: int = option(
         64 << 10,
-        "Bytes of an answer that may be here, or on their way from the router, before its reader takes them.",
+        "Bytes of an answer that may wait here, or be on their way from the router, until its reader takes them.",
         group=LIMITS,
         minimum=16 << 10,
         maximum=1 << 20,
     )
     max_unsent_bytes: int = option(
         128 << 10,
-        "Bytes that may wait in the system for the reader of a connection, besides those on their way (Linux, macOS).",
+        "Bytes that may wait in the kernel for the reader of a connection, besides those in flight (Linux, macOS).",
         group=LIMITS,
         minimum=4096,
         maximum=1 << 30,
     )
     max_prompts: int = option(256, "Prompts of one request of /v1/completions.", group=LIMITS, minimum=1)
-    concurrent_prompts: int = option(16, "Of these so many are with the router at once.", group=LIMITS, minimum=1)
+    concurrent_prompts: int = option(
+        16, "Prompts of one such request that are with the router at once.", group=LIMITS, minimum=1
+    )
     unknown_fields: str = option(
         "report",
-        "Fields of a body that nothing reads: report tells them in x-penstock-ignored-fields, and near misses of known "
-        "names in the answer's warnings; refuse answers 400.",
+        "Fields of a body that nothing reads. report: x-penstock-ignored-fields lists them, and the answer's warnings "
+        "name those close to a known name; refuse: the answer is 400.",
         choices=("report", "refuse"),
         group=LIMITS,
     )
@@ -159,22 +161,22 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
 
     response_store: str = option(
         "memory",
-        "Where /v1/responses keeps answers that callers build on: memory, off, a file (SQLite) that outlives the "
-        "process and belongs to one gateway, or a server of Redis or Valkey that several share "
-        "(valkey://HOST:PORT/0, rediss:// with TLS; one with a password belongs into PENSTOCK_RESPONSE_STORE).",
+        "Place where /v1/responses keeps answers for callers to build on: memory, off, a file (SQLite) that outlives "
+        "the process and belongs to one gateway, or a Redis or Valkey server that several gateways share "
+        "(valkey://HOST:PORT/0, rediss:// for TLS; put an address with a password into PENSTOCK_RESPONSE_STORE).",
         group=RESPONSES,
         metavar="memory|off|FILE|URL",
     )
     response_store_seconds: float = option(
-        2.0, "A shared store that does not answer for so long has failed.", group=RESPONSES, minimum=0.01
+        2.0, "A shared store has failed when it does not answer for this long.", group=RESPONSES, minimum=0.01
     )
     response_store_connections: int = option(
         16, "Connections to a shared store; further calls wait.", group=RESPONSES, minimum=1
     )
-    response_seconds: float = option(30 * 86400.0, "Life of a kept response.", group=RESPONSES, minimum=1.0)
-    max_responses: int = option(20_000, "Kept responses; the oldest leave.", group=RESPONSES, minimum=1)
+    response_seconds: float = option(30 * 86400.0, "Time that a response is kept.", group=RESPONSES, minimum=1.0)
+    max_responses: int = option(20_000, "Responses kept; the oldest go first.", group=RESPONSES, minimum=1)
     max_response_bytes: int = option(
-        64 << 20, "Bytes of the kept responses as JSON; the oldest leave.", group=RESPONSES, minimum=1024
+        64 << 20, "Bytes of the kept responses as JSON; the oldest go first.", group=RESPONSES, minimum=1024
     )
 
     def validate(self) -> None:
@@ -188,7 +190,7 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
 
     @property
     def body_bounds(self) -> BodyBounds:
-        """Bounds on what a body holds, besides its bytes."""
+        """Bounds on the contents of a body, besides its bytes."""
         return BodyBounds(self.max_body_depth, self.max_body_values, self.max_body_containers)
 
     @property

@@ -36,8 +36,8 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     processes: int = option(
         1,
-        "Worker processes that share the port (Linux): connections are spread over them, one that dies is replaced; "
-        "requests are admitted, and prefixes and sessions remembered, by each for itself.",
+        "Worker processes that share the port (Linux). Connections are spread over them, and one that dies is "
+        "replaced. Each admits requests, and remembers prefixes and sessions, on its own.",
         group="Processes",
         minimum=1,
         maximum=256,
@@ -45,7 +45,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
 
     tokenizer: tuple[str, ...] = option(
         (f"127.0.0.1:{TOKENIZER_PORT}",),
-        "host:port of the tokenizer; of several the first that answers is used, the others stand by.",
+        "host:port of the tokenizer. With several, the first that answers is used; the others stand by.",
         group=SERVICES,
         metavar="HOST:PORT,…",
     )
@@ -57,25 +57,28 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     admin_token_file: str | None = option(
         None,
-        "Callers of GenerationAdminService and ModelService, which are forwarded to a backend, must send one of the "
-        "bearer tokens in this file, and no other. Without it --auth-token-file holds for them on loopback, and other "
-        "addresses refuse them.",
+        "Callers of GenerationAdminService and ModelService (both are forwarded to a backend) must send one of the "
+        "bearer tokens in this file; no other token is accepted. Without this file, a loopback address checks these "
+        "calls against --auth-token-file, and any other address refuses them.",
         group="TLS and authentication",
         metavar="FILE",
     )
     model_token_file: str | None = option(
         None,
         "Callers of the ModelService calls that open the model (Forward, Sample and the like) must send one of the "
-        "bearer tokens in this file, and no other. Without it loopback takes what it takes for GetModelInfo, and other "
-        "addresses refuse them.",
+        "bearer tokens in this file; no other token is accepted. Without this file, a loopback address checks these "
+        "calls as it checks GetModelInfo, and any other address refuses them.",
         group="TLS and authentication",
         metavar="FILE",
     )
     resolve_interval_seconds: float = option(
-        5.0, "How often the names in --backend are looked up again.", group=SERVICES, minimum=0.05
+        5.0, "Interval between DNS lookups of the names in --backend.", group=SERVICES, minimum=0.05
     )
     start_timeout_seconds: float = option(
-        120.0, "Give up when tokenizer and a backend are not ready by then.", group=SERVICES, minimum=0.1
+        120.0,
+        "Time for the tokenizer and one backend to become ready; then the router gives up.",
+        group=SERVICES,
+        minimum=0.1,
     )
     connect_timeout_seconds: float = option(
         5.0, "Time for one attempt to connect to a service.", group=SERVICES, minimum=0.05
@@ -97,26 +100,26 @@ class RouterConfig(ServerConfig, ChannelConfig):
         maximum=1.0,
     )
     retry_after_seconds: float = option(
-        1.0, "What a refused caller is told to wait at least.", group=ADMISSION, minimum=0.0
+        1.0, "Shortest wait that a refused caller is told.", group=ADMISSION, minimum=0.0
     )
     max_request_id_chars: int = option(128, "Longest request_id.", group=ADMISSION, minimum=1)
     max_session_id_chars: int = option(256, "Longest session_id or cache_salt.", group=ADMISSION, minimum=1)
     max_options_bytes: int = option(
         1 << 20,
-        "Options of one request (config, stop, output and constraint, less the negative prompt).",
+        "Largest options of one request (config, stop, output and constraint; the negative prompt does not count).",
         group=ADMISSION,
         minimum=1024,
     )
     max_request_bytes: int = option(
         4 << 20,
-        "Largest request of a client. Parsing one holds up every stream of the process, a hostile 16 MiB for over a "
-        "second; raise it for Score and Embed of more text at once (up to --max-message-bytes).",
+        "Largest request of a client. Parsing a request holds up every stream of the process; a hostile one of 16 MiB "
+        "takes over a second. Raise it to send more text in one Score or Embed (up to --max-message-bytes).",
         group=ADMISSION,
         minimum=1024,
     )
     max_items: int = option(
         256,
-        "Items of one Score, or texts of one Embed, Tokenize or Detokenize; backends have a bound of their own.",
+        "Most items of one Score, or texts of one Embed, Tokenize or Detokenize. Backends have their own limit.",
         group=ADMISSION,
         minimum=1,
     )
@@ -128,55 +131,65 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     allow_control_tokens_in_text: bool = option(
         False,
-        "Encode text of Generate that spells a control token (<|im_end|>) as that token, as transformers does.",
+        "Encode a control token (<|im_end|>) that is spelled out in Generate's text as that token, as transformers "
+        "does.",
         group=ADMISSION,
     )
 
     load_interval_seconds: float = option(
-        0.1, "How often backends report their load at most.", group=ROUTING, minimum=0.01
+        0.1, "Shortest interval between load reports of a backend.", group=ROUTING, minimum=0.01
     )
     affinity_slack: float = option(
-        4.0, "A cached prefix wins while its backend has at most this many requests more,", group=ROUTING, minimum=0.0
+        4.0,
+        "A backend with the cached prefix is preferred while it has at most this many requests more than "
+        "--affinity-factor times the load of the idlest backend.",
+        group=ROUTING,
+        minimum=0.0,
     )
     affinity_factor: float = option(
-        1.5, "on top of this many times the load of the idlest backend.", group=ROUTING, minimum=1.0
+        1.5, "Multiple of the idlest backend's load; see --affinity-slack.", group=ROUTING, minimum=1.0
     )
     max_prefix_blocks: int = option(512, "Blocks at the head of a prompt that are compared.", group=ROUTING, minimum=0)
     max_known_blocks: int = option(65536, "Blocks remembered for each backend.", group=ROUTING, minimum=1)
     max_sessions: int = option(65536, "session_ids remembered.", group=ROUTING, minimum=1)
     adapter_loading: bool = option(
         False,
-        "Ask a backend to load an adapter that a request names and no usable backend has: the folder below its "
-        "--adapter-root that another backend loaded it from, or that has the adapter's name. Callers thereby choose "
-        "what is loaded.",
+        "Ask a backend to load the adapter of a request when no usable backend has it. The folder, below the backend's "
+        "--adapter-root, is the one that another backend loaded the adapter from, or the one with the adapter's name. "
+        "With this option, callers choose what is loaded.",
         group=ROUTING,
     )
     adapter_load_seconds: float = option(
-        60.0, "Time for such a load, at all backends that are tried together.", group=ROUTING, minimum=0.01
+        60.0, "Time for such a load, over all backends that are tried.", group=ROUTING, minimum=0.01
     )
     max_adapter_loads: int = option(
-        8, "Such loads at once, each of another adapter; a request for one more is refused.", group=ROUTING, minimum=1
+        8,
+        "Such loads at once, each of a different adapter; a request for one more is refused.",
+        group=ROUTING,
+        minimum=1,
     )
 
     max_attempts: int = option(3, "Backends tried before the first token.", group=FAILURE, minimum=1)
-    max_moves: int = option(2, "Moves of a stream that has begun.", group=FAILURE, minimum=0)
+    max_moves: int = option(
+        2, "Times that a stream may move to another backend after it has begun.", group=FAILURE, minimum=0
+    )
     retry_budget_ratio: float = option(
         0.1, "Retries before the first token, as a share of requests.", group=FAILURE, minimum=0.0
     )
     retry_budget_burst: int = option(
-        100, "Retries that may happen at once, such as when a backend dies.", group=FAILURE, minimum=0
+        100, "Retries allowed in a burst, such as when a backend dies.", group=FAILURE, minimum=0
     )
     failover_wait_seconds: float = option(
         30.0,
-        "How long a lost request waits for another backend; where a process is there that does not serve yet, or "
-        "another request was to blame, for --start-timeout-seconds.",
+        "Time that a lost request waits for another backend. It waits for --start-timeout-seconds where a backend's "
+        "process is there but does not serve yet, or where another request was to blame.",
         group=FAILURE,
         minimum=0.0,
     )
     stall_timeout_seconds: float = option(
         30.0,
-        "A backend is lost when a session with requests is silent for this long, or calls wait without progress of its "
-        "engine. It tells of progress every --heartbeat-seconds, also amid a long step.",
+        "A backend is lost when a session with requests is silent for this long, or when calls wait this long while "
+        "its engine makes no progress. It reports progress every --heartbeat-seconds, even during a long step.",
         group=FAILURE,
         minimum=0.05,
     )
@@ -189,13 +202,13 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     isolation_wait_seconds: float = option(
         5.0,
-        "How long a request that was lost with its backend waits to come back apart from the others that ran there; "
-        "then it moves beside them. 0: at once.",
+        "Time that a request lost with its backend waits for a backend of its own, apart from the other requests that "
+        "ran there; then it moves to one with them. 0: it moves at once.",
         group=FAILURE,
         minimum=0.0,
     )
     isolation_tokens: int = option(
-        4, "Tokens after which the next one may come, if the backend lives.", group=FAILURE, minimum=1
+        4, "The next such request follows when the backend has survived this many tokens.", group=FAILURE, minimum=1
     )
     quarantine_wait_seconds: float = option(
         30.0,
@@ -208,27 +221,30 @@ class RouterConfig(ServerConfig, ChannelConfig):
         32, "Tokens after which such a probation is passed, if the backend lives.", group=FAILURE, minimum=1
     )
     eject_consecutive_failures: int = option(
-        5, "A backend that fails so often in a row is ejected; 0: none is for that.", group=FAILURE, minimum=0
+        5, "Failures in a row after which a backend is ejected; 0: never.", group=FAILURE, minimum=0
     )
     eject_failure_share: float = option(
         0.3,
-        "A backend whose share of failures is above that of its peers by this is ejected; 0: none is for that.",
+        "A backend is ejected when its share of failures exceeds that of its peers by this; 0: never.",
         group=FAILURE,
         minimum=0.0,
         maximum=1.0,
     )
     eject_min_requests: int = option(
-        10, "Attempts within the window before a share of failures counts.", group=FAILURE, minimum=1
+        10, "Attempts within the window below which the share of failures does not count.", group=FAILURE, minimum=1
     )
     eject_window_seconds: float = option(10.0, "Window in which failures are counted.", group=FAILURE, minimum=0.1)
     eject_seconds: float = option(
         5.0,
-        "Length of the first ejection, more or less a fifth; each further one is twice as long.",
+        "Length of the first ejection, give or take a fifth; each further one is twice as long.",
         group=FAILURE,
         minimum=0.01,
     )
     eject_max_seconds: float = option(
-        30.0, "Longest ejection: so long one that has recovered may get nothing.", group=FAILURE, minimum=0.01
+        30.0,
+        "Longest ejection: a backend that has recovered may get no requests for this long.",
+        group=FAILURE,
+        minimum=0.01,
     )
     eject_max_share: float = option(
         0.5,
@@ -239,22 +255,22 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     probe_timeout_seconds: float = option(
         10.0,
-        "A request that is sent to an ejected backend as a probe must have begun by then.",
+        "Time for a request that probes an ejected backend to begin.",
         group=FAILURE,
         minimum=0.01,
     )
     probes: int = option(3, "Probes, one at a time, that a backend must pass to come back.", group=FAILURE, minimum=1)
     tokenizer_wait_seconds: float = option(
         30.0,
-        "How long requests wait for a lost tokenizer, the time that it was silent included; for "
-        "--start-timeout-seconds where a process is there that does not serve yet.",
+        "Time that requests wait for a lost tokenizer, its silence before that included. They wait for "
+        "--start-timeout-seconds where the tokenizer's process is there but does not serve yet.",
         group=FAILURE,
         minimum=0.0,
     )
     tokenizer_stall_seconds: float = option(
         5.0,
-        "A tokenizer that leaves a message of a stream unanswered for this long is lost; one with calls, when it does "
-        "not answer pings either. Keep it below --tokenizer-wait-seconds: the rest is for another one.",
+        "A tokenizer is lost when it leaves a message of a stream unanswered for this long, or a call, if it does not "
+        "answer pings either. Keep this below --tokenizer-wait-seconds: the rest of that time is for another one.",
         group=FAILURE,
         minimum=0.05,
     )
@@ -284,7 +300,10 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
 
     max_buffered_bytes: int = option(
-        256 << 10, "Output kept for a slow reader; one further behind is cut off.", group=STREAMING, minimum=1024
+        256 << 10,
+        "Output kept for a slow reader; a reader that falls further behind is cut off.",
+        group=STREAMING,
+        minimum=1024,
     )
     max_buffered_tensor_bytes: int = option(
         64 << 20,
@@ -295,8 +314,8 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     detokenize: Literal["auto", "tokenizer"] = option(
         "auto",
-        "auto: ids become text in the router, by the tokenizer's table, where its decoder is one (byte-level BPE, byte "
-        "fallback); tokenizer: always in the tokenizer.",
+        "auto: the router decodes ids with the tokenizer's table where the decoder is one (byte-level BPE, byte "
+        "fallback); tokenizer: the tokenizer always decodes them.",
         group=STREAMING,
     )
     max_outstanding_messages: int = option(
@@ -304,16 +323,16 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     slow_reader_grace_seconds: float = option(
         30.0,
-        "A reader that takes no message for this long once its request is over is disconnected.",
+        "A reader is disconnected when its request is over and it takes no message for this long.",
         group=STREAMING,
         minimum=0.0,
     )
     writes_per_turn: int = option(
         16, "Deltas written before backends are read again; the others are merged.", group=STREAMING, minimum=1
     )
-    max_tool_calls: int = option(32, "Tool calls of one answer; a further one ends it.", group=STREAMING, minimum=1)
+    max_tool_calls: int = option(32, "Tool calls of one answer; one more ends it.", group=STREAMING, minimum=1)
     max_sequences: int = option(64, "Returned sequences of one request.", group=STREAMING, minimum=1)
-    max_token_texts: int = option(65536, "Tokens whose text is remembered for logprobs.", group=STREAMING, minimum=64)
+    max_token_texts: int = option(65536, "Token texts that are remembered for logprobs.", group=STREAMING, minimum=64)
 
     @property
     def receive_limit_bytes(self) -> int:

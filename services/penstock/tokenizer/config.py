@@ -23,27 +23,28 @@ class TokenizerConfig(ServerConfig):
     )
     processes: int = option(
         1,
-        "Worker processes that share the port (Linux): connections are spread over them, one that dies is replaced; "
-        "each connection has the threads and template processes of one of them.",
+        "Worker processes that share the port (Linux). Connections are spread over them, and one that dies is "
+        "replaced. A connection uses the threads and template processes of one of them.",
         group="Processes",
         minimum=1,
         maximum=256,
     )
     model: str | None = option(None, "Model folder or hub id; the embedded demo model when left out.", group=MODEL)
     served_model_name: tuple[str, ...] = option(
-        (), "Name that requests use, or several; MODEL's own when left out.", group=MODEL, metavar="NAME"
+        (), "Name, or several names, that requests use; MODEL's own when left out.", group=MODEL, metavar="NAME"
     )
     allow_control_tokens_in_content: bool = option(
-        False, "Let text that spells a control token become that token, as transformers does.", group=MODEL
+        False, "Encode a control token that is spelled out in text as that token, as transformers does.", group=MODEL
     )
     load_timeout_seconds: float = option(120.0, "Time that loading the tokenizer may take.", group=MODEL, minimum=1)
 
-    workers: int = option(2, "Threads that encode and decode, a tokenizer each.", group=WORKERS, minimum=1)
+    workers: int = option(2, "Threads that encode and decode; each has a tokenizer.", group=WORKERS, minimum=1)
     large_workers: int = option(1, "Threads for large texts, so that small ones never wait.", group=WORKERS, minimum=1)
-    large_text_bytes: int = option(16 << 10, "Requests of this size and more are large.", group=WORKERS, minimum=1)
+    large_text_bytes: int = option(16 << 10, "Requests of this size or more are large.", group=WORKERS, minimum=1)
     inline_encode_bytes: int = option(
         2 << 10,
-        "Encode and ApplyChatTemplate encode up to this size on the event loop: a thread would take longer to reach.",
+        "Encode and ApplyChatTemplate encode texts up to this size on the event loop: handing them to a thread takes "
+        "longer.",
         group=WORKERS,
         minimum=0,
     )
@@ -53,13 +54,13 @@ class TokenizerConfig(ServerConfig):
 
     template_processes: int = option(2, "Processes that render chat templates.", group=TEMPLATES, minimum=1)
     template_pipeline: int = option(
-        4, "Requests that one of these processes is given before it has answered the first.", group=TEMPLATES, minimum=1
+        4, "Requests that one of these processes may hold before it has answered the first.", group=TEMPLATES, minimum=1
     )
     template_timeout_seconds: float = option(
         2.0, "A template that runs longer is killed, and the request refused.", group=TEMPLATES, minimum=0.05
     )
     template_memory_bytes: int = option(
-        256 << 20, "Memory that rendering may take beyond the process at rest.", group=TEMPLATES, minimum=1 << 20
+        256 << 20, "Memory that rendering may take beyond that of the idle process.", group=TEMPLATES, minimum=1 << 20
     )
 
     max_queued_requests: int = option(1024, "Requests waiting for a worker; more are refused.", group=LIMITS, minimum=1)

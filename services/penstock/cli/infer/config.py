@@ -26,9 +26,9 @@ ENGINE_OPTIONS = (
     "device", "dtype", "quantization", "threads", "kernels", "lora", "adapter_memory", "kv_memory", "kv_cache_dtype",
     "block_size", "max_context", "prefix_cache", "max_batch_tokens", "max_running_sequences", "tune_seconds",
 )  # fmt: skip
-# What only a draw from a distribution reads.
+# Options that only sampling reads.
 _DRAWN = ("temperature", "top_k", "top_p", "min_p")
-# Options whose value is no part of transformers' GenerationConfig: a text, a name.
+# Options that transformers' GenerationConfig does not have: a text, a name.
 _NOT_IN_FILE = {"negative_prompt_text", "assistant_model"}
 _PRESETS = {field.name: field for field in dataclasses.fields(SamplingConfig)}
 
@@ -40,39 +40,42 @@ def _preset(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class InferConfig(SamplingConfig):
-    """Options of `penstock infer`, but for those of the engine and of the connection."""
+    """Options of `penstock infer`, except those of the engine and of the connection."""
 
     base_model: str | None = option(
         None, "Folder or hub id of the model; the embedded one when left out.", group=MODEL, metavar="MODEL"
     )
     tokenizer_path: str | None = option(
-        None, "Folder or hub id of the tokenizer, where it is not the model's own.", group=MODEL, metavar="MODEL"
+        None, "Folder or hub id of the tokenizer, when it is not the model's own.", group=MODEL, metavar="MODEL"
     )
     load_in_8bit: bool = option(False, "Weights in int8: --quantization int8.", group=MODEL)
     load_in_4bit: bool = option(False, "Weights in int4: --quantization int4.", group=MODEL)
     alpha: float | None = option(
         None,
-        "NTK scaling of the rotary embedding: a base alpha^(d/(d-2)) times as large, for alpha times the context.",
+        "NTK scaling of the rotary embedding: multiply its base by alpha^(d/(d-2)), for alpha times the context.",
         group=MODEL,
         minimum=1.0,
     )
     gpus: str | None = option(
-        None, "GPUs to use, such as 0,1: those of --use-vllm; Penstock's own engine chooses by --device.", group=MODEL
+        None, "GPUs for --use-vllm, such as 0,1; Penstock's own engine has --device.", group=MODEL
     )
     only_cpu: bool = option(False, "Use the CPU alone.", group=MODEL)
     use_vllm: bool = option(False, "Run the prompts on vLLM, where it is installed.", group=MODEL)
     use_flash_attention_2: bool = option(
-        False, "Accepted: the engine chooses its attention, which reads the paged pool.", group=MODEL
+        False, "Accepted without effect: the engine chooses its own attention over the paged pool.", group=MODEL
     )
 
     data_file: str | None = option(
-        None, "File with a prompt a line, UTF-8; two sample questions when left out.", group=PROMPTS, metavar="FILE"
+        None,
+        "File with a prompt on each line, UTF-8; two sample questions when left out.",
+        group=PROMPTS,
+        metavar="FILE",
     )
     with_prompt: bool = option(False, "Put each line into the prompt template, after a system prompt.", group=PROMPTS)
     prompt_template: str = option(
         AUTO,
-        "llama3: the script's own; chat: the model's chat template; auto: llama3 where the tokenizer has its "
-        "tokens, else chat; none: an interactive input is completed as it is.",
+        "llama3: the script's own; chat: the model's chat template; auto: llama3 if the tokenizer has its tokens, "
+        "else chat; none: interactive input is completed as it is.",
         group=PROMPTS,
         choices=(AUTO, LLAMA3, CHAT, NONE),
     )
@@ -85,8 +88,8 @@ class InferConfig(SamplingConfig):
     interactive: bool = option(False, "Converse; !help lists the commands.", group=PROMPTS)
     history_tokens: int | None = option(
         None,
-        "Tokens of a conversation that the next turn sees at most; the oldest turns go. By default what the context "
-        "leaves beside --max-new-tokens.",
+        "Most tokens of a conversation that the next turn sees; the oldest turns are dropped. Default: the context "
+        "less --max-new-tokens.",
         group=PROMPTS,
         minimum=1,
     )
@@ -98,13 +101,13 @@ class InferConfig(SamplingConfig):
         metavar="FILE",
     )
     resume: bool = option(
-        True, "Go on with the journal that an interrupted run left beside the predictions file.", group=OUTPUT
+        True, "Continue from the journal that an interrupted run left beside the predictions file.", group=OUTPUT
     )
     show: bool = option(False, "Also write each answer to standard output at the end.", group=OUTPUT)
 
     endpoint: str | None = option(
         None,
-        "host:port of a router, such as that of `penstock serve`: it answers, nothing is loaded here.",
+        "host:port of a router, such as that of `penstock serve`: it answers, and no model is loaded here.",
         group=ENDPOINT,
         metavar="HOST:PORT",
     )
@@ -112,7 +115,7 @@ class InferConfig(SamplingConfig):
 
     assistant_model: str | None = option(
         None,
-        "Draft model: a folder or hub id, or its name where it is an endpoint's. The ids are those without.",
+        "Draft model: a folder or hub id, or its name at the --endpoint. The output ids are the same without it.",
         group=DRAFTS,
         metavar="MODEL",
     )
@@ -124,7 +127,7 @@ class InferConfig(SamplingConfig):
     max_new_tokens: int | None = _preset("max_new_tokens")
 
     def check(self, engine: dict[str, Any]) -> None:
-        """Refuse flags that contradict each other. `engine`: those of the engine. Raises StartupError naming one."""
+        """Refuse flags that contradict each other. `engine`: the engine's flags. Raises StartupError naming one."""
         if self.load_in_8bit and self.load_in_4bit:
             raise StartupError("--load-in-8bit and --load-in-4bit exclude each other", flag="--load-in-8bit")
         loads = "--load-in-8bit" if self.load_in_8bit else "--load-in-4bit" if self.load_in_4bit else None
@@ -148,7 +151,7 @@ class InferConfig(SamplingConfig):
             raise StartupError("--interactive reads no --data-file: give one of them", flag="--data-file")
 
     def _check_endpoint(self, loads: str | None, engine: dict[str, Any]) -> None:
-        """Refuse what only the server's own start can decide."""
+        """Refuse flags that apply only to a model loaded here."""
         flags = ["--" + name.replace("_", "-") for name in engine]
         flags += [loads] if loads else []
         flags += ["--alpha"] if self.alpha is not None else []
@@ -158,7 +161,7 @@ class InferConfig(SamplingConfig):
     def asked_options(self) -> dict[str, Any]:
         """Return the options of every request by their names. Raises StartupError for a bad one.
 
-        Greedy decoding leaves the options of a draw out where they are defaults of this command.
+        Greedy decoding leaves sampling options out where they are defaults of this command.
         """
         plain = SamplingConfig(**{name: getattr(self, name) for name in _PRESETS})
         asked: dict[str, Any] = dict(plain.request_options())
@@ -176,7 +179,7 @@ class InferConfig(SamplingConfig):
 def check_asked(options: dict[str, Any]) -> None:
     """Check each option by itself, before a model is loaded. Raises StartupError naming its flag.
 
-    Those in a form that only requests have are left to the engine.
+    Options in a form that only requests have are left to the engine.
     """
     for name, value in options.items():
         try:
