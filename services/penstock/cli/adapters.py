@@ -37,10 +37,10 @@ GROUP = "Adapters"
 class AdaptersConfig(ConnectionConfig):
     """Configuration: a router or a generation service, and the backend that a router asks."""
 
-    # The plain name's variable is the router's own.
+    # The plain name is the router's own variable.
     backend: str | None = option(
         None,
-        "Backend that the router asks, where it has several: its address, or its name in the router's own --backend.",
+        "Backend for the router to ask, if it has several: its address, or its name in the router's own --backend.",
         group=CONNECTION,
         env="PENSTOCK_ADAPTERS_BACKEND",
         metavar="NAME_OR_ADDRESS",
@@ -60,13 +60,13 @@ class LoadAdapterConfig(AdaptersConfig):
 
     replace: bool = option(
         False,
-        "Give a name that is known the new adapter: requests that run end with the old one.",
+        "Give a known name the new adapter; requests that run finish with the old one.",
         group=GROUP,
         env="PENSTOCK_ADAPTERS_REPLACE",
     )
     timeout_seconds: float = option(
         300.0,
-        "Time that the service has to read it.",
+        "Time for the service to read it.",
         group=GROUP,
         flag="--timeout",
         env="PENSTOCK_ADAPTERS_TIMEOUT",
@@ -137,7 +137,7 @@ def run_unload(name: str, given: Overrides) -> None:
     config: AdaptersConfig = _config(AdaptersConfig, given)
     with open_operator_client(config, config.backend) as client:
         live = client.unload_adapter(name, backend=config.backend or "")
-    say(f"{name}: unloaded" + (f"; {live} requests go on with it" if live else ""))
+    say(f"{name}: unloaded" + (f"; {live} requests still use it" if live else ""))
 
 
 def _config(kind: Any, given: Overrides) -> Any:

@@ -36,10 +36,10 @@ GROUP = "Running requests"
 class AdminConfig(ConnectionConfig):
     """Configuration: a router or a generation service, and the backend that a router asks."""
 
-    # The plain name's variable is the router's own.
+    # The plain name is the router's own variable.
     backend: str | None = option(
         None,
-        "Backend that the router asks, where it has several: its address, or its name in the router's own --backend.",
+        "Backend for the router to ask, if it has several: its address, or its name in the router's own --backend.",
         group=CONNECTION,
         env="PENSTOCK_ADMIN_BACKEND",
         metavar="NAME_OR_ADDRESS",
@@ -52,14 +52,14 @@ class DrainConfig(AdminConfig):
 
     grace_seconds: float | None = option(
         None,
-        "Time that live requests have before they are aborted, which a router moves; without it all are waited for.",
+        "Time for live requests before they are aborted, and moved by a router; without it, wait for all of them.",
         group=GROUP,
         env="PENSTOCK_ADMIN_GRACE_SECONDS",
         minimum=0,
     )
     timeout_seconds: float = option(
         300.0,
-        "Give up waiting after this, beside the grace; a drain goes on.",
+        "Time to wait beyond the grace; then give up, while a drain continues.",
         group=GROUP,
         flag="--timeout",
         env="PENSTOCK_ADMIN_TIMEOUT",

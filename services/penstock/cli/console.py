@@ -1,4 +1,4 @@
-"""Lines of the command line: facts to stdout, one line for an error to stderr, what is typed from stdin."""
+"""Lines of the command line: facts to stdout, one line for an error to stderr, typed lines from stdin."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def console() -> Console:
 
 
 def say(line: str = "") -> None:
-    """Write one plain line at once, even into a pipe; nothing where standard output is closed."""
+    """Write one plain line at once, even into a pipe; nothing when standard output is closed."""
     _write(sys.stdout, line)
 
 
 def complain(line: str) -> None:
-    """Write one line to stderr; nothing where it is closed."""
+    """Write one line to stderr; nothing when it is closed."""
     _write(sys.stderr, f"penstock: {line}")
 
 
 def complain_or_log(line: str) -> None:
-    """Write one line to stderr, as a record where the log of this process is JSON."""
+    """Write one line to stderr, as a record if this process logs JSON."""
     from penstock.common.logging import get_logger, is_json_log
 
     if is_json_log():
@@ -44,7 +44,7 @@ def complain_or_log(line: str) -> None:
 
 
 def lines_until(read: Callable[[], str], end: str) -> Iterator[str]:
-    """Yield the lines from `read` that are not empty, until one is `end`, or EOFError or Ctrl-C."""
+    """Yield the lines from `read` that are not empty, until the line `end`, EOFError or Ctrl-C."""
     while True:
         try:
             line = read().strip()

@@ -44,7 +44,7 @@ Examples:
   penstock debug state --json"""
 
 State = dict[str, Any]
-# Time for a service that waits for its engine as long as its own configuration says.
+# Time for a service that waits for its engine for as long as its own configuration allows.
 _UNKNOWN_WAIT_SECONDS = 60.0
 _GROUP_COLUMNS = ("request", "state", "decoding", "priority", "age", "running", "prompt", "most new", "width")
 _SEQUENCE_COLUMNS = ("sequence", "family", "tokens", "computed", "blocks", "host blocks", "drafts", "waits for")
@@ -54,7 +54,7 @@ _SEQUENCE_COLUMNS = ("sequence", "family", "tokens", "computed", "blocks", "host
 class DebugConfig(ConnectionConfig):
     """Configuration: a generation service, the way to it, and the form of the output."""
 
-    # These options have variables of their own: the plain names' are the router's address and `penstock bench`'s file.
+    # These options have their own variables: the plain names are for the router's address and `penstock bench`'s file.
     address: str = option(
         f"127.0.0.1:{GENERATION_PORT}",
         "host:port of the generation service, or of a router, which asks a backend.",
@@ -64,14 +64,14 @@ class DebugConfig(ConnectionConfig):
     )
     backend: str | None = option(
         None,
-        "Backend that the router asks, where it has several: its address, or its name in the router's own --backend.",
+        "Backend for the router to ask, if it has several: its address, or its name in the router's own --backend.",
         group=CONNECTION,
         env="PENSTOCK_DEBUG_BACKEND",
         metavar="NAME_OR_ADDRESS",
     )
     wait_seconds: float | None = option(
         None,
-        "Time that the engine has to answer between two steps, by default its own --dump-wait-seconds; past it the "
+        "Time for the engine to answer between two steps, by default its own --dump-wait-seconds; after that the "
         "state is read from outside.",
         group="State",
         env="PENSTOCK_DEBUG_WAIT_SECONDS",
@@ -82,7 +82,7 @@ class DebugConfig(ConnectionConfig):
 
     @property
     def answer_seconds(self) -> float:
-        """Time that the whole call may take: a service that hangs as well must not hang the command."""
+        """Time that the whole call may take: a service that hangs must not hang the command."""
         wait = _UNKNOWN_WAIT_SECONDS if self.wait_seconds is None else self.wait_seconds
         return wait + self.connect_timeout_seconds
 
@@ -90,7 +90,7 @@ class DebugConfig(ConnectionConfig):
 def run_state(given: Overrides) -> None:
     """Ask for the state and show it.
 
-    Raises StartupError without an answer, and where --backend is missing or wrong; the service's PenstockError.
+    Raises StartupError without an answer, or when --backend is missing or wrong; the service's PenstockError.
     """
     from penstock.common.config import from_env_and_flags
 
@@ -138,7 +138,7 @@ async def _ask(config: DebugConfig) -> State:
 
 
 async def _require_router(config: DebugConfig, channel: grpc.aio.Channel, metadata: Any) -> None:
-    """Check that the address is a router's: a generation service would answer for itself, whatever --backend says."""
+    """Check that the address is a router's: a generation service ignores --backend and answers for itself."""
     import grpc
 
     from penstock.common.errors import Unimplemented, from_rpc_error
@@ -148,7 +148,7 @@ async def _require_router(config: DebugConfig, channel: grpc.aio.Channel, metada
     try:
         await stub.ListModels(text_pb2.ListModelsRequest(), metadata=metadata, timeout=config.answer_seconds)
     except grpc.RpcError as error:
-        # Others come from a router, too, such as for the token of its operators.
+        # Other errors also come from a router, such as one about its operators' token.
         if isinstance(from_rpc_error(error), Unimplemented):
             raise no_router(config) from None
 
@@ -175,7 +175,7 @@ def _show(state: State) -> None:
         f"pool: {pool['used']} of {pool['total']} blocks used, {pool['free']} free, {pool['evictable']} evictable, "
         f"{pool['references']} references, {pool['reserve']} kept for running requests"
     )
-    # A service of an older release has none.
+    # A service of an older release has no host pool.
     host = state.get("host_pool")
     if host and host["total"]:
         say(

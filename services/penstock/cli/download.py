@@ -1,4 +1,4 @@
-"""Command `penstock download`: the files of a model that serving needs, from a hub into its cache, verified."""
+"""Command `penstock download`: fetch the files that serving needs from a hub into its cache, and verify them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from penstock.common.options import option, options_of
 from penstock.common.progress import CHECK, ShowProgress, Stage
 from penstock.common.units import format_size
 
-EPILOG = f"""Only what serving reads comes: safetensors, configuration, tokenizer and templates.
-Every file is compared with the checksum that its hub tells. A download that was interrupted
-goes on where it was. HF_TOKEN, HF_ENDPOINT, HF_HOME and MODELSCOPE_CACHE are honoured.
+EPILOG = f"""Only files that serving reads are fetched: safetensors, configuration, tokenizer and templates.
+Every file is compared with the checksum from its hub. An interrupted download continues where
+it stopped. HF_TOKEN, HF_ENDPOINT, HF_HOME and MODELSCOPE_CACHE are honoured.
 
 {ENV_NOTE}
 
@@ -49,10 +49,13 @@ class DownloadConfig:
     """Configuration of `penstock download`."""
 
     revision: str | None = option(
-        None, "Branch, tag or commit; MODEL@REVISION says the same. By default the hub's main one.", group=GROUP
+        None, "Branch, tag or commit; MODEL@REVISION does the same. By default the hub's main branch.", group=GROUP
     )
     source: Literal["huggingface", "modelscope"] = option(
-        "huggingface", "Hub that has it: its layout of the cache, too.", group=GROUP, env="PENSTOCK_DOWNLOAD_SOURCE"
+        "huggingface",
+        "Hub that has the model; it also decides the layout of the cache.",
+        group=GROUP,
+        env="PENSTOCK_DOWNLOAD_SOURCE",
     )
     offline: bool = option(False, "Ask no hub: verify what the cache has.", group=GROUP)
     output: str | None = option(
@@ -63,15 +66,15 @@ class DownloadConfig:
         metavar="FOLDER",
     )
     hub_url: str | None = option(
-        None, "Address of a ModelScope hub; that of a Hugging Face one is HF_ENDPOINT.", group=GROUP, metavar="URL"
+        None, "Address of a ModelScope hub; for a Hugging Face hub set HF_ENDPOINT.", group=GROUP, metavar="URL"
     )
 
 
 def run_download(model: str, given: Overrides) -> None:
-    """Download, verify, and say where it is. Raises StartupError naming MODEL or a flag."""
+    """Download, verify, and print the place. Raises StartupError naming MODEL or a flag."""
     config = from_env_and_flags(DownloadConfig, given)
     if Path(model).expanduser().is_dir():
-        raise StartupError(f"MODEL {model} is a folder already: give a hub's id, owner/name", flag="MODEL")
+        raise StartupError(f"MODEL {model} is a local folder: give a hub's id, owner/name", flag="MODEL")
     repo, _, revision = model.partition("@")
     if revision and config.revision and revision != config.revision:
         raise StartupError("--revision and MODEL@REVISION differ: give one of them", flag="--revision")
@@ -102,7 +105,7 @@ def _from_modelscope(repo: str, revision: str, config: DownloadConfig, show: Sho
         if not (folder / modelscope.CHECKSUMS).is_file():
             raise StartupError(f"MODEL {repo}: not in ModelScope's cache ({folder}), and --offline", flag="MODEL")
         return folder
-    # Brings huggingface_hub, whose rule of the files holds for either hub.
+    # Imports huggingface_hub. Its rule for choosing files holds for either hub.
     from penstock.common.hub_download import serving_files
 
     wanted = revision or modelscope.DEFAULT_REVISION
@@ -116,7 +119,7 @@ def _from_modelscope(repo: str, revision: str, config: DownloadConfig, show: Sho
 
 
 def _verified(fetch: Callable[[ShowProgress], Path], repo: str, show: ShowProgress, *, offline: bool) -> Path:
-    """Return the folder once each file has its checksum; a file that has another one comes once more.
+    """Return the folder once each file has its checksum; a file with another checksum is fetched once more.
 
     Raises StartupError naming MODEL.
     """
@@ -127,7 +130,7 @@ def _verified(fetch: Callable[[ShowProgress], Path], repo: str, show: ShowProgre
         for path in wrong:
             path.resolve().unlink()
             path.unlink(missing_ok=True)
-        complain(f"{', '.join(path.name for path in wrong)}: another checksum than the hub's; downloading again")
+        complain(f"{', '.join(path.name for path in wrong)}: the checksum is not the hub's; downloading again")
         folder = fetch(show)
         wrong = _wrong_files(folder, repo, show)
     if wrong:
@@ -136,13 +139,17 @@ def _verified(fetch: Callable[[ShowProgress], Path], repo: str, show: ShowProgre
             path.resolve().unlink()
             path.unlink(missing_ok=True)
         names = ", ".join(path.name for path in wrong)
-        advice = "run without --offline" if offline else "the hub, or a proxy before it, sends other bytes than it says"
+        advice = (
+            "run without --offline"
+            if offline
+            else "the hub, or a proxy before it, sends bytes that do not match its checksum"
+        )
         raise StartupError(f"MODEL {repo}: the checksum of {names} is wrong: {advice}", flag="MODEL")
     return folder
 
 
 def _check_whole(folder: Path, repo: str) -> None:
-    """Look whether all weights are there. Raises StartupError naming MODEL."""
+    """Check that all weights are there. Raises StartupError naming MODEL."""
     index = folder / "model.safetensors.index.json"
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
@@ -160,7 +167,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _wrong_files(folder: Path, repo: str, show: ShowProgress) -> list[Path]:
-    """Return the files that have another checksum than the hub told."""
+    """Return the files with another checksum than the hub's."""
     sums = _checksums(folder)
     files = [path for path in _files(folder) if path in sums]
     total = sum(path.stat().st_size for path in files)
@@ -174,9 +181,9 @@ def _wrong_files(folder: Path, repo: str, show: ShowProgress) -> list[Path]:
 
 
 def _checksums(folder: Path) -> dict[Path, str]:
-    """Return the checksums that a hub told, as far as the cache knows them: 40 hex digits are git's, 64 SHA-256.
+    """Return the hub's checksums that the cache knows: 40 hex digits are git's, 64 SHA-256.
 
-    Hugging Face's cache names each blob by its own, which a snapshot links to.
+    Hugging Face's cache names each blob by its checksum, and a snapshot links to the blob.
     """
     told = folder / modelscope.CHECKSUMS
     if told.is_file():

@@ -81,7 +81,7 @@ def _option(option: BoundOption) -> Any:
 def as_flags(option: BoundOption, value: Any) -> list[str]:
     """Make arguments of another command from a value of this one."""
     if option.is_bool:
-        # The default is passed, too: the other command may have a variable with another value.
+        # The default is passed as well: the other command may have a variable with another value.
         return [option.flag] if value is True else [option.negative_flag] if option.negative_flag else []
     flag = "--model" if option.flag == MODEL_ARGUMENT else option.flag
     return [part for one in (value if isinstance(value, list) else [value]) for part in (flag, str(one))]
@@ -99,7 +99,7 @@ def _annotation(option: BoundOption) -> Any:
 
 
 def shown_default(option: BoundOption) -> str:
-    """Return the default as on the command line; empty when there is none."""
+    """Return the default as the command line spells it; empty when there is none."""
     default = option.default
     if default is None and option.metavar.endswith("|auto"):
         return "auto"
@@ -124,7 +124,7 @@ def _shown_size(size: int) -> str:
 
 
 def fold_long_flags() -> None:
-    """Fold flags that are wider than their column, in every help text that this process prints: typer cuts them."""
+    """Fold flags that are wider than their column in this process's help texts: typer would cut them."""
     # Modules that only a help text needs.
     from rich.text import Text
     from typer import rich_utils

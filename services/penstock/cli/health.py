@@ -43,7 +43,7 @@ async def _check_all(addresses: list[str], timeout: float, config: ChannelConfig
 
 
 async def _check(address: str, timeout: float, config: ChannelConfig) -> str:
-    """Return the status's name, or the reason for which there is none."""
+    """Return the status's name, or the reason why there is none."""
     async with open_channel(address, config) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)

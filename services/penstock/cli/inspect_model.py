@@ -1,4 +1,4 @@
-"""Command `penstock inspect`: facts of a model from its files, without loading it, and what it would take here."""
+"""Command `penstock inspect`: facts about a model from its files, without loading it, and its needs on this machine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.host.memory import host_memory
 from penstock.generation.weights.files import PACKED_FILE, StoredTensor, file_names, read_header
 
-EPILOG = f"""Reads configuration, tokenizer and the headers of the weights, also of model types that do
-not start here. For a hub's id that is not in the cache only these come. Speeds are estimates.
+EPILOG = f"""Reads the configuration, the tokenizer and the headers of the weights, also for model types that
+do not start here. For a hub id that is not in the cache, only these are fetched. Speeds are estimates.
 
 {ENV_NOTE}
 
@@ -41,19 +41,19 @@ Examples:
 
   penstock inspect ./my-model --json"""
 GROUP = "Inspect"
-# Files that tell what a model is; weights are not among them.
+# Files that describe a model, without its weights.
 SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt")
 QUANTIZATIONS = ("none", "int8", "int4")
 # Bytes of a weight with its part of the scales.
 _QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5625}
-# Names that families have for one thing, in the order in which they are asked.
+# Names that families use for one thing, in the order in which they are tried.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _CONTEXT = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "n_ctx")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "experts_per_token")
-# Parts of the names of types all of whose layers have a state in place of keys and values.
+# Parts of the names of types with a state in place of keys and values in all layers.
 _STATES = ("mamba", "rwkv", "xlstm")
 _MEASURED_BYTES, _ROUNDS = 256 << 20, 4
 
@@ -69,10 +69,10 @@ class InspectConfig:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Numbers of weights by what they are for, and the bytes of all files."""
+    """Numbers of weights by their purpose, and the bytes of all files."""
 
     linear: int
-    # Of `linear`, those of experts, of which a token uses some.
+    # Those of `linear` that belong to experts; a token uses some of them.
     experts: int
     table: int
     # 0: the table serves as the head.
@@ -84,20 +84,20 @@ class Weights:
 
     @property
     def count(self) -> int:
-        """Number of all of them; of packed formats that of stored numbers."""
+        """Number of all weights; for packed formats, of stored numbers."""
         return self.linear + self.table + self.head + self.rest
 
     def loaded_bytes(self, item: float, quantization: str) -> int:
-        """Bytes in memory with `item` bytes a number, or quantised."""
+        """Bytes in memory with `item` bytes a number, or quantized."""
         each = _QUANTISED_BYTES.get(quantization)
         if each is None:
             return int(self.count * item)
-        # The head is int8 with either quantization, also where it is the table.
+        # The head is int8 with either quantization, even when it is the table.
         head = self.head or self.table
         return int(self.linear * each + head * _QUANTISED_BYTES["int8"] + (self.table + self.rest) * item)
 
     def read_bytes(self, item: float, quantization: str, expert_share: float) -> int:
-        """Bytes that a token of one stream reads: all but the table, and the share of the experts that it uses."""
+        """Bytes that a token of one stream reads: all but the table, and only the share of the experts that it uses."""
         used = self.linear - self.experts * (1.0 - expert_share)
         each = _QUANTISED_BYTES.get(quantization, item)
         head = (self.head or self.table) * (item if quantization == "none" else _QUANTISED_BYTES["int8"])
@@ -105,7 +105,7 @@ class Weights:
 
 
 def run_inspect(model: str | None, given: Overrides) -> None:
-    """Show a model. Raises StartupError naming MODEL where there is none."""
+    """Show a model. Raises StartupError naming MODEL when there is none."""
     from penstock.common.logging import configure_logging
 
     config = from_env_and_flags(InspectConfig, given)
@@ -120,10 +120,10 @@ def run_inspect(model: str | None, given: Overrides) -> None:
 
 
 def inspect_model(model: str | None, *, measures: bool = True, offline: bool = False) -> dict[str, Any]:
-    """Return all facts of a model, in JSON's types. Raises StartupError naming MODEL where there is none."""
+    """Return all facts about a model, in JSON's types. Raises StartupError naming MODEL when there is none."""
     folder = resolve_model(model, offline=offline, files=SMALL_FILES)
     values = _json(folder / "config.json")
-    # Of a model of several parts the text's.
+    # The text part's configuration, for a model of several parts.
     text = next((values[name] for name in ("text_config", "llm_config") if isinstance(values.get(name), dict)), values)
     text = {**values, **text}
     weights = weights_of(_headers(folder, model), folder)
@@ -167,7 +167,7 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
 
 
 def weights_of(tensors: Mapping[str, StoredTensor], folder: Path) -> Weights:
-    """Sort tensors by what they are for. Without any, as for files of pickles, only the bytes are known."""
+    """Sort tensors by their purpose. Without tensors, as for pickle files, only the bytes are known."""
     counts = {"linear": 0, "experts": 0, "table": 0, "head": 0, "rest": 0}
     dtypes: dict[str, int] = {}
     for name, tensor in tensors.items():
@@ -186,7 +186,7 @@ def weights_of(tensors: Mapping[str, StoredTensor], folder: Path) -> Weights:
 
 
 def _headers(folder: Path, model: str | None) -> dict[str, StoredTensor]:
-    """Read the headers of the weights: of files here, else from the hub. Raises StartupError naming MODEL."""
+    """Read the headers of the weights from files here, else from the hub. Raises StartupError naming MODEL."""
     files = sorted(folder.glob("*.safetensors"))
     if (folder / PACKED_FILE).is_file():
         files = [folder / PACKED_FILE]
@@ -202,13 +202,13 @@ def _headers(folder: Path, model: str | None) -> dict[str, StoredTensor]:
 
 
 def _headers_at_the_hub(model: str) -> dict[str, StoredTensor]:
-    """Read the headers of a hub's files by ranges; empty where the hub cannot tell, or the model has no safetensors."""
+    """Read the headers of a hub's files by ranges; empty if the hub cannot serve them, or without safetensors."""
     from huggingface_hub import HfApi
 
     repo, _, revision = model.partition("@")
     try:
         metadata = HfApi().get_safetensors_metadata(repo, revision=revision or None)
-    except Exception:  # of the connection or the repository, whose classes differ between releases
+    except Exception:  # of the connection or the repository; the classes differ between releases
         return {}
     return {
         name: StoredTensor(tensor.dtype, tuple(tensor.shape), *tensor.data_offsets)
@@ -221,7 +221,7 @@ def _headers_at_the_hub(model: str) -> dict[str, StoredTensor]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty where there is none. Raises StartupError for a file that is no JSON."""
+    """Read a JSON object; empty without a file. Raises StartupError for a file that is not JSON."""
     if not path.is_file():
         return {}
     try:
@@ -232,7 +232,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _first(values: Mapping[str, Any], names: Iterable[str]) -> int | None:
-    """Return the first of these fields that is a whole number above 0."""
+    """Return the first of these fields with a whole number above 0."""
     found = (values.get(name) for name in names)
     return next((one for one in found if isinstance(one, int) and not isinstance(one, bool) and one > 0), None)
 
@@ -263,7 +263,7 @@ def _serving_item(values: Mapping[str, Any]) -> float:
 
 
 def _kv_bytes(values: Mapping[str, Any]) -> int | None:
-    """Bytes of a token's keys and values over all layers; None where the configuration does not tell."""
+    """Bytes of a token's keys and values over all layers; None if the configuration does not say."""
     heads, width = (_first(values, names) for names in (_HEADS, _WIDTH))
     layers = _attention_layers(values)
     if not layers or not heads or not width:
@@ -281,7 +281,7 @@ def _kv_bytes(values: Mapping[str, Any]) -> int | None:
 
 
 def _attention_layers(values: Mapping[str, Any]) -> int | None:
-    """Number of layers with keys and values; None where the configuration does not tell, 0 for a model of states."""
+    """Number of layers with keys and values; None if the configuration does not say, 0 for a state-space model."""
     if any(part in str(values.get("model_type")) for part in _STATES):
         return 0
     kinds = values.get("layer_types") or values.get("layers_block_type")
@@ -292,7 +292,7 @@ def _attention_layers(values: Mapping[str, Any]) -> int | None:
 
 
 def _quantization(values: Mapping[str, Any], *, packed: bool) -> dict[str, Any] | None:
-    """Return the method and bits of a quantised checkpoint; None where it is not."""
+    """Return the method and bits of a quantized checkpoint; None for another."""
     if packed:
         return {"method": "penstock pack"}
     found = values.get("quantization_config") or values.get("compression_config")
@@ -328,7 +328,7 @@ def _tokenizer_facts(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shows_tools(folder: Path) -> bool | None:
-    """True when the chat template shows tools, or refuses them; None where it cannot be told."""
+    """True when the chat template shows tools, or refuses them; None when that is unknown."""
     from penstock.tokenizer.config import TokenizerConfig
     from penstock.tokenizer.tools_shown import folder_hides_tools
 
@@ -339,18 +339,18 @@ def _shows_tools(folder: Path) -> bool | None:
 # Here.
 
 
-_BY_FALLBACK = "by transformers' modules: a start looks at its attention first (--model-route, --self-check)"
+_BY_FALLBACK = "by transformers' modules: the start checks its attention first (--model-route, --self-check)"
 
 
 def _start(
     folder: Path, values: Mapping[str, Any], weights: Weights, facts: Mapping[str, Any]
 ) -> tuple[bool, str, list[str]]:
-    """Tell whether the model starts here: True or False, the reason or the way, and what would help."""
+    """Return whether the model starts here (True or False), the reason or the route, and the remedies."""
     if not list(folder.glob("*.safetensors")) and not weights.dtypes and not (folder / GGUF_FILE).exists():
         try:
             file_names(folder)
         except StartupError as error:
-            return False, error.message, ["save it again with save_pretrained(), by transformers"]
+            return False, error.message, ["save it again with transformers' save_pretrained()"]
     # Imports torch.
     from penstock.generation.models.registry import read_model_config
     from penstock.generation.startup.vocabulary import read_token_bytes
@@ -360,11 +360,11 @@ def _start(
     except StartupError as error:
         return False, error.message, _advice(values)
     try:
-        # Of a hub's model its files are not fetched.
+        # The tokenizer's files of a hub's model are not fetched.
         if (folder / "tokenizer.json").is_file():
             read_token_bytes(folder, config)
     except StartupError as error:
-        return False, error.message, ["the tokenizer's files of the very model, beside its weights"]
+        return False, error.message, ["this model's own tokenizer files, beside its weights"]
     memory = facts["memory"]
     for kind, needed in memory["weights_bytes"].items():
         if needed < memory["available_bytes"]:
@@ -382,14 +382,14 @@ def _start(
 
 
 def _way(config: ModelConfig) -> str:
-    """Return the route in words; empty for the native one."""
+    """Return the route as text; empty for the native one."""
     if config.route != "fallback":
         return ""
     return f"{_BY_FALLBACK}, for {config.route_reason}" if config.route_reason else _BY_FALLBACK
 
 
 def _advice(values: Mapping[str, Any]) -> list[str]:
-    """Return what would help a model that is refused by its configuration."""
+    """Return remedies for a model that is refused for its configuration."""
     if values.get("is_encoder_decoder"):
         return ["none: the engine is for decoders; transformers itself runs encoder-decoder models"]
     found = []
@@ -397,7 +397,7 @@ def _advice(values: Mapping[str, Any]) -> list[str]:
     if values.get("auto_map") and "trust_remote_code" in flags:
         found.append(f"{flags['trust_remote_code']}: the model's own code is in its folder")
     if values.get("quantization_config"):
-        found.append("the checkpoint that it was quantised from, with --quantization int8 or int4")
+        found.append("the checkpoint before its quantization, with --quantization int8 or int4")
     known, release = _known_types()
     model_type, written_by = str(values.get("model_type")), values.get("transformers_version")
     if model_type not in known and not values.get("auto_map"):
@@ -431,7 +431,7 @@ def _speed(
 
 
 def measured_bandwidth(size: int = _MEASURED_BYTES, rounds: int = _ROUNDS) -> float:
-    """Measure how many bytes a second this machine reads, with all threads: the best of some sums over `size` bytes."""
+    """Measure the bytes a second that this machine reads with all threads: the best of some sums over `size` bytes."""
     import torch
 
     values = torch.ones(size // 4, dtype=torch.float32)
@@ -443,7 +443,7 @@ def measured_bandwidth(size: int = _MEASURED_BYTES, rounds: int = _ROUNDS) -> fl
     return size / best
 
 
-# Words.
+# Text.
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -469,7 +469,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
     yield "vocabulary", f"{facts['vocab_size']}, tokenizer {facts['tokenizer_tokens'] or 'missing'}"
     special = ", ".join(f"{role.removesuffix('_token')} {text}" for role, text in facts["special_tokens"].items())
-    yield "special", f"{special or 'none'}; {facts['control_tokens']} control tokens, ends by {facts['eos_token_id']}"
+    yield "special", f"{special or 'none'}; {facts['control_tokens']} control tokens, ended by {facts['eos_token_id']}"
     hides = facts["template_shows_tools"] is False
     yield "chat template", "no" if not facts["chat_template"] else "yes, without tools" if hides else "yes"
     memory = facts["memory"]

@@ -15,7 +15,7 @@ from penstock.cli.console import say
 from penstock.common.environment import cache_folder, system_folder
 from penstock.common.units import format_size
 
-# Between lines of progress where no terminal shows it.
+# Seconds between lines of progress without a terminal.
 PROGRESS_SECONDS = 10.0
 
 
@@ -27,7 +27,7 @@ def run_build_kernels(*, system: bool) -> None:
 
     folder = Path(system_folder() if system else cache_folder())
     signal.signal(signal.SIGTERM, _stop)
-    # An environment is often an image's: it may run on another CPU.
+    # An environment is often that of an image, which may run on another CPU.
     path = build(folder, everywhere=system, progress=BuildProgress())
     found = library.load(folder)
     say(f"{found} kernels: {path}" if found else f"built, but this CPU has no AVX2: {path}")

@@ -14,29 +14,28 @@ def main() -> None:
     """Run the command line; never returns. Tracebacks only with --debug."""
     prepare_environment()
     if sys.argv[1:] == ["--version"]:
-        # The only answer that needs neither typer nor grpc.
+        # The version needs neither typer nor grpc.
         from penstock import __version__
 
         sys.stdout.write(f"penstock {__version__}\n")
         sys.exit(0)
     if sys.argv[1:] == ["health"] and (path := current_environment().get("PENSTOCK_HEALTH_SOCKET")):
-        # Neither does a service's question about itself.
+        # A service's check of itself needs neither, too.
         from penstock.serving import health_probe
 
         sys.exit(health_probe.main([path]))
     if sys.argv[1:2] == ["serve"]:
-        # Until the service takes over there is no work to drain: a stop while torch is imported is a clean one.
+        # Until the service takes over there is no work to drain, so a stop while torch is imported is clean.
         signal.signal(signal.SIGTERM, _stop)
-        # Generation services log their state on this signal once they run. Until then, and in other processes, it ends
-        # nothing.
+        # Generation services log their state on this signal once they run. Until then, and in other processes, it is
+        # ignored.
         if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     sys.exit(_run("--debug" in sys.argv))
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
-    # No exception: in a callback, such as the import system's, it would be printed and forgotten, and the stop with
-    # it.
+    # Not by an exception: a callback, such as the import system's, would print and drop it, and the stop would be lost.
     os._exit(0)
 
 

@@ -1,6 +1,6 @@
-"""Progress of stages for people and logs: on a terminal a line that changes, elsewhere a line now and then, or records.
+"""Progress of stages for people and logs: a line that changes on a terminal, elsewhere occasional lines, or records.
 
-A stage that is over within a second is shown to nobody but a log.
+A stage that ends within a second appears only in a log.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 # A stage that takes less is not shown.
 SHOWN_SECONDS = 1.0
-# Between two lines of a stage, where no terminal is.
+# Seconds between two lines of a stage without a terminal.
 LINE_SECONDS = 10.0
-# Between two looks whether there is something to show.
+# Seconds between two checks for something to show.
 TICK_SECONDS = 0.2
-# Speed and time left are those of the last seconds.
+# Speed and remaining time are taken over the last seconds.
 SPEED_SECONDS = 30.0
 BAR_CHARS = 24
-# On a terminal that is so narrow that this is not left for the words, there is no bar.
+# Columns that the words need: on a narrower terminal there is no bar.
 NAME_CHARS = 20
-# What a stage does, and what it did.
+# Words for a stage while it runs, and when it has ended.
 WORDS = {
     WAIT: ("waiting for another process that downloads {}", "another process has downloaded {}"),
     DOWNLOAD: ("downloading {}", "downloaded {}"),
@@ -58,12 +58,12 @@ WORDS = {
 
 
 class ShownStage:
-    """A stage of all the processes that are at it: sums, speed, words. Times are of time.monotonic()."""
+    """A stage over all the processes that run it: sums, speed, words. Times are of time.monotonic()."""
 
     def __init__(self, stage: str, subject: str, now: float) -> None:
         self.stage, self.subject = stage, subject
         self.began = now
-        # Time of its last line; None: it has none.
+        # Time of its last line; None without one.
         self.shown: float | None = None
         self._sources: dict[str, StageProgress] = {}
         # (time, bytes) of the last seconds.
@@ -82,7 +82,7 @@ class ShownStage:
 
     @property
     def is_over(self) -> bool:
-        """True when no process is at it any more."""
+        """True when no process runs it any more."""
         return all(progress.ended for progress in self._sources.values())
 
     @property
@@ -92,23 +92,23 @@ class ShownStage:
 
     @property
     def total(self) -> int:
-        """Bytes in total; 0 while they are not known."""
+        """Bytes in total; 0 while unknown."""
         totals = [progress.total for progress in self._sources.values()]
         return sum(totals) if all(totals) else 0
 
     @property
     def percent(self) -> float | None:
-        """Share of the bytes that is done; None while it is not known."""
+        """Share of the bytes that is done; None while unknown."""
         return 100.0 * self.done / self.total if self.total else None
 
     @property
     def doing(self) -> str:
-        """The words for what is done."""
+        """Words for the work."""
         text = WORDS[self.stage][0].format(self.subject)
         return f"{text} ({len(self._sources)} processes)" if len(self._sources) > 1 else text
 
     def facts(self, now: float) -> str:
-        """Words for how far it is, and for how long it will take."""
+        """Words for its progress and its remaining time."""
         if self.percent is None:
             return format_size(self.done) if self.done else f"{now - self.began:.0f} s"
         parts = [f"{int(self.percent)} %", f"{format_size(self.done)} of {format_size(self.total)}"]
@@ -134,7 +134,7 @@ class ShownStage:
         return found | {"seconds": round(now - self.began, 1)}
 
     def _speed(self, now: float) -> float:
-        """Bytes a second; 0 while it is not known."""
+        """Bytes a second; 0 while unknown."""
         when, done = self._samples[0]
         # The bytes of a process that ended are no longer among them.
         return max(0.0, self.done - done) / (now - when) if now - when >= SHOWN_SECONDS else 0.0
@@ -160,11 +160,11 @@ class Form(Protocol):
         """Show that a stage is over."""
 
     def hide(self) -> None:
-        """Make room for a line of somebody else."""
+        """Make room for another writer's line."""
 
 
 class LiveLine:
-    """Line of a terminal that is drawn anew: the earliest stage that is open."""
+    """Line of a terminal that is redrawn: the earliest stage that is open."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -184,7 +184,7 @@ class LiveLine:
             self._is_drawn = True
 
     def end(self, stage: ShownStage, now: float) -> None:
-        """See Form: a line that stays, for a stage that took its time."""
+        """See Form: a line that stays, for a stage that took long."""
         self.hide()
         if now - stage.began >= SHOWN_SECONDS:
             self._stream.write(stage.ended(now) + "\n")
@@ -198,7 +198,7 @@ class LiveLine:
             self._is_drawn = False
 
     def _line(self, stage: ShownStage, now: float) -> str:
-        # Late, and only for a terminal: it takes 5 MiB and 0.05 s.
+        # Imported late, and only for a terminal: it takes 5 MiB and 0.05 s.
         from rich.console import Console
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -230,7 +230,7 @@ class PlainLines:
         self._write = write
 
     def begin(self, stage: ShownStage, now: float) -> None:
-        """See Form: the first line comes once it has lasted for a while."""
+        """See Form: the first line comes after the stage has lasted a while."""
 
     def tick(self, stages: Iterable[ShownStage], now: float) -> None:
         """See Form."""
@@ -255,7 +255,7 @@ def _patience(stage: ShownStage) -> float:
 
 
 class LogLines:
-    """A record at the begin of a stage, every LINE_SECONDS, and at its end. Logging must be configured."""
+    """A record at the start of a stage, every LINE_SECONDS, and at its end. Logging must be configured."""
 
     def begin(self, stage: ShownStage, now: float) -> None:
         """See Form."""
@@ -283,7 +283,7 @@ class LogLines:
 
 
 class ProgressDisplay:
-    """Display of stages, by one Form. Any thread may call it; a thread of its own draws while a stage is open."""
+    """Display of stages in one Form. Any thread may call it; its own thread draws while a stage is open."""
 
     def __init__(self, form: Form) -> None:
         self._form = form
@@ -313,7 +313,7 @@ class ProgressDisplay:
                 self._ticker.start()
 
     def drop(self, source: str) -> None:
-        """Forget a process that ended amid its stages."""
+        """Forget a process that ended during its stages."""
         with self._lock, _output():
             for key, stage in list(self._stages.items()):
                 stage.drop(source)
@@ -322,14 +322,14 @@ class ProgressDisplay:
                     self._form.hide()
 
     def say(self, line: str) -> None:
-        """Write a line of somebody else."""
+        """Write another writer's line."""
         with self._lock:
             with _output():
                 self._form.hide()
             say(line)
 
     def close(self) -> None:
-        """Show nothing any more."""
+        """Stop showing anything."""
         self._closed.set()
         with self._lock, _output():
             self._stages.clear()
@@ -345,30 +345,30 @@ class ProgressDisplay:
                     self._form.tick(self._shown(), time.monotonic())
 
     def _shown(self) -> list[ShownStage]:
-        """Return the open stages, the earliest first; of one download one process tells, and the others wait for it."""
+        """Return the open stages, the earliest first; one process reports a download, and the others wait for it."""
         downloads = {stage.subject for stage in self._stages.values() if stage.stage == DOWNLOAD}
         return [stage for stage in self._stages.values() if stage.stage != WAIT or stage.subject not in downloads]
 
 
 def _output() -> contextlib.AbstractContextManager[None]:
-    """Let the work go on where its output is gone."""
+    """Let the work continue when its output is gone."""
     return contextlib.suppress(OSError, ValueError)
 
 
 def is_live(stream: TextIO | None) -> bool:
-    """True when a line on `stream`, None where it is closed, can be drawn anew."""
+    """True when a line on `stream` (None when it is closed) can be redrawn."""
     return stream is not None and stream.isatty() and current_environment().get("TERM") not in (None, "", "dumb")
 
 
 def serve_display(config: ProcessConfig) -> ProgressDisplay:
-    """Make the display of a service, on standard output, or in its log where that is JSON by choice."""
+    """Make the display of a service: on standard output, or in its log if that is JSON by choice."""
     if config.log_format == "json":
         return ProgressDisplay(LogLines())
     return ProgressDisplay(LiveLine(sys.stdout) if is_live(sys.stdout) else PlainLines(say))
 
 
 def parent_display(config: ProcessConfig, service: str) -> ProgressDisplay:
-    """Make the display of a process whose children are services; it has a log for nothing else."""
+    """Make the display of a parent of services; it logs nothing else."""
     if config.log_format == "json":
         from penstock.common.logging import configure_logging
 

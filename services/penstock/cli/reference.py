@@ -28,24 +28,24 @@ from penstock.common.options import BoundOption, options_of
 HEAD = """# Configuration
 
 Every option is a flag and an environment variable; a flag wins over its variable, a variable over the default. Sizes
-are written `512MiB` or `2GiB` (powers of 1024) or `2GB` (of 1000), durations `250ms`, `30s` or `5m`. A wrong value ends
-the process with exit code 2 and one line that names it. This file is made from the code:
+are written `512MiB` or `2GiB` (powers of 1024) or `2GB` (of 1000), durations `250ms`, `30s` or `5m`. On a wrong value
+the process ends with exit code 2 and one line that names the value. This file is made from the code:
 `python -m penstock.cli.reference > docs/reference/configuration.md`.
 """
 _NO_DEFAULT = object()
 TREE = """`penstock serve [MODEL]` starts tokenizer, generation, router and [gateway](../guide/gateway.md) as one tree.
-It takes its own options below, all of [every service](#every-service), and the options of the four services, except
-those that two services have
-under one name (other than MODEL and `--served-model-name`) and those that connect the services, which it sets itself.
-These concern the router, and `--host` and `--insecure-bind` the gateway, since the other processes listen on free
-loopback ports: {front}. Variables reach every process of the tree.
+It takes its own options below, all of [every service](#every-service), and the options of the four services. It does
+not take options that two services have under one name (other than MODEL and `--served-model-name`), nor those that
+connect the services: it sets these itself. The other processes listen on free loopback ports, so these options concern
+the router alone, and `--host` and `--insecure-bind` also the gateway: {front}. Variables reach every process of the
+tree.
 """
-GATEWAY = """`penstock serve gateway`, [OpenAI's HTTP](../guide/gateway.md), and of those of every service these:
+GATEWAY = """`penstock serve gateway`, [OpenAI's HTTP](../guide/gateway.md), and these options of every service:
 {shared}.
 """
-INFER = """`penstock infer`; [the page](../guide/infer.md) explains them. It takes the options of `penstock complete`
-and of the connection above, and flags of the [generation service](#generation) for its own model, too; where one of
-`complete` is listed here, its default is this command's.
+INFER = """`penstock infer`; [the page](../guide/infer.md) explains them. It also takes the options of
+`penstock complete` and of the connection above, and flags of the [generation service](#generation) for its own model.
+An option of `complete` that is listed here has another default in this command.
 """
 
 
@@ -79,7 +79,7 @@ def _sections() -> Iterator[str]:
         yield _table(bound for bound in options_of(role.config_class()) if bound.name not in own)
         if issubclass(role.config_class(), ChannelConfig):
             yield "Towards the other services:\n"
-            # Of the service itself: the gateway has its own words for one of them.
+            # Options of the service itself: the gateway has its own text for one of them.
             yield _table(bound for bound in options_of(role.config_class()) if bound.name in channel)
     yield "## Clients\n"
     yield "`penstock chat` and `penstock complete`.\n"
@@ -100,7 +100,7 @@ def _sections() -> Iterator[str]:
     yield "`penstock admin drain`, `resume` and `reload`, and the options of the connection above.\n"
     yield _table(bound for bound in options_of(DrainConfig) if bound.name not in connection)
     yield "`penstock models load FOLDER`, `unload` and `info`, and the other options of the connection above."
-    yield "`load` takes flags of the [generation service](#generation) for the model, too: those of LoadModelOptions.\n"
+    yield "`load` also takes the model's flags of the [generation service](#generation) that LoadModelOptions has.\n"
     yield _table(_models_options(connection))
     yield "## A file of prompts, and models\n"
     yield INFER
@@ -111,7 +111,7 @@ def _sections() -> Iterator[str]:
     yield "`penstock inspect MODEL`:\n"
     yield _table(options_of(InspectConfig))
     yield "## Packing\n"
-    yield "`penstock pack MODEL OUTPUT`; [the page](../guide/packed-models.md) says what for.\n"
+    yield "`penstock pack MODEL OUTPUT`; [the page](../guide/packed-models.md) says when it pays.\n"
     yield _table(options_of(PackConfig))
 
 

@@ -46,7 +46,7 @@ _SHOWN = (
 _COLOURS = ("#4a7bd0", "#2f9e77", "#c2762d", "#8a63c9", "#b3475f")
 _ERROR = "#d03b3b"
 _ROW, _LEFT, _WIDTH, _RIGHT = 24, 280, 520, 300
-# A bar takes what the terminal has beside the other columns.
+# A bar takes the rest of the terminal's width beside the other columns.
 _BAR_CHARS, _LEAST_BAR_CHARS, _BESIDE_BAR_CHARS = 48, 16, 76
 
 
@@ -56,7 +56,7 @@ class TraceConfig:
 
     trace_id: str | None = option(
         None,
-        "Trace to show, by the first digits of its id, as in exemplars and log lines; by default the last one.",
+        "Trace to show: the first digits of its id, as in exemplars and log lines; by default the last one.",
         group=GROUP,
         env="PENSTOCK_DEBUG_TRACE_ID",
         metavar="ID",
@@ -68,7 +68,7 @@ class TraceConfig:
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """One span of a file; times in nanoseconds since 1970. `parent` is empty, or may be of a caller elsewhere."""
+    """One span of a file; times in nanoseconds since 1970. `parent` is empty, or names a span that may be elsewhere."""
 
     trace_id: str
     span_id: str
@@ -86,7 +86,7 @@ class TraceSpan:
         shown = []
         for key, word in _SHOWN:
             value = self.attributes.get(key)
-            # No resumed ids are the rule.
+            # Requests without resumed ids are the rule.
             if value is None or (key == "penstock.resumed_tokens" and not value):
                 continue
             text = (
@@ -101,7 +101,7 @@ class TraceSpan:
 
 
 def run_trace(given: Overrides) -> None:
-    """Show a trace of the file `path`. Raises StartupError for a file without it."""
+    """Show a trace of the file `path`. Raises StartupError when the file does not have it."""
     from penstock.common.config import from_env_and_flags
     from penstock.common.errors import StartupError
 
@@ -119,13 +119,13 @@ def run_trace(given: Overrides) -> None:
 
 
 def read_spans(path: str) -> list[TraceSpan]:
-    """Read all spans of a file. Raises StartupError naming FILE and, where one is none, its line."""
+    """Read all spans of a file. Raises StartupError naming FILE and a line that is not traces."""
     from penstock.common.errors import StartupError
 
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise StartupError(f"FILE {path}: {reason}", flag="FILE") from error
     spans: list[TraceSpan] = []
     for number, line in enumerate(lines, 1):
@@ -166,7 +166,7 @@ def _value(value: dict[str, Any]) -> Any:
 
 
 def choose(spans: list[TraceSpan], trace_id: str | None, path: str) -> list[TraceSpan]:
-    """Return the spans of one trace: of the id that begins so, or of the last one. Raises StartupError."""
+    """Return the spans of one trace: the one with an id that begins so, or the last one. Raises StartupError."""
     from penstock.common.errors import StartupError
 
     if not spans:
@@ -182,7 +182,7 @@ def choose(spans: list[TraceSpan], trace_id: str | None, path: str) -> list[Trac
 
 
 def in_tree(spans: list[TraceSpan]) -> list[tuple[int, TraceSpan]]:
-    """Return (depth, span) with children below their parents, by their begin."""
+    """Return (depth, span) with children below their parents, in order of their start."""
     known = {span.span_id for span in spans}
     below: dict[str, list[TraceSpan]] = defaultdict(list)
     for span in sorted(spans, key=lambda one: (one.begin, -one.end)):

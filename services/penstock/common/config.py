@@ -81,8 +81,8 @@ class ProcessConfig:
     )
     health_socket: str | None = option(
         None,
-        "Unix socket that answers each connection with SERVING or NOT_SERVING: for a container's own check, whether the "
-        "ports have TLS or not.",
+        "Unix socket that answers each connection with SERVING or NOT_SERVING: for a container's own check, whether "
+        "the ports have TLS or not.",
         group=NETWORK,
         metavar="PATH",
     )

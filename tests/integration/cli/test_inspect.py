@@ -171,6 +171,6 @@ def test_pickles_and_folders_without_a_model(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(bytes(1000))
     facts = facts_of(folder)
     assert facts["stored"]["bytes"] == 1000
-    assert (facts["starts"], facts["advice"]) == (False, ["save it again with save_pretrained(), by transformers"])
+    assert (facts["starts"], facts["advice"]) == (False, ["save it again with transformers' save_pretrained()"])
     with pytest.raises(StartupError, match="MODEL"):
         facts_of(tmp_path / "nothing")

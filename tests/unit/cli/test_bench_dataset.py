@@ -62,8 +62,8 @@ def test_lengths_that_a_record_does_not_say_are_those_of_the_flag(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("x.json", "{", "it is no JSON"),
-        ("x.json", "[" * 100_000, "it is no JSON"),
+        ("x.json", "{", "it is not JSON"),
+        ("x.json", "[" * 100_000, "it is not JSON"),
         ("x.json", "{}", "a list of records is expected"),
         ("x.json", "[1]", "record 0 is no object"),
         ("x.json", '["a", {"text": "b"}]', "record 1 has none of `prompt`, `messages` or `conversations`"),

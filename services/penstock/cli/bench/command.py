@@ -49,7 +49,7 @@ _SECRETS = ("token_file", "client_cert", "client_key", "tls_ca")
 
 
 class ProgressLine:
-    """Progress on standard error: on a terminal one line that is written over, otherwise a line now and then."""
+    """Progress on standard error: one line that is overwritten on a terminal, otherwise an occasional line."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._next = quiet, 0.0
@@ -91,7 +91,7 @@ async def _measure(config: BenchConfig) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     try:
         await target.wait_ready()
-        # Asked for in any case: it says in good words what is wrong with the address or --model.
+        # Asked for in any case: its errors explain a wrong address or --model well.
         vocab_size = await target.vocab_size()
         prompts = prompts or Prompts(config, vocab_size)
         for load in config.loads:
@@ -129,7 +129,7 @@ def _write(config: BenchConfig, result: dict[str, Any]) -> None:
         console().print(*(tables(result) if config.rates is None else sweep_tables(result, config.slo_share)))
     if config.plot is not None:
         draw(result, config)
-        complain(f"drawn in {config.plot}")
+        complain(f"curves written to {config.plot}")
     if config.json is None:
         return
     settings = {name: value for name, value in asdict(config).items() if name not in _SECRETS}

@@ -1,4 +1,4 @@
-"""Prompts of a file: those of JSON, of JSON lines, and of plain lines."""
+"""Prompts of a file: JSON, JSON lines, or plain lines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NAMES = "`prompt`, `messages` or `conversations`"
 
 
 class DatasetPrompts:
-    """Prompts of --dataset, all of them before any comes again; the same seed makes the same order."""
+    """Prompts of --dataset, all before any repeats; the same seed gives the same order."""
 
     def __init__(self, config: BenchConfig, path: str) -> None:
-        """Read the file. Raises StartupError naming it and the record that is no prompt."""
+        """Read the file. Raises StartupError naming it and a record that is not a prompt."""
         self._config, self._random = config, random.Random(config.seed)
         try:
             text = Path(path).expanduser().read_text(encoding="utf-8-sig")
@@ -41,14 +41,14 @@ class DatasetPrompts:
         return BenchPrompt([], prompt.text, output_tokens or drawn, prompt.messages)
 
     def _prompt(self, record: Any, place: str) -> tuple[BenchPrompt, int | None]:
-        """Return a prompt, and the number of tokens that its record asks for."""
+        """Return a prompt, and the number of output tokens in its record."""
         if isinstance(record, str):
             return BenchPrompt([], record, 0), None
         if not isinstance(record, dict):
-            raise StartupError(f"{place} is no object", flag="--dataset")
+            raise StartupError(f"{place} is not an object", flag="--dataset")
         tokens = record.get("output_tokens")
         if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-            raise StartupError(f"{place}: output_tokens must be a number from 1", flag="--dataset")
+            raise StartupError(f"{place}: output_tokens must be a number of 1 or more", flag="--dataset")
         if isinstance(record.get("prompt"), str):
             return BenchPrompt([], record["prompt"], 0), tokens
         messages = _messages(record)
@@ -58,12 +58,12 @@ class DatasetPrompts:
 
 
 def _records(path: str, text: str) -> Iterator[tuple[str, Any]]:
-    """Yield each record with its place in words. Raises StartupError for what is no JSON."""
+    """Yield each record with its place in words. Raises StartupError for a file that is not JSON."""
     if path.endswith(".json"):
         try:
             whole = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise StartupError(f"--dataset {path}: it is no JSON ({error})", flag="--dataset") from error
+            raise StartupError(f"--dataset {path}: it is not JSON ({error})", flag="--dataset") from error
         if not isinstance(whole, list):
             raise StartupError(f"--dataset {path}: a list of records is expected", flag="--dataset")
         yield from ((f"record {number}", one) for number, one in enumerate(whole))
@@ -77,12 +77,11 @@ def _records(path: str, text: str) -> Iterator[tuple[str, Any]]:
         try:
             yield f"line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise StartupError(f"--dataset {path}: line {number} is no JSON ({error})", flag="--dataset") from error
+            raise StartupError(f"--dataset {path}: line {number} is not JSON ({error})", flag="--dataset") from error
 
 
 def _messages(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (role, text) of a conversation up to the last message that is not the assistant's; [] where there is
-    none."""
+    """Return (role, text) of a conversation up to the last message that is not the assistant's; [] if there is none."""
     turns = record.get("messages") or record.get("conversations")
     found: list[tuple[str, str]] = []
     for turn in turns if isinstance(turns, list) else ():

@@ -27,7 +27,7 @@ class LoadTarget(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """Requests that were sent, and their samples."""
+    """Requests sent, and their samples."""
 
     samples: list[Sample] = field(default_factory=list)
     sent: int = 0
@@ -41,7 +41,7 @@ Progress = Callable[[Run], None]
 
 
 class PromptSource(Protocol):
-    """Prompts without an end."""
+    """Endless prompts."""
 
     def __next__(self) -> BenchPrompt: ...
 
@@ -54,7 +54,7 @@ class Loop:
         self._run = Run()
 
     async def warm_up(self) -> None:
-        """Send requests that do not count, no more at a time than the load has."""
+        """Send requests that do not count, no more at a time than the load itself."""
         left = iter(range(self._config.warmup))
 
         async def stream() -> None:
@@ -64,7 +64,7 @@ class Loop:
         await asyncio.gather(*(stream() for _ in range(min(self._config.warmup, self._config.num_streams))))
 
     async def measure(self) -> Run:
-        """Send the load, and wait for the end of its last request."""
+        """Send the load, and wait until its last request ends."""
         run = self._run
         run.started = time.perf_counter()
         await (self._closed() if self._config.rate is None else self._open(self._config.rate))

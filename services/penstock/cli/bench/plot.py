@@ -1,4 +1,4 @@
-"""Curves over the rates of a sweep: times, and what was served."""
+"""Curves over the rates of a sweep: times, and served requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDINGS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: str) -> None:
-    """Check before the load that a plot can be drawn there. Raises StartupError."""
+    """Check before the load that a plot can be drawn to `path`. Raises StartupError."""
     if Path(path).suffix.lower() not in ENDINGS:
         raise StartupError(f"--plot {path}: expected a name ending in {', '.join(ENDINGS)}", flag="--plot")
     if find_spec("matplotlib") is None:

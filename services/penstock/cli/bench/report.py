@@ -24,7 +24,7 @@ TITLES = {
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """Return the smallest value with at least `share` of all at or below it; `ordered` is sorted and not empty."""
+    """Return the smallest value with at least `share` of all values at or below it; `ordered` is sorted, not empty."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
@@ -98,8 +98,7 @@ def share_served(result: dict[str, Any]) -> float:
 
 
 def greatest_rate_served(runs: list[dict[str, Any]], share: float) -> float | None:
-    """Return the greatest rate at which, and at all smaller ones, `share` of the requests were served; None without
-    one."""
+    """Return the greatest rate that, like all smaller ones, served `share` of the requests; None without one."""
     found = None
     for run in sorted(runs, key=lambda run: float(run["rate"])):
         if share_served(run) < share:

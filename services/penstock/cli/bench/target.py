@@ -34,11 +34,11 @@ from penstock.v1 import (
     text_pb2_grpc,
 )
 
-# Reason of a status that is gRPC's own.
+# Reason of a status that gRPC itself made.
 _NO_REASON = "UNKNOWN"
-# Reasons that say no more than their status: of gRPC's own, and of the server where it saw the deadline pass first.
+# Reasons that add nothing to their status: gRPC's own, and the server's when it saw the deadline pass first.
 _PLAIN_REASONS = {_NO_REASON, "DEADLINE_EXCEEDED"}
-# Words of four letters or fewer: most tokenizers have a token for each, with the space before it.
+# Words of four letters or fewer: most tokenizers have one token for each, with the space before it.
 WORDS = ("time", "year", "day", "way", "man", "life", "hand", "part", "eye", "work", "week", "case", "fact", "room")
 
 
@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens that came."""
+        """Number of tokens received."""
         return sum(count for _, count in self.arrivals)
 
     @property
@@ -73,7 +73,7 @@ class Sample:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after those of the first delta; None when there are none."""
+        """Seconds a token after the first delta's; None without further tokens."""
         first, after = self.arrivals[0][0], self.output_tokens - self.arrivals[0][1]
         return (self.arrivals[-1][0] - first) / after if after else None
 
@@ -86,8 +86,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """Prompt of a request. `text` is set where words are sent instead of ids; of `messages` (role, text) the model's
-    template makes the prompt."""
+    """Prompt of a request. `text` is set when words are sent instead of ids; the model's template turns `messages`
+    (role, text) into the prompt."""
 
     token_ids: list[int]
     text: str | None
@@ -96,7 +96,7 @@ class BenchPrompt:
 
 
 class Prompts:
-    """Random prompts: each is another, and the same seed makes the same ones."""
+    """Random prompts, all different; the same seed makes the same prompts."""
 
     def __init__(self, config: BenchConfig, vocab_size: int) -> None:
         self._config, self._vocab_size = config, vocab_size
@@ -115,10 +115,10 @@ class Prompts:
 
 
 class Target:
-    """A connection to a router, or to a generation service. No retries: a refusal is a figure."""
+    """A connection to a router, or to a generation service. It never retries: a refusal is a result."""
 
     def __init__(self, config: BenchConfig, client: ClientConfig) -> None:
-        """Make it, on the event loop. Raises as ClientConfig does for files and tokens."""
+        """Make it on the event loop. Raises as ClientConfig does for files and tokens."""
         self._config, address = config, config.address
         self._metadata = client.metadata(address)
         self.forget_prefixes()
@@ -132,8 +132,8 @@ class Target:
         self._model: Any = model_pb2_grpc.ModelServiceStub(self._channel)
 
     def forget_prefixes(self) -> None:
-        """Take another cache salt. The same seed, and a dataset, make the same prompts: blocks of an earlier run in
-        the prefix cache must not be used."""
+        """Take a new cache salt: the same seed or dataset makes the same prompts, which must not use an earlier run's
+        blocks in the prefix cache."""
         self._salt = secrets.token_hex(8)
 
     async def close(self) -> None:
@@ -148,7 +148,7 @@ class Target:
         """Ask for the model's vocabulary size. Raises PenstockError; StartupError at the address of another service."""
         direct = self._config.direct
         try:
-            # A router has the model's service as well, for operators.
+            # A router also has the model's service, for operators.
             if direct and await self._has_service(direct=False):
                 raise StartupError(f"{self._config.address} is a router: leave --direct out", flag="--direct")
             return await self._vocab_size(direct=direct)
@@ -169,7 +169,7 @@ class Target:
         return int(model.model.vocab_size)
 
     async def _has_service(self, *, direct: bool) -> bool:
-        """True when the server has the text service, or for `direct` the model's, whatever it answers."""
+        """True when the server has the text service, or with `direct` the model's, whatever it answers."""
         try:
             await self._vocab_size(direct=direct)
         except grpc.RpcError as error:
@@ -177,7 +177,7 @@ class Target:
         return True
 
     async def _wrong_service(self) -> StartupError:
-        """Make the error for a server without the service that was asked for; with --direct it is no router."""
+        """Make the error for a server without the requested service; with --direct the server is not a router."""
         address = self._config.address
         if self._config.direct or not await self._has_service(direct=True):
             return StartupError(f"{address} is neither a router nor a generation service", flag="--address")
@@ -231,7 +231,7 @@ class Target:
         return self._text.Generate(request, **call)
 
     def _explained(self, error: PenstockError) -> str:
-        """Return the error's message, with a hint where this command knows more."""
+        """Return the error's message, with a hint if this command knows more."""
         if isinstance(error, NotFound):
             flags = (("adapter", self._config.adapter), ("model", self._config.model))
             named = [

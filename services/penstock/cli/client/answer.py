@@ -28,7 +28,7 @@ STAGES = (
 
 
 def stream_answer(stream: Stream | TextStream) -> Completion | None:
-    """Write deltas as they come. Of several sequences only the first; the others follow, each on a line of its own.
+    """Write deltas as they come. With several sequences only the first streams; the others follow, one on each line.
 
     Ctrl-C cancels the request; then the result is None. Raises PenstockError.
     """
@@ -75,7 +75,7 @@ def stats_line(completion: Completion) -> str:
     parts = [f"{usage.prompt_tokens} prompt{cached} + {usage.completion_tokens} tokens"]
     if timings.time_to_first_token_seconds is not None:
         parts.append(f"first after {format_duration(timings.time_to_first_token_seconds)}")
-    # Beams come all at once at the end: there is no rate.
+    # Beams all come at the end: there is no rate.
     streamed = completion.finished.last_seq + 1 > len(completion.choices)
     if streamed and timings.decode_seconds and usage.completion_tokens > 1:
         parts.append(f"{(usage.completion_tokens - 1) / timings.decode_seconds:.0f} tok/s")
@@ -98,6 +98,6 @@ def stage_timings(timings: Timings) -> list[tuple[str, str]]:
 
 
 def allow_any_text() -> None:
-    """Make a terminal that cannot show a character show a replacement instead of failing."""
+    """Make a terminal show a replacement for a character that it cannot show, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

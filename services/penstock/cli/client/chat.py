@@ -68,7 +68,7 @@ def split_options(given: Overrides) -> tuple[ConnectionConfig, SamplingConfig]:
 def run_chat(given: Overrides) -> None:
     """Converse until /quit or the end of input. Raises StartupError when no server answers.
 
-    The exit code is 1 where the input is no terminal, so that nobody reads along, and a question failed.
+    The exit code is 1 if a question failed and the input is no terminal, since then nobody reads along.
     """
     connection, sampling = split_options(given)
     allow_any_text()
@@ -121,7 +121,7 @@ class ChatSession:
         try:
             completion = stream_answer(self.client.stream([*system, *asked], **self.sampling.request_options()))
         except PenstockError as error:
-            # The conversation goes on without the question that failed.
+            # The conversation continues without the failed question.
             complain(f"{error.code.name}: {error.message}")
             self.has_failed = True
             return

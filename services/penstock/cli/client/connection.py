@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 GROUP = "Connection"
 T = TypeVar("T")
-# Without a connection for so long the address is asked for the reason: most reasons do not go away by waiting.
+# Seconds without a connection after which the address is probed for the reason: waiting cures few reasons.
 FIRST_LOOK_SECONDS = 1.0
 _HINT = "is `penstock serve` running?"
 # The processes of `penstock serve` take free ports.
-GENERATION_HINT = "of `penstock serve` it is the one in its line `generation: ready on ...`, or its router's"
+GENERATION_HINT = "`penstock serve` prints it in its line `generation: ready on ...`; its router's address works, too"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class ConnectionConfig:
     client_key: str | None = option(None, "Private key of --client-cert (PEM).", group=GROUP, metavar="FILE")
     server_name: str | None = option(None, "Name expected in the server's certificate.", group=GROUP)
     token_file: str | None = option(None, "Send the bearer token in this file.", group=GROUP, metavar="FILE")
-    connect_timeout_seconds: float = option(10.0, "Give up connecting after this.", group=GROUP, minimum=0)
+    connect_timeout_seconds: float = option(10.0, "Time to connect before giving up.", group=GROUP, minimum=0)
 
 
 def open_client(config: ConnectionConfig, hint: str = _HINT) -> Client:
-    """Return a connected client. Raises StartupError for unreadable files, and without an answer; `hint` says what may
-    be wrong."""
+    """Return a connected client. Raises StartupError for unreadable files, and without an answer; `hint` names a
+    likely cause."""
     from penstock_client import Client
 
     from penstock.common.errors import Unavailable
@@ -66,7 +66,7 @@ def open_client(config: ConnectionConfig, hint: str = _HINT) -> Client:
 
 
 async def wait_connected(channel: grpc.aio.Channel, config: ConnectionConfig, hint: str = _HINT) -> None:
-    """Wait until a channel is connected. Raises StartupError without an answer; `hint` says what may be wrong."""
+    """Wait until a channel is connected. Raises StartupError without an answer; `hint` names a likely cause."""
     for wait, rest in _waits(config):
         try:
             async with asyncio.timeout(wait):
@@ -77,14 +77,14 @@ async def wait_connected(channel: grpc.aio.Channel, config: ConnectionConfig, hi
 
 
 def _waits(config: ConnectionConfig) -> list[tuple[float, float]]:
-    """Return the seconds to wait for a connection, and those that are left after them."""
+    """Return the seconds to wait for a connection, and the seconds left after that."""
     whole = config.connect_timeout_seconds
     first = min(FIRST_LOOK_SECONDS, whole)
     return [(first, whole - first), (whole - first, 0.0)][: 2 if whole > first else 1]
 
 
 def _look(config: ConnectionConfig, rest: float, hint: str) -> None:
-    """Raise the reason of a missing connection, unless it is worth to wait longer; then tell a person who waits."""
+    """Raise the reason of a missing connection, unless a longer wait may help; then tell the user."""
     reason = _no_answer(config, hint)
     if reason.lasts or not rest:
         raise reason from None
@@ -109,7 +109,7 @@ def connect(config: ConnectionConfig, make: Callable[[ClientConfig], T]) -> T:
     try:
         token = Path(config.token_file).expanduser().read_text().split()[0] if config.token_file else None
     except (OSError, UnicodeDecodeError, IndexError) as error:
-        why = error.strerror if isinstance(error, OSError) else "there is no token in it"
+        why = error.strerror if isinstance(error, OSError) else "it has no token"
         raise StartupError(f"--token-file {config.token_file}: {why}", flag="--token-file") from error
     try:
         return make(ClientConfig(tls=tls, token=token, timeouts=TimeoutConfig(connect=config.connect_timeout_seconds)))
@@ -121,7 +121,7 @@ def connect(config: ConnectionConfig, make: Callable[[ClientConfig], T]) -> T:
 
 
 def about_own_flag(error: PenstockError) -> Exception:
-    """Return an error about the metadata of an operator's call as one about the flag --backend; any other as it is."""
+    """Return an error about an operator call's metadata as one about the flag --backend; any other error unchanged."""
     from penstock.common.errors import StartupError
     from penstock.common.request_context import BACKEND_KEY
 
@@ -131,21 +131,21 @@ def about_own_flag(error: PenstockError) -> Exception:
 
 @contextmanager
 def open_operator_client(config: ConnectionConfig, backend: str | None, hint: str = _HINT) -> Iterator[Client]:
-    """Open a client for calls of operators, at a router those of `backend`.
+    """Open a client for operators' calls; a router passes them to `backend`.
 
-    Raises as `open_client`, and StartupError naming --backend: the address is no router's, or it knows no such one.
+    Raises as `open_client`, and StartupError naming --backend if the address is no router's, or it has no such backend.
     """
     from penstock.common.errors import PenstockError, Unimplemented
 
     with open_client(config, hint) as client:
         if backend is not None:
             try:
-                # A generation service would answer for itself, whatever --backend says.
+                # A generation service ignores --backend and answers for itself.
                 client.list_models()
             except Unimplemented:
                 raise no_router(config) from None
             except PenstockError:
-                # Others come from a router, too, such as for the token of its operators.
+                # Other errors also come from a router, such as one about its operators' token.
                 pass
         try:
             yield client
@@ -154,12 +154,12 @@ def open_operator_client(config: ConnectionConfig, backend: str | None, hint: st
 
 
 def no_router(config: ConnectionConfig) -> StartupError:
-    """Make the error for --backend at the address of a service that is no router."""
+    """Make the error for --backend at the address of a service other than a router."""
     from penstock.common.errors import StartupError
 
     flag = "--backend"
     return StartupError(
-        f"{config.address} is no router and answers for itself: leave {flag} out, or give a router's --address",
+        f"{config.address} is not a router and answers for itself: leave {flag} out, or give a router's --address",
         flag=flag,
     )
 

@@ -24,7 +24,7 @@ from penstock.generation.config import GenerationServiceConfig
 if TYPE_CHECKING:
     from penstock_client import LoadProgress
 
-EPILOG = """The service must allow it where it listens (--model-access). docs/guide/loading-models.md
+EPILOG = """The service must allow it on its address (--model-access). docs/guide/loading-models.md
 explains it.
 
 Examples:
@@ -58,7 +58,7 @@ LOAD_OPTIONS = (
 class ModelsConfig(ConnectionConfig):
     """Configuration: the generation service and the way to it."""
 
-    # These have variables of their own: the plain names' are the router's address and the backends of a router.
+    # These have their own variables: the plain names are for the router's address and the backends of a router.
     address: str = option(
         f"127.0.0.1:{GENERATION_PORT}",
         "host:port of the generation service, or of a router, which asks a backend.",
@@ -68,7 +68,7 @@ class ModelsConfig(ConnectionConfig):
     )
     backend: str | None = option(
         None,
-        "Backend behind the router, where it has several: its address, or its name in the router's own --backend.",
+        "Backend behind the router, if it has several: its address, or its name in the router's own --backend.",
         group=CONNECTION,
         env="PENSTOCK_MODELS_BACKEND",
         metavar="NAME_OR_ADDRESS",
@@ -77,14 +77,14 @@ class ModelsConfig(ConnectionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(ModelsConfig):
-    """Configuration of `load`, but for the options of the model itself."""
+    """Configuration of `load`, except the options of the model itself."""
 
     name: str = option(
         "", "Name that callers use; by default the folder's own.", group="Model", env="PENSTOCK_MODELS_NAME"
     )
     path: str | None = option(
         None,
-        "Folder below the service's --model-root, which it reads itself, in place of FOLDER.",
+        "Folder below the service's --model-root that the service reads itself, in place of FOLDER.",
         group="Model",
         env="PENSTOCK_MODELS_PATH",
         metavar="PATH",
@@ -97,7 +97,7 @@ class UnloadConfig(ModelsConfig):
 
     grace_seconds: float | None = option(
         None,
-        "Time that live requests have before they are aborted; without it nothing is unloaded while there are some.",
+        "Time for live requests before they are aborted; without it, a model with live requests is not unloaded.",
         group="Model",
         env="PENSTOCK_MODELS_GRACE_SECONDS",
         minimum=0,
@@ -114,7 +114,7 @@ def run_load(folder: str | None, given: Overrides) -> None:
     options = {bound.name: _value(bound, given.pop(bound.name)) for bound in load_options() if bound.name in given}
     config = from_env_and_flags(LoadConfig, given)
     if (folder is None) == (config.path is None):
-        raise StartupError("give a FOLDER, whose files are sent, or --path, which the service reads", flag="FOLDER")
+        raise StartupError("give a FOLDER to send, or a --path for the service to read", flag="FOLDER")
     display = ProgressDisplay(LiveLine(sys.stderr) if is_live(sys.stderr) else PlainLines(complain))
     shown = config.name or config.path or str(folder)
 
@@ -133,7 +133,7 @@ def run_load(folder: str | None, given: Overrides) -> None:
                 backend=config.backend or "",
             )
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise StartupError(f"{folder} is no folder with a model: {error.strerror}", flag="FOLDER") from error
+        raise StartupError(f"{folder} is not a folder with a model: {error.strerror}", flag="FOLDER") from error
     finally:
         display.close()
     say(f"loaded {info.model} ({info.architecture}): {_pool(info)}")
@@ -143,7 +143,7 @@ def run_unload(given: Overrides) -> None:
     """End the model. Raises StartupError for a wrong flag, the service's PenstockError."""
     config = from_env_and_flags(UnloadConfig, given)
     with open_operator_client(config, config.backend, GENERATION_HINT) as client:
-        # Aborted requests still get their last words.
+        # Aborted requests still get their last messages.
         wait = None if config.grace_seconds is None else config.grace_seconds + config.connect_timeout_seconds
         gone = client.unload_model(grace=config.grace_seconds, backend=config.backend or "", timeout=wait)
     before, after = format_size(gone.resident_bytes_before), format_size(gone.resident_bytes_after)
@@ -170,7 +170,7 @@ def _pool(info: Any) -> str:
 
 
 def _weights(info: Any) -> str:
-    """Return the form that a quantised checkpoint runs in; empty for another."""
+    """Return the form that a quantized checkpoint runs in; empty for another."""
     forms = ", ".join(f"{count} as {form}" for form, count in sorted(info.weight_forms.items()))
     return f", {info.checkpoint_format}: {forms}" if forms else ""
 
@@ -196,11 +196,11 @@ commands.command("load", epilog=EPILOG)(
     command(
         [*load_options(), *options_of(LoadConfig)],
         _load,
-        "Load a model into a service that has none, from FOLDER here or from --path there.",
+        "Load a model into a service without one, from FOLDER here or from --path there.",
         first=[_FOLDER],
     )
 )
 commands.command("unload", epilog=EPILOG)(
-    command(options_of(UnloadConfig), run_unload, "End the model of a service, and free its memory.")
+    command(options_of(UnloadConfig), run_unload, "Unload the model of a service, and free its memory.")
 )
-commands.command("info")(command(options_of(ModelsConfig), run_info, "Show a service's model, or that it has none."))
+commands.command("info")(command(options_of(ModelsConfig), run_info, "Show a service's model, if it has one."))

@@ -44,7 +44,7 @@ def _name_and_value(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _layers(text: str) -> str | tuple[int, ...]:
-    """Parse `low`, `high`, or numbers with commas between. Raises ValueError."""
+    """Parse `low`, `high`, or numbers separated by commas. Raises ValueError."""
     if text in ("low", "high"):
         return text
     try:
@@ -70,17 +70,17 @@ def _flag(spec: OptionSpec) -> tuple[str, Any, Any]:
     return spec.oneof or spec.name, kind.type | None, field
 
 
-# Form of the table of options -> how its text is read, and what stands for it in help texts.
+# Form in the table of options -> the parser of its text, and its placeholder in help texts.
 _FORMS: dict[str, tuple[Callable[[str], object], str | None]] = {
     "early_stopping": (_early_stopping, "true|false|never"),
     "layers": (_layers, "low|high|LIST"),
-    # "none" is a text like any other.
+    # Here "none" is a text like any other.
     "prompt": (str, None),
 }
 
 
 def flags_of_the_table() -> list[tuple[str, Any, Any]]:
-    """Return fields for the rows that have a flag of their own: name, type and option."""
+    """Return fields for the rows with a flag of their own: name, type and option."""
     return [_flag(spec) for specs in SECTIONS.values() for spec in specs.values() if spec.flags]
 
 
@@ -89,18 +89,18 @@ _OptionFlags: Any = make_dataclass("_OptionFlags", flags_of_the_table(), frozen=
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(_OptionFlags):  # type: ignore[misc]  # its fields are the table's
-    """Options of a request; for those left out the model's own defaults hold."""
+    """Options of a request; the model's defaults hold for those left out."""
 
     model: str | None = option(
         None,
-        "Model to use; the only one served when left out.",
+        "Model to use; when left out, the only one served.",
         group=GENERATION,
         flag="--model",
         env="PENSTOCK_CHAT_MODEL",
     )
     adapter: str | None = option(
         None,
-        "LoRA adapter of the model; its name in --model does the same.",
+        "LoRA adapter of the model; naming it in --model does the same.",
         group=GENERATION,
         env="PENSTOCK_CHAT_ADAPTER",
         metavar="NAME",
@@ -110,7 +110,7 @@ class SamplingConfig(_OptionFlags):  # type: ignore[misc]  # its fields are the 
     )
     others: tuple[tuple[str, Any], ...] = option(
         (),
-        "Any other option of the Python client (repeatable).",
+        "Any other option that the Python client has (repeatable).",
         group=GENERATION,
         flag="--option",
         metavar="NAME=JSON",
@@ -130,7 +130,7 @@ class SamplingConfig(_OptionFlags):  # type: ignore[misc]  # its fields are the 
     )
 
     def request_options(self) -> GenerationOptions:
-        """Make penstock_client's keyword options from those that are set. Raises StartupError for a bad --option."""
+        """Make penstock_client's keyword options of those that are set. Raises StartupError for a bad --option."""
         apart = {"stop", "stats", "others", "choice"}
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         given: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
@@ -145,7 +145,7 @@ class SamplingConfig(_OptionFlags):  # type: ignore[misc]  # its fields are the 
 
 
 def _check(given: dict[str, Any], flags: Mapping[str, str]) -> None:
-    """Check options before the call: one that the client refuses is a wrong flag. `flags`: option -> its flag.
+    """Check options before the call: an option that the client refuses is a wrong flag. `flags`: option -> its flag.
 
     Raises StartupError.
     """

@@ -1,5 +1,5 @@
-"""Reason why a server gave no answer, found by asking its port again by hand: nobody there, TLS against plaintext, or
-certificates that one side does not accept.
+"""Reason why a server gave no answer, found by probing its port by hand: no listener, TLS against plaintext, or a
+certificate that one side does not accept.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from penstock.common.errors import StartupError
 from penstock.common.proxies import through_proxy
 
 SECONDS = 3.0
-# A service's flags of its connections, and those of a command.
+# Flags of a service's connections -> those of a command.
 _FLAGS = {"--channel-tls-ca": "--tls-ca", "--channel-tls-cert": "--client-cert", "--channel-tls-key": "--client-key"}
-# The beginning of HTTP/2, with empty settings: a server answers it with settings of its own.
+# The start of HTTP/2 with empty settings: a server answers it with its own settings.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
 
 class Silence(StartupError):
-    """A server gave no answer. `lasts` where waiting mends nothing: the other side said what it does not accept."""
+    """A server gave no answer. `lasts`: waiting will not help, since the other side said what it does not accept."""
 
     def __init__(self, message: str, *, flag: str, lasts: bool = False) -> None:
         super().__init__(message, flag=flag)
@@ -40,7 +40,7 @@ def silence_of(
     """Make the error for `address`, which did not answer with these settings; it names the flag to change.
 
     Blocks for some seconds at most. `name` is the one expected in the certificate when it is not the address's. `hint`
-    says what may be wrong where nobody answers.
+    names a likely cause when nobody answers.
     """
     if through := through_proxy(address):
         return Silence(f"no answer from {address}: {through}", flag="--address")
@@ -70,7 +70,7 @@ def _of_plaintext(address: str, host: str, plain: socket.socket) -> Silence:
     except ssl.SSLError as error:
         if _is_plaintext(error):
             return _too_slow(address)
-        # An alert: only TLS has them.
+        # An alert: only TLS has alerts.
     except OSError:
         return _too_slow(address)
     told = f"{address} speaks TLS: give --tls-ca FILE, or --tls for the system's CAs"
@@ -78,7 +78,7 @@ def _of_plaintext(address: str, host: str, plain: socket.socket) -> Silence:
 
 
 def _is_plaintext(error: ssl.SSLError) -> bool:
-    """True when the other side answered a handshake with bytes that are no TLS, or hung up."""
+    """True when the other side answered a handshake with bytes that are not TLS, or hung up."""
     signs = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", None)
     return error.reason in signs or isinstance(error, ssl.SSLEOFError)
 
@@ -100,9 +100,9 @@ def _of_tls(address: str, plain: socket.socket, context: ssl.SSLContext, name: s
         if isinstance(error, ssl.SSLError) and not _is_plaintext(error):
             # An alert of TLS 1.2.
             return _wants_certificate(address)
-        # Who only hangs up may be the proxy of a server that is still starting.
+        # A side that only hangs up may be the proxy of a server that is still starting.
         said = isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError) and error.reason is not None
-        return Silence(f"{address} speaks no TLS: leave --tls and --tls-ca out", flag="--tls-ca", lasts=said)
+        return Silence(f"{address} does not speak TLS: leave --tls and --tls-ca out", flag="--tls-ca", lasts=said)
     with secure:
         try:
             secure.sendall(_PREFACE)
@@ -116,7 +116,7 @@ def _of_tls(address: str, plain: socket.socket, context: ssl.SSLContext, name: s
 
 
 def with_own_flags(error: StartupError) -> Silence:
-    """Return `error` of a ChannelConfig's file with the names that a command has for these flags."""
+    """Return `error` about a file of ChannelConfig with the command's names of these flags."""
     message, flag = error.message, error.flag or "--tls-ca"
     for theirs, ours in _FLAGS.items():
         message, flag = message.replace(theirs, ours), ours if flag == theirs else flag
@@ -124,7 +124,7 @@ def with_own_flags(error: StartupError) -> Silence:
 
 
 def _wants_certificate(address: str) -> Silence:
-    told = f"{address} wants a client certificate that it knows: --client-cert and --client-key"
+    told = f"{address} wants a client certificate that it accepts: give --client-cert and --client-key"
     return Silence(told, flag="--client-cert", lasts=True)
 
 

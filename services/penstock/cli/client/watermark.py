@@ -41,23 +41,25 @@ class WatermarkConfig:
 
     model: str | None = option(
         None,
-        "Model of the text; the only one served when left out.",
+        "Model of the text; when left out, the only one served.",
         group=GROUP,
         flag="--model",
         env="PENSTOCK_CHAT_MODEL",
     )
     greenlist_ratio: float | None = option(None, "Share of the vocabulary that is green.", group=GROUP)
     hashing_key: int | None = option(None, "Key of the green lists.", group=GROUP, minimum=0)
-    seeding_scheme: str | None = option(None, "Tokens that choose a list.", group=GROUP, metavar="lefthash|selfhash")
+    seeding_scheme: str | None = option(
+        None, "Tokens that choose a green list.", group=GROUP, metavar="lefthash|selfhash"
+    )
     context_width: int | None = option(None, "Number of those tokens.", group=GROUP, minimum=1)
     z_threshold: float = option(3.0, "Standard deviations above which a text counts as watermarked.", group=GROUP)
     ignore_repeated_ngrams: bool = option(False, "Count every n-gram once.", group=GROUP)
-    token_ids: bool = option(False, "TEXT is token ids, with spaces or commas between.", group=GROUP)
-    # The plain name's variable is the file of `penstock bench`.
+    token_ids: bool = option(False, "TEXT is token ids separated by spaces or commas.", group=GROUP)
+    # The plain name is the variable of `penstock bench`'s file.
     json: bool = option(False, "Write the evidence as JSON.", group=GROUP, env="PENSTOCK_WATERMARK_JSON")
 
     def scheme(self) -> dict[str, object] | None:
-        """Fields of WatermarkingConfig that are set; None, which leaves it to the model, when there are none."""
+        """Fields of WatermarkingConfig that are set; None, for the model's own, when none are."""
         given = {name: getattr(self, name) for name in _SCHEME if getattr(self, name) is not None}
         return given or None
 
@@ -90,9 +92,9 @@ def _ids(text: str) -> list[int]:
     from penstock.common.errors import StartupError  # brings grpc, which --help must not wait for
 
     words = text.replace(",", " ").split()
-    # The length first: Python refuses to read thousands of digits.
+    # Check the length first: Python refuses to parse thousands of digits.
     if not all(len(word) <= 10 and word.isascii() and word.isdigit() and int(word) < 2**32 for word in words):
-        raise StartupError("--token-ids: TEXT must be token ids, with spaces or commas between", flag="--token-ids")
+        raise StartupError("--token-ids: TEXT must be token ids separated by spaces or commas", flag="--token-ids")
     return [int(word) for word in words]
 
 

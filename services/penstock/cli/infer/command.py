@@ -1,4 +1,4 @@
-"""Command `penstock infer`. Imported when it is called: its flags are those of the engine, too."""
+"""Command `penstock infer`. Imported when it is called, since it also has the engine's flags."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from penstock.common.errors import StartupError
 from penstock.common.options import options_of
 from penstock.compat.inference_hf import flag_of
 
-EPILOG = f"""Flags are written with - or _: --base-model, --base_model. A run that was killed goes on
-with the same command. Exit code 3: every line is in the file, some with an Error.
+EPILOG = f"""Flags are written with - or _: --base-model, --base_model. The same command continues a run
+that was killed. Exit code 3: every line is in the file, some with an Error.
 docs/guide/infer.md explains it.
 
 {ENV_NOTE}
@@ -59,9 +59,9 @@ def run_infer(given: Overrides) -> int:
     config.check(engine)
     config = _with_one_adapter(config, engine)
     if config.use_flash_attention_2:
-        complain("--use-flash-attention-2 changes nothing: the engine has its own attention over the paged pool")
+        complain("--use-flash-attention-2 has no effect: the engine has its own attention over the paged pool")
     if config.gpus and not config.use_vllm:
-        complain(f"--gpus {config.gpus} changes nothing and chooses no GPU: the engine runs where --device says")
+        complain(f"--gpus {config.gpus} has no effect: the engine runs on --device")
     if config.interactive:
         check_asked(config.asked_options())
         files = None
@@ -103,7 +103,7 @@ commands.command(
     context_settings={"token_normalize_func": flag_of},
 )(
     command(
-        # What the script has comes first.
+        # The script's flags come first.
         sorted(_OPTIONS, key=lambda bound: bound.settings.group not in (MODEL, PROMPTS, OUTPUT, ENDPOINT)),
         _run,
     )

@@ -1,4 +1,4 @@
-"""Conversation of `penstock infer --interactive`: turns that the model sees as far as the budget reaches."""
+"""Conversation of `penstock infer --interactive`: the model sees the latest turns that fit the budget."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HELP = """!help            shows this
 !save [FILE]     writes it as [{Input, Output}]; by default to --predictions-file
 !set NAME VALUE  sets an option of the next answers, such as: !set temperature 0.7
 !set system TEXT gives instructions, and forgets the conversation
-!status          shows the model, the options, and how much of the conversation the next turn sees
+!status          shows the model, the options, and the part of the conversation that the next turn sees
 !quit            ends, as does the end of input; Ctrl-C stops an answer"""
 
 
 @dataclass(slots=True)
 class Turn:
-    """A question with its answer. `tokens`: of both in the prompt of the next turn."""
+    """A question with its answer. `tokens`: tokens of both in the prompt of the next turn."""
 
     question: str
     answer: str
@@ -48,7 +48,7 @@ class Conversation:
         template = config.prompt_template
         tokenizer = target.tokenizer
         if template == AUTO and not config.with_prompt and tokenizer is not None and not has_template(tokenizer):
-            # A base model: the script, too, has it complete what is typed.
+            # A base model completes the typed text, as in the script.
             template = NONE
         self._prompter = Prompter(template, config.system_prompt, tokenizer)
         self._options = with_terminators(config.asked_options(), tokenizer)
@@ -110,7 +110,7 @@ class Conversation:
         tokens = sum(turn.tokens for turn in self._turns[self._first :])
         say(f"model    {self._target.name}, template {self._prompter.template}")
         budget = self._budget() or "?"
-        say(f"turns    {len(self._turns)}, of which the next one sees {seen} ({tokens} tokens of {budget})")
+        say(f"turns    {len(self._turns)}; the next one sees {seen} of them ({tokens} tokens of {budget})")
         say(f"options  {json.dumps(generation_config(self._options), ensure_ascii=False)}")
 
     # Turns.
@@ -121,7 +121,7 @@ class Conversation:
             prompt = self._prompter.of_messages(self._messages(question))
             completion = stream_answer(self._target.stream(prompt, self._options))
         except PenstockError as error:
-            # The conversation goes on without the question that failed.
+            # The conversation continues without the failed question.
             complain(f"{error.code.name}: {error.message}")
             self.has_failed = True
             return
@@ -149,12 +149,12 @@ class Conversation:
         return None if context is None else max(context - (self._options.get("max_new_tokens") or 0), 1)
 
     def _trim(self, question: str) -> None:
-        """Leave out the oldest turns until the prompt is within the budget. The question itself always stays."""
+        """Leave out the oldest turns until the prompt fits the budget. The question itself always stays."""
         budget, before = self._budget(), self._first
         while budget is not None and self._first < len(self._turns):
             tokens = self._prompter.count(self._messages(question))
             if tokens is None:
-                # The endpoint's tokenizer counts: what it said of the turns before.
+                # The endpoint's tokenizer counts: its count of the earlier turns.
                 tokens = sum(turn.tokens for turn in self._turns[self._first :])
             if tokens <= budget:
                 break
@@ -174,7 +174,7 @@ def _changed(config: InferConfig, name: str, value: str) -> InferConfig:
 
 
 def converse(config: InferConfig, target: TalkingTarget) -> int:
-    """Converse until the end of input, and return the exit code: 1 where nobody reads along and a question failed."""
+    """Converse until the end of input, and return the exit code: 1 if a question failed and input is no terminal."""
     allow_any_text()
     is_person = sys.stdin.isatty()
     conversation = Conversation(config, target)

@@ -1,8 +1,8 @@
-"""Journal of a run of `penstock infer` beside its predictions file, and the files that a whole run leaves.
+"""Journal of a run of `penstock infer` beside its predictions file, and the files that a complete run leaves.
 
-A record is appended and on the disk before its line counts as done, so that a run that is killed goes on where it was.
-The predictions are written in the order of the lines once all are done, under another name first: the file is whole
-or not there.
+A record is on the disk before its line counts as done, so a killed run can be continued where it stopped. The
+predictions are written in the order of the lines once all are done, under another name first: the file is complete or
+not there.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """Records of lines, by their numbers. Of each only its place in the file is in memory."""
+    """Records of lines, by their numbers. Only the place of each in the file is in memory."""
 
     def __init__(self, predictions: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
-        """Open or begin the journal of `predictions`. `settings`: what decides the answers, in JSON's types.
+        """Open or begin the journal of `predictions`. `settings`: those that decide the answers, in JSON's types.
 
-        Raises StartupError naming the flag: a journal of other settings, a folder that cannot be written.
+        Raises StartupError naming the flag for a journal of other settings, or a folder that cannot be written.
         """
         self.path = predictions.with_name(f"{predictions.name}.journal")
         self._places: dict[int, int] = {}
         try:
             predictions.parent.mkdir(parents=True, exist_ok=True)
-            # "a" makes the file where there is none, and leaves one that is there.
+            # "a" makes the file if there is none, and keeps an existing one.
             self.path.open("ab").close()
             self._file = self.path.open("r+b")
             self._lock()
             end = self._read(settings) if resume else 0
             self._file.seek(end)
-            # A record that was cut short by the end of its process.
+            # A record was cut short when its process ended.
             self._file.truncate()
             if not end:
                 self._append({"penstock_infer": _VERSION, "settings": dict(settings)})
@@ -49,7 +49,7 @@ class Journal:
             raise StartupError(f"{flag}: {self.path} cannot be written: {error.strerror}", flag=flag) from error
 
     def _lock(self) -> None:
-        """Be the only run with this journal. The lock goes with its process."""
+        """Lock this journal for this run alone. The lock ends with the process."""
         try:
             fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -71,14 +71,14 @@ class Journal:
         return len(self._places)
 
     def _read(self, settings: Mapping[str, Any]) -> int:
-        """Find the records, and return where the last whole one ends. Raises StartupError for other settings."""
+        """Find the records, and return the end of the last complete one. Raises StartupError for other settings."""
         end, is_first = 0, True
         for raw in self._file:
             try:
                 record = json.loads(raw) if raw.endswith(b"\n") else None
             except (ValueError, RecursionError):
                 record = None
-            # What is no record ends the journal: the lines from it on are computed again.
+            # Anything but a record ends the journal: the lines after it are computed again.
             if not isinstance(record, dict) or not (_is_head(record) if is_first else _is_record(record)):
                 break
             if is_first:
@@ -92,18 +92,18 @@ class Journal:
         differing = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
         if differing:
             raise StartupError(
-                f"{self.path} is of a run with other settings ({', '.join(differing)}): give those again, or "
-                "--no-resume to begin anew",
+                f"{self.path} is from a run with other settings ({', '.join(differing)}): give those again, or "
+                "--no-resume to start over",
                 flag="--no-resume",
             )
 
     def has(self, line: Line) -> bool:
-        """True when the line is done: its number and its text are those of a record without an error."""
+        """True when the line is done: a record without an error has its number and its text."""
         record = self.get(line)
         return record is not None and "error" not in record
 
     def get(self, line: Line) -> Record | None:
-        """Return the record of a line; None where there is none, or the line has changed."""
+        """Return the record of a line; None if there is none, or if the line has changed."""
         place = self._places.get(line.number)
         if place is None:
             return None
@@ -112,7 +112,7 @@ class Journal:
         return record if record.get("digest") == line.digest else None
 
     def add(self, line: Line, record: Mapping[str, Any]) -> None:
-        """Append a record: on the disk when this returns. Raises OSError."""
+        """Append a record; it is on the disk when this returns. Raises OSError."""
         self._places[line.number] = self._append({"line": line.number, "digest": line.digest, **record})
 
     def _append(self, record: Record) -> int:
@@ -134,7 +134,7 @@ class Journal:
 
 
 def write_whole(path: Path, pieces: Iterable[str]) -> None:
-    """Write a file in UTF-8 under another name, force it to the disk, and rename it. Raises OSError."""
+    """Write a UTF-8 file under another name, flush it to the disk, and rename it. Raises OSError."""
     scratch = path.with_name(f".{path.name}.part")
     with scratch.open("w", encoding="utf-8", newline="\n") as file:
         for piece in pieces:
@@ -146,7 +146,7 @@ def write_whole(path: Path, pieces: Iterable[str]) -> None:
 
 
 def json_list(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the text of a JSON list as json.dump(..., ensure_ascii=False, indent=2) writes it, an entry at a time."""
+    """Yield the text of a JSON list, entry by entry, as json.dump(..., ensure_ascii=False, indent=2) writes it."""
     before = "[\n"
     for entry in entries:
         text = json.dumps(entry, ensure_ascii=False, indent=2).replace("\n", "\n  ")
@@ -156,7 +156,7 @@ def json_list(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to the disk. Raises OSError."""
+    """Flush a folder's entries to the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Batch of `penstock infer`: every line of a file is answered or has its error in the predictions; none is lost."""
+"""Batch of `penstock infer`: the predictions hold an answer or an error for every line of a file; no line is lost."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from penstock.cli.infer.targets import Answer, Target
     from penstock.generator.batch import BatchProgress
 
-# Exit code of a run that is whole, with lines that have an error in place of an answer.
+# Exit code of a complete run with lines that have an error in place of an answer.
 SOME_FAILED = 3
-# Errors of a request, which another try would get again; any other is the engine's, and ends the run.
+# Errors of a request, which another try would repeat. Any other error is the engine's, and ends the run.
 _OF_THE_LINE = (FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, TypeError, ValueError)
 # Fields of a request that are the same for every line.
 _COMMON_FIELDS = ("config.", "stop.", "output.", "model", "adapter")
@@ -43,17 +43,17 @@ _SEEDS = 2**63
 
 
 class BatchFiles:
-    """Files of a run, and its options, checked: before a model is loaded, which takes long."""
+    """Files and options of a run, checked before a model is loaded, which takes long."""
 
     def __init__(self, config: InferConfig) -> None:
-        """Open them. Raises StartupError naming the flag of one that cannot be, or of a wrong option."""
+        """Open them. Raises StartupError naming the flag of one that cannot be opened, or of a wrong option."""
         self.path = Path(config.predictions_file).expanduser()
         flag = "--predictions-file"
         if self.path.is_dir() or not self.path.name:
-            raise StartupError(f"{flag} {config.predictions_file}: is a folder; name a file", flag=flag)
+            raise StartupError(f"{flag} {config.predictions_file} is a folder: name a file", flag=flag)
         above = next(one for one in self.path.absolute().parents if one.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            raise StartupError(f"{flag} {config.predictions_file}: {above} is no folder to write into", flag=flag)
+            raise StartupError(f"{flag} {config.predictions_file}: {above} is not a folder to write into", flag=flag)
         self.lines = PromptFile(config.data_file)
         check_asked(config.asked_options())
 
@@ -62,7 +62,7 @@ class Batch:
     """A run over a file of prompts."""
 
     def __init__(self, config: InferConfig, target: Target, files: BatchFiles | None = None) -> None:
-        """Open the files, unless they are given. Raises StartupError naming the flag of one that cannot be."""
+        """Open the files, unless they are given. Raises StartupError naming the flag of one that cannot be opened."""
         self._config, self._target = config, target
         files = files or BatchFiles(config)
         self._path, self._lines = files.path, files.lines
@@ -70,15 +70,15 @@ class Batch:
             Prompter(config.prompt_template, config.system_prompt, target.tokenizer) if config.with_prompt else None
         )
         options = with_terminators(config.asked_options(), target.tokenizer)
-        # As the script: without a template the answer goes on from its line, with one it stands alone.
+        # As in the script: without a template the answer continues its line, with one it stands alone.
         self._options = options if self._prompter else {"echo": True, **options}
         self._seed = self._base_seed()
         self._journal = Journal(self._path, self._settings(), resume=config.resume)
-        # True: some line was answered, so that an error is no fault of what they have in common.
+        # True: a line was answered, so the settings that all lines share are not at fault for an error.
         self._has_answer = len(self._journal) > 0
 
     def _base_seed(self) -> int | None:
-        """Return the seed that those of the lines are made of: --seed, that of an interrupted run, or a new one."""
+        """Return the seed of all the lines' seeds: --seed, the one of an interrupted run, or a new one."""
         given: int | None = self._config.seed
         if given is not None or not self._options.get("do_sample"):
             return given
@@ -86,7 +86,7 @@ class Batch:
         return int(left["seed"]) if left.get("seed") is not None else secrets.randbelow(_SEEDS)
 
     def _settings(self) -> dict[str, Any]:
-        """Return what decides the answers, in JSON's types."""
+        """Return the settings that decide the answers, in JSON's types."""
         template = None if self._prompter is None else self._prompter.template
         options = {name: _plain(value) for name, value in self._options.items() if name != "seed"}
         decided = {"options": options, "seed": self._seed, "template": template, "facts": _plain(self._target.facts)}
@@ -95,19 +95,19 @@ class Batch:
     def run(self) -> int:
         """Answer the lines that the journal lacks, write the files, and return the exit code.
 
-        Raises PenstockError where the engine ends; the journal has what is done by then.
+        Raises PenstockError when the engine ends; the journal has the lines done by then.
         """
         # Imports rich on a terminal.
         from penstock.generator.progress_bar import BatchReport
 
         total, resumed = self._lines.total, len(self._journal)
         if resumed:
-            complain(f"{self._journal.path} has {resumed} of {total} lines: going on from there")
+            complain(f"{self._journal.path} has {resumed} of {total} lines: continuing from there")
         waiting: dict[int, Line] = {}
         try:
             with BatchReport(True if sys.stderr.isatty() else _PlainLines().show, total) as report:
                 answers = self._target.answers(self._requests(waiting, report.ended))
-                # Its end, also after an error, ends what is in the engine.
+                # Closing it, also after an error, ends the requests in the engine.
                 with contextlib.closing(answers):  # type: ignore[type-var]
                     for index, answer in answers:
                         line = waiting.pop(index)
@@ -115,13 +115,13 @@ class Batch:
                         failed = isinstance(answer, Exception)
                         report.ended(0 if isinstance(answer, Exception) else answer.tokens, failed=failed)
         except BaseException:
-            complain(f"{len(self._journal)} of {total} lines are done; the same command goes on from there")
+            complain(f"{len(self._journal)} of {total} lines are done; the same command continues from there")
             self._journal.close()
             raise
         return self._finish()
 
     def _requests(self, waiting: dict[int, Line], ended: Any) -> Iterator[tuple[Prompt, Mapping[str, Any]]]:
-        """Yield prompts and options of the lines to answer, and note in `waiting` the line of each by its index."""
+        """Yield the prompts and options of the lines to answer, and note the line of each in `waiting` by its index."""
         index = 0
         for line in self._lines:
             if self._journal.has(line):
@@ -142,14 +142,14 @@ class Batch:
             yield prompt, self._options_of(line)
 
     def _options_of(self, line: Line) -> dict[str, Any]:
-        """Return the options of a line: each has a seed of its own, by its number, whatever ran before it."""
+        """Return the options of a line. Its seed depends on its number alone, whatever ran before it."""
         if self._seed is None or not self._options.get("do_sample"):
             return self._options
         digest = hashlib.blake2b(f"{self._seed} {line.number}".encode(), digest_size=8).digest()
         return {**self._options, "seed": int.from_bytes(digest) % _SEEDS}
 
     def _record(self, answer: Answer | Exception) -> dict[str, Any]:
-        """Return the record of an answer. Raises the error of an engine that cannot go on."""
+        """Return the record of an answer. Raises the error of an engine that cannot continue."""
         if isinstance(answer, Exception):
             if not isinstance(answer, _OF_THE_LINE):
                 raise answer
@@ -184,7 +184,7 @@ class Batch:
         for line in self._lines:
             record = self._journal.get(line)
             if record is None:
-                raise StartupError("--data-file has changed while it was read: run again", flag="--data-file")
+                raise StartupError("--data-file changed while it was read: run again", flag="--data-file")
             entry = {"Input": self._input(line), "Output": record.get("output", "")}
             if "reasoning" in record:
                 entry["Reasoning"] = record["reasoning"]
@@ -196,16 +196,16 @@ class Batch:
             yield entry
 
     def _input(self, line: Line) -> str:
-        """Return the text that the model was asked; the line itself where it is bad, or another writes the template."""
+        """Return the model's input text; the line itself if it is bad, or if the endpoint writes the template."""
         if self._prompter is None or line.problem is not None:
             return line.text
         return self._prompter.text_of(line.text) or line.text
 
 
 def _check_line_alone(error: Exception) -> None:
-    """Raise an error that every line would end with, such as a refused option, so that the run ends at once."""
+    """Raise an error that every line would have, such as a refused option, so that the run ends at once."""
     if isinstance(error, PenstockError) and error.reason == "TEMPLATE_REFUSED":
-        advice = "where it has no place for a system prompt, give --system-prompt '' or --prompt-template none"
+        advice = "if it has no place for a system prompt, give --system-prompt '' or --prompt-template none"
         raise StartupError(f"{error.message}: {advice}", flag="--system-prompt") from error
     if isinstance(error, FailedPrecondition | NotFound):
         raise error
@@ -214,7 +214,7 @@ def _check_line_alone(error: Exception) -> None:
 
 
 class _PlainLines:
-    """Progress where no terminal is: a line now and then."""
+    """Progress without a terminal: an occasional line."""
 
     def __init__(self) -> None:
         self._began = self._shown = time.monotonic()

@@ -1,4 +1,4 @@
-"""Prompts of `penstock infer`: the lines of a file, and what a template makes of one."""
+"""Prompts of `penstock infer`: the lines of a file, put into a template."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the file, without the space around it. `problem`: why it is no prompt; None: it is one."""
+    """A line of the file, without surrounding space. `problem`: the reason it is not a prompt; None for a prompt."""
 
     # From 1.
     number: int
@@ -29,15 +29,15 @@ class Line:
 
     @property
     def digest(self) -> str:
-        """Digest by which a journal knows the line."""
+        """Digest by which a journal identifies the line."""
         return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 class PromptFile:
-    """Prompts, a line each; read anew by each iteration, so that a file of any length takes no memory."""
+    """Prompts, one on each line; each iteration reads the file again, so a file of any length takes no memory."""
 
     def __init__(self, path: str | None) -> None:
-        """`path` None: the samples. Raises StartupError naming --data-file where it cannot be read."""
+        """`path` None: the samples. Raises StartupError naming --data-file when it cannot be read."""
         self._path = None if path is None else Path(path).expanduser()
         try:
             self.total = sum(1 for _ in self)
@@ -48,7 +48,7 @@ class PromptFile:
         if self._path is None:
             yield from (Line(number, text) for number, text in enumerate(SAMPLES, 1))
             return
-        # A byte that is no UTF-8 becomes half of a surrogate pair: its line alone is bad.
+        # A byte that is not UTF-8 becomes a lone surrogate: only its line is bad.
         with self._path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, text in enumerate(file, 1):
                 yield _line(number, text.strip())
@@ -71,12 +71,12 @@ class Prompt:
 
 
 class Prompter:
-    """Maker of prompts by one template."""
+    """Maker of prompts from one template."""
 
     def __init__(self, template: str, system_prompt: str, tokenizer: LocalTokenizer | None) -> None:
-        """`template`: one of --prompt-template. `tokenizer` None: that of an endpoint writes the template.
+        """`template`: one of --prompt-template. `tokenizer` None: an endpoint's tokenizer writes the template.
 
-        Raises StartupError naming --prompt-template for a template that the tokenizer has no tokens for.
+        Raises StartupError naming --prompt-template if the tokenizer lacks the template's tokens.
         """
         self._system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.template = template
@@ -98,7 +98,7 @@ class Prompter:
             raise StartupError(told, flag="--prompt-template")
 
     def of_line(self, line: str) -> Prompt:
-        """Return the prompt of one line of a file, in the template after the system prompt."""
+        """Return the prompt of one line of a file: in the template, after the system prompt."""
         return self.of_messages([{"role": "user", "content": line}])
 
     def of_messages(self, messages: Sequence[Message]) -> Prompt:
@@ -112,14 +112,14 @@ class Prompter:
         return Prompt([*self._front, *self._tokenizer.apply_chat_template(whole)])
 
     def text_of(self, line: str) -> str:
-        """Return the text of a line in the script's template; empty where the model's own one writes it."""
+        """Return the text of a line in the script's template; empty when the model's own template writes it."""
         if self.template != LLAMA3:
             return ""
         whole = [*self._system, {"role": "user", "content": line}]
         return llama3_text(whole)
 
     def count(self, messages: Sequence[Message]) -> int | None:
-        """Return the tokens of a conversation; None where only the endpoint's tokenizer knows."""
+        """Return the tokens of a conversation; None when only the endpoint's tokenizer knows them."""
         if self._tokenizer is None:
             return None
         if self.template == NONE:
@@ -128,7 +128,7 @@ class Prompter:
 
 
 def has_template(tokenizer: LocalTokenizer) -> bool:
-    """True where the template auto is one that the tokenizer can write."""
+    """True when the tokenizer can write the template that auto means."""
     return bool(tokenizer.chat_template) or _has_llama3_tokens(tokenizer)
 
 
@@ -137,8 +137,8 @@ def _has_llama3_tokens(tokenizer: LocalTokenizer) -> bool:
 
 
 def terminators(tokenizer: LocalTokenizer) -> list[int]:
-    """Return the ids that end an answer, each once: the tokenizer's end of sequence and <|eot_id|>, as the script has
-    them; of a tokenizer without <|eot_id|> its end of sequence and those of the model's generation_config.json."""
+    """Return the ids that end an answer, each once: the tokenizer's end of sequence and <|eot_id|>, as in the script.
+    Without <|eot_id|>: the tokenizer's end of sequence and those of the model's generation_config.json."""
     end, turn = tokenizer.special_id("eos_token"), tokenizer.special_id(END_OF_TURN)
     if turn is None:
         return tokenizer.eos_token_ids

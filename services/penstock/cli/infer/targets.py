@@ -1,4 +1,4 @@
-"""Engines that answer prompts of `penstock infer`: one in this process, a router's, vLLM's."""
+"""Engines that answer prompts of `penstock infer`: one in this process, a router, or vLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Time that loading a tokenizer may take.
 _TOKENIZER_SECONDS = 120.0
-# Options of the engine that decide answers: a run that goes on must have the same.
+# Options of the engine that decide answers: a resumed run must have the same.
 _DECIDING = ("dtype", "quantization", "lora", "tokenizer_path", "kv_cache_dtype", "max_context", "assistant_model")
 _FILES = ("*.safetensors", "config.json", "tokenizer.json", "generation_config.json")
 
@@ -50,7 +50,7 @@ class Answer:
     finish_reason: str
     # Tokens of all sequences.
     tokens: int
-    # Texts that a chat model reasoned in, one a sequence; empty where it did not.
+    # Reasoning texts of a chat model, one a sequence; empty without reasoning.
     reasoning: list[str]
 
     @staticmethod
@@ -73,7 +73,7 @@ Answers = Iterator[tuple[int, "Answer | Exception"]]
 class Target(Protocol):
     """An engine that answers."""
 
-    # Name of the model, and what else of it decides answers.
+    # Name of the model, and its other settings that decide answers.
     name: str
     facts: dict[str, Any]
     # Tokenizer in this process; None: only the engine has it.
@@ -93,7 +93,7 @@ class TalkingTarget(Target, Protocol):
 
 
 class LocalTarget:
-    """Generator in this process. A context: its end ends the engine."""
+    """Generator in this process. A context manager: its exit ends the engine."""
 
     def __init__(self, config: InferConfig, engine: dict[str, Any]) -> None:
         """Load the model. Raises StartupError naming the flag to change."""
@@ -151,7 +151,7 @@ def _checkpoint(folder: Path) -> str:
 
 
 def _engine_settings(config: InferConfig) -> dict[str, Any]:
-    """Return the engine's options that flags of this command stand for."""
+    """Return the engine's options that this command's flags set."""
     settings: dict[str, Any] = {}
     if config.load_in_8bit or config.load_in_4bit:
         settings["quantization"] = "int8" if config.load_in_8bit else "int4"
@@ -166,11 +166,11 @@ def _engine_settings(config: InferConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def scaled_folder(folder: Path, alpha: float) -> Iterator[Path]:
-    """Make a folder for the time of a context: the files of `folder`, with config.json's rotary base scaled for `alpha`
+    """Make a folder for the life of a context: the files of `folder`, with config.json's rotary base scaled for `alpha`
     times the context (NTK-aware scaling).
 
     The base becomes base · alpha^(d / (d - 2)) for d dimensions a head. Raises StartupError naming --alpha for a model
-    that has a scaling of its own, or no such base.
+    with its own scaling, or without such a base.
     """
     values = read_json(folder / CONFIG_FILE)
     config = ConfigReader(values, str(folder / CONFIG_FILE))
@@ -185,7 +185,7 @@ def scaled_folder(folder: Path, alpha: float) -> Iterator[Path]:
     if dim < 4:
         raise config.error("head_dim", "must be at least 4 with --alpha")
     scaled = base * alpha ** (dim / (dim - 2))
-    # Both spellings: readers differ in the one that they take.
+    # Both spellings: readers differ in the one that they use.
     values["rope_theta"] = scaled
     if scaling.values:
         values[name] = {**scaling.values, "rope_theta": scaled}
@@ -200,7 +200,7 @@ def scaled_folder(folder: Path, alpha: float) -> Iterator[Path]:
 
 
 class RemoteTarget:
-    """Model behind a router. A context: its end closes the connection."""
+    """Model behind a router. A context manager: its exit closes the connection."""
 
     def __init__(self, config: InferConfig, connection: ConnectionConfig) -> None:
         """Connect. Raises StartupError naming the flag, NotFound for an unknown --model."""
@@ -241,7 +241,7 @@ class RemoteTarget:
                         raise error
                     yield running.pop(future), future.result() if error is None else error
         finally:
-            # Where the caller leaves early, calls end with the connection.
+            # If the caller leaves early, the calls end with the connection.
             if running:
                 self._closing.set()
                 self._client.close()
@@ -253,7 +253,7 @@ class RemoteTarget:
             try:
                 return Answer.of(self.stream(*request).result())
             except ResourceExhausted as error:
-                # A queue that is full for now, and no bound that the request itself is over.
+                # The queue is full for now; the request itself exceeds no limit.
                 if error.retry_after_seconds is None or self._closing.wait(error.retry_after_seconds):
                     raise
 
@@ -263,7 +263,7 @@ class RemoteTarget:
 
 
 def _tokenizer(config: InferConfig) -> LocalTokenizer | None:
-    """Load the tokenizer that an endpoint's prompts are written with here; None where none is named."""
+    """Load the tokenizer that writes an endpoint's prompts here; None when none is named."""
     named = config.tokenizer_path or config.base_model
     if named is None:
         return None
@@ -275,7 +275,7 @@ def _tokenizer(config: InferConfig) -> LocalTokenizer | None:
 
 
 def check_vllm() -> None:
-    """Raise StartupError naming the package where vLLM is not installed."""
+    """Raise StartupError naming the package when vLLM is not installed."""
     if util.find_spec("vllm") is None:
         raise StartupError(
             "--use-vllm needs the package vllm, which is not installed here: pip install vllm, or leave the flag out",
@@ -284,7 +284,7 @@ def check_vllm() -> None:
 
 
 def vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options in the words of vLLM's SamplingParams. Raises StartupError naming one that it does not have."""
+    """Return options under the names of vLLM's SamplingParams. Raises StartupError naming one that it lacks."""
     made: dict[str, Any] = {}
     for name, value in options.items():
         if name == "do_sample":
@@ -293,15 +293,15 @@ def vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
             made[VLLM_SAMPLING[name]] = value
         elif name != "echo":
             flag = f"--{name.replace('_', '-')}"
-            raise StartupError(f"{flag} is no option of --use-vllm: leave one of them out", flag=flag)
+            raise StartupError(f"{flag} does not work with --use-vllm: leave one of them out", flag=flag)
     return made
 
 
 class VllmTarget:
-    """vLLM in this process, which batches all prompts itself. A context for the sake of the others'."""
+    """vLLM in this process, which batches all prompts itself. A context manager like the other targets."""
 
     def __init__(self, config: InferConfig, engine: Mapping[str, Any]) -> None:
-        """Load the model on the GPUs of --gpus. Raises StartupError where vLLM is not installed."""
+        """Load the model on the GPUs of --gpus. Raises StartupError when vLLM is not installed."""
         check_vllm()
         vllm: Any = import_module("vllm")
         folder = resolve_model(config.base_model)

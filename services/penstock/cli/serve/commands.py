@@ -38,7 +38,7 @@ class ServeGroup(TyperGroup):
 
 
 class TreeCommand(TyperCommand):
-    """Command of the whole tree, shown without the name that ServeGroup puts in."""
+    """Command of the whole tree, shown without the name that ServeGroup inserts."""
 
     def get_usage(self, ctx: Any) -> str:
         return super().get_usage(ctx).replace(f" {EVERYTHING} ", " ")

@@ -1,4 +1,4 @@
-"""Standard output and error of a service, which goes on where they are full."""
+"""Standard output and error of a service that keeps running when their device is full."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def lose_what_does_not_fit() -> None:
-    """Let this process's output lose what its device does not take, instead of ending the service by an error."""
+    """Drop output of this process that its device does not take, instead of ending the service with an error."""
     sys.stdout, sys.stderr = _surviving(sys.stdout), _surviving(sys.stderr)
 
 
 class _Losing(io.RawIOBase):
-    """File of which writes never fail because it is full."""
+    """File with writes that never fail because the device is full."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -44,7 +44,7 @@ class _Losing(io.RawIOBase):
 
 def _surviving(stream: TextIO) -> TextIO:
     with contextlib.suppress(AttributeError, OSError):
-        # A stream without a descriptor, as that of a process without output, stays.
+        # A stream without a descriptor, as in a process without output, stays as it is.
         stream.flush()
         return io.TextIOWrapper(
             io.BufferedWriter(_Losing(stream.fileno())),

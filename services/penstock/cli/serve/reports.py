@@ -1,7 +1,7 @@
 """Reports of a process of the tree to its parent: JSON lines over an inherited pipe.
 
-A child reports `listening`, then `ready`, or one `error`; a worker reports `loaded` instead of `listening`. Until it is
-ready it reports `progress`, too. The end of the pipe is the end of the child.
+A child reports `listening`, then `ready`, or one `error`; a worker reports `loaded` instead of `listening`. It also
+reports `progress` until it is ready. When the pipe ends, the child has ended.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from penstock.common.errors import StartupError
 
 LISTENING, LOADED, READY, ERROR, PROGRESS = "listening", "loaded", "ready", "error", "progress"
-# A stage is reported anew after so many seconds, and after so small a share of its bytes that the last report before a
-# stall is true enough.
+# Seconds, and share of its bytes, after which a stage is reported again. The share is small, so that the last report
+# before a stall is nearly true.
 PROGRESS_SECONDS, PROGRESS_SHARE = 0.2, 0.005
 
 
@@ -58,16 +58,16 @@ class Reporter:
         # Last report of progress, and its time.
         self._reported: tuple[StageProgress | None, float] = (None, 0.0)
         if fd is not None:
-            # Grandchildren must not hold the pipe open.
+            # Grandchildren must not keep the pipe open.
             os.set_inheritable(fd, False)
 
     @property
     def is_heard(self) -> bool:
-        """True when there is a parent, which prints in our place."""
+        """True when there is a parent, which prints in place of this process."""
         return self._fd is not None
 
     def send(self, report: Report) -> None:
-        """Write `report`. A lost parent is no error here: the kernel ends this process with it."""
+        """Write `report`. A lost parent is not an error here: the kernel ends this process with it."""
         if self._fd is not None:
             os.write(self._fd, report.encode())
 
@@ -80,7 +80,7 @@ class Reporter:
         self.send(Report(LOADED, {}, {}))
 
     def progress(self, progress: StageProgress) -> None:
-        """Report the begin and the end of a stage, and now and then how far it is. Any thread may call it."""
+        """Report the start and the end of a stage, and from time to time its progress. Any thread may call it."""
         last, when = self._reported
         now = time.monotonic()
         is_same = last is not None and (last.stage, last.subject) == (progress.stage, progress.subject)

@@ -28,8 +28,8 @@ EVERYTHING = "all"
 # Flags that describe the parent to a process of the tree. They are in no configuration, since children inherit
 # variables.
 PARENT_OPTIONS = ("report_fd", "parent_pid", "gate_fd")
-# Python's own first threshold is 700: with hundreds of live requests all their objects would be looked at every few
-# milliseconds, though hardly any is garbage that reference counts do not free.
+# Python's own first threshold is 700: with hundreds of live requests a collection would visit all their objects every
+# few milliseconds, though reference counts free nearly all garbage.
 _GC_THRESHOLDS = (20_000, 10, 10)
 
 
@@ -40,25 +40,25 @@ class Role:
     name: str
     config_path: str
     app_path: str
-    # A light function of the configuration, called before the application is imported; its result is the application's
+    # A light function of the configuration, called before the application is imported. Its result is the application's
     # third argument.
     preload_path: str | None = None
-    # A light function of the configuration, called in the service's place: an exit code, or None where it is to serve.
+    # A light function of the configuration, called in place of the service: an exit code, or None when it is to serve.
     rank_path: str | None = None
-    # A light function from flags to flags: it reads files with more of them.
+    # A light function from flags to flags: it reads files with further flags.
     flags_path: str | None = None
     protocol: str = "gRPC"
 
     def flags(self, given: dict[str, object]) -> dict[str, object]:
-        """Return the flags with those that files add. Raises StartupError."""
+        """Return the flags and those that files add. Raises StartupError."""
         return given if self.flags_path is None else cast("dict[str, object]", _load(self.flags_path)(given))
 
     def be_rank(self, config: ProcessConfig) -> int | None:
-        """Be a part of another process's service, if a launcher says so: the exit code. Raises StartupError."""
+        """Run as a part of another process's service if a launcher asks for it: the exit code. Raises StartupError."""
         return None if self.rank_path is None else cast("int | None", _load(self.rank_path)(config))
 
     def begin(self, config: ProcessConfig) -> tuple[Any, ...]:
-        """Begin work that goes on while the application is imported; return the application's further arguments."""
+        """Begin work that runs while the application is imported; return the application's further arguments."""
         return () if self.preload_path is None else (_load(self.preload_path)(config),)
 
     def config_class(self) -> type[ProcessConfig]:
@@ -120,9 +120,9 @@ class Gate:
 
 
 def begin_log(service: str, given: dict[str, Any]) -> None:
-    """Make the log JSON before anything can fail, where it will be: errors of the start are records, too.
+    """Make the log JSON before anything can fail, if it will be JSON: errors of the start are records, too.
 
-    `given`: the flags; what is wrong about them is not told here.
+    `given`: the flags. Their errors are reported elsewhere.
     """
     from penstock.common.logging import configure_logging, is_json_log, log_crashes
 
@@ -134,9 +134,9 @@ def begin_log(service: str, given: dict[str, Any]) -> None:
 
 
 def check_models(config: ProcessConfig) -> None:
-    """Look for the models' folders, before seconds of imports. Raises StartupError naming MODEL or the flag.
+    """Look for the models' folders before imports that take seconds. Raises StartupError naming MODEL or the flag.
 
-    A service without a MODEL needs no embedded one either: its image has none.
+    A service without a MODEL needs no embedded model either: its image has none.
     """
     if hasattr(config, "model"):
         check_model(config.model)
@@ -191,7 +191,7 @@ def _serve(role: Role, config: ProcessConfig, reporter: Reporter, gate: Gate | N
     if not reporter.is_heard:
         say(f"{role.name}: loading")
     display = serve_display(config)
-    # Nearly all objects made until it is ready stay: collections would take a fifth of the imports' time.
+    # Nearly all objects made before it is ready stay. Collections would take a fifth of the imports' time.
     gc.disable()
     begun = role.begin(config)
     app_class = role.app_class()
@@ -208,8 +208,8 @@ def _serve(role: Role, config: ProcessConfig, reporter: Reporter, gate: Gate | N
             service.bind_progress(reporter.progress if reporter.is_heard else display.show)
 
         def on_ready(bound: BoundAddresses) -> None:
-            # Modules, tables and the model live as long as the process. Without this every full collection would look
-            # at all of them again, and stop every thread's Python for tens of milliseconds.
+            # Modules, tables and the model live as long as the process. Without this every full collection would visit
+            # all of them again, and stop every thread's Python for tens of milliseconds.
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
             gc.enable()

@@ -16,7 +16,7 @@ from penstock.common.progress import StageProgress
 
 # A child's name, and the progress of its start; None: it ended.
 OnProgress = Callable[[str, StageProgress | None], None]
-# After SIGTERM a child may take its drain grace and so many seconds more before it is killed.
+# Seconds beyond its drain grace that a child may take after SIGTERM before it is killed.
 KILL_MARGIN_SECONDS = 10.0
 
 
@@ -69,7 +69,7 @@ class Supervisor:
     async def start(
         self, name: str, arguments: list[str], *, without: Collection[str] = (), fds: tuple[int, ...] = ()
     ) -> ServiceProcess:
-        """Start `penstock ARGUMENTS` as a child that reports to us and dies with us.
+        """Start `penstock ARGUMENTS` as a child that reports to this process and dies with it.
 
         It does not get the variables `without`, and inherits `fds`.
         """
@@ -83,7 +83,7 @@ class Supervisor:
                 *(sys.executable, "-P", "-m", "penstock.cli.main", *arguments, *reporting),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(write_end, *fds),
-                # Ctrl-C reaches only us; children are stopped in order.
+                # Ctrl-C reaches only this process, which stops the children in order.
                 start_new_session=True,
                 env=child_environment(without),
             )

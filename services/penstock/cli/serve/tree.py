@@ -39,19 +39,19 @@ WIRED = {
 GATEWAY_CHANNEL = {
     *("channel_tls", "channel_tls_ca", "channel_tls_cert", "channel_tls_key", "channel_tls_server_name"),
 }
-# Fields of ServerConfig for the router, which clients reach; the tree tells the gateway what it shall have of them. The
-# others go to every process.
+# Fields of ServerConfig for the router, which clients reach; the tree gives the gateway those that it needs. The other
+# fields go to every process.
 FRONT = {
     *("host", "port", "metrics_port", "health_socket"),
     *("tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "insecure_bind"),
 }
-# Options with one value for several services; any other name that two services share is set per service.
+# Options with one value for several services. Any other name that two services share is set per service.
 SHARED = {"model", "served_model_name"}
-# Flags of the gateway's own TLS: what the router has.
+# Flags of the gateway's own TLS: the same as the router's.
 _TLS_FLAGS = {"--tls-cert": "tls_cert", "--tls-key": "tls_key", "--tls-client-ca": "tls_client_ca"}
 # The tree waits for its children as long as they live: loading a large model may take any time.
 FOREVER = "24h"
-# Routine logs of children would drown the start-up print, and JSON lines in it are for nobody.
+# Routine logs of children would bury the start-up print, and nobody wants JSON lines in it.
 QUIET_LEVEL = "warning"
 
 
@@ -65,7 +65,7 @@ class TreeConfig:
     http_port: int = option(
         HTTP_PORT,
         "Port of the HTTP gateway (OpenAI's API, the chat page); 0 takes a free one, -1 has none. "
-        "Beside --tls-cert it needs --channel-tls-ca, to trust the router.",
+        "With --tls-cert it needs --channel-tls-ca, to trust the router.",
         group="Process tree",
         minimum=-1,
         maximum=65535,
@@ -152,7 +152,7 @@ class Tree:
             return
         self.ended.set()
         self.display.close()
-        self._say(f"stopping: live work has {self.front.drain_grace_seconds:g} s; once more stops at once")
+        self._say(f"stopping: live work has {self.front.drain_grace_seconds:g} s; a second signal stops at once")
 
     async def _start(self, supervisor: Supervisor) -> bool:
         self._say(f"penstock {__version__}: loading {self.model}")
@@ -168,8 +168,8 @@ class Tree:
         if self.has_gateway:
             if not await first_of([router.listening], self.ended, lambda _: None):
                 return False
-            # Of the router's variables, such as PENSTOCK_HOST, it has what `_gateway` says by flags.
-            # A token of its own would let everybody in who reaches its port.
+            # `_gateway` passes the needed ones of the router's variables, such as PENSTOCK_HOST, as flags.
+            # A token of its own would let in everybody who reaches its port.
             without = front_variables() | {f"{ENV_PREFIX}CHANNEL_TOKEN_FILE"}
             everyone.append(await supervisor.start("gateway", self._gateway(router), without=without))
         if not await first_of(
@@ -199,7 +199,7 @@ class Tree:
 
     def _gateway(self, router: ServiceProcess) -> list[str]:
         host, _, port = router.address.rpartition(":")
-        # Where the router listens on every address, loopback is one of them.
+        # A router that listens on every address listens on loopback, too.
         address = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
         arguments = [*role_arguments("gateway", self.given), *self._quiet()]
         arguments += ["--port", str(self.config.http_port), "--router", f"{address}:{port}"]
@@ -213,7 +213,7 @@ class Tree:
         return arguments
 
     def _quiet(self) -> list[str]:
-        """Return the flags for processes whose level nobody has set, by flag or variable."""
+        """Return the flags of processes without a level set by flag or variable."""
         if "log_level" in self.given or f"{ENV_PREFIX}LOG_LEVEL" in current_environment():
             return []
         return ["--log-level", QUIET_LEVEL]
@@ -264,20 +264,20 @@ class Tree:
 
 
 def front_variables() -> set[str]:
-    """PENSTOCK_* variables that are for the router: inner processes listen on loopback, without TLS."""
+    """PENSTOCK_* variables for the router alone: inner processes listen on loopback, without TLS."""
     options = options_of(ROLES["router"].config_class())
     return {bound.env for bound in options if bound.name in FRONT}
 
 
 def gateway_variables() -> set[str]:
-    """PENSTOCK_* variables of the gateway's way to the router, which the others' ways must not take."""
+    """PENSTOCK_* variables of the gateway's connection to the router; other connections must not use them."""
     return {bound.env for bound in options_of(ChannelConfig) if bound.name in GATEWAY_CHANNEL}
 
 
 def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfig, channel: ChannelConfig) -> bool:
     """True when a gateway is part of the tree.
 
-    Raises StartupError naming the flag to change when it was asked for and cannot be.
+    Raises StartupError naming the flag to change when it was asked for and cannot run.
     """
     if config.http_port < 0:
         return False
@@ -285,9 +285,9 @@ def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfi
     why = None
     flag = "--http-port"
     if front.is_tls and not (channel.channel_tls or channel.channel_tls_ca):
-        flag, why = "--channel-tls-ca", "beside --tls-cert the HTTP gateway needs the router's CA to trust it"
+        flag, why = "--channel-tls-ca", "with --tls-cert the HTTP gateway needs the router's CA, to trust the router"
     elif front.tls_client_ca is not None and channel.channel_tls_cert is None:
-        flag, why = "--channel-tls-cert", "beside --tls-client-ca the HTTP gateway needs a certificate of its own"
+        flag, why = "--channel-tls-cert", "with --tls-client-ca the HTTP gateway needs a certificate of its own"
     elif any(find_spec(name) is None for name in ("starlette", "uvicorn", "httptools")):
         why = "the HTTP gateway is not installed: pip install 'penstock[gateway]'"
     if why is not None:
@@ -295,12 +295,14 @@ def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfi
             raise StartupError(f"{why} (or --http-port -1)", flag=flag)
         return False
     if config.http_port and config.http_port in (front.port, front.metrics_port):
-        raise StartupError("--http-port is the port of another part: give another one", flag="--http-port")
+        raise StartupError(
+            "--http-port is the port of another process of the tree: choose another port", flag="--http-port"
+        )
     return True
 
 
 def _require_free_ports(front: ServerConfig, http_port: int | None) -> None:
-    """Check the ports, that of the gateway where there is one. Raises StartupError naming the flag of a taken one."""
+    """Check the ports, the gateway's included if there is one. Raises StartupError naming the flag of a taken one."""
     require_free_port(front.host, front.port, "--port")
     if front.metrics_port > 0:
         require_free_port(front.host, front.metrics_port, "--metrics-port")
@@ -314,9 +316,9 @@ def _require_free_ports(front: ServerConfig, http_port: int | None) -> None:
 
 
 def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
-    """Return the router's configuration, the gateway's way to it, and the model's name.
+    """Return the router's configuration, the gateway's connection to it, and the model's name.
 
-    Faults that would stop a service later stop the tree now: a wrong option, a missing folder.
+    Faults that would stop a service later, such as a wrong option or a missing folder, stop the tree now.
     """
     read = {
         role: from_env_and_flags(kind.config_class(), _only(given, (_own(role) | _server_fields()) & _names(kind)))
@@ -353,7 +355,7 @@ def run_tree(
         config = from_env_and_flags(TreeConfig, _only(given, tree_names))
         front, channel, model = _check(given)
         has_gateway = _wants_gateway(given, config, front, channel)
-        # Last: what the options say is the same on every machine.
+        # Last: faults of the options come first, since they are the same on every machine.
         _require_free_ports(front, config.http_port if has_gateway else None)
         return asyncio.run(Tree(given, config, front, model, reporter, has_gateway).run())
     except StartupError as error:

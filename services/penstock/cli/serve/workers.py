@@ -1,8 +1,8 @@
 """Worker processes (`--processes N`): several processes of a service on one port, which share its connections.
 
 The kernel spreads connections over them. The parent holds the port, starts the workers, replaces one that dies, sums
-their metrics, and stops them together. It serves no call itself. The workers open the port only once they are loaded,
-at the beginning all at the same time.
+their metrics, and stops them together. It serves no call itself. The workers open the port only once they are loaded;
+at the start they all open it at the same time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from penstock.serving.health_socket import HealthSocket
 from penstock.serving.metrics_endpoint import BoundMetrics, start_metrics_server
 from penstock.serving.summed_metrics import SummedMetrics
 
-# Seconds before a worker that died is replaced; doubled while its successors die soon, too.
+# Seconds before a dead worker is replaced; doubled while its successors also die soon.
 MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.2, 30.0
-# After a worker that lived so many seconds the waits start anew.
+# Seconds of life after which a worker's next replacement waits the shortest time again.
 STABLE_SECONDS = 60.0
 # Options that the parent sets for its workers.
 _OWN = ("processes", "port", "metrics_port", "health_socket")
@@ -49,7 +49,7 @@ def shared_port(host: str, port: int) -> Iterator[int]:
     require_free_port(host, port, "--port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as holder:
-        # Set as by the workers: connections of the last run, perhaps of one process, may still be closing.
+        # Set as the workers set it: connections of the last run, perhaps of one process, may still be closing.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host.strip("[]"), port))
@@ -145,7 +145,7 @@ class Workers:
             if not await first_of([child.loaded for child in children], self._ended, lambda _: None):
                 return []
         finally:
-            # The end of the pipe opens the gate; workers that are to be stopped must not open the port any more.
+            # The end of the pipe opens the gate. Workers that are about to stop must not open the port.
             os.close(opener)
             os.close(gate)
         if not await first_of([child.ready for child in children], self._ended, lambda _: None):
@@ -182,7 +182,7 @@ class Workers:
         await asyncio.gather(*keepers, return_exceptions=True)
         await self._supervisor.stop_together(self._hurry)
         codes = [child.ended.result() for child in self._supervisor.children]
-        # Killed by the signal itself: a replacement that did not handle it yet, and had no work to finish.
+        # The signal itself killed it: a replacement that did not handle the signal yet, and had no work to finish.
         return 0 if all(code in (0, -signal.SIGTERM) for code in codes) else 1
 
     async def _keep(self, slot: int, port: int, child: ServiceProcess) -> None:
