@@ -13,7 +13,7 @@ from penstock_client import Choice, Delta, LogprobEntry, Timings, Usage
 
 from penstock.gateway.unknown_fields import noted_fields
 
-# Names of FinishReason -> OpenAI's. `stop_reason` beside it tells the string or id.
+# Names of FinishReason -> OpenAI's. `stop_reason` beside it has the string or id.
 _REASONS: Mapping[str, str] = {
     "LENGTH": "length",
     "MAX_TIME": "length",
@@ -21,12 +21,12 @@ _REASONS: Mapping[str, str] = {
     "TOOL_CALLS": "tool_calls",
 }
 DONE = b"data: [DONE]\n\n"
-# json.dumps makes an encoder for each call that asks for anything else than its defaults.
+# json.dumps makes an encoder for each call with anything but its defaults.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def dumps(value: Any) -> bytes:
-    """JSON as bytes. A half of a character pair, which no UTF-8 has, becomes `?`."""
+    """JSON as bytes. A lone surrogate, which UTF-8 cannot hold, becomes `?`."""
     return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
@@ -41,21 +41,21 @@ def event(value: Any) -> bytes:
 
 
 def named_event(name: str, value: Mapping[str, Any]) -> bytes:
-    """One server-sent event with a name, which is its object's type as well."""
+    """One server-sent event with a name, which is also its object's type."""
     return f"event: {name}\n".encode() + event({"type": name, **value})
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:
-    """Deltas that have come, those of text alone that follow each other as one.
+    """Deltas that have come; successive ones of text alone are joined.
 
-    So a reader that keeps up gets an event for each, and one that is behind gets fewer, larger events.
+    So a reader that keeps up gets an event for each, and a slower one gets fewer, larger events.
     """
     if len(deltas) < 2:
         return deltas
     found: list[Delta] = []
     for delta in deltas:
         last = found[-1] if found else None
-        # Reasoning goes before text in an event, so it is not joined to text that came earlier.
+        # Reasoning precedes text in an event, so it is not joined to earlier text.
         if (
             last is not None
             and last.index == delta.index
@@ -79,14 +79,14 @@ def finish_reason(choice: Choice) -> str:
 
 
 def stop_reason(choice: Choice) -> str | int | None:
-    """The stop string or id that ended it, as vLLM tells it: of an end-of-sequence token nothing."""
+    """The stop string or id that ended it, as in vLLM: None for an end-of-sequence token."""
     if choice.finish_reason == "STOP_EOS":
         return None
     return choice.stop_string if choice.stop_string is not None else choice.stop_token_id
 
 
 class Head:
-    """Fields with which every answer and chunk of one request begins."""
+    """Fields at the start of every answer and chunk of one request."""
 
     def __init__(self, prefix: str, kind: str, request_id: str, model: str) -> None:
         self.fields: dict[str, Any] = {
@@ -102,8 +102,7 @@ class Head:
 
 
 def usage_of(usages: Iterable[Usage], *, no_output: bool = False) -> dict[str, Any]:
-    """OpenAI's usage of several requests together. `no_output`: the tokens that were made are not part of the
-    answer."""
+    """OpenAI's usage of several requests together. `no_output`: the generated tokens are not part of the answer."""
     usages = list(usages)
 
     def total(name: str) -> int:
@@ -150,18 +149,18 @@ def _chat_token(entry: LogprobEntry) -> dict[str, Any]:
 
 
 def _escaped(raw: bytes) -> str:
-    r"""Bytes as OpenAI writes those of a part of a character: `\xe4\xb8`."""
+    r"""Bytes in OpenAI's notation for a part of a character: `\xe4\xb8`."""
     return "".join(chr(byte) if 32 <= byte < 127 and byte != 92 else f"\\x{byte:02x}" for byte in raw)
 
 
 def _name(entry: LogprobEntry) -> str:
-    """A token's name among those of a completion, as OpenAI's: its text, or its bytes where they are no text."""
+    """A token's name in a completion, as OpenAI's: its text, or its bytes if they are not text."""
     return f"bytes:{_escaped(entry.raw)}" if entry.raw else entry.text
 
 
 def _names(entry: LogprobEntry) -> dict[int, str]:
-    """Names of a position's tokens by id, each its own: of tokens that read alike, the most likely has the text and the
-    others their ids, as vLLM names them."""
+    """Names of a position's tokens by id, all different: of tokens with equal text, the most likely has the text and
+    the others have their ids, as in vLLM."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for one in (*entry.top, entry):
@@ -187,7 +186,7 @@ class TextLogprobs:
         for entry in entries:
             names = _names(entry)
             tokens.append(names[entry.token_id])
-            # A rank begins at 1: without one nothing was chosen.
+            # Ranks begin at 1: without one nothing was chosen.
             logprobs.append(entry.logprob if entry.rank else None)
             top = {names[other.token_id]: other.logprob for other in reversed(entry.top)}
             tops.append(top if entry.rank else None)
@@ -199,7 +198,7 @@ class TextLogprobs:
 def tool_call_pieces(delta: Delta) -> list[dict[str, Any]]:
     """Pieces of tool calls as OpenAI streams them: id, type and name come once, with the first piece.
 
-    One entry for each call: its own client takes a second entry of an index for another call.
+    One entry for each call: OpenAI's client takes a second entry with the same index for another call.
     """
     pieces: dict[int, dict[str, Any]] = {}
     for piece in delta.tool_calls:

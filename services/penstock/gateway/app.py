@@ -1,4 +1,4 @@
-"""Gateway process: OpenAI's HTTP and a chat page in front of a router, of which it is a plain client."""
+"""Gateway process: OpenAI's HTTP and a chat page in front of a router; it is a plain client of the router."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ from penstock.serving.health_socket import HealthSocket
 from penstock.serving.server import OwnServer, open_tracing
 
 ROUTER_SERVICE = "penstock.v1.TextService"
-# Seconds between tries to watch the router's health.
+# Seconds between attempts to watch the router's health.
 _RETRY_SECONDS = 0.5
-# A start that waits longer for the router says so.
+# Seconds of waiting for the router after which a start logs it.
 _SILENT_SECONDS = 3.0
-# Seconds after the drain for last bytes to leave.
+# Seconds after the drain for the last bytes to be sent.
 _CLOSE_SECONDS = 0.5
 _POST: dict[str, Handler] = {
     "/v1/chat/completions": chat_completions,
@@ -95,11 +95,11 @@ _GET: dict[str, Handler] = {
     "/v1/responses/{name}/input_items": list_input_items,
     "/options": list_options,
 }
-# Work that a probe is, in seconds, and how much of it may be saved up.
+# Seconds of work for a probe, and the most that may be saved up.
 _PROBE_SECONDS, _SAVED_SECONDS = 0.001, 0.05
 # Paths of probes.
 _PROBES = frozenset(("/health", "/healthz", "/readyz"))
-# What they tell is the program's own, and the chat page asks before its reader has shown a token.
+# They reveal nothing but the program itself, and the chat page asks before its reader has shown a token.
 _PUBLIC = frozenset(("/options",))
 _DELETE: dict[str, Handler] = {"/v1/responses/{name}": delete_response}
 # Routes whose errors are not in OpenAI's form.
@@ -112,7 +112,7 @@ _log = get_logger("penstock.gateway")
 
 
 class GatewayApp(OwnServer):
-    """The gateway as a service that listens by itself."""
+    """The gateway as a service that listens on its own."""
 
     name = "gateway"
 
@@ -122,7 +122,7 @@ class GatewayApp(OwnServer):
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._config, self._registry = config, registry
         check_channel_files(config)
-        # Our own: grpc.aio takes more for each message than all the rest of the gateway.
+        # Penstock's own transport: grpc.aio takes more time for each message than the rest of the gateway.
         self._channel = Http2Channel(
             config.router,
             config,
@@ -151,7 +151,7 @@ class GatewayApp(OwnServer):
         self._tracing = open_tracing(config, self.name)
         self._responses = _open_store(config)
         self._probe_turns = Turns(config.anonymous_cpu_share, _PROBE_SECONDS, _SAVED_SECONDS)
-        # As many as may come: they are admitted in a moment.
+        # The most that may come: they are admitted in a moment.
         self._known_turns = Turns(1.0, 0.0, 0.0)
         self._server = HttpServer(
             self._application(),
@@ -177,12 +177,12 @@ class GatewayApp(OwnServer):
 
     @property
     def addresses(self) -> BoundAddresses:
-        """See OwnServer; metrics are at the same port."""
+        """See OwnServer; metrics are on the same port."""
         return BoundAddresses(self._address, self._address)
 
     @property
     def is_draining(self) -> bool:
-        """True from the beginning of a drain on."""
+        """True once a drain has begun."""
         return self._places.is_draining
 
     @property
@@ -193,7 +193,7 @@ class GatewayApp(OwnServer):
     async def listen(self) -> BoundAddresses:
         """Open the port; until `start` returns, /health answers 503."""
         add_process_metrics(self._registry)
-        # As the other processes' metrics are.
+        # Like the other processes' metrics.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         if self._health_socket is not None:
             await self._health_socket.open()
@@ -206,7 +206,7 @@ class GatewayApp(OwnServer):
         if self._responses is not None:
             await self._responses.open()
         if not self._callers.passes_tokens:
-            _log.warning("callers' tokens are not passed on: the connection to the router is in the clear")
+            _log.warning("callers' tokens are not passed on: the connection to the router is not encrypted")
         self._health = asyncio.create_task(self._follow_health())
         seconds = self._config.start_timeout_seconds
         try:
@@ -219,12 +219,12 @@ class GatewayApp(OwnServer):
                 await self._router_serves.wait()
         except TimeoutError:
             raise StartupError(
-                f"no router that serves at {self._config.router} within {seconds:g} s", flag="--router"
+                f"no router at {self._config.router} served within {seconds:g} s", flag="--router"
             ) from None
         _log.info("ready", service=self.name)
 
     async def stop(self, *, drain: bool = True) -> None:
-        """Refuse new requests, wait within the grace for live ones, close."""
+        """Refuse new requests, wait for live ones within the grace, then close."""
         if drain:
             try:
                 async with asyncio.timeout(self._config.drain_grace_seconds):
@@ -243,7 +243,7 @@ class GatewayApp(OwnServer):
         if self._health_socket is not None:
             await self._health_socket.close()
         if self._tracing is not None:
-            # It sends what is left, and waits for that.
+            # It sends the rest, and waits for that.
             await asyncio.to_thread(self._tracing.close)
 
     def status_lines(self) -> list[str]:
@@ -253,13 +253,13 @@ class GatewayApp(OwnServer):
         return [f"chat page at {address}/, OpenAI's API at {address}/v1, router {self._config.router}"]
 
     def _goes_first(self, scope: Mapping[str, Any]) -> Turns | None:
-        """Return the turns of a request that waits for no flood of callers without a token; None for any other."""
+        """Return the separate turns of a request that need not wait behind a flood without tokens, else None."""
         if scope["path"] in _PROBES:
             return self._probe_turns
         return self._known_turns if self._callers.is_known(shown_authorization(dict(scope["headers"]))) else None
 
     async def _follow_health(self) -> None:
-        """Know at all times whether the router serves."""
+        """Keep track of the router's health."""
         # Health needs no token.
         channel = self._channel.for_stubs
         while True:
@@ -297,7 +297,7 @@ class GatewayApp(OwnServer):
 
         plain = {
             "/health": self._answer_health,
-            # As at the metrics port of the other processes.
+            # As on the metrics port of the other processes.
             "/healthz": self._answer_alive,
             "/readyz": self._answer_health,
             "/version": self._answer_version,
@@ -365,7 +365,7 @@ def _json(value: object, status: int) -> Response:
 
 
 def _open_store(config: GatewayConfig) -> ResponseStore | None:
-    """Open the store of /v1/responses; None where it is off. Raises StartupError."""
+    """Open the store of /v1/responses; None if it is off. Raises StartupError."""
     if config.response_store == "off":
         return None
     bounds: Any = {
@@ -389,5 +389,5 @@ def _client_config(config: GatewayConfig) -> ClientConfig:
     if config.channel_token_file is not None:
         tokens = TokenFile(config.channel_token_file, "--channel-token-file")
         token = tokens.authorization().partition(" ")[2]
-    # It has no channel of its own to open: TLS is what a token must not go without.
+    # It opens no channel of its own: this only makes sure that a token never travels without TLS.
     return ClientConfig(tls=TLSConfig() if config.is_channel_tls else None, token=token, call_metadata=call_metadata)

@@ -1,4 +1,4 @@
-"""Callers by their tokens: the router is asked before anything of a request is taken, and its answer kept a moment."""
+"""Callers by their tokens: the router is asked before a request is read, and its answer is kept for a moment."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.places import ANYBODY
 
 T = TypeVar("T")
-# Questions to the router at a time; others wait for their turn, up to the second number of all.
+# Token checks at the router at a time; others wait for their turn, up to the second number in total.
 _QUESTIONS, _MOST_QUESTIONS = 16, 256
-# Longest token that is asked about, and refused ones that are remembered.
+# Longest token that is checked, and number of refused ones that are remembered.
 _MOST_TOKEN_BYTES, _MOST_REFUSED = 4096, 512
-# Seconds for which a refused token is refused without asking.
+# Seconds for which a refused token is refused without a check.
 _REFUSED_SECONDS = 1.0
-# Statuses of a call that its credentials let in, whatever became of it.
+# Statuses of a call with accepted credentials, whatever its outcome.
 _LET_IN = frozenset(
     (
         grpc.StatusCode.NOT_FOUND,
@@ -33,7 +33,7 @@ _LET_IN = frozenset(
         grpc.StatusCode.INVALID_ARGUMENT,
     )
 )
-# Statuses that say nothing about credentials: a token that was good a moment ago is so still.
+# Statuses that say nothing about credentials: a token that was valid a moment ago still is.
 _UNKNOWN = frozenset(
     (
         grpc.StatusCode.UNAVAILABLE,
@@ -46,31 +46,31 @@ _UNKNOWN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Somebody whose requests the router takes."""
+    """A caller that the router accepts."""
 
     client: AsyncClient
-    # The token, where the router asks for one; ANYBODY where none was judged.
+    # The token, if the router asks for one; ANYBODY if none was checked.
     tenant: str
 
 
 class Callers:
-    """Callers of one gateway, by the tokens that they show. Belongs to one event loop.
+    """Callers of one gateway, by their tokens. Belongs to one event loop.
 
-    One connection to the router, a view of it for each token. The router judges every request all the same: what is
-    kept here only decides whose body is read.
+    They share one connection to the router, with a view of it for each token. The router still checks every request:
+    the memory here only decides which bodies are read.
     """
 
     def __init__(self, client: AsyncClient, config: GatewayConfig) -> None:
         self._client = client
         host = config.router.rpartition(":")[0].strip("[]")
-        # A token must not travel in the clear; a router without tokens does not miss it.
+        # A token must not travel unencrypted; a router without tokens does not need it.
         self._passes_tokens = config.is_channel_tls or host in ("localhost", "127.0.0.1", "::1")
         self._has_own_token = config.channel_token_file is not None
         self._seconds, self._most = config.token_seconds, config.max_known_tokens
         self._question_seconds = config.connect_timeout_seconds
-        # By token, those last used at the end: the caller, and the time until which it needs no question.
+        # Token -> caller, and the time until which it needs no check; the last used at the end.
         self._known: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
-        # Refused ones: the words for it, and the time until which it stands. Not the error, whose traceback grows with
+        # Refused tokens: the message, and the time until which it holds. Not the error: its traceback would grow with
         # every request that it ends.
         self._refused: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._questions: dict[str, asyncio.Task[Caller]] = {}
@@ -83,11 +83,11 @@ class Callers:
 
     @property
     def anybody(self) -> AsyncClient:
-        """The client that shows no caller's token."""
+        """The client without a caller's token."""
         return self._client
 
     def is_known(self, authorization: bytes | None) -> bool:
-        """True for a token that the router took when it was last asked, or where it asked for none."""
+        """True for a token that the router accepted at the last check, or when it asked for none."""
         try:
             token = self._token(authorization)
         except Unauthenticated:
@@ -95,40 +95,40 @@ class Callers:
         return token in self._known or (not self._has_own_token and ANYBODY in self._known)
 
     async def admit(self, authorization: bytes | None) -> Caller:
-        """Return the caller with this header. Raises Unauthenticated, or the error of a router that cannot be asked."""
+        """Return the caller with this header. Raises Unauthenticated, or the error of a router that cannot answer."""
         token = self._token(authorization)
         now = time.monotonic()
         if (caller := self._recent(token, now)) is not None:
             return caller
         if not self._has_own_token and (caller := self._recent(ANYBODY, now)) is not None:
-            # The router asks nobody for a token.
+            # The router asks for no tokens.
             return caller
         return await self._answer(token)
 
     def close(self) -> None:
-        """Give up the questions that are open."""
+        """Cancel the open checks."""
         for question in list(self._questions.values()):
             question.cancel()
 
     async def _answer(self, token: str) -> Caller:
-        """Return the answer to the question about a token, which is asked once for all who wait for it."""
+        """Return the result of a token's check, which runs once for all that wait for it."""
         if (refused := self._refused.get(token)) is not None and refused[1] > time.monotonic():
             raise Unauthenticated(refused[0], reason="UNAUTHENTICATED")
         question = self._questions.get(token)
         if question is None:
             if len(self._questions) >= _MOST_QUESTIONS:
                 raise ResourceExhausted(
-                    "the router has too many tokens to judge", reason="OVERLOADED", retry_after_seconds=1.0
+                    "the router has too many tokens to check", reason="OVERLOADED", retry_after_seconds=1.0
                 )
             question = self._questions[token] = asyncio.create_task(self._ask(token))
             question.add_done_callback(lambda done: self._answered(token, done))
-        # Of several that wait for it one may leave.
+        # One of several that wait for it may leave.
         return await asyncio.shield(question)
 
     def _answered(self, token: str, question: asyncio.Task[Caller]) -> None:
         del self._questions[token]
         if not question.cancelled():
-            # Looked at, though all who asked may have left.
+            # Retrieved, although all that asked may have left.
             question.exception()
 
     def _recent(self, token: str, now: float) -> Caller | None:
@@ -139,23 +139,23 @@ class Callers:
         return found[0]
 
     def _token(self, authorization: bytes | None) -> str:
-        """Return the token that is passed on. Raises Unauthenticated for one that is none."""
+        """Return the token to pass on. Raises Unauthenticated for an invalid one."""
         token = bearer_token(authorization)
         if not token or not self._passes_tokens:
             return ANYBODY
         if len(token) > _MOST_TOKEN_BYTES:
-            # All callers' tokens go over one connection, which the router ends for headers that are too large.
+            # All callers' tokens share one connection, and the router would end it for headers that are too large.
             raise Unauthenticated(f"the bearer token has more than {_MOST_TOKEN_BYTES} bytes", reason="UNAUTHENTICATED")
         try:
             text = token.decode("ascii")
         except UnicodeDecodeError:
             text = "\n"
         if not text.isprintable():
-            raise Unauthenticated("the bearer token has characters that no token has", reason="UNAUTHENTICATED")
+            raise Unauthenticated("the bearer token has characters that are not allowed", reason="UNAUTHENTICATED")
         return text
 
     async def _ask(self, token: str) -> Caller:
-        """Ask the router. Without a token first: where it asks for none, no token is told from another."""
+        """Ask the router, first without a token: if it asks for none, tokens are not told apart."""
         if token != ANYBODY and token not in self._known and not self._has_own_token:
             with contextlib.suppress(Unauthenticated):
                 return await self._answer(ANYBODY)
@@ -189,7 +189,7 @@ def _error_of(failure: Exception) -> PenstockError:
 
 
 def _keep(kept: OrderedDict[str, T], token: str, value: T, most: int) -> None:
-    """Keep an entry as the one last used; the one that was not used for longest leaves."""
+    """Keep an entry as the last used; the least recently used one goes."""
     kept[token] = value
     kept.move_to_end(token)
     if len(kept) > most:

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: a conversation in, an answer out, whole or as events."""
+"""`/v1/chat/completions`: a conversation in, an answer out, complete or as events."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def chat_completions(call: HttpCall) -> Answer:
 
 
 def open_chat(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStream:
-    """Take what is left of a chat's fields, report the ignored ones, and send the request."""
+    """Take the remaining fields of a chat, report the ignored ones, and send the request."""
     messages = messages_of(fields.raw("messages"), call)
     tools, choice, call.custom_tools = take_tools(fields, call)
     parallel = fields.maybe("parallel_tool_calls", bool)
@@ -125,12 +125,12 @@ class _Chunks(Followed):
         super().__init__(stream)
         self._call = call
         self._wants_logprobs, self._wants_usage = wants_logprobs, wants_usage
-        # Bytes of a chunk up to its choices, and behind them. With include_usage every chunk but the last has a usage
+        # Bytes of a chunk before its choices, and after them. With include_usage every chunk but the last has a usage
         # of null.
         self._opened, self._tail = b"", b',"usage":null}\n\n' if wants_usage else b"}\n\n"
         self._begun: set[int] = set()
         self._custom = CustomPieces(call.custom_tools) if call.custom_tools else None
-        # What a chunk of plain text has around its text, by index: only the text is new for a token.
+        # Bytes around the text of a plain chunk, by index: only the text is new for each token.
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def begin(self) -> None:
@@ -178,7 +178,7 @@ class _Chunks(Followed):
         return before, after
 
     def _rich(self, delta: Delta) -> bytes:
-        """Chunk of a delta that is more than text; empty where there is nothing to tell."""
+        """Chunk of a delta with more than text; empty if there is nothing to send."""
         content: dict[str, Any] = {}
         if delta.reasoning:
             content["reasoning_content"] = delta.reasoning

@@ -1,4 +1,4 @@
-"""Messages of a chat as OpenAI's and other servers' clients send them, older forms of theirs included."""
+"""Messages of a chat from clients of OpenAI and other servers, older forms included."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.gateway.endpoint import HttpCall
 from penstock.gateway.history import Said, call_of, read_content
 from penstock.gateway.request_fields import typed
 
-# Names of a message's reasoning, as servers and clients have them. The first that is set counts.
+# Names of a message's reasoning in servers and clients. The first that is set counts.
 _REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
 # All other fields that are read.
 _TAKEN = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "function_call"})
 
 
 def messages_of(value: Any, call: HttpCall) -> list[dict[str, Any]]:
-    """Return a conversation as the client takes it. Raises InvalidArgument naming message and field."""
+    """Return a conversation in the client's form. Raises InvalidArgument naming message and field."""
     if not isinstance(value, list) or not value:
         raise InvalidArgument("messages", "must be a list with at least one message")
     return [_message(message, f"messages[{number}]", call) for number, message in enumerate(value)]
@@ -29,7 +29,7 @@ def _message(message: Any, where: str, call: HttpCall) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidArgument(f"{where}.role", "must be a text such as user")
-    # OpenAI's newer name, and its oldest; templates know those of between.
+    # OpenAI's newest name, and its oldest; templates know those in between.
     role = {"developer": "system", "function": "tool"}.get(role, role)
     content = message.get("content")
     said = read_content(content, f"{where}.content", role, call) if content is not None else Said()
@@ -51,7 +51,7 @@ def _message(message: Any, where: str, call: HttpCall) -> dict[str, Any]:
 
 
 def _is_taken(key: str, value: Any) -> bool:
-    """True for a field of a message that was read, or asks for nothing: others' servers have false or {} there."""
+    """True for a field of a message that was read, or asks for nothing: other servers send false or {} there."""
     if key == "refusal" or key in _REASONING:
         return not value or isinstance(value, str if key == "refusal" else str | list)
     return key in _TAKEN

@@ -1,7 +1,7 @@
 """The chat page at `/`: files of the package, with validators and a policy that lets nothing else run.
 
-The files are public, also where the server wants tokens: they hold nothing but code. All that the page shows comes from
-the API by the reader's own token.
+The files are public even if the server wants tokens: they hold only code. The page gets all its data from the API with
+the reader's own token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Scripts and styles of this origin only, none inline; no page may frame it; the DOM takes no text for HTML.
+# Scripts and styles of this origin only, none inline; no page may frame it; the DOM does not parse text as HTML.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -45,14 +45,14 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # Kept, and asked for again by its tag: an update is seen at once.
+    # Cached, and revalidated by its tag: an update shows at once.
     "cache-control": "no-cache",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A file of the page as it is sent."""
+    """A file of the page in the form that is sent."""
 
     content: bytes
     media_type: str
@@ -71,7 +71,7 @@ def _page_file(path: Path) -> PageFile:
 
 
 def page_routes(files: Mapping[str, PageFile] | None = None) -> list[Route]:
-    """Make the routes of the page: `/`, and a file each below `/page/`. No other path is looked up."""
+    """Make the routes of the page: `/`, and one below `/page/` for each file. No other path is looked up."""
     files = read_page() if files is None else files
     routes = [Route(f"/page/{name}", _sender(file)) for name, file in files.items() if name != _INDEX]
     return [Route("/", _sender(files[_INDEX])), *routes]

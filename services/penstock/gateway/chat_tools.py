@@ -1,4 +1,4 @@
-"""Tools of a chat: functions and custom ones, the choice between them, and calls in the form of their tool."""
+"""Tools of a chat: functions and custom tools, the choice between them, and calls in the form of their tool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.gateway.request_fields import Fields, function_of, typed
 def take_tools(
     fields: Fields, call: HttpCall
 ) -> tuple[Sequence[Mapping[str, Any]], str | dict[str, str] | None, frozenset[str]]:
-    """Take tools and tool_choice, as the client takes them, and the names of custom tools. Raises InvalidArgument."""
+    """Take tools and tool_choice in the client's form, and the names of custom tools. Raises InvalidArgument."""
     given = fields.raw("tools")
     made: Mapping[str, Any]
     tools, names = list[Any](), ToolNames()
@@ -48,7 +48,7 @@ def take_tools(
 
 
 def _choice(choice: Any) -> str | dict[str, str] | None:
-    """Return the choice as the client takes it. Raises InvalidArgument."""
+    """Return the choice in the client's form. Raises InvalidArgument."""
     if choice in (None, "auto", "none", "required"):
         return cast("str | None", choice)
     kind = choice.get("type", "function") if isinstance(choice, dict) else None
@@ -60,7 +60,7 @@ def _choice(choice: Any) -> str | dict[str, str] | None:
 
 
 def call_shown(one: ToolCall, custom: frozenset[str]) -> dict[str, Any]:
-    """Return a whole call in the form of its tool."""
+    """Return a complete call in the form of its tool."""
     if one.name in custom:
         return {"id": one.id, "type": "custom", "custom": {"name": one.name, "input": input_of(one.arguments)}}
     return {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
@@ -68,14 +68,14 @@ def call_shown(one: ToolCall, custom: frozenset[str]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class CustomPieces:
-    """Calls of custom tools in a stream: their input is shown once it is whole."""
+    """Calls of custom tools in a stream: their input is sent once it is complete."""
 
     custom: frozenset[str]
-    # Call that is being written, by its choice and number.
+    # Call being written, by its choice and number.
     _open: dict[tuple[int, int], ToolCall] = field(default_factory=dict)
 
     def held(self, choice: int, pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the pieces of a choice's calls without those of custom tools, which are kept."""
+        """Return the pieces of a choice's calls; those of custom tools are kept instead."""
         left = []
         for piece in pieces:
             key, function = (choice, piece["index"]), piece["function"]
@@ -89,7 +89,7 @@ class CustomPieces:
         return left
 
     def end(self, choice: int) -> list[dict[str, Any]]:
-        """Return the calls of a choice that were kept."""
+        """Return the kept calls of a choice."""
         keys = sorted(key for key in self._open if key[0] == choice)
         calls = [self._open.pop(key) for key in keys]
         return [{"index": one.index, **call_shown(one, self.custom)} for one in calls]

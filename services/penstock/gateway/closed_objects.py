@@ -1,4 +1,4 @@
-"""Closes the objects of a schema, as `strict` asks: by words of JSON Schema, which every generation service knows."""
+"""Closing of a schema's objects, for `strict`: with keywords of JSON Schema that every generation service knows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORDS = frozenset(
     }
 )
 _COMPOSING = frozenset({"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"})
-# Words beside which no further key may be shut out: they speak of others, or of an object in several places.
+# Keywords that forbid closing an object: they allow further keys, or describe an object in several places.
 _OPEN = _COMPOSING | _WORDS - {"properties", "patternProperties", "required", "maxProperties", "dependentRequired"}
 _DEFINITIONS = ("$defs", "definitions")
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/]+")
@@ -23,7 +23,7 @@ _NAMED = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)
 
 
 def close_objects(schema: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return a schema with `additionalProperties: false` wherever objects are silent about it, and whether that is all.
+    """Return a schema with `additionalProperties: false` in objects that are silent about it, and True if that is all.
 
     A schema that is a part of another's, by allOf and its like, is left open: closed alone, it would shut out the
     other's keys. One that lists objects or arrays stays as it is: closed, it could shut out what it lists.
@@ -42,7 +42,7 @@ class _Closing:
     def __init__(self, *, has_parts: bool) -> None:
         """`has_parts`: definitions may be parts of other schemas."""
         self._has_parts = has_parts
-        # False where an object without a named key was left open, which a generation service closes.
+        # False if an object without a named key was left open; a generation service closes it.
         self.is_whole = True
 
     def run(self, schema: Any, *, is_part: bool, is_definition: bool = False) -> Any:
@@ -85,19 +85,19 @@ def _lists_values(schema: Any) -> bool:
 
 
 def _may_close(schema: Mapping[str, Any]) -> bool:
-    """True for an object that says nothing of further keys, and needs none."""
+    """True for an object that is silent about further keys, and needs none."""
     kind, named = schema.get("type"), schema.keys() & {"properties", "patternProperties"}
     if schema.keys() & _OPEN or not (kind in ("object", ["object"]) or named):
         return False
     required, known = schema.get("required"), schema.get("properties")
-    # What must be there is a named key, too.
+    # A required key is also a named key.
     return not required or (
         isinstance(required, list) and isinstance(known, dict) and {*map(str, required)} <= {*known}
     )
 
 
 def _is_joined(schema: Mapping[str, Any]) -> bool:
-    """True where several schemas are about one value."""
+    """True when several schemas describe one value."""
     joined = schema.get("allOf")
     composing = [word for word in _COMPOSING if word in schema]
     return (
@@ -108,7 +108,7 @@ def _is_joined(schema: Mapping[str, Any]) -> bool:
 
 
 def _parts(schema: Any, *, is_part: bool = False) -> Iterator[Mapping[str, Any]]:
-    """All schemas that are about a value together with others."""
+    """All schemas that describe a value together with others."""
     if not isinstance(schema, Mapping):
         return
     within = is_part or _is_joined(schema)

@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts or token ids in, their continuations out; echo and logprobs as lm-eval reads them."""
+"""`/v1/completions`: texts or token ids in, their continuations out; echo and logprobs as lm-eval expects them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.gateway.request_fields import Fields, checked, options_of, token_l
 
 @dataclass(slots=True)
 class _Plan:
-    """A request that was read: prompts, options, and how its answer looks."""
+    """A parsed request: prompts, options, and the form of its answer."""
 
     prompts: Sequence[str | list[int]]
     options: dict[str, Any]
@@ -45,17 +45,17 @@ class _Plan:
     # max_tokens 0: the engine makes one token, which is left out.
     no_output: bool
     call: HttpCall
-    # Answers of one prompt.
+    # Number of answers for one prompt.
     count: int = field(default=1)
-    # Of best_of answers so many are returned, the likeliest; None: all.
+    # Number of best_of answers that are returned, the likeliest first; None: all.
     num_best: int | None = None
     # Texts of the first ids of prompts of ids, by the prompt's place; for an echo with log-probabilities.
     first_texts: dict[int, str] = field(default_factory=dict)
 
     def is_output(self, delta: Delta, begun: set[int], number: int) -> bool:
-        """True for a delta of new tokens, of a request whose ids are returned. `begun`: choices whose echo has begun.
+        """True for a delta of new tokens, in a request that returns ids. `begun`: choices with an echo that has begun.
 
-        An echo's first delta has the ids of the prompt; where the echo is long, others follow that have text alone.
+        An echo's first delta has the ids of the prompt; in a long echo, deltas with only text follow.
         """
         if not delta.token_ids:
             return False
@@ -108,7 +108,7 @@ def _read(call: HttpCall) -> _Plan:
     is_stream, echo = fields.get("stream", bool, False), fields.get("echo", bool, False)
     wants_usage = include_usage(fields)
     options = options_of(fields, call)
-    # true is vLLM's and llama.cpp's for the chosen token alone.
+    # In vLLM and llama.cpp, true means the chosen token alone.
     asked = fields.raw("logprobs")
     logprobs = {True: 0, False: None}[asked] if isinstance(asked, bool) else fields.maybe("logprobs", int)
     no_output = options.get("max_new_tokens") == 0
@@ -121,7 +121,7 @@ def _read(call: HttpCall) -> _Plan:
         if echo:
             options["prompt_logprobs"], call.names["prompt_logprobs"] = logprobs, "logprobs"
     if no_output:
-        # Tells output from the echo.
+        # Distinguishes output from the echo.
         options["return_token_ids"] = True
     num_best = _take_best_of(fields, options, call, is_stream=is_stream)
     options["model"] = fields.get("model", str, "")
@@ -133,8 +133,8 @@ def _read(call: HttpCall) -> _Plan:
 
 
 def _take_best_of(fields: Fields, options: dict[str, Any], call: HttpCall, *, is_stream: bool) -> int | None:
-    """Ask for best_of answers with their log-probabilities; return how many of them are wanted. None: all that are
-    made. Raises InvalidArgument naming it."""
+    """Ask for best_of answers with their log-probabilities; return the number to send back. None: all. Raises
+    InvalidArgument naming it."""
     best_of = fields.maybe("best_of", int)
     if best_of is None or "num_beams" in options:
         return None
@@ -144,10 +144,10 @@ def _take_best_of(fields: Fields, options: dict[str, Any], call: HttpCall, *, is
     if best_of < 1 or best_of < wanted:
         raise InvalidArgument("best_of", "must be at least n")
     if is_stream:
-        raise InvalidArgument("best_of", "is for whole answers: which is the best is known at the end")
+        raise InvalidArgument("best_of", "cannot be streamed: the best answer is known only at the end")
     options["num_return_sequences"], call.names["num_return_sequences"] = best_of, "best_of"
     if options.get("temperature") != 0 and options.get("do_sample") is None:
-        # As several answers do.
+        # Several answers also ask for sampling.
         options["do_sample"] = True
     options.setdefault("top_logprobs", 0)
     return wanted
@@ -172,7 +172,7 @@ async def _all(plan: _Plan) -> list[Completion]:
 
 
 async def _echo_only(plan: _Plan, stream: AsyncStream) -> Completion:
-    """The answer to a request for no token: its choices hold the echo alone."""
+    """The answer to a request for no tokens: its choices hold only the echo."""
     echoes: dict[int, str] = {}
     begun: set[int] = set()
     async for delta in stream:
@@ -191,7 +191,7 @@ def _cut(choice: Choice, echo: str) -> None:
 
 
 async def _first_texts(plan: _Plan) -> dict[int, str]:
-    """Texts of first ids: with a first token's log-probability, which there is none of, its text is missing, too."""
+    """Texts of first ids: a first token has no log-probability, so its text is missing from these, too."""
     firsts = {number: prompt[:1] for number, prompt in enumerate(plan.prompts) if prompt and isinstance(prompt, list)}
     if not firsts:
         return {}
@@ -212,7 +212,7 @@ def _prompt_entries(plan: _Plan, prompt: int, started: Any) -> list[LogprobEntry
     if entries:
         text = plan.first_texts.get(prompt, "")
         if isinstance(whole := plan.prompts[prompt], str):
-            # All that the others leave of it: nothing, where the first is a control token that was added.
+            # The part that the other tokens leave: nothing, if the first is a control token that was added.
             rest = b"".join(entry.token_bytes for entry in entries[1:]).decode("utf-8", "replace")
             text = whole[: len(whole) - len(rest)] if whole.endswith(rest) else ""
         entries[0] = replace(entries[0], text=text, raw=b"")
@@ -246,14 +246,14 @@ class _Chunks:
         self._head: Head | None = None
         self._opened = b""
         self._tail = b',"usage":null}\n\n' if plan.wants_usage else b"}\n\n"
-        # Choices whose prompt's log-probabilities were sent.
+        # Choices for which the prompt's log-probabilities were sent.
         self._lists: dict[int, TextLogprobs] = {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        # Choices whose echo has begun.
+        # Choices with an echo that has begun.
         self._echoes: set[int] = set()
 
     def begin(self, started: Any) -> None:
-        """Take the facts that all chunks begin with, of whichever prompt is first."""
+        """Take the facts that all chunks begin with, from the prompt that starts first."""
         if self._head is None:
             self._plan.call.request_id = started.request_id
             self._head = Head("cmpl", "text_completion", started.request_id, started.model)
@@ -293,7 +293,7 @@ class _Chunks:
         return self._opened + dumps([choice]) + self._tail
 
     def ends(self, state: StreamState, first: int) -> bytes:
-        """Chunks with the reasons for which the choices of a prompt ended, which count from `first`."""
+        """Chunks with the finish reasons of a prompt's choices, numbered from `first`."""
         return b"".join([self._end(first + index, state.choices[index]) for index in sorted(state.choices)])
 
     def _end(self, number: int, choice: Choice) -> bytes:
@@ -304,7 +304,7 @@ class _Chunks:
         return self._opened + dumps([ended]) + self._tail
 
     def last(self, states: list[StreamState]) -> bytes:
-        """Chunk with the usage of all prompts, where it was asked for, and the end."""
+        """Chunk with the usage of all prompts, if asked for, and the end."""
         usages = [Usage.of(state.finished.usage) for state in states if state.finished is not None]
         self._plan.call.tokens.add(usages)
         if not self._plan.wants_usage or self._head is None:
@@ -335,7 +335,7 @@ class _OneAnswer(Followed):
 async def _events(plan: _Plan) -> AsyncIterator[bytes]:
     """Chunks of several prompts' answers as they come, then usage and [DONE]."""
     chunks, states = _Chunks(plan), list[StreamState]()
-    # Bounded: a reader that stops holds the prompts' streams up, not memory.
+    # Bounded: a reader that stops holds up the prompts' streams, not memory.
     pieces: asyncio.Queue[bytes | None] = asyncio.Queue(plan.call.config.concurrent_prompts)
     turns = asyncio.Semaphore(plan.call.config.concurrent_prompts)
 
@@ -353,7 +353,7 @@ async def _events(plan: _Plan) -> AsyncIterator[bytes]:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            # Full only where nobody reads any more.
+            # Full only if nobody reads any more.
             await pieces.put(None)
 
     task = asyncio.create_task(follow_all())
@@ -370,7 +370,7 @@ async def _events(plan: _Plan) -> AsyncIterator[bytes]:
 
 
 async def _pieces(chunks: _Chunks, stream: AsyncStream, first: int) -> AsyncIterator[bytes]:
-    """Chunks of one prompt, whose choices count from `first`."""
+    """Chunks of one prompt, with choices numbered from `first`."""
     state = stream.state
     while deltas := merged(await stream.read()):
         started = state.started

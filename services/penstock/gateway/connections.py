@@ -1,4 +1,4 @@
-"""Connections of the gateway, and who gives way where there are too many: strangers, then those that rest."""
+"""Connections of the gateway. When there are too many, strangers give way first, then idle connections."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from penstock.common.heap import HeapTrimmer
 from penstock.http2.strangers import Stranger, Strangers
 
-# Connections that have gone are a flood, and the seconds until the heap is trimmed behind it.
+# Number of lost connections that counts as a flood, and the seconds until the heap is trimmed after it.
 _FLOOD, _TRIM_SECONDS = 256, 3.0
 
 
 class Turns:
-    """Turns of work that all strangers ask for together: those beyond their share wait, the first to come first."""
+    """Turns of work for all strangers together: requests beyond their share wait, first come first served."""
 
     def __init__(self, share: float, seconds: float, saved_seconds: float) -> None:
-        """Make it. A turn is work of `seconds`; together they get `share` of a processor, and what was saved up."""
+        """Make it. A turn is work of `seconds`; together they get `share` of a processor, and the saved-up time."""
         self._every, self._saved = seconds / share, saved_seconds / share
         self._next_at = 0.0
 
@@ -33,12 +33,12 @@ class Turns:
         return max(0.0, self._next_at - now)
 
     def give_back(self) -> None:
-        """Leave a turn to those behind: whoever had it is gone."""
+        """Give a turn to those behind: its owner is gone."""
         self._next_at -= self._every
 
 
 class OneATurn:
-    """Callbacks, one of which is called in each turn of the event loop: whoever else there is waits for one only."""
+    """Callbacks; each turn of the event loop calls one, so other work waits for only one of them."""
 
     def __init__(self) -> None:
         self._first: deque[Callable[[], None]] = deque()
@@ -46,7 +46,7 @@ class OneATurn:
         self._is_taken = False
 
     def call(self, callback: Callable[[], None], goes_first: bool) -> None:
-        """Call it at once, else in a later turn: before the others where it goes first."""
+        """Call it at once, else in a later turn; before the others if it goes first."""
         if self._is_taken:
             (self._first if goes_first else self._others).append(callback)
             return
@@ -66,29 +66,29 @@ class OneATurn:
 class Connections:
     """All connections of a gateway. Belongs to one event loop.
 
-    A new connection always finds a place while one of the others has no request at work: the oldest stranger goes, else
-    the one that has rested the longest, else the one that has been sending the longest. So neither silent connections
-    nor half-sent requests shut anybody out.
+    A new connection always finds a place while one of the others has no request in progress: the oldest stranger goes,
+    else the one that has been idle the longest, else the one that has been sending the longest. So neither silent
+    connections nor half-sent requests shut anybody out.
     """
 
     def __init__(
         self, most: int, strangers: Strangers, answers: Turns, firsts: Turns, on_evicted: Callable[[], None]
     ) -> None:
-        """Make it for at most `most` connections, of which `strangers` have no admitted request yet.
+        """Make it for at most `most` connections, and at most `strangers` without an admitted request yet.
 
-        `answers`: turns of answering those; `firsts`: of the first request of a connection, where it goes first.
-        `on_evicted` is called when another than a stranger has made room.
+        `answers`: turns for answering these; `firsts`: turns for a connection's first request that goes first.
+        `on_evicted` is called when a connection other than a stranger has made room.
         """
         self.strangers, self.answers, self.firsts = strangers, answers, firsts
-        # An answer takes a millisecond, mostly; many in one turn of the loop are a gap for all others.
+        # An answer mostly takes a millisecond; many in one turn of the loop would be a gap for all others.
         self.starts = OneATurn()
         self._most = most
         self._all: set[Stranger] = set()
-        # Admitted ones without a request, from the one that has rested the longest; those that are sending one.
+        # Admitted connections without a request, the longest idle first; and those that are sending one.
         self._resting: dict[Stranger, None] = {}
         self._sending: dict[Stranger, None] = {}
         self._on_evicted = on_evicted
-        # No more are taken.
+        # True: no more are accepted.
         self.is_closed = False
         self._heap = HeapTrimmer(_FLOOD, _TRIM_SECONDS)
 
@@ -96,7 +96,7 @@ class Connections:
         return len(self._all)
 
     def add(self, connection: Stranger) -> bool:
-        """Add a new connection, as a stranger; another may have to go. False: all have requests at work."""
+        """Add a new connection as a stranger; another may have to go. False: all have requests in progress."""
         if self.is_closed or (len(self._all) >= self._most and not self._make_room()):
             return False
         self._all.add(connection)
@@ -104,7 +104,7 @@ class Connections:
         return True
 
     def discard(self, connection: Stranger) -> None:
-        """Forget one that is lost."""
+        """Forget a lost connection."""
         if connection in self._all:
             self._all.remove(connection)
             self._heap.note()
@@ -113,18 +113,18 @@ class Connections:
         self.strangers.discard(connection)
 
     def admit(self, connection: Stranger) -> None:
-        """Note that a request was admitted: its connection is no stranger, and sends until the request is at work."""
+        """Note that a request was admitted: its connection is no stranger, and is sending until the request starts."""
         self.strangers.discard(connection)
         self._resting.pop(connection, None)
         if connection in self._all:
             self._sending[connection] = None
 
     def begin_work(self, connection: Stranger) -> None:
-        """Note that a request of an admitted connection is at work: it does not give way any more."""
+        """Note that a request of an admitted connection is in progress: the connection does not give way."""
         self._sending.pop(connection, None)
 
     def end_work(self, connection: Stranger) -> None:
-        """Note that an admitted connection rests again."""
+        """Note that an admitted connection is idle again."""
         self._sending.pop(connection, None)
         if connection in self._all:
             self._resting[connection] = None
@@ -137,6 +137,6 @@ class Connections:
                 return False
             self._on_evicted()
             oldest.evict()
-        # At once: it may take a turn to go, and the next one must not find it here again.
+        # At once: its end may take a turn of the loop, and the next new connection must not find it again.
         self.discard(oldest)
         return True

@@ -1,4 +1,4 @@
-"""One HTTP request from its headers to its end: bounds, body, answer or stream, errors, readers that leave or stop."""
+"""One HTTP request from its headers to its end: limits, body, answer or stream, errors, readers that leave or stop."""
 
 from __future__ import annotations
 
@@ -46,43 +46,43 @@ from penstock.gateway.response_store import ResponseStore
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-# Whole answer as JSON, or an answer in pieces.
+# Complete answer as JSON, or an answer in pieces.
 Answer = bytes | Followed | AsyncIterator[bytes]
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # nginx would collect the pieces.
+    # nginx would buffer the pieces.
     (b"x-accel-buffering", b"no"),
 ]
 _TRACE_KEYS = (TRACEPARENT_KEY, TRACESTATE_KEY)
 _GONE = 499
-# Bodies up to here are parsed on the event loop: a thread would take longer.
+# Bodies up to this size are parsed on the event loop: a thread would take longer.
 _PARSED_AT_ONCE_BYTES = 64 << 10
-# Values of Sec-Fetch-Site for requests that no other site's page has sent.
+# Values of Sec-Fetch-Site for requests that do not come from another site's page.
 _OWN_SITES = (b"same-origin", b"none")
 _log = get_logger("penstock.gateway")
 
 
 @dataclass(slots=True)
 class HttpCall:
-    """Facts of a request for its handler, and of the answer from it."""
+    """Facts about a request for its handler, and about the answer from it."""
 
     body: dict[str, Any]
     client: AsyncClient
     config: GatewayConfig
     # Last part of a path such as /v1/models/NAME.
     tail: str = ""
-    # Option -> the name by which the request set it.
+    # Option -> its name in the request.
     names: dict[str, str] = field(default_factory=dict)
-    # Fields that nothing reads, as far as the answer names them. `ignore` adds to them.
+    # Fields that nothing reads and that the answer names. `ignore` adds to them.
     ignored: list[str] = field(default_factory=list)
-    # The same, to be found by name: a body may have thousands.
+    # The same, for lookup by name: a body may have thousands.
     _ignored: set[str] = field(default_factory=set)
-    # That of the caller, or a new one; later that of the router, where several requests are made of this one.
+    # The caller's id, or a new one; later the router's, if this one becomes several requests.
     request_id: str = ""
-    # The first of these, for headers and the log where a body's own id is not fit for them.
+    # The first of these, for headers and the log if the body's own id is not fit for them.
     header_id: str = ""
     # Query of the URL.
     query: str = ""
@@ -90,9 +90,9 @@ class HttpCall:
     authorization: bytes | None = None
     # None: /v1/responses keeps none.
     responses: ResponseStore | None = None
-    # Names of the chat's tools whose input is a text.
+    # Names of the chat's tools with a text as input.
     custom_tools: frozenset[str] = frozenset()
-    # Those that were counted, for the log.
+    # Tokens counted for the log.
     tokens: Tokens = field(default_factory=Tokens)
 
     @property
@@ -101,7 +101,7 @@ class HttpCall:
         return self.request_id if is_request_id(self.request_id) else self.header_id
 
     def ignore(self, *names: str) -> None:
-        """List fields as ignored, each once: those that a header can name, up to --max-ignored-fields."""
+        """List fields as ignored, each once: the first --max-ignored-fields that a header can name."""
         for name in names:
             if len(self.ignored) >= self.config.max_ignored_fields:
                 return
@@ -110,7 +110,7 @@ class HttpCall:
                 self.ignored.append(name)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers that every answer has."""
+        """Headers of every answer."""
         found = _id_header(self.shown_id)
         if self.ignored:
             listed = ", ".join(name[:64] for name in self.ignored)
@@ -134,14 +134,14 @@ def shown_authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def call_metadata() -> tuple[tuple[str, str], ...]:
-    """Return metadata for a call to the router: the request's id, and the trace that it belongs to."""
+    """Return metadata for a call to the router: the request's id and its trace."""
     request_id = current_request_id.get()
     return (*(((REQUEST_ID_KEY, request_id),) if request_id else ()), *outgoing())
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Whatever stands between a connection and a handler, one of each for all routes."""
+    """Parts between a connection and a handler, one of each for all routes."""
 
     config: GatewayConfig
     callers: Callers
@@ -168,20 +168,20 @@ class Endpoint:
         is_public: bool = False,
         errors: ErrorShape = OPENAI_ERRORS,
     ) -> None:
-        """Make it. Without `has_body` it is a GET or DELETE, which no span tells of and every page may send.
+        """Make it. Without `has_body` it is a GET or DELETE, which has no span and which any page may send.
 
-        `is_public`: nobody is asked who they are, and it needs no place.
+        `is_public`: it needs neither a token nor a place.
         """
         self._route, self._handler, self._has_body, self._is_public = route, handler, has_body, is_public
         self._door, self._errors, self._tracer = door, errors, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; never raises but when its task is cancelled from outside."""
+        """Answer one request; raises only when its task is cancelled from outside."""
         begin = time.monotonic()
         headers = dict(scope["headers"])
         request_id = accept_request_id(headers.get(REQUEST_ID_KEY.encode(), b"").decode("latin-1"))
         current_request_id.set(request_id)
-        # Of the request before it on the connection, where that was read ahead.
+        # Warnings of the previous request on the connection, if this one was read ahead.
         current_span.set(None)
         span = self._begin_span(headers, scope) if self._tracer is not None and self._has_body else None
         exchange = _Exchange(scope, receive, send, self._door, begin, self._errors)
@@ -192,7 +192,7 @@ class Endpoint:
             exchange.status, exchange.reason = 503, "DRAIN_GRACE_OVER"
             raise
         except Exception:
-            # Nothing is known of what was sent: uvicorn answers 500, or hangs up.
+            # It is unknown what was sent: uvicorn answers 500, or hangs up.
             exchange.status, exchange.reason = 500, "INTERNAL"
             raise
         finally:
@@ -213,7 +213,7 @@ class Endpoint:
                 if self._is_public
                 else await self._admit(exchange.connection, headers, shown)
             )
-            # A GET's body, which hardly one has, is taken off the connection and not looked at.
+            # A GET seldom has a body; it is read from the connection and dropped.
             with (
                 door.places.admitted(),
                 exchange.counted_body(caller.tenant) if self._has_body else nullcontext() as counted,
@@ -240,14 +240,14 @@ class Endpoint:
             await exchange.refuse(error, call)
 
     async def _admit(self, connection: ClientConnection, headers: Mapping[bytes, bytes], shown: bytes | None) -> Caller:
-        """Decide by a request's head alone whether the rest of it is read. Raises PenstockError."""
+        """Decide from a request's head alone whether the rest is read. Raises PenstockError."""
         door = self._door
         caller = await door.callers.admit(shown)
         if caller.tenant == ANYBODY and not door.hosts.accepts(headers.get(b"host")):
             raise foreign_host()
         if self._has_body:
             _refuse_other_sites(headers, door.config.allowed_origin)
-        # Not a place yet: it is taken once the body is whole, so that half of one holds none.
+        # No place yet: the request takes one once its body is complete, so a partial body holds none.
         door.places.check(caller.tenant)
         connection.admit()
         return caller
@@ -257,12 +257,12 @@ class Endpoint:
         bounds = self._door.body_bounds
         if len(body) <= _PARSED_AT_ONCE_BYTES:
             return parse_object(body, bounds)
-        # One at a time: each keeps the interpreter to itself while it is parsed, and between them the loop has a turn.
+        # One at a time: parsing holds the interpreter lock, and the loop has a turn between two bodies.
         async with self._door.parsing:
             return await asyncio.to_thread(parse_object, body, bounds)
 
     def _begin_span(self, headers: Mapping[bytes, bytes], scope: Scope) -> Span:
-        """Begin the request's span, in the caller's trace where it names one."""
+        """Begin the request's span, in the caller's trace if it names one."""
         assert self._tracer is not None
         parent = parse_context(*(headers.get(key.encode(), b"").decode("latin-1") for key in _TRACE_KEYS))
         method = str(scope["method"])
@@ -288,11 +288,11 @@ def _end_span(span: Span, exchange: _Exchange) -> str:
 
 
 def _refuse_other_sites(headers: Mapping[bytes, bytes], allowed: Sequence[str]) -> None:
-    """Raise HttpError for a page of another origin: a browser sends its text without asking first, and only keeps the
-    answer from it.
+    """Raise HttpError for a page of another origin: a browser sends its text without asking first, and only withholds
+    the answer from it.
 
-    By Sec-Fetch-Site (https://www.w3.org/TR/fetch-metadata/), else by Origin beside Host. Callers that are no browsers
-    send none of them.
+    Decided by Sec-Fetch-Site (https://www.w3.org/TR/fetch-metadata/), else by Origin and Host. Callers other than
+    browsers send neither Sec-Fetch-Site nor Origin.
     """
     origin = headers.get(b"origin")
     if origin is None or "*" in allowed or origin.decode("latin-1") in allowed:
@@ -300,7 +300,7 @@ def _refuse_other_sites(headers: Mapping[bytes, bytes], allowed: Sequence[str]) 
     site = headers.get(b"sec-fetch-site")
     is_own = site in _OWN_SITES if site is not None else origin.partition(b"://")[2] == headers.get(b"host")
     if not is_own:
-        raise HttpError(403, "a page of another origin (--allowed-origin lets it in)", reason="ORIGIN_NOT_ALLOWED")
+        raise HttpError(403, "a page of another origin (--allowed-origin allows it)", reason="ORIGIN_NOT_ALLOWED")
 
 
 class _Exchange:
@@ -317,21 +317,21 @@ class _Exchange:
     ) -> None:
         self.connection = connection_of(scope)
         self.status = 0
-        # Reason of the error that it ended with; for the span.
+        # Reason of the error that ended it, for the span.
         self.reason = ""
         self.request_id = ""
-        # Field of that error, and the call, once the body was read; for the log.
+        # Field of that error, and the call once the body was read, for the log.
         self.field: str | None = None
         self.call: HttpCall | None = None
         self._scope, self._receive, self._send = scope, receive, send
         self._config, self._metrics, self._begin, self._errors = door.config, door.metrics, begin, errors
         self._task = asyncio.current_task()
         self._bodies = door.bodies
-        # True once the body is whole.
+        # True once the body is complete.
         self._has_read = False
         self._is_given_up = self._is_gone = False
         self._has_stalled = False
-        # Time at which the send under way began.
+        # Start time of the send in progress.
         self._sending_since: float | None = None
 
     def log(self, route: str, seconds: float) -> None:
@@ -349,7 +349,7 @@ class _Exchange:
 
     @contextmanager
     def counted_body(self, tenant: str) -> Iterator[Body]:
-        """Count the bytes of a tenant's body within the block."""
+        """Count the bytes of a tenant's body during the block."""
         body = self._bodies.open(self._give_up, tenant)
         try:
             yield body
@@ -357,13 +357,13 @@ class _Exchange:
             body.close()
 
     def _give_up(self) -> None:
-        """End the reading of a body: others need its bytes' room."""
+        """Stop reading a body: others need its room."""
         self._is_given_up = True
         if self._task is not None:
             self._task.cancel()
 
     async def read_body(self, headers: Mapping[bytes, bytes], counted: Body | None) -> bytes:
-        """Return the body of an admitted request; with `counted` None it is thrown away. Raises HttpError."""
+        """Return the body of an admitted request; with `counted` None it is dropped. Raises HttpError."""
         most, body = self._config.max_body_bytes, bytearray()
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > most):
@@ -387,7 +387,7 @@ class _Exchange:
                         break
         except TimeoutError:
             raise HttpError(
-                408, f"the body was not whole within {self._config.body_seconds:g} s", reason="BODY_TIMEOUT"
+                408, f"the body did not arrive within {self._config.body_seconds:g} s", reason="BODY_TIMEOUT"
             ) from None
         except asyncio.CancelledError:
             if not self._is_given_up or self._task is None or self._task.uncancel():
@@ -411,7 +411,7 @@ class _Exchange:
         )
 
     async def run(self, handler: Handler, call: HttpCall) -> None:
-        """Let the handler answer, as long as there is a reader. Raises PenstockError while nothing is sent."""
+        """Let the handler answer while there is a reader. Raises PenstockError while nothing is sent."""
         watcher = asyncio.create_task(self._watch())
         try:
             answer = await _checked(handler(call))
@@ -446,7 +446,7 @@ class _Exchange:
             self._task.cancel()
 
     async def _stream(self, answer: Followed | AsyncIterator[bytes], call: HttpCall) -> None:
-        """Send pieces as they come. The first is awaited before the status is sent: until then an error has one."""
+        """Send pieces as they come. The status follows the first piece: until then an error can have its own status."""
         try:
             first = await _checked(answer.first() if isinstance(answer, Followed) else anext(answer))
             self._metrics.first_token.observe_traced(time.monotonic() - self._begin, exemplar())
@@ -456,7 +456,7 @@ class _Exchange:
             try:
                 await (self._follow(answer) if isinstance(answer, Followed) else self._send_pieces(answer))
             except (PenstockError, grpc.RpcError) as error:
-                # The status has gone: the error is an event, after which [DONE] does not come.
+                # The status was sent: the error is an event, and no [DONE] follows it.
                 known = error if isinstance(error, PenstockError) else from_rpc_error(error)
                 self.status, self.reason, self.field = status_of(known), known.reason, known.field
                 last = self._errors.last_event(known, call.names)
@@ -505,7 +505,7 @@ class _Exchange:
             return
         headers = [*error_headers(error), *(call.headers() if call is not None else _id_header(self.request_id))]
         if not self._has_read and self.connection.is_receiving:
-            # What is left of the body is not read.
+            # The rest of the body is not read.
             headers.append((b"connection", b"close"))
         names = call.names if call is not None else {}
         await self._send_whole(self.status, self._errors.body(error, names), headers)
@@ -520,7 +520,7 @@ class _Exchange:
 
 
 async def _checked(work: Awaitable[Any]) -> Any:
-    """Await `work`. Raises PenstockError for all that goes wrong in it."""
+    """Await `work`. Raises PenstockError for every error in it."""
     try:
         return await work
     except PenstockError:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's and Anthropic's APIs have them: a status and an object, Penstock's reason and field inside."""
+"""Errors in the form of OpenAI's and Anthropic's APIs: a status and an object with Penstock's reason and field."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _STATUSES: Mapping[_Code, tuple[int, str]] = {
     _Code.UNAVAILABLE: (503, "service_unavailable_error"),
     _Code.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
-# Reasons of RESOURCE_EXHAUSTED for which no wait helps: the request, or its answer, is too large.
+# Reasons of RESOURCE_EXHAUSTED that no wait cures: the request, or its answer, is too large.
 _TOO_LARGE = frozenset(("EXCEEDS_KV_POOL", "MESSAGE_TOO_LARGE", "RESPONSE_TOO_LARGE"))
-# Faults of HTTP itself; all others are of the request.
+# Faults of HTTP itself; all other faults are the request's.
 _HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# OpenAI's codes, where it has one for a reason of ours; else it is the reason in small letters.
+# OpenAI's codes for Penstock's reasons; other reasons appear in lower case.
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key"}
-# Anthropic's types where they are others: https://docs.anthropic.com/en/api/errors
+# Anthropic's types where they differ: https://docs.anthropic.com/en/api/errors
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 501: "api_error", 503: "overloaded_error"}
-# Messages of the protos, which HTTP's fields are not in.
+# Messages of the protos, which HTTP's fields do not have.
 _TOOL = re.compile(r"tools\[\d+\]")
 _CALL = re.compile(r"(\.tool_calls\[\d+\]\.)(name|arguments)$")
 _SECTIONS = ("config", "stop", "output", "constraint")
 
 
 class HttpError(PenstockError):
-    """A fault of HTTP itself, with the status that tells it."""
+    """A fault of HTTP itself, with its status."""
 
     def __init__(self, status: int, message: str, *, reason: str, retry_after_seconds: float | None = None) -> None:
         super().__init__(message, reason=reason, retry_after_seconds=retry_after_seconds)
@@ -51,24 +51,24 @@ class HttpError(PenstockError):
 
 
 def status_of(error: PenstockError) -> int:
-    """Status of an answer that is this error."""
+    """HTTP status of this error."""
     if isinstance(error, HttpError):
         return error.status
     return 413 if error.reason in _TOO_LARGE else _STATUSES.get(error.code, (500, ""))[0]
 
 
 def error_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return OpenAI's object. `names`: how the request spelt an option, by the option's name."""
+    """Return OpenAI's object. `names`: option -> its name in the request."""
     status = status_of(error)
     if isinstance(error, HttpError) or status == 413:
         kind = _HTTP_TYPES.get(status, "invalid_request_error")
     else:
         kind = _STATUSES.get(error.code, (500, "server_error"))[1]
-    # The body as a whole is no parameter.
+    # The body as a whole is not a parameter.
     param = None if error.field in (None, "body") else http_name(error.field or "", names)
     message = error.message
     if isinstance(error, InvalidArgument) and param is not None:
-        # In the request's own words.
+        # With the request's own name.
         message = f"{param}: {error.description}"
     return {
         "error": {
@@ -84,9 +84,9 @@ def error_body(error: PenstockError, names: Mapping[str, str]) -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ErrorShape:
-    """Form that a route's callers expect errors in: as a whole answer, and as the last event of a stream.
+    """Form of errors that a route's callers expect: as a complete answer, and as the last event of a stream.
 
-    Both are made of the error and of how the request spelt options.
+    Both are made from the error and the request's names of options.
     """
 
     whole: Callable[[PenstockError, Mapping[str, str]], Any]
@@ -94,7 +94,7 @@ class ErrorShape:
     event: bytes = b""
 
     def body(self, error: PenstockError, names: Mapping[str, str]) -> bytes:
-        """Return a whole answer."""
+        """Return a complete answer."""
         return json.dumps(self.whole(error, names), ensure_ascii=False).encode("utf-8", "replace")
 
     def last_event(self, error: PenstockError, names: Mapping[str, str]) -> bytes:
@@ -113,24 +113,24 @@ def _anthropic_body(error: PenstockError, names: Mapping[str, str]) -> dict[str,
 
 
 OPENAI_ERRORS = ErrorShape(error_body)
-# Of /v1/responses, whose streams have events with names.
+# For /v1/responses: the events of its streams have names.
 RESPONSE_ERRORS = ErrorShape(_typed_body, b"event: error\n")
 ANTHROPIC_ERRORS = ErrorShape(_anthropic_body, b"event: error\n")
 
 
 def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:
-    """Headers that tell when to try again, or not to: OpenAI's clients obey both."""
+    """Headers that say when to try again, or not to: OpenAI's clients obey both."""
     if error.retry_after_seconds is not None:
-        # Whole seconds are all that the header has.
+        # The header has only whole seconds.
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_seconds))).encode())]
     if status_of(error) == 401:
         return [(b"www-authenticate", b"Bearer")]
-    # A request that no free place would help, such as one that is too large for the pool.
+    # A request that no free place would help, such as one too large for the pool.
     return [(b"x-should-retry", b"false")] if error.code is _Code.RESOURCE_EXHAUSTED else []
 
 
 def http_name(field: str, names: Mapping[str, str]) -> str:
-    """Name of a proto's field as the request has it: `config.max_new_tokens` may be `max_tokens`."""
+    """The request's name for a proto's field: `config.max_new_tokens` may be `max_tokens`."""
     section, _, rest = field.partition(".")
     name = _CALL.sub(r"\1function.\2", rest if section in _SECTIONS and rest[:1].isalpha() else field)
     if (place := _TOOL.match(name)) is not None and place[0] in names:
@@ -140,11 +140,11 @@ def http_name(field: str, names: Mapping[str, str]) -> str:
 
 
 def internal() -> Internal:
-    """The error of a fault that is in the log."""
+    """The error for a fault that is in the log."""
     return Internal("internal error; the log has the cause", reason="INTERNAL")
 
 
 def no_route(meant: str | None = None) -> NotFound:
-    """The error of an unknown path. `meant`: one that differs from it by its prefix."""
-    advice = f"is {meant} meant?" if meant else "docs/guide/gateway.md lists those that there are"
+    """The error for an unknown path. `meant`: a path that differs from it only by its prefix."""
+    advice = f"did you mean {meant}?" if meant else "docs/guide/gateway.md lists the paths"
     return NotFound(f"no such path; {advice}", reason="PATH_NOT_FOUND")

@@ -1,4 +1,4 @@
-"""A streamed answer whose events are made of the deltas of one stream, in the turn in which they come."""
+"""A streamed answer that makes its events from the deltas of one stream, in the turn in which they come."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.gateway.answers import merged
 
 
 class Followed(ABC):
-    """Events of one stream; subclasses make them. A task for each delta would cost as much as all the rest of it."""
+    """Events of one stream; subclasses make them. A task for each delta would double its cost."""
 
     def __init__(self, stream: AsyncStream) -> None:
         self.stream = stream
 
     @abstractmethod
     def begin(self) -> None:
-        """Take the facts of the stream's begin; called once."""
+        """Take the facts from the stream's start; called once."""
 
     @abstractmethod
     def of(self, deltas: list[Delta]) -> bytes:
@@ -25,10 +25,10 @@ class Followed(ABC):
 
     @abstractmethod
     async def end(self) -> bytes:
-        """The last events, of a stream that ended well."""
+        """The last events of a stream that ended well."""
 
     async def first(self) -> bytes:
-        """Wait for the first events; empty where there is no output at all. Raises PenstockError."""
+        """Wait for the first events; empty if there is no output at all. Raises PenstockError."""
         piece, begun = b"", False
         while not piece and (deltas := await self.stream.read()):
             if not begun:

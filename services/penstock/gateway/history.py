@@ -1,7 +1,7 @@
-"""Contents of messages as clients send them, back or for the first time: parts, blocks and items as text.
+"""Contents of messages from clients, new ones or history: parts, blocks and items as text.
 
-A model's own turns and the results of its tools are history that a caller cannot take back: what is no text there
-leaves a placeholder that says so. A user's image is refused, since an answer without it would be about something else.
+A model's own turns and the results of its tools are history that a caller cannot change: content other than text leaves
+a placeholder there. A user's image is refused, since an answer without it would be about something else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.endpoint import HttpCall
 
-# Types of parts -> the fields that may have their text.
+# Types of parts -> the fields that may hold their text.
 _TEXTS: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),
     "input_text": ("text",),
@@ -33,11 +33,11 @@ _THOUGHTS: Mapping[str, tuple[str, ...]] = {
     "reasoning.text": ("text",),
     "reasoning.summary": ("summary",),
 }
-# Types of parts that are calls, beside OpenAI's own field for them.
+# Types of parts that are calls, besides OpenAI's own field for them.
 _CALLS = ("tool_use", "tool_call", "function_call")
-# Encrypted by another server, for itself.
+# Encrypted by another server for itself.
 _SEALED = ("redacted_thinking", "reasoning.encrypted", "compaction", "encrypted_content")
-# Roles whose messages a caller cannot take back. All others' a caller writes anew, and can change.
+# Roles with messages that a caller cannot change. A caller writes all others itself.
 _HISTORY = ("assistant", "tool")
 _MOST_NAME = 80
 _PLACE = re.compile(r"\[\d+\]")
@@ -46,9 +46,9 @@ _TEXT_TYPES = ("text/", "application/json", "application/xml", "application/yaml
 
 @dataclass(slots=True)
 class Said:
-    """A content that was read."""
+    """A parsed content."""
 
-    # Thousands of parts are joined once.
+    # Joined once: there may be thousands of parts.
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, str]] = field(default_factory=list)
@@ -65,9 +65,9 @@ class Said:
 
 
 def read_content(content: Any, where: str, role: str, call: HttpCall, *, word: str = "parts") -> Said:
-    """Return what a content says: a text, nothing, or parts, in any of the three APIs' forms.
+    """Parse a content: a text, nothing, or parts, in any of the three APIs' forms.
 
-    `word`: that of the API for parts. Raises InvalidArgument naming the part.
+    `word`: the API's word for parts. Raises InvalidArgument naming the part.
     """
     said = Said()
     if isinstance(content, str) or (content is None and role in _HISTORY):
@@ -76,7 +76,7 @@ def read_content(content: Any, where: str, role: str, call: HttpCall, *, word: s
         for number, part in enumerate(content):
             _take(said, part, f"{where}[{number}]", role, call, word)
     elif role == "tool":
-        # Results are often sent as they are.
+        # Results are often sent without conversion.
         said.texts.append(json.dumps(content, ensure_ascii=False))
     else:
         raise InvalidArgument(where, f"must be a text or a list of {word}")
@@ -84,21 +84,21 @@ def read_content(content: Any, where: str, role: str, call: HttpCall, *, word: s
 
 
 def read_block(part: Any, where: str, role: str, call: HttpCall, *, word: str = "parts") -> Said:
-    """Return what one part says. Raises InvalidArgument naming it."""
+    """Parse one part. Raises InvalidArgument naming it."""
     said = Said()
     _take(said, part, where, role, call, word)
     return said
 
 
 def arguments_of(given: Any) -> str:
-    """Return a call's arguments as text, whatever they are: what was cut or is no JSON is still what was written."""
+    """Return a call's arguments as text, even if they were cut or are not JSON: the model wrote them."""
     if given is None:
         return "{}"
     return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def call_of(given: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return a call as the client takes it. Raises InvalidArgument where it has no name."""
+    """Return a call in the client's form. Raises InvalidArgument if it has no name."""
     name = given.get("name")
     if not isinstance(name, str) or not name:
         raise InvalidArgument(f"{where}.name", "must be a text")
@@ -110,7 +110,7 @@ def call_of(given: Mapping[str, Any], where: str) -> dict[str, str]:
 
 
 def _take(said: Said, part: Any, where: str, role: str, call: HttpCall, word: str) -> None:
-    """Add a part to what was said."""
+    """Add a part to a content."""
     if isinstance(part, str):
         said.texts.append(part)
         return
@@ -137,12 +137,12 @@ def _take(said: Said, part: Any, where: str, role: str, call: HttpCall, word: st
 
 
 def _list_ignored(call: HttpCall, where: str, kind: str) -> None:
-    """List a kind of part as ignored, once for all places."""
+    """List a kind of part as ignored, once for all its places."""
     call.ignore(f"{_PLACE.sub('[]', where)}.{kind}")
 
 
 def _text(part: Mapping[str, Any], names: tuple[str, ...], where: str, role: str) -> str:
-    """Return the text of a part, which may be a list of texts. Raises InvalidArgument where a caller left it out."""
+    """Return the text of a part, which may be a list of texts. Raises InvalidArgument if a caller left it out."""
     found = next((part[name] for name in names if part.get(name)), None)
     if isinstance(found, list):
         return "".join(str(one.get("text") or "") if isinstance(one, dict) else str(one) for one in found)
@@ -154,7 +154,7 @@ def _text(part: Mapping[str, Any], names: tuple[str, ...], where: str, role: str
 
 
 def _document(part: Mapping[str, Any], kind: str) -> str | None:
-    """Return a document or search result that is text, its title first; None for any other part."""
+    """Return the text of a document or search result, its title first; None for any other part."""
     read = _DOCUMENTS.get(kind)
     if read is None or (found := read(part)) is None:
         return None
@@ -179,7 +179,7 @@ def _of_document(part: Mapping[str, Any]) -> str | None:
 
 
 def _of_file(part: Mapping[str, Any]) -> str | None:
-    """Text of OpenAI's file, whose data is a URL with its type."""
+    """Text of OpenAI's file; its data is a URL with the type."""
     within = part.get("file")
     file = within if isinstance(within, dict) else part
     data = file.get("file_data")
@@ -207,7 +207,7 @@ _DOCUMENTS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
 
 
 def _texts(content: Any) -> str | None:
-    """Join the texts of blocks; None where one is none."""
+    """Join the texts of blocks; None if one is not text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -218,7 +218,7 @@ def _texts(content: Any) -> str | None:
 
 
 def _decoded(data: str, media_type: Any) -> str | None:
-    """Return the text that base64 stands for; None where it is none, by its type or its bytes."""
+    """Return the text in base64; None if its type or its bytes are not text."""
     if not isinstance(media_type, str) or not media_type.startswith(_TEXT_TYPES):
         return None
     try:
@@ -228,7 +228,7 @@ def _decoded(data: str, media_type: Any) -> str | None:
 
 
 def _placeholder(part: Mapping[str, Any], kind: str) -> str:
-    """Name what a text cannot hold, where it stood: its type, and its name or kind of file where it tells one."""
+    """Name content that is not text, in its place: its type, and its name or kind of file if it has one."""
     source = part.get("source")
     within = source if isinstance(source, dict) else part.get("image_url")
     named = {**(within if isinstance(within, dict) else {}), **part}

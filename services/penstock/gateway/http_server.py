@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 with the bounds that it lacks: connections, what each may buffer, readers that stop."""
+"""uvicorn's HTTP/1.1 with the limits that it lacks: on connections, on their buffers, and on readers that stop."""
 
 from __future__ import annotations
 
@@ -28,29 +28,28 @@ from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
 
 # Key of a request's scope by which `connection_of` finds its connection.
 _CONNECTION = "penstock.connection"
-# Bytes that the parser is given at a time, of a body and of the rest, which may be a request for every 20 bytes: what
-# it makes of them, and the time that it took, is looked at before it gets more. A body in chunks may have one for
-# every six bytes.
+# Bytes that the parser gets at a time: of a body, and of the rest, which may hold a request in every 20 bytes. Its
+# output and its time are checked before it gets more. A chunked body may have a chunk in every six bytes.
 _BODY_SLICE_BYTES, _CHUNKED_SLICE_BYTES, _SLICE_BYTES = 16 << 10, 2 << 10, 512
-# Bytes around a body (sizes of its chunks) that each of its bytes may have: six for the shortest chunk.
+# Bytes around a body (the sizes of its chunks) for each byte of it: six for the shortest chunk.
 _FRAMING_PER_BYTE = 8
-# Requests behind the one at work. No client of today sends any.
+# Requests waiting behind the one in progress. No current client sends any.
 _MOST_WAITING_REQUESTS = 64
-# Bytes that are read at once, of a stranger and of others, and those that wait for their turn at most: asyncio reads
-# 256 KiB, a quarter of a millisecond for each of ten who send.
+# Bytes read at once from a stranger and from others, and the most that wait for their turn: asyncio reads 256 KiB,
+# which takes a quarter of a millisecond for each of ten senders.
 _STRANGERS_READ_BYTES, _READ_BYTES, _MOST_HELD_BYTES = 16 << 10, 64 << 10, 256 << 10
-# Work that an answer to a stranger is, in seconds, besides reading its request, and how much may be saved up.
+# Seconds of work for an answer to a stranger, besides reading its request, and the most that may be saved up.
 _ANSWER_SECONDS, _SAVED_SECONDS = 0.0015, 0.05
-# The same of a connection's first request where that goes first, and how many times --anonymous-cpu-share those get.
+# The same for a connection's first request that goes first, and the multiple of --anonymous-cpu-share for these.
 _FIRST_SECONDS, _FIRSTS = 0.001, 3.0
-# Of --stalled-reader-seconds: the time until a connection that takes nothing is cut off, whatever its request is.
+# Multiple of --stalled-reader-seconds after which a connection that takes nothing is cut off, whatever its request.
 _STALL_FACTOR = 1.5
-# Seconds for which what a refused request still sends is thrown away: cut off at once it would lose the answer.
+# Seconds for which the rest of a refused request is read and dropped: cutting it off at once would lose the answer.
 _LINGER_SECONDS = 2.0
 
 
 class _Transport:
-    """A connection's transport for uvicorn, which closes it by `ClientConnection.close`."""
+    """A connection's transport for uvicorn, which closes it through `ClientConnection.close`."""
 
     def __init__(self, own: asyncio.Transport, connection: ClientConnection) -> None:
         self._connection = connection
@@ -63,19 +62,19 @@ class _Transport:
         self._connection.close()
 
     def is_closing(self) -> bool:
-        """True from the beginning of its end on."""
+        """True once its end has begun."""
         return self._connection.is_closing or self._own.is_closing()
 
 
 class ClientConnection(HttpToolsProtocol):
-    """One connection: `Stranger` until a request of it was admitted."""
+    """One connection: a `Stranger` until one of its requests is admitted."""
 
     bounds: GatewayConfig
-    # All of the server.
+    # All connections of the server.
     everyone: Connections
-    # Turns of their own for some requests of strangers: for probes, and for those with a token that is known.
+    # Separate turns for some requests of strangers: for probes, and for those with a known token.
     goes_first: Callable[[Mapping[str, Any]], Turns | None]
-    # Called with the status of a request that no handler sees.
+    # Called with the status of a request that reaches no handler.
     on_turned_away: Callable[[int], None]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -87,28 +86,28 @@ class ClientConnection(HttpToolsProtocol):
         self.network = network_of(transport)
         # Bytes that wait for their turn.
         self._held = b""
-        # Of the message that is being read: its bytes but for the body's, those of the body, and how far it is.
+        # Of the message being read: its bytes without the body's, the body's bytes, and its state.
         self._framing_bytes = self._body_bytes = 0
         self._has_head = self._is_within = False
         # Bytes of its body that the parser gets at a time.
         self._body_slice_bytes = _BODY_SLICE_BYTES
-        # It has asked for something.
+        # It has sent a request.
         self._has_asked = False
-        # Error of the head that is being read.
+        # Error of the head being read.
         self._fault: HttpError | None = None
-        # Bytes thrown away after an answer that did not wait for the whole request.
+        # Bytes dropped after an answer that did not wait for the whole request.
         self._lingered_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        # Request at work, or the last one; `cycle` is the one that came last.
+        # Request in progress, or the last one; `cycle` is the newest one.
         self._running: RequestResponseCycle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        # That of a stranger which waits for its turn.
+        # Request of a stranger that waits for its turn.
         self._delayed: tuple[RequestResponseCycle, Any] | None = None
         super().connection_made(cast("asyncio.Transport", _Transport(transport, self)))
         if not self.everyone.add(self):
             self.abort()
             return
-        # Else the system takes megabytes for a reader that has stopped, at the full speed of the stream.
+        # Else the kernel takes megabytes for a reader that has stopped, at the full speed of the stream.
         own = transport.get_extra_info("socket")
         if own is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.bounds.max_unsent_bytes)
@@ -119,7 +118,7 @@ class ClientConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closing = True
         if (running := self._running) is not None and running is not self.cycle:
-            # uvicorn tells the request that came last; this one would write on, and hold what it has.
+            # uvicorn tells only the newest request; this one would keep writing, and keep its memory.
             running.disconnected = True
             running.message_event.set()
         for cycle in (running, self.cycle):
@@ -132,7 +131,7 @@ class ClientConnection(HttpToolsProtocol):
         self._fault = None
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        # At once, and not when the garbage collector comes by: all that it holds. uvicorn looks at none of it again.
+        # Free all that it holds at once, not at the next garbage collection. uvicorn uses none of it again.
         self.pipeline.clear()
         self._held, self.url, self.headers = b"", b"", []
         nothing: Any = None
@@ -140,7 +139,7 @@ class ClientConnection(HttpToolsProtocol):
         if self._delayed is not None:
             self.everyone.answers.give_back()
         self._running = self._delayed = None
-        # uvicorn's, which leads back here.
+        # uvicorn's reference, which leads back here.
         self.transport = self._own
         let_go(self._own)
 
@@ -169,7 +168,7 @@ class ClientConnection(HttpToolsProtocol):
             self._own.resume_reading()
 
     def _take(self, data: bytes) -> None:
-        """Look at what has come, for a slice of time: the loop's other connections have their turns between slices."""
+        """Parse received bytes for a slice of time: the loop's other connections have their turns between slices."""
         begin = time.thread_time() if self.is_stranger else 0.0
         rest = self._parse(data, time.perf_counter() + SLICE_SECONDS)
         if begin:
@@ -181,7 +180,7 @@ class ClientConnection(HttpToolsProtocol):
                 self.loop.call_soon(self.go_on)
 
     def _parse(self, data: bytes, until: float) -> bytes:
-        """Parse bytes until a time of time.perf_counter(); return those that are left."""
+        """Parse bytes until a time of time.perf_counter(); return the rest."""
         at = 0
         while at < len(data):
             if at and time.perf_counter() > until:
@@ -213,7 +212,7 @@ class ClientConnection(HttpToolsProtocol):
                 try:
                     self.parser.feed_data(part)
                 except httptools.HttpParserUpgrade as asked:
-                    # Its name came in two parts. What follows is no body to httptools.
+                    # Its name came in two parts. httptools does not treat the rest as a body.
                     if any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
                         self._fault = HttpError(400, "Upgrade is not supported", reason="MALFORMED_REQUEST")
                         raise httptools.HttpParserError from None
@@ -222,12 +221,12 @@ class ClientConnection(HttpToolsProtocol):
             if self.is_closing:
                 # `on_message_begin` ended it.
                 return
-            fault = self._fault or HttpError(400, "this is no request of HTTP/1.1", reason="MALFORMED_REQUEST")
+            fault = self._fault or HttpError(400, "this is not an HTTP/1.1 request", reason="MALFORMED_REQUEST")
             self._turn_away(fault)
 
     def on_message_begin(self) -> None:
         if self.is_closing:
-            # What is left of a part is parsed else, request after request, for nobody.
+            # Else the rest of a part is parsed, request after request, for nobody.
             raise ConnectionAbortedError
         super().on_message_begin()
         self._framing_bytes = self._body_bytes = 0
@@ -237,7 +236,7 @@ class ClientConnection(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         most = self.bounds.max_target_bytes
         if len(self.url) + len(url) > most:
-            # uvicorn takes a microsecond and more for each of its bytes that is spelled as %41.
+            # uvicorn takes over a microsecond for each byte that is spelled as %41.
             self._fault = HttpError(
                 414, f"more than {most} bytes of path and query (--max-target-bytes)", reason="TARGET_TOO_LONG"
             )
@@ -300,10 +299,10 @@ class ClientConnection(HttpToolsProtocol):
             start()
 
     def _wait_of(self, turns: Turns | None) -> float:
-        """Seconds that a stranger's request waits for its turn; `turns`: its own where it goes first."""
+        """Seconds that a stranger's request waits for its turn; `turns`: separate ones if it goes first."""
         is_first, self._has_asked = not self._has_asked, True
         if turns is not None:
-            # A flood of probes on few connections does not hold up those that ask once.
+            # A flood of probes on a few connections does not hold up those that ask once.
             if turns.is_free():
                 return turns.delay()
             if is_first and self.everyone.firsts.is_free():
@@ -319,18 +318,18 @@ class ClientConnection(HttpToolsProtocol):
     def is_busy(self) -> bool:
         """See Stranger."""
         is_idle = self.cycle is None or self.cycle.response_complete
-        # Not one whose reader has stopped, or whose request waits for its turn.
+        # Not a connection with a stopped reader, or with a request that waits for its turn.
         return not is_idle and not self.flow.write_paused and self._delayed is None
 
     @property
     def is_receiving(self) -> bool:
-        """True while a request is not whole."""
+        """True while a request is incomplete."""
         return self._is_within
 
     def admit(self) -> None:
-        """Note that a request of this connection was admitted: it is no stranger from now on."""
+        """Note that a request of this connection was admitted: it is not a stranger any more."""
         if self.is_stranger and self._held:
-            # Its rest waits among strangers no longer.
+            # The rest of it no longer waits among strangers.
             self.loop.call_soon(self.go_on)
         if self.is_stranger and hasattr(self._own, "max_size"):
             self._own.max_size = _READ_BYTES
@@ -338,25 +337,25 @@ class ClientConnection(HttpToolsProtocol):
         self.everyone.admit(self)
 
     def begin_work(self) -> None:
-        """Note that a request is at work: its connection does not make room for others."""
+        """Note that a request is in progress: its connection does not make room for others."""
         self.everyone.begin_work(self)
 
     def write_piece(self, piece: bytes) -> bool:
-        """Send a piece of an answer in chunks whose head has been sent, in one system call and without a coroutine.
+        """Send a piece of a chunked answer after its head, in one system call and without a coroutine.
 
-        False: it must wait, or nobody reads any more: ASGI's `send` does either. The per-token path.
+        False: it must wait, or nobody reads any more; ASGI's `send` handles both. The per-token path.
         """
         if self.is_closing or self.flow.write_paused or self._own.is_closing():
             return False
         if not piece:
-            # A chunk of no bytes would end the answer.
+            # An empty chunk would end the answer.
             return True
         self._own.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return True
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # Longer than the watch over a stream takes, which tells the engine: this one is for what has none.
+        # Longer than the limit on a stream's reader, which tells the engine: this one is for all other writes.
         seconds = _STALL_FACTOR * self.bounds.stalled_reader_seconds
         self._stall_timer = self.loop.call_later(seconds, self.abort)
 
@@ -372,9 +371,9 @@ class ClientConnection(HttpToolsProtocol):
             self.everyone.end_work(self)
 
     def _turn_away(self, error: HttpError) -> None:
-        """Answer a request of which no handler knows, and hang up."""
+        """Answer a request that reaches no handler, and hang up."""
         if self.cycle is not None and not self.cycle.response_complete:
-            # An answer is under way: another one in its midst would be a part of it.
+            # An answer is under way: a second one would become a part of it.
             self.abort()
             return
         self._head_is_whole()
@@ -388,7 +387,7 @@ class ClientConnection(HttpToolsProtocol):
     # Ending.
 
     def close(self) -> None:
-        """Hang up once all is sent. What is still coming of a request is thrown away for a moment."""
+        """Hang up once all is sent. The rest of an incoming request is read and dropped for a moment."""
         if self.is_closing:
             return
         self.is_closing = True
@@ -402,7 +401,7 @@ class ClientConnection(HttpToolsProtocol):
         self.loop.call_later(_LINGER_SECONDS, self._own.abort)
 
     def abort(self) -> None:
-        """Cut it off, unsent bytes and all."""
+        """Cut it off, with all unsent bytes."""
         self.is_closing = True
         self._own.abort()
 
@@ -435,11 +434,11 @@ class HttpServer:
     ) -> None:
         """Make it. `goes_first`: see ClientConnection; it gets a request's scope.
 
-        `on_turned_away` is called with the status of a request that the application does not see, `on_evicted` when a
+        `on_turned_away` is called with the status of a request that does not reach the application, `on_evicted` when a
         connection has made room for others.
         """
         log = logging.getLogger("uvicorn.error")
-        # Its warnings are a line for each connection that a scanner spoils; its errors are faults of ours.
+        # It warns about every connection that a scanner spoils; its errors are faults of Penstock.
         log.setLevel(logging.ERROR)
         log.addFilter(_is_fault)
         self._bounds = config
@@ -482,7 +481,7 @@ class HttpServer:
 
     @property
     def strangers(self) -> int:
-        """Number of those without an admitted request."""
+        """Number of open connections without an admitted request."""
         return len(self._everyone.strangers)
 
     async def listen(self) -> str:
@@ -507,7 +506,7 @@ class HttpServer:
         return join_address(config.host, port)
 
     def stop_listening(self) -> None:
-        """Take no further connection; those that have no request are closed, others after their answer."""
+        """Take no further connection; those without a request are closed at once, others after their answer."""
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -515,7 +514,7 @@ class HttpServer:
             connection.shutdown()
 
     async def close(self, seconds: float) -> None:
-        """End what is left: after `seconds` connections are cut off."""
+        """End the remaining connections: after `seconds` they are cut off."""
         self.stop_listening()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

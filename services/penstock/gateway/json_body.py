@@ -1,7 +1,7 @@
-"""A request's body from bytes to a JSON object, within bounds that are kept before anything is built of it.
+"""A request's body from bytes to a JSON object, within limits that are checked before anything is built from it.
 
-The scan is a few passes of C over the bytes, so that a body that is refused costs little. It agrees with the parser on
-every body that is JSON; of one that is not, both say so.
+The scan is a few passes of C over the bytes, so refusing a body costs little. It agrees with the parser on every body
+that is JSON; both refuse any other.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ALL = frozenset(range(256))
 _NOT_STRUCTURE = bytes(_ALL - set(b'[]{},:"'))
 _SQUARE = bytes(ord("[") if code == ord("{") else ord("]") if code == ord("}") else code for code in range(256))
-# Every digit as 0, an exponent as e or e+, and all else as a space.
+# Every digit as 0, an exponent as e or e+, everything else as a space.
 _NUMBERS = bytes(
     ord("0") if code in b"0123456789" else ord("e") if code in b"eE" else code if code in b"+" else ord(" ")
     for code in range(256)
 )
 # Below this exponent no number with an integer of `most_digits` is infinite.
 _LARGE_EXPONENTS = (b"0e000", b"0e+000")
-# How an escape of half of a pair begins.
+# Start of an escape for a lone surrogate.
 _HALVES = (b"\\ud", b"\\uD")
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 _TOKEN = re.compile(r'"((?:[^"\\]|\\.)*+)"|[\[{]|[\]}]')
-# A refusal is not worth more time than this: bodies up to this size are looked through for the field that is too deep,
-# and so many values for the one that is wrong.
+# Limits on the work for a refusal: the largest body that is searched for the field that is too deep, and the most
+# values that are searched for the wrong one.
 _SEARCHED_BYTES, _SEARCHED_VALUES = 1 << 16, 1 << 14
 _SHOWN_PARTS, _SHOWN_CHARS = 8, 64
 
 
 @dataclass(frozen=True)
 class BodyBounds:
-    """Bounds on what one body holds, besides its bytes. Not slotted: the configuration names the defaults."""
+    """Limits on the contents of one body, besides its bytes. Not slotted: the configuration names the defaults."""
 
-    # Lists and objects within each other.
+    # Depth of nested lists and objects.
     most_depth: int = 64
-    # Values, names of fields counted as well.
+    # Values, including names of fields.
     most_values: int = 1 << 18
-    # Lists and objects, which cost ten times what a number does.
+    # Lists and objects, which cost ten times as much as a number.
     most_containers: int = 1 << 14
     # Digits of an integer. At most 200: the check for infinite numbers relies on it.
     most_digits: int = 64
@@ -58,13 +58,13 @@ class _BadNumber:
 
 
 def parse_object(body: bytes, bounds: BodyBounds) -> dict[str, Any]:
-    """Return the JSON object that a body is.
+    """Parse a body into a JSON object.
 
-    Raises InvalidArgument: MALFORMED_MESSAGE for what is no JSON object in UTF-8, else naming the field, or the body.
+    Raises InvalidArgument: MALFORMED_MESSAGE if it is not a JSON object in UTF-8, else naming the field, or the body.
     """
     if body.startswith(_BYTE_ORDER_MARK):
         body = body[len(_BYTE_ORDER_MARK) :]
-    # A backslash that is escaped says nothing about what follows it.
+    # An escaped backslash does not escape the next character.
     plain = body.replace(b"\\\\", b"__") if b"\\" in body else body
     _check_counts(body, plain, bounds)
     numbers: list[_BadNumber] = []
@@ -78,9 +78,7 @@ def parse_object(body: bytes, bounds: BodyBounds) -> dict[str, Any]:
         first = numbers[0]
         raise InvalidArgument(_name_of(parsed, lambda value: value is first) or "body", first.description)
     if any(half in plain for half in _HALVES) and is_broken_text(_ENCODER.encode(parsed)):
-        raise InvalidArgument(
-            _name_of(parsed, is_broken_text) or "body", "has half of a surrogate pair, which is no text"
-        )
+        raise InvalidArgument(_name_of(parsed, is_broken_text) or "body", "has a lone surrogate, which is not text")
     return parsed
 
 
@@ -100,23 +98,23 @@ def _malformed() -> InvalidArgument:
 
 
 def _no_number(name: str) -> float:
-    """Refuse NaN and Infinity, which Python reads and JSON has not."""
+    """Refuse NaN and Infinity, which Python's parser accepts and JSON does not have."""
     raise ValueError(name)
 
 
 def _check_counts(body: bytes, plain: bytes, bounds: BodyBounds) -> None:
-    """Raise InvalidArgument for more values, or deeper ones, than the bounds allow."""
+    """Raise InvalidArgument for more values, or deeper ones, than the limits allow."""
     if b"\\" in plain:
         plain = plain.replace(b'\\"', b"")
     structure = plain.translate(None, _NOT_STRUCTURE)
-    # At most: texts have such characters as well.
+    # An upper bound: texts also have such characters.
     containers, values = _counts(structure)
     if containers <= min(bounds.most_depth, bounds.most_containers) and values <= bounds.most_values:
         return
     # Every text is a value or a name.
     if structure.count(b'"') > 2 * bounds.most_values:
         raise _too_many("values", bounds.most_values, "--max-body-values")
-    # What is left of an empty text goes first: most are.
+    # The remains of empty texts go first, since most texts are empty by now.
     pieces = structure.replace(b'""', b"").split(b'"')
     if not len(pieces) % 2:
         raise _malformed()
@@ -131,7 +129,7 @@ def _check_counts(body: bytes, plain: bytes, bounds: BodyBounds) -> None:
 
 
 def _counts(structure: bytes) -> tuple[int, int]:
-    """Return the numbers of containers and of values, of which an empty container may count as two."""
+    """Return the numbers of containers and of values; an empty container may count as two values."""
     containers = structure.count(b"[") + structure.count(b"{")
     return containers, containers + structure.count(b",") + structure.count(b":")
 
@@ -141,7 +139,7 @@ def _too_many(what: str, most: int, flag: str) -> InvalidArgument:
 
 
 def _check_depth(body: bytes, bare: bytes, most: int) -> None:
-    """Raise InvalidArgument for brackets that are deeper than `most`. A round takes the innermost ones away."""
+    """Raise InvalidArgument for brackets deeper than `most`. Each round removes the innermost ones."""
     brackets = bare.translate(_SQUARE, b",:")
     for _ in range(most):
         shorter = brackets.replace(b"[]", b"")
@@ -157,7 +155,7 @@ def _check_depth(body: bytes, bare: bytes, most: int) -> None:
 
 
 def _deep_field(body: bytes, most: int) -> str:
-    """Name of the field in which the brackets get too deep; the body where it is too large to be looked through."""
+    """Name of the field in which the brackets get too deep; the body, if it is too large to search."""
     if len(body) > _SEARCHED_BYTES:
         return "body"
     depth, name = 0, "body"
@@ -181,7 +179,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 def _decoder(plain: bytes, bounds: BodyBounds, bad: list[_BadNumber]) -> json.JSONDecoder:
     """Return a decoder that puts numbers that no field can hold into `bad`.
 
-    It is the slower one only where a body has, somewhere, something that looks like such a number.
+    It is the slower decoder only if something in the body looks like such a number.
     """
     seen = plain.translate(_NUMBERS)
     has_digits = b"0" * (bounds.most_digits + 1) in seen
@@ -206,9 +204,9 @@ def _decoder(plain: bytes, bounds: BodyBounds, bad: list[_BadNumber]) -> json.JS
 
 
 def _name_of(parsed: dict[str, Any], is_it: Callable[[Any], bool]) -> str | None:
-    """Path of the first such value, or name, as `messages[0].content`; None where the first values have none."""
+    """Path of the first such value or name, as `messages[0].content`; None if the first values have none."""
     left, way = _SEARCHED_VALUES, cast("list[str | int]", [""])
-    # No more than an iterator a level: a body may have many values.
+    # Only one iterator for each level: a body may have many values.
     levels: list[Iterator[tuple[str | int, Any]]] = [iter(parsed.items())]
     while levels:
         for step, value in levels[-1]:
@@ -236,6 +234,6 @@ def _path(way: list[str | int]) -> str:
 
 
 def _shown(name: str) -> str:
-    """A name as an error may show it."""
+    """A name in the form that an error may show."""
     kept = name[:_SHOWN_CHARS]
     return "".join(each if each.isprintable() else "?" for each in kept) or "?"

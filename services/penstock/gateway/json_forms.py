@@ -1,4 +1,4 @@
-"""JSON as callers ask for it: the forms of response_format and text.format, and settings of how the JSON is written."""
+"""JSON output as callers request it: the forms of response_format and text.format, and settings of its layout."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.closed_objects import close_objects
 
-# Member of a schema that holds settings of structured output.
+# Member of a schema with settings of structured output.
 _SETTINGS = "x-guidance"
-# vLLM's names of settings, and the words for them.
+# vLLM's names of settings, and their names here.
 _FLAGS = {"disable_any_whitespace": "compact", "disable_additional_properties": "strict"}
 
 
 def read_form(form: Mapping[str, Any], at: str, *, nested: bool) -> tuple[str, str, Any] | None:
-    """Return (option, field, value) that a form asks for, None for plain text. Raises InvalidArgument.
+    """Return the (option, field, value) that a form asks for, None for plain text. Raises InvalidArgument.
 
     `at`: name of the form in the request. `nested`: a schema is in `json_schema`, as in chat completions; in responses
-    it is in the form itself. A json_object may have a schema, too, as other servers take it: then that holds. `strict`
+    it is in the form itself. A json_object may also have a schema, as on other servers: then the schema holds. `strict`
     closes objects.
     """
     kind = form.get("type")
@@ -40,7 +40,7 @@ def read_form(form: Mapping[str, Any], at: str, *, nested: bool) -> tuple[str, s
 
 
 def read_settings(outputs: Mapping[str, Any], pattern: Any) -> dict[str, Any]:
-    """Return the settings among vLLM's `structured_outputs`; `pattern` is its older name of one.
+    """Return the settings among vLLM's `structured_outputs`; `pattern` is its older name for one.
 
     Raises InvalidArgument.
     """
@@ -63,9 +63,10 @@ def read_settings(outputs: Mapping[str, Any], pattern: Any) -> dict[str, Any]:
 
 
 def with_settings(schema: Any, settings: Mapping[str, Any]) -> Any:
-    """Return a schema with settings, which go before its own. What is no schema stays as it is, to be refused later.
+    """Return a schema with settings, which precede its own. Anything but a schema stays unchanged, to be refused later.
 
-    `strict` is done here, as far as words of JSON Schema tell it: generation services of earlier releases refuse it.
+    `strict` is handled here, as far as keywords of JSON Schema allow: generation services of earlier releases refuse
+    it.
     """
     if not settings:
         return schema
@@ -88,7 +89,7 @@ def with_settings(schema: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def apply_settings(options: dict[str, Any], names: dict[str, str], settings: Mapping[str, Any]) -> None:
-    """Set the settings in the schema among the options. Any JSON object is a schema then."""
+    """Put the settings into the schema among the options. For any JSON object, make a schema."""
     if not settings:
         return
     if options.get("json_schema") is not None:

@@ -1,4 +1,4 @@
-"""Paths that there are not, or not by a method: the path that is meant, and the methods that there are."""
+"""Requests for an unknown path or method: the path that is probably meant, and the methods that exist."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from starlette.routing import BaseRoute, Match, Route
 
-# What clients put before a path, or leave out, by the base URL that they were given.
+# Prefixes that clients add to a path, or leave out, because of their base URL.
 _PREFIXES = frozenset(("v1", "api", "openai", "anthropic"))
 
 
 def meant(path: str, routes: Sequence[BaseRoute]) -> str | None:
-    """Return the path of a route that `path` is but for its prefix; None where there is none."""
+    """Return the path of a route that differs from `path` only by its prefix; None if there is none."""
     core = _core(path)
     if not core:
         return None
@@ -32,7 +32,7 @@ def methods_of(scope: Mapping[str, Any], routes: Sequence[BaseRoute]) -> list[st
 
 
 def _core(path: str) -> list[str]:
-    """Parts of a path behind those that say which API it is."""
+    """Parts of a path after the prefix of the API."""
     parts = [part for part in path.split("/") if part]
     while parts and parts[0] in _PREFIXES:
         parts.pop(0)

@@ -1,6 +1,6 @@
-"""`/v1/messages`: a conversation in Anthropic's form, its answer whole or as events, and the count of its tokens.
+"""`/v1/messages`: a conversation in Anthropic's form, its answer complete or as events, and the count of its tokens.
 
-The form is that of the API's version 2023-06-01 (https://docs.anthropic.com/en/api/messages).
+The form is the API's version 2023-06-01 (https://docs.anthropic.com/en/api/messages).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.gateway.request_fields import Fields, checked, checked_call, optio
 
 _STOPS = {"LENGTH": "max_tokens", "MAX_TIME": "max_tokens", "ABORTED": "max_tokens", "TOOL_CALLS": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Fields of which nothing depends here.
+# Fields that have no effect here.
 _IDLE = ("service_tier", "inference_geo", "cache_control", "speed", "diagnostics", "user_profile_id", "workspace_id")
 
 
@@ -40,7 +40,7 @@ async def messages(call: HttpCall) -> Answer:
 
 
 async def count_tokens(call: HttpCall) -> Answer:
-    """Answer with the number of tokens that a conversation's prompt has. Raises PenstockError."""
+    """Answer with the number of tokens of a conversation's prompt. Raises PenstockError."""
     fields = Fields(call)
     conversation = _conversation(fields, call)
     tools, _, _ = _tools(fields, call)
@@ -84,11 +84,11 @@ def _options(fields: Fields, call: HttpCall) -> dict[str, Any]:
 
 
 def _open(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStream:
-    """Take what is left of the fields, report the ignored ones, and send the request."""
+    """Take the remaining fields, report the ignored ones, and send the request."""
     conversation = _conversation(fields, call)
     tools, choice, parallel = _tools(fields, call)
     variables = _variables(fields)
-    # A caller's own word goes first.
+    # A caller's explicit setting takes precedence.
     options = {**_ending(conversation), **options, "model": fields.get("model", str, "")}
     for name in _IDLE:
         fields.raw(name)
@@ -118,13 +118,13 @@ def _variables(fields: Fields) -> dict[str, Any]:
         kind = thinking.get("type")
         if kind not in ("enabled", "disabled", "adaptive", "between_tools"):
             raise InvalidArgument("thinking.type", "must be enabled, adaptive, between_tools or disabled")
-        # The word of Qwen's, GLM's and others' templates; a template without it does not mind.
+        # The variable of Qwen's, GLM's and others' templates; a template without it ignores it.
         variables.setdefault("enable_thinking", kind != "disabled")
     return variables
 
 
 def _tools(fields: Fields, call: HttpCall) -> tuple[list[dict[str, Any]], str | dict[str, str] | None, bool | None]:
-    """Take tools and tool_choice: functions, choice and whether calls may be several, as the client takes them."""
+    """Take tools and tool_choice: functions, choice and permission for several calls, in the client's form."""
     tools, names, given = list[dict[str, Any]](), ToolNames(), fields.get("tools", list, [])
     for number, tool in enumerate(given):
         at = f"tools[{number}]"
@@ -158,7 +158,7 @@ def _tools(fields: Fields, call: HttpCall) -> tuple[list[dict[str, Any]], str | 
 
 
 def _ending(conversation: list[dict[str, Any]]) -> dict[str, Any]:
-    """Options that let the model go on with a last message of its own."""
+    """Options that let the model continue its own last message."""
     if conversation[-1]["role"] == "assistant" and "tool_calls" not in conversation[-1]:
         return {"continue_final_message": True, "add_generation_prompt": False}
     return {}
@@ -187,7 +187,7 @@ def _conversation(fields: Fields, call: HttpCall) -> list[dict[str, Any]]:
 
 
 def _user(role: str, content: Any, where: str, call: HttpCall) -> list[dict[str, Any]]:
-    """Return a user's message, and before it one of the tools' for every result in it."""
+    """Return a user's message, and before it a tool's message for every result in it."""
     results: list[dict[str, Any]] = []
     if not isinstance(content, list):
         return [{"role": role, "content": read_content(content, where, role, call, word="blocks").text}]
@@ -222,7 +222,7 @@ def _head(started: Any) -> dict[str, Any]:
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
-    """Anthropic's usage: tokens read from the cache are not among the input's."""
+    """Anthropic's usage: its input tokens do not include those read from the cache."""
     return {
         "input_tokens": prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -261,7 +261,7 @@ def _whole(completion: Completion) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; those that are none become its `arguments`."""
+    """Return a call's arguments as an object; any other value becomes its `arguments`."""
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -270,7 +270,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class _Blocks:
-    """Blocks of a streamed answer, of which one is open at a time."""
+    """Blocks of a streamed answer; one is open at a time."""
 
     def __init__(self) -> None:
         self.has_calls = False
@@ -313,7 +313,7 @@ class _Blocks:
 
 
 async def _events(stream: AsyncStream, call: HttpCall) -> AsyncIterator[bytes]:
-    """Events of a streamed answer: the message's begin, its blocks one after the other, reason and usage, its end."""
+    """Events of a streamed answer: the message's start, its blocks in order, reason and usage, its end."""
     blocks = _Blocks()
     begun = False
     async with stream:

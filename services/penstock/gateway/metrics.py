@@ -23,9 +23,9 @@ class GatewayMetrics:
             ("route", "status"),
             registry=registry,
         )
-        # Looking a counter up takes three times as long as counting.
+        # Looking up a counter takes three times as long as counting.
         self.requests: Callable[..., Counter] = cache(requests.labels)
-        self.running = Gauge(PREFIX + "http_requests_in_flight", "Requests at work.", registry=registry)
+        self.running = Gauge(PREFIX + "http_requests_in_flight", "Requests in progress.", registry=registry)
         self.connections = Gauge(PREFIX + "http_connections", "Open connections.", registry=registry)
         self.strangers = Gauge(
             PREFIX + "http_anonymous_connections",
@@ -34,11 +34,11 @@ class GatewayMetrics:
         )
         self.evicted = Counter(
             PREFIX + "http_connections_evicted_total",
-            "Connections that made room for others: of callers without a token, or at rest.",
+            "Connections that made room for others: of callers without a token, or idle.",
             registry=registry,
         )
         self.body_bytes = Gauge(
-            PREFIX + "http_body_bytes", "Bytes of requests' bodies, on their way or at work.", registry=registry
+            PREFIX + "http_body_bytes", "Bytes of the bodies of requests, arriving or in progress.", registry=registry
         )
         self.first_token = StepHistogram(
             PREFIX + "time_to_first_token_seconds",
@@ -52,7 +52,9 @@ class GatewayMetrics:
         )
         self.left = Counter(PREFIX + "readers_left_total", "Readers that left before the end.", registry=registry)
         self.stalled = Counter(
-            PREFIX + "readers_stalled_total", "Readers cut off since they took nothing for too long.", registry=registry
+            PREFIX + "readers_stalled_total",
+            "Readers cut off because they took nothing for too long.",
+            registry=registry,
         )
         self.responses = Gauge(PREFIX + "kept_responses", "Responses kept for /v1/responses.", registry=registry)
         self.response_bytes = Gauge(PREFIX + "kept_response_bytes", "Bytes of the kept responses.", registry=registry)

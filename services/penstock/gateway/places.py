@@ -1,4 +1,4 @@
-"""Bounds on the requests at work and on their bodies, by tenant and in all; and the drain."""
+"""Limits on the requests in progress and on their bodies, by tenant and in total; and the drain."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ANYBODY = ""
 
 
 class Places:
-    """Bound on requests at work, and the drain. Belongs to one event loop."""
+    """Limit on requests in progress, and the drain. Belongs to one event loop."""
 
     def __init__(self, most: int, tenant_share: float, *, shares_anybody: bool = False) -> None:
-        """Make it. `tenant_share`: share of the places that one tenant may have, where tokens tell tenants apart.
+        """Make it. `tenant_share`: share of the places that one tenant may have, if tokens tell tenants apart.
 
         `shares_anybody`: callers without a token are one of several tenants.
         """
         self.running = 0
         self.is_draining = False
-        # Admitted requests, their bodies whole or not.
+        # Admitted requests, with complete bodies or not.
         self._inside = 0
         self._shares_anybody = shares_anybody
         self._most = most
@@ -34,20 +34,20 @@ class Places:
         self._empty.set()
 
     def check_draining(self) -> None:
-        """Raises Unavailable in a drain."""
+        """Raises Unavailable during a drain."""
         if self.is_draining:
             raise Unavailable("the gateway is shutting down", reason="DRAINING", retry_after_seconds=1.0)
 
     def check(self, tenant: str) -> None:
-        """Raises HttpError 429 where `tenant` would get no place."""
+        """Raises HttpError 429 if `tenant` would get no place."""
         if self.running >= self._most:
-            raise _full("as many requests are at work as --max-requests allows")
+            raise _full("the limit on requests in progress is reached (--max-requests)")
         if (tenant != ANYBODY or self._shares_anybody) and self._of_tenant[tenant] >= self._most_of_tenant:
-            raise _full("as many requests of this token are at work as --tenant-share of --max-requests allows")
+            raise _full("the limit on requests in progress of this token is reached (--tenant-share of --max-requests)")
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Have a drain wait for the block: an admitted request, from its head on."""
+        """Make a drain wait for the block: an admitted request, from its head on."""
         self._inside += 1
         self._empty.clear()
         try:
@@ -59,7 +59,7 @@ class Places:
 
     @contextmanager
     def entered(self, tenant: str) -> Iterator[None]:
-        """Have a place within the block. Raises as `check`."""
+        """Hold a place during the block. Raises as `check`."""
         self.check(tenant)
         self.running += 1
         self._of_tenant[tenant] += 1
@@ -72,52 +72,54 @@ class Places:
                 del self._of_tenant[tenant]
 
     async def drain(self) -> None:
-        """Refuse new requests; return once those that were admitted have ended."""
+        """Refuse new requests; return once the admitted ones have ended."""
         self.is_draining = True
         await self._empty.wait()
 
 
 class BodyBytes:
-    """Bound on the bytes of all bodies together, from their first byte to the request's end, and on one tenant's.
+    """Limit on the bytes of all bodies together, from their first byte to the request's end, and on one tenant's.
 
-    Where they are too many a body that is not whole gives way, the oldest first: it had the most time.
+    When there are too many, an incomplete body gives way, the oldest first: it had the most time.
     """
 
     def __init__(self, most: int, tenant_share: float = 1.0) -> None:
-        """Make it. `tenant_share`: share of the bytes that one tenant may have, but for `ANYBODY`."""
+        """Make it. `tenant_share`: share of the bytes that one tenant may have, except `ANYBODY`."""
         self._most, self._most_of_tenant = most, max(1, int(tenant_share * most))
         self._held = 0
         self._of_tenant: Counter[str] = Counter()
-        # Of bodies that are not whole: how to give one up; from the oldest.
+        # Incomplete bodies, the oldest first -> callback that gives one up.
         self._coming: dict[Body, Callable[[], None]] = {}
 
     @property
     def held(self) -> int:
-        """Bytes that are held now."""
+        """Bytes held now."""
         return self._held
 
     def open(self, give_up: Callable[[], None], tenant: str = ANYBODY) -> Body:
-        """Begin a body; `give_up` is called when it has to make room."""
+        """Begin a body; `give_up` is called when it must make room."""
         body = Body(self, tenant)
         self._coming[body] = give_up
         return body
 
     def take(self, body: Body, count: int) -> None:
-        """Count bytes of a body. Raises HttpError 429 where all the others are whole, and too many."""
+        """Count bytes of a body. Raises HttpError 429 if all the others are complete, and too many."""
         tenant = body.tenant
         while tenant != ANYBODY and self._of_tenant[tenant] + count > self._most_of_tenant:
-            # It makes room itself: others have done nothing.
+            # It must make room itself: others are not at fault.
             if not self._make_room(body, tenant):
-                raise _full("as many bytes of this token's bodies are here as --tenant-share of --max-bodies-bytes is")
+                raise _full(
+                    "the limit on bytes of this token's bodies is reached (--tenant-share of --max-bodies-bytes)"
+                )
         while self._held + count > self._most:
             if not self._make_room(body, None):
-                raise _full("as many bytes of bodies are here as --max-bodies-bytes allows")
+                raise _full("the limit on bytes of bodies is reached (--max-bodies-bytes)")
         self._held += count
         self._of_tenant[tenant] += count
         body.size += count
 
     def _make_room(self, body: Body, tenant: str | None) -> bool:
-        """Give up the oldest body, of a tenant or of all, that is not whole and is not `body`; False: there is none."""
+        """Give up the oldest incomplete body but `body`, of a tenant or of all; False: there is none."""
         others = (one for one in self._coming if one is not body and one.size and tenant in (None, one.tenant))
         oldest = next(others, None)
         if oldest is None:
@@ -128,7 +130,7 @@ class BodyBytes:
         return True
 
     def whole(self, body: Body) -> None:
-        """Note that a body has come."""
+        """Note that a body is complete."""
         self._coming.pop(body, None)
 
     def close(self, body: Body) -> None:
@@ -142,7 +144,7 @@ class BodyBytes:
 
 
 class Body:
-    """Bytes of one request's body that count against the bound."""
+    """Bytes of one request's body that count against the limit."""
 
     __slots__ = ("_all", "size", "tenant")
 
@@ -151,15 +153,15 @@ class Body:
         self._all = all_bodies
 
     def take(self, count: int) -> None:
-        """Count bytes that have come. Raises HttpError 429."""
+        """Count received bytes. Raises HttpError 429."""
         self._all.take(self, count)
 
     def whole(self) -> None:
-        """Note that all has come."""
+        """Note that the body is complete."""
         self._all.whole(self)
 
     def close(self) -> None:
-        """Give the bytes back. It may be called again."""
+        """Give back the bytes. It may be called again."""
         self._all.close(self)
 
 

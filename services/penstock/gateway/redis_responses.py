@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 _log = get_logger("penstock.gateway")
-# Valkey speaks Redis' protocol; the library knows the older names.
+# Valkey speaks Redis' protocol; the library knows only the older names.
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
 _KEYS = tuple(f"{{penstock:responses}}:{name}" for name in ("entries", "ages", "sizes", "total"))
 _ENTRIES, _AGES, _, _TOTAL = _KEYS
-# So many rows that are too old leave with one call: a script holds up the whole server.
+# Expired rows that one call removes: a script holds up the whole server.
 _LEAVE_AT_ONCE = 256
 _REMOVE = """
 local entries, ages, sizes, total = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
@@ -64,7 +64,7 @@ _DELETE = f"{_REMOVE}\nlocal removed = remove(ARGV[1])\n{_COUNTS}, removed}}"
 
 
 def is_shared(place: str) -> bool:
-    """True for the address of a server, as against a file."""
+    """True for the address of a server rather than a file."""
     return urlsplit(place).scheme in SCHEMES
 
 
@@ -74,12 +74,12 @@ class RedisResponses:
     def __init__(
         self, url: str, *, max_responses: int, max_bytes: int, seconds: float, timeout_seconds: float, connections: int
     ) -> None:
-        """Make it, without a connection. Raises StartupError naming the flag for an address that is none.
+        """Make it without a connection. Raises StartupError naming the flag for an invalid address.
 
-        `timeout_seconds`: of each call to the server. `connections`: at most, to it.
+        `timeout_seconds`: for each call to the server. `connections`: most connections to it.
         """
         self._max_responses, self._max_bytes, self._seconds = max_responses, max_bytes, seconds
-        # The address as messages show it: without its password.
+        # The address for messages, without its password.
         parts = urlsplit(url)
         self._shown = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
         self.num_responses = self.num_bytes = 0
@@ -107,17 +107,19 @@ class RedisResponses:
         return StartupError(f"--response-store {self._shown}: {why}", flag="--response-store")
 
     async def open(self) -> None:
-        """See ResponseStore. A server that is not there yet is waited for by nobody: a warning says so."""
+        """See ResponseStore. Nobody waits for a server that is not there yet: a warning says so."""
         from redis.exceptions import AuthenticationError, ResponseError
 
         try:
             self.num_responses, total = await self._redis.zcard(_AGES), await self._redis.get(_TOTAL)
             self.num_bytes = int(total or 0)
         except (AuthenticationError, ResponseError) as error:
-            # A wrong password or database, or rights that are missing.
+            # A wrong password or database, or missing rights.
             raise self._refusal(str(error)) from error
         except (self._error, OSError) as error:
-            _log.warning("the store of responses cannot be reached: none is kept until it is", cause=_why(error))
+            _log.warning(
+                "the store of responses cannot be reached: no response is kept until it can", cause=_why(error)
+            )
 
     async def close(self) -> None:
         """See ResponseStore."""
@@ -167,7 +169,7 @@ class RedisResponses:
         return bool(removed)
 
     async def _entry(self, caller: str, response_id: str) -> dict[str, Any] | None:
-        """Return what is kept under a name and is not too old, by the server's clock."""
+        """Return the entry under a name if it has not expired, by the server's clock."""
         name = _name(caller, response_id)
         pipe = self._redis.pipeline(transaction=False)
         pipe.hget(_ENTRIES, name)

@@ -1,7 +1,7 @@
-"""Fields of a JSON body: read by name and type, and turned into options of generate().
+"""Fields of a JSON body, read by name and type and turned into options of generate().
 
-Every option of the table (`penstock_client.GenerationOptions`) is a field under its own name. OpenAI's and vLLM's names
-for some of them come on top. A field that nothing has read when the request is made is reported as ignored.
+Every option of the table (`penstock_client.GenerationOptions`) is a field under its own name. Some also have OpenAI's
+and vLLM's names. A field that nothing has read by the time the request is made is reported as ignored.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ T = TypeVar("T")
 # Options by their own names, except those that a route sets itself.
 _OWN_NAMES = frozenset(GenerationOptions.__optional_keys__) - {
     *("config", "model", "top_logprobs", "echo"),
-    # Tensors have no place in JSON answers.
+    # JSON answers cannot hold tensors.
     *("output_scores", "output_logits", "output_hidden_states", "output_attentions", "scores_top_k", "tensor_steps"),
 }
 _TENSORS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 # Options that ask for sampling when nothing else says how to decode.
 _SAMPLING = tuple(name for name, spec in CONFIG.items() if spec.is_sampling_only)
-# Options that choose how to decode: nothing else then asks for sampling. Drafts go with any way.
+# Options that choose the decoding: nothing else then asks for sampling. Drafts work with any decoding.
 _MODES = tuple(name for name, spec in CONFIG.items() if spec.chooses is not None and not spec.chooses.drafts)
 _NEGATIVE = ("negative_prompt_ids", "negative_prompt")
 _TOGETHER = re.compile(r"options '(\w+)' and '(\w+)' do not go together")
 _NAMED = re.compile(r"option '(\w+)': (.*)", re.DOTALL)
 _PARAMETERS = re.compile(r"^(tools\[\d+\]\.)parameters\b")
-# Exceptions for a value that has no place in a message.
+# Exceptions for a value that a message cannot hold.
 _MISFITS = (TypeError, ValueError, OverflowError, AttributeError, KeyError, RecursionError)
 _SOMEHOW_WRONG = "has a value of a wrong type, or out of range"
 # Words for JSON's types.
@@ -50,7 +50,7 @@ _HINTS = {name: spec.kind.hint for rows in SECTIONS.values() for name, spec in r
 
 
 class Fields:
-    """A body of which fields are taken one by one."""
+    """A body; its fields are taken one by one."""
 
     def __init__(self, call: HttpCall) -> None:
         self._call = call
@@ -61,7 +61,7 @@ class Fields:
         return self._body.get(name) is not None
 
     def raw(self, name: str) -> Any:
-        """Take a field as it is; None where it is absent or null."""
+        """Take a field unchanged; None if it is absent or null."""
         self._taken.add(name)
         return self._body.get(name)
 
@@ -71,20 +71,20 @@ class Fields:
         return default if value is None else typed(value, kind, name)
 
     def maybe(self, name: str, kind: type[T]) -> T | None:
-        """Take a field of a type, None where it is absent or null. Raises InvalidArgument naming it."""
+        """Take a field of a type, None if it is absent or null. Raises InvalidArgument naming it."""
         value = self.raw(name)
         return None if value is None else typed(value, kind, name)
 
     def done(self) -> None:
-        """Report the fields that nothing has taken and that ask for something. Raises InvalidArgument naming one that
-        would change the answer, and any where the configuration refuses unknown fields."""
+        """Report untaken fields that ask for something. Raises InvalidArgument naming one that would change the answer,
+        or any one if the configuration refuses unknown fields."""
         left = [name for name, value in self._body.items() if name not in self._taken and not _is_off(name, value)]
         note_fields(unknown_fields(left, self._taken | _OWN_NAMES, refuse=self._call.config.unknown_fields == "refuse"))
         self._call.ignore(*left)
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """True for null, and for a field that is refused with a value that asks for nothing, as in process."""
+    """True for null, and for a refused field with a value that asks for nothing, as in process."""
     return value is None or (name in REFUSED and (is_nothing(value) or value == ""))
 
 
@@ -120,10 +120,10 @@ def options_of(fields: Fields, call: HttpCall) -> dict[str, Any]:
             raise InvalidArgument(name, "tensors are not available over HTTP: use the gRPC service")
     for name in _NEGATIVE:
         if name in call.names:
-            # By its type it goes into either of two fields.
+            # Its type decides between two fields.
             call.names.update(dict.fromkeys(("negative_prompt_text", "negative_prompt_ids"), name))
     if options.get("top_k") == -1:
-        # vLLM's for off.
+        # vLLM's value for off.
         options["top_k"] = 0
     _take_constraints(fields, put, options, call.names)
     _take_beams(fields, put)
@@ -155,16 +155,16 @@ def _take_constraints(
 
 
 def _take_beams(fields: Fields, put: Callable[[str, str, Any], None]) -> None:
-    """Take vLLM's use_beam_search, whose `n` beams all come back."""
+    """Take vLLM's use_beam_search, which returns all `n` beams."""
     if fields.maybe("use_beam_search", bool):
         put("num_beams", "use_beam_search", fields.raw("best_of") or fields.raw("n") or 1)
         put("do_sample", "use_beam_search", False)
 
 
 def _choose_sampling(options: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Set do_sample as OpenAI's clients mean it: a temperature above 0, or several answers, ask for sampling.
+    """Set do_sample as OpenAI's clients expect: a temperature above 0, or several answers, ask for sampling.
 
-    Where nothing of the kind is set, the model's generation_config.json decides, as with generate().
+    If none of these is set, the model's generation_config.json decides, as with generate().
     """
     if any(options.get(name) is not None for name in _MODES):
         return
@@ -180,9 +180,9 @@ def _choose_sampling(options: dict[str, Any], names: Mapping[str, str]) -> None:
 
 
 def checked(options: Mapping[str, Any], make: Callable[[], T], *, schema: str = "function.parameters") -> T:
-    """Return `make()`, which makes a request of the options. Raises InvalidArgument for a value of a wrong type.
+    """Return `make()`, which makes a request from the options. Raises InvalidArgument for a value of a wrong type.
 
-    `schema`: name of a tool's parameters in the request, within the tool.
+    `schema`: the request's name for the parameters of a tool.
     """
     try:
         return make()
@@ -195,7 +195,7 @@ def checked(options: Mapping[str, Any], make: Callable[[], T], *, schema: str = 
 async def checked_call(work: Any, *, schema: str = "function.parameters", number: str = "body") -> Any:
     """Await a call of the client. Raises InvalidArgument for a value that its message cannot hold.
 
-    `number`: name of the only field of which that may be true.
+    `number`: name of the only field that may have such a value.
     """
     try:
         return await work
@@ -206,19 +206,19 @@ async def checked_call(work: Any, *, schema: str = "function.parameters", number
 
 
 def _in_tool(error: InvalidArgument, schema: str) -> InvalidArgument:
-    """Return the error with a tool's parameters as the request has them."""
+    """Return the error with the request's name for a tool's parameters."""
     field = _PARAMETERS.sub(rf"\1{schema}", error.field or "")
     return error if field == error.field else InvalidArgument(field, error.description, reason=error.reason)
 
 
 def _named(error: Exception, options: Mapping[str, Any]) -> InvalidArgument:
-    """Return the error that names the option whose value cannot be sent."""
+    """Return the error that names the option with a value that cannot be sent."""
     if (pair := _TOGETHER.match(str(error))) is not None:
         return InvalidArgument(pair[1], f"does not go together with {pair[2]}")
     found = _NAMED.match(str(error))
     if found is not None:
         is_ours = found[2].startswith(("must ", "is for ", "unknown"))
-        # What was found instead is the caller's.
+        # The value found instead is the caller's.
         words = found[2].rpartition(", found ")[0] or found[2]
         wrong = _wrong(found[1], options.get(found[1]))
         return InvalidArgument(found[1], wrong if not is_ours or wrong != _SOMEHOW_WRONG else words)
@@ -231,7 +231,7 @@ def _named(error: Exception, options: Mapping[str, Any]) -> InvalidArgument:
 
 
 def _wrong(name: str, value: Any) -> str:
-    """Description of a value that protobuf refused; its own words, and Python's, may repeat the value."""
+    """Description of a value that protobuf refused; protobuf's own words, and Python's, may repeat the value."""
     kind = _KINDS.get(_HINTS.get(name, ""))
     if kind is None:
         return _SOMEHOW_WRONG
@@ -267,13 +267,13 @@ def ids_of(value: Any, name: str) -> list[int]:
 
 
 def tools_of(value: Any) -> Sequence[Mapping[str, Any]]:
-    """Return tools as the client takes them. Raises InvalidArgument naming tool and field."""
+    """Return tools in the client's form. Raises InvalidArgument naming tool and field."""
     tools = typed(value, list, "tools") if value is not None else []
     return [function_of(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
 
 
 def function_of(tool: Any, at: str) -> Mapping[str, Any]:
-    """Return the function that a tool is, as the client takes it. Raises InvalidArgument naming the field."""
+    """Return a tool's function in the client's form. Raises InvalidArgument naming the field."""
     if typed(tool, dict, at).get("type", "function") != "function":
         raise InvalidArgument(f"{at}.type", "must be function")
     function = typed(tool.get("function"), dict, f"{at}.function")

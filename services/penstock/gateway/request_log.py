@@ -1,4 +1,4 @@
-"""One line in the log for each request: what was asked for by route, how it ended, and what it took. No text of it."""
+"""One line in the log for each request: its route, its end, and its cost, but no text of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.common.logging import get_logger
 from penstock.generation.options.table import SECTIONS
 
 _log = get_logger("penstock.gateway")
-# Words of a field's path that are ours or the API's; any other may be the caller's own.
+# Words of a field's path that belong to Penstock or the API; any other may be the caller's own.
 _WORDS = frozenset(
     (
         *(*SECTIONS, *(name for rows in SECTIONS.values() for name in rows)),
@@ -34,7 +34,7 @@ class Tokens:
     output: int = 0
 
     def add(self, usages: Iterable[Usage]) -> None:
-        """Count those of some of them."""
+        """Add the tokens of some of them."""
         for usage in usages:
             self.prompt += usage.prompt_tokens
             self.output += usage.completion_tokens
@@ -43,7 +43,7 @@ class Tokens:
 def log_request(
     route: str, status: int, seconds: float, *, request_id: str, reason: str, field: str | None, tokens: Tokens | None
 ) -> None:
-    """Write the line of a request that has ended: a warning where the fault is the server's."""
+    """Write the line of an ended request: a warning if the fault is the server's."""
     write = _log.warning if status >= 500 else _log.info
     told: dict[str, object] = {}
     if reason:

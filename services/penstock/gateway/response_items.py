@@ -1,4 +1,4 @@
-"""Items of /v1/responses: messages, calls, their outputs and reasoning, read into the conversation that they are."""
+"""Items of /v1/responses: messages, calls, their outputs and reasoning, turned into a conversation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.gateway.request_fields import typed
 
 # Name of an event, and its fields.
 Event = tuple[str, dict[str, Any]]
-# Types of items -> what their ids begin with.
+# Types of items -> prefixes of their ids.
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -24,14 +24,14 @@ _PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
-# Calls that clients ran without a function for them -> the field that says what was called.
+# Calls that clients ran without a function -> the field with the called action.
 _ACTIONS = {
     "local_shell_call": "action",
     "shell_call": "action",
     "computer_call": "action",
     "apply_patch_call": "operation",
 }
-# Items of other servers, kept for them: what they did, or sealed.
+# Items of other servers, kept for them: records of their work, or encrypted.
 _KEPT = (
     *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_list_tools"),
     *("mcp_call", "mcp_approval_request", "mcp_approval_response", "compaction", "compaction_summary"),
@@ -41,7 +41,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that nobody guesses."""
+    """Return an id that nobody can guess."""
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
@@ -58,19 +58,19 @@ def read_items(given: Any) -> list[dict[str, Any]]:
         if not isinstance(kind, str) or not (kind in _PREFIXES or kind in _KEPT or _action_of(kind)):
             raise InvalidArgument(
                 f"input[{number}].type",
-                "must be message, reasoning, a call or its output, or an item of a tool that the caller keeps",
+                "must be message, reasoning, a call or its output, or an item of another server's tool",
             )
         found.append({"id": new_id(_PREFIXES.get(kind, "item")), **item, "type": kind})
     return found
 
 
 def _action_of(kind: str) -> str | None:
-    """Return the field of a call, or of the call that an output is of, that says what was called."""
+    """Return the field with the called action, for a call or for an output's call."""
     return _ACTIONS.get(kind.removesuffix("_output"))
 
 
 def conversation_of(items: Sequence[dict[str, Any]], first: int, call: HttpCall) -> list[dict[str, Any]]:
-    """Return the messages, as the client takes them, that items are.
+    """Turn items into messages in the client's form.
 
     `first` is the place of the first item of `input`: those before it come from earlier responses. Raises
     InvalidArgument naming item and field.
@@ -89,7 +89,7 @@ def conversation_of(items: Sequence[dict[str, Any]], first: int, call: HttpCall)
             found.append(
                 {
                     "role": "tool",
-                    # Of a local shell's output the id is the call's.
+                    # The id of a local shell's output is the call's.
                     "tool_call_id": typed(
                         item["id"] if kind == "local_shell_call_output" else item.get("call_id"),
                         str,
@@ -115,7 +115,7 @@ def conversation_of(items: Sequence[dict[str, Any]], first: int, call: HttpCall)
 
 
 def _call_of(item: dict[str, Any], kind: str, where: str) -> dict[str, str]:
-    """Return a call as the client takes it. Raises InvalidArgument naming a field of the item."""
+    """Return a call in the client's form. Raises InvalidArgument naming a field of the item."""
     number = typed(item.get("call_id"), str, f"{where}.call_id")
     if (action := _action_of(kind)) is not None:
         name = kind.removesuffix("_call")
@@ -129,7 +129,7 @@ def _call_of(item: dict[str, Any], kind: str, where: str) -> dict[str, str]:
 
 
 def _own(found: list[dict[str, Any]], reasoning: list[str]) -> dict[str, Any]:
-    """Return the model's message that a call belongs to: the last one, or a new one."""
+    """Return the model's message for a call: the last one, or a new one."""
     if not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": "", **_taken(reasoning)})
     return found[-1]
@@ -143,18 +143,18 @@ def _taken(reasoning: list[str]) -> dict[str, str]:
 
 
 class OutputItems:
-    """Items of an answer that is being made, and the events that tell of them."""
+    """Items of an answer in progress, and the events for them."""
 
     def __init__(self, tools: ToolNames | None = None) -> None:
         """Make it; `tools` are those of the request."""
         self._tools = tools or ToolNames()
-        # Arguments of the open call of a custom tool, whose input is within them.
+        # Arguments of the open call of a custom tool; its input is inside them.
         self._arguments = ""
         self.items: list[dict[str, Any]] = []
-        # Number of the call that the open item is.
+        # Number of the open item's call.
         self._call = -1
         self._is_open = False
-        # Log-probabilities of tokens whose text is not whole yet, such as the first part of a character.
+        # Log-probabilities of tokens with incomplete text, such as the first part of a character.
         self._early: list[dict[str, Any]] = []
 
     def reason(self, text: str) -> list[Event]:
@@ -164,7 +164,7 @@ class OutputItems:
         return [*found, ("response.reasoning_text.delta", {**self._place(), "content_index": 0, "delta": text})]
 
     def write(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
-        """Add text of the answer, and the log-probabilities of its tokens; without text they go with the next one."""
+        """Add text of the answer, and the log-probabilities of its tokens; without text they wait for the next text."""
         if not text:
             self._early += logprobs
             return []
@@ -177,7 +177,7 @@ class OutputItems:
         return [*found, ("response.output_text.delta", more)]
 
     def call(self, number: int, call_id: str, name: str, arguments: str) -> list[Event]:
-        """Add a piece of a call; id and name come with its first."""
+        """Add a piece of a call; the first has id and name."""
         found: list[Event] = []
         if not (self._is_open and self._call == number):
             found = self.end()
@@ -202,7 +202,7 @@ class OutputItems:
         return found
 
     def end(self, status: str = "completed") -> list[Event]:
-        """End the open item, which becomes `status`."""
+        """End the open item; its status becomes `status`."""
         if not self._is_open:
             return []
         self._is_open, self._call = False, -1
@@ -232,7 +232,7 @@ class OutputItems:
         return [*found, ("response.output_item.done", {"output_index": place["output_index"], "item": item})]
 
     def _begin(self, kind: str) -> list[Event]:
-        """Open an item of a kind, unless one is."""
+        """Open an item of a kind, unless one is open."""
         if self._is_open and self.items[-1]["type"] == kind:
             return []
         found = self.end()
@@ -243,7 +243,7 @@ class OutputItems:
             part = {"type": "reasoning_text", "text": ""}
             item = {"type": kind, "id": new_id("rs"), "summary": [], "status": "in_progress", "content": []}
         found += self._add(item)
-        # Another list than that of the event.
+        # Not the same list as the event's.
         self.items[-1] = {**item, "content": [part]}
         return [*found, ("response.content_part.added", {**self._place(), "content_index": 0, "part": deepcopy(part)})]
 

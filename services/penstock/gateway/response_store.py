@@ -1,4 +1,4 @@
-"""Answers of /v1/responses that callers may build on: what a store of them does. Two do it, for one gateway
+"""Interface of the stores of /v1/responses' answers for callers to build on. Two stores have it: for one gateway
 (sqlite_responses.py) and for several (redis_responses.py)."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ MEMORY = "memory"
 
 
 class StoreFailed(Exception):
-    """A store that could not be asked, or did not do it; str() says why."""
+    """The store could not be reached, or failed; str() gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and the items that its request brought; those of earlier turns are with theirs."""
+    """A response, and the items of its own request; earlier turns have theirs."""
 
     response: dict[str, Any]
     input: list[dict[str, Any]]
@@ -28,43 +28,43 @@ class StoredResponse:
 
 
 class ResponseStore(Protocol):
-    """Store of responses, bounded in number, bytes and time. A caller sees its own only.
+    """Store of responses, limited in number, bytes and time. A caller sees only its own.
 
     All but open and close raise StoreFailed.
     """
 
     @property
     def num_responses(self) -> int:
-        """Responses that were kept when it was last written to."""
+        """Number of responses at the last write."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of these."""
+        """Bytes of responses at the last write."""
 
     async def open(self) -> None:
-        """Reach the store. Raises StartupError where no later try can succeed."""
+        """Connect to the store. Raises StartupError if no later try can succeed."""
 
     async def close(self) -> None:
-        """Leave it. Again is no harm."""
+        """Close it. A second call does nothing."""
 
     async def put(self, caller: str, stored: StoredResponse, previous: str | None) -> None:
-        """Keep a response; the oldest leave where there are too many."""
+        """Keep a response; the oldest go when there are too many."""
 
     async def get(self, caller: str, response_id: str) -> StoredResponse | None:
-        """Return a response; None where the caller has none of this id."""
+        """Return a response; None if the caller has none with this id."""
 
     async def chain(self, caller: str, response_id: str, max_bytes: int) -> list[StoredResponse] | None:
-        """Return a response and all that it was built on, oldest first; None where one of them is missing.
+        """Return a response and all those that it builds on, oldest first; None if one of them is missing.
 
         Raises OverflowError when they have more than `max_bytes` bytes of JSON.
         """
 
     async def delete(self, caller: str, response_id: str) -> bool:
-        """Delete a response of the caller's; False where there is none."""
+        """Delete a response of the caller's; False if there is none."""
 
 
 def encode_response(stored: StoredResponse) -> tuple[bytes, bytes]:
-    """Return the JSON of a response's input and of itself; half of a surrogate pair becomes a question mark."""
+    """Return the JSON of a response's input and of itself; a lone surrogate becomes a question mark."""
     given, response = (
         json.dumps(one, ensure_ascii=False).encode("utf-8", "replace") for one in (stored.input, stored.response)
     )
@@ -72,6 +72,6 @@ def encode_response(stored: StoredResponse) -> tuple[bytes, bytes]:
 
 
 def check_fits(size: int, max_bytes: int) -> None:
-    """Raise StoreFailed for a response larger than all may be together: every other would leave, and then it."""
+    """Raise StoreFailed for a response larger than the limit for all: every other would go, and then it."""
     if size > max_bytes:
         raise StoreFailed(f"a response of {size} bytes is larger than --max-response-bytes")

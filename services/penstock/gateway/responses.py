@@ -1,6 +1,6 @@
-"""`/v1/responses`: OpenAI's newer form of a conversation, which may build on a response that the gateway has kept.
+"""`/v1/responses`: OpenAI's newer form of a conversation, which may build on a response that the gateway keeps.
 
-The form is that of https://platform.openai.com/docs/api-reference/responses, as openai-python 3 has it.
+The form is that of https://platform.openai.com/docs/api-reference/responses, as in openai-python 3.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.gateway.request_fields import Fields, checked, options_of, typed
 from penstock.gateway.response_items import Event, OutputItems, conversation_of, new_id, read_items
 from penstock.gateway.response_store import ResponseStore, StoredResponse, StoreFailed
 
-# Fields that change nothing here.
+# Fields without effect here.
 _IDLE = (
     *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options"),
 )
@@ -39,7 +39,7 @@ _log = get_logger("penstock.gateway")
 
 @dataclass(slots=True)
 class _Plan:
-    """A request that was read."""
+    """A parsed request."""
 
     response_id: str
     # Fields of the answer that repeat the request.
@@ -68,7 +68,7 @@ async def responses(call: HttpCall) -> Answer:
 
 
 async def get_response(call: HttpCall) -> Answer:
-    """Answer with a response that was kept. Raises NotFound."""
+    """Answer with a kept response. Raises NotFound."""
     return dumps((await _stored(call)).response)
 
 
@@ -93,7 +93,7 @@ async def list_input_items(call: HttpCall) -> Answer:
 
 
 async def delete_response(call: HttpCall) -> Answer:
-    """Delete a response that was kept. Raises NotFound."""
+    """Delete a kept response. Raises NotFound."""
     with _asking_store():
         was_there = await _store(call).delete(_caller(call), call.tail)
     if not was_there:
@@ -120,7 +120,7 @@ def _asking_store() -> Iterator[None]:
 
 
 def _caller(call: HttpCall) -> str:
-    """Return the scope of a caller's responses: its token's digest, one scope for all without a token."""
+    """Return the scope of a caller's responses: its token's digest, or one scope for all callers without a token."""
     return hashlib.sha256(call.authorization).hexdigest() if call.authorization else ""
 
 
@@ -139,7 +139,7 @@ async def _stored(call: HttpCall) -> StoredResponse:
 
 
 async def _read(fields: Fields, call: HttpCall) -> _Plan:
-    """Take the whole request. Raises PenstockError naming a field."""
+    """Parse the request. Raises PenstockError naming a field."""
     options = options_of(fields, call)
     if (most := fields.maybe("max_output_tokens", int)) is not None:
         options["max_new_tokens"], call.names["max_new_tokens"] = most, "max_output_tokens"
@@ -209,7 +209,7 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
 
 
 async def _earlier(call: HttpCall, previous: str) -> list[dict[str, Any]]:
-    """Return the items of a response and of all before it. Raises InvalidArgument."""
+    """Return the items of a response and of all those before it. Raises InvalidArgument."""
     try:
         with _asking_store():
             chain = await _store(call).chain(_caller(call), previous, call.config.max_body_bytes)
@@ -230,11 +230,11 @@ async def _earlier(call: HttpCall, previous: str) -> list[dict[str, Any]]:
 
 
 def _refuse_others(fields: Fields) -> None:
-    """Raise InvalidArgument for what would change the answer, and is not here."""
+    """Raise InvalidArgument for a field that would change the answer and is not supported."""
     if fields.raw("background"):
         raise InvalidArgument("background", "is not supported: stream, or wait for the answer")
     if fields.raw("truncation") not in (None, "disabled"):
-        raise InvalidArgument("truncation", "must be disabled: a prompt that is too long is refused")
+        raise InvalidArgument("truncation", "must be disabled: too long a prompt is refused")
     for name in ("conversation", "prompt"):
         if fields.raw(name):
             raise InvalidArgument(name, "is not supported: use previous_response_id, or send the items")
@@ -251,7 +251,7 @@ def _take_text(fields: Fields, options: dict[str, Any], call: HttpCall) -> dict[
 
 
 def _take_include(fields: Fields, options: dict[str, Any], call: HttpCall) -> None:
-    """Take include and top_logprobs, either of which asks for log-probabilities."""
+    """Take include and top_logprobs; either asks for log-probabilities."""
     include, top = fields.get("include", list, []), fields.maybe("top_logprobs", int)
     call.ignore(*(f"include:{one}" for one in include if isinstance(one, str) and one != _LOGPROBS))
     if _LOGPROBS in include or top:
@@ -259,7 +259,7 @@ def _take_include(fields: Fields, options: dict[str, Any], call: HttpCall) -> No
 
 
 def _tools(fields: Fields, call: HttpCall) -> tuple[list[dict[str, Any]], list[dict[str, Any]], ToolNames]:
-    """Take tools: as the client takes them, as they were given, and their forms."""
+    """Take tools: in the client's form, as they were given, and their forms."""
     given, names = fields.get("tools", list, []), ToolNames()
     tools: list[dict[str, Any]] = []
     for number, tool in enumerate(given):
@@ -300,7 +300,7 @@ def _add_tool(
 def _tool_choice(
     fields: Fields, tools: list[dict[str, Any]], names: ToolNames
 ) -> tuple[list[dict[str, Any]], str | dict[str, str] | None, Any]:
-    """Take tool_choice: the tools that it leaves, and itself as the client takes it and as it was given."""
+    """Take tool_choice: the tools that it leaves, the choice in the client's form, and as it was given."""
     choice = fields.raw("tool_choice")
     if choice in (None, "auto", "none", "required"):
         return tools, choice, choice or "auto"
@@ -318,7 +318,7 @@ def _tool_choice(
 
 
 def _take(items: OutputItems, delta: Delta) -> list[Event]:
-    """Add a delta to the items; return the events that tell of it."""
+    """Add a delta to the items; return the events for it."""
     found = items.reason(delta.reasoning) if delta.reasoning else []
     if delta.text or (delta.logprobs and not (delta.reasoning or delta.tool_calls)):
         found += items.write(delta.text, chat_logprobs(delta.logprobs)["content"] if delta.logprobs else [])
@@ -373,7 +373,7 @@ def _ended(plan: _Plan, stream: AsyncStream, items: OutputItems, created_at: int
 
 
 async def _keep(plan: _Plan, call: HttpCall, response: dict[str, Any]) -> dict[str, Any]:
-    """Keep a response, if it is to be kept; return it. Where that fails it says that it was not."""
+    """Keep a response if it is to be kept; return it. If that fails, the response says so."""
     call.tokens.prompt += response["usage"]["input_tokens"]
     call.tokens.output += response["usage"]["output_tokens"]
     if not plan.is_stored or call.responses is None:
@@ -387,7 +387,7 @@ async def _keep(plan: _Plan, call: HttpCall, response: dict[str, Any]) -> dict[s
 
 
 async def _events(plan: _Plan, call: HttpCall) -> AsyncIterator[bytes]:
-    """Events of a streamed answer: the response's begin, its items one after the other, its end."""
+    """Events of a streamed answer: the response's start, its items in order, its end."""
     items = OutputItems(plan.tool_names)
     number = 0
     created_at = 0

@@ -25,7 +25,7 @@ CREATE TABLE IF NOT EXISTS responses (
 ) STRICT;
 CREATE INDEX IF NOT EXISTS by_expiry ON responses (expires);
 """
-# Order of age: all rows live equally long.
+# Order of age: all rows have the same lifetime.
 _OLDEST = "SELECT id, size FROM responses ORDER BY expires, rowid LIMIT 16"
 
 
@@ -56,20 +56,20 @@ class SqliteResponses:
         else:
             file = Path(place).expanduser()
             path = str(file)
-            # Conversations are nobody else's.
+            # Conversations are private.
             os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         db = sqlite3.connect(path, check_same_thread=False, timeout=0.0)
-        # A second gateway would count wrongly: it is refused.
+        # A second gateway would make the counts wrong, so it is refused.
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
-        # What is deleted is overwritten.
+        # Deleted data is overwritten.
         db.execute("PRAGMA secure_delete = ON")
         db.executescript(_SCHEMA)
         return db
 
     async def open(self) -> None:
-        """See ResponseStore: the file is open."""
+        """See ResponseStore: the file is already open."""
 
     async def close(self) -> None:
         """See ResponseStore."""
@@ -117,7 +117,7 @@ class SqliteResponses:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Change rows and counts together, or neither: a disk may be full at any statement, and at the end."""
+        """Change rows and counts together, or neither: the disk may fill up at any statement, or at the commit."""
         before = self.num_responses, self.num_bytes
         try:
             with self._db:
@@ -127,7 +127,7 @@ class SqliteResponses:
             raise
 
     def _remove(self, query: str, *values: Any, enough: bool = False) -> None:
-        """Delete rows that a query finds; with `enough` only until the bounds are kept."""
+        """Delete the rows that a query finds; with `enough` only until the limits are met."""
         for row_id, size in self._db.execute(query, values).fetchall():
             if enough and self.num_responses <= self._max_responses and self.num_bytes <= self._max_bytes:
                 return

@@ -54,7 +54,7 @@ async def get_model(call: HttpCall) -> Answer:
 
 
 async def embeddings(call: HttpCall) -> Answer:
-    """Answer `/v1/embeddings`. Raises InvalidArgument for ids, which the router does not embed."""
+    """Answer `/v1/embeddings`. Raises InvalidArgument for ids: the router embeds only text."""
     fields = Fields(call)
     given = fields.raw("input")
     texts = [given] if isinstance(given, str) else given
@@ -159,14 +159,14 @@ def _score_token(entry: LogprobEntry) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of the table as JSON has it; words where there is no such value."""
+    """A value of the table in JSON; words if JSON has no such value."""
     if isinstance(value, enum.Enum):
         return value.value
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _choices(hint: str) -> list[Any] | None:
-    """All values of a type that has few; None for others."""
+    """All values of a type with few values; None for other types."""
     parts = hint.split(" | ")
     if hint == "bool" or not all(part == "bool" or part.startswith("Literal[") for part in parts):
         return None
@@ -207,7 +207,7 @@ async def list_options(call: HttpCall) -> Answer:
 
 
 async def tokenize(call: HttpCall) -> Answer:
-    """Answer `/tokenize`: the ids of a text, or of a conversation as its template renders it."""
+    """Answer `/tokenize`: the ids of a text, or of a conversation rendered by its template."""
     fields = Fields(call)
     model = fields.get("model", str, "")
     if "messages" in fields:
@@ -244,7 +244,7 @@ async def detokenize(call: HttpCall) -> Answer:
 
 
 async def apply_template(call: HttpCall) -> Answer:
-    """Answer `/apply-template`: the prompt that a conversation becomes."""
+    """Answer `/apply-template`: the prompt made from a conversation."""
     fields = Fields(call)
     text, ids = await _rendered(fields, call, fields.get("model", str, ""))
     return dumps({"prompt": text, "tokens": ids})

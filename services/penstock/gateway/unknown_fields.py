@@ -1,4 +1,4 @@
-"""Fields of a JSON body that nothing reads: told as warnings of the answer where they look like a slip, or refused."""
+"""Fields of a JSON body that nothing reads: warnings in the answer if they look like a typo, or refused."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from difflib import get_close_matches
 from penstock.common.errors import InvalidArgument
 from penstock.common.hf_fields import REFUSED, WITHOUT_EFFECT, no_effect
 
-# Likeness from which a name is taken for a slip: temprature, max_token, top-p.
+# Least similarity at which a name counts as a typo: temprature, max_token, top-p.
 _NEAR = 0.8
-# Longest name that is compared, and most names of a body.
+# Longest name, and most names of a body, that are compared.
 _LONGEST, _MOST = 64, 64
-# Warnings about the body of the request that this task answers. A connection's requests follow one another: each sets
+# Warnings about the body of the request that this task answers. A connection's requests come one by one, and each sets
 # its own.
 _notes: ContextVar[tuple[str, ...]] = ContextVar("notes", default=())
 
 
 def unknown_fields(left: Iterable[str], known: Collection[str], *, refuse: bool) -> tuple[str, ...]:
-    """Return warnings about fields that nothing reads: near misses of `known` ones, and transformers' own.
+    """Return warnings about fields that nothing reads: typos of `known` ones, and transformers' own fields.
 
-    Raises InvalidArgument naming the first that would change the answer; with `refuse` any.
+    Raises InvalidArgument naming the first that would change the answer; with `refuse` the first of any kind.
     """
     notes = []
     for name in [*left][:_MOST]:

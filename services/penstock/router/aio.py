@@ -1,4 +1,4 @@
-"""Waiting: for the first of several coroutines to end, for silence, and for a wake-up from a callback."""
+"""Waits: for the first of several coroutines to end, for silence, and for a wake-up from a callback."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine
 
-# A timeout is counted in at least so many looks, so that a stop of this process itself is not taken for the peer's
-# silence. A look is never longer than this: it adds to the time until silence is noticed.
+# Least number of checks that a timeout takes, so that a pause of this process itself is not taken for the peer's
+# silence; and the longest time between checks, which adds to the time until silence is noticed.
 _LOOKS, _LONGEST_LOOK_SECONDS = 16, 0.5
 
 
@@ -25,7 +25,7 @@ async def until_first(*work: Coroutine[None, None, None]) -> None:
 
 
 async def until_silent(seconds: float, signs: Callable[[], int], is_due: Callable[[], bool]) -> None:
-    """Return once `signs` (a count of signs of life) stood still for `seconds` during which something was due."""
+    """Return once `signs` (a count of signs of life) has stood still for `seconds` during which something was due."""
     quiet, looks = 0, max(_LOOKS, math.ceil(seconds / _LONGEST_LOOK_SECONDS))
     while quiet < looks:
         before = signs()
@@ -34,7 +34,7 @@ async def until_silent(seconds: float, signs: Callable[[], int], is_due: Callabl
 
 
 def is_cancelled() -> bool:
-    """True when the current task was cancelled, and not only what it waits for: grpc.aio does that to calls."""
+    """True when the current task itself was cancelled, not only the call that it awaits, as grpc.aio does."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

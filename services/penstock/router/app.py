@@ -1,4 +1,4 @@
-"""Router process: it connects to tokenizer and backends, then serves TextService and forwards admin calls."""
+"""Router process: it connects to the tokenizer and backends, then serves TextService and forwards admin calls."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class RouterApp:
         self._set_serving = set_serving
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add TextService and KServe's, and the services that are forwarded to backends."""
+        """Add TextService, KServe's service, and the services that are forwarded to backends."""
         flow = TextFlow(self._parts)
         servicer = TextServicer(flow, self._score_embed, self._tokens, self._pool, self._link)
         text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
@@ -140,7 +140,7 @@ class RouterApp:
 
     async def start(self) -> None:
         """Return once tokenizer and a backend are ready. Raises StartupError for a file, --tokenizer or --backend."""
-        # Checked at start only: later a file may be missing while it is replaced, and a connection is tried again.
+        # Checked only at the start: later a file may be missing while it is replaced, and connecting is tried again.
         check_channel_files(self._config)
         until = time.monotonic() + self._config.start_timeout_seconds
         self._spawn(self._link.run())
@@ -170,12 +170,12 @@ class RouterApp:
         self._spawn(self._follow_health())
 
     async def drain(self) -> None:
-        """Refuse new streams; return when the live ones ended. When cancelled, it makes them end by themselves now."""
+        """Refuse new streams; return when the live ones have ended. When cancelled, make them end themselves now."""
         self._admission.drain()
         try:
             await self._admission.wait_until_empty()
         finally:
-            # The grace is over; or the only calls left have readers that were cut off and do not take their status.
+            # The grace is over; or the only calls left have readers that were cut off and do not read their status.
             self._drain.end_grace()
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Configuration of the router: one home for each default. Imports nothing heavy, since the command line reads it."""
+"""Configuration of the router: one home for each default. It imports nothing heavy, since the command line reads it."""
 
 from __future__ import annotations
 

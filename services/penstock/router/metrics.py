@@ -26,7 +26,7 @@ class RouterMetrics:
             return Counter(PREFIX + name, help, labels, registry=registry)
 
         def counters(name: str, help: str, *labels: str) -> Callable[..., Counter]:
-            # Keyed by the values of the labels: looking a counter up takes three times as long as counting.
+            # Keyed by label values: looking up a counter takes three times as long as counting.
             return cache(counter(name, help, *labels).labels)
 
         def gauge(name: str, help: str, *labels: str) -> Gauge:
@@ -66,7 +66,7 @@ class RouterMetrics:
         self.backend_requests = counters("backend_requests_total", "Attempts sent, by configured target.", "backend")
         self.backend_failures = counters(
             "backend_failures_total",
-            "Failures there, by configured target and kind; a loss is one, with all that it took.",
+            "Failures of backends, by configured target and kind; a loss counts once, with all requests that it took.",
             "backend",
             "kind",
         )

@@ -52,7 +52,7 @@ async def test_answers_warn_where_tools_are_offered(tmp_path: Path) -> None:
             assert await warnings(gateway) == []
             assert await warnings(gateway, tools=[TOOL], tool_choice="none") == []
             (told,) = await warnings(gateway, tools=[TOOL])
-            assert "chat template does not show them" in told
+            assert "chat template does not show tools" in told
             (forced,) = await warnings(gateway, tools=[TOOL], tool_choice="required")
             assert "guesses" in forced
     finally:

@@ -128,7 +128,7 @@ def test_a_number_that_a_double_of_its_name_hides_is_still_refused() -> None:
 )
 def test_half_a_pair_is_refused_wherever_it_is(half: str, body: str, field: str) -> None:
     error = refusal((body % half).encode(), BOUNDS)
-    assert (error.field, error.description) == (field, "has half of a surrogate pair, which is no text")
+    assert (error.field, error.description) == (field, "has a lone surrogate, which is not text")
 
 
 def test_a_name_with_half_a_pair_is_shown_without_it() -> None:

@@ -1,7 +1,7 @@
 """Conversion of KServe's messages: requests to GenerateTextRequest, answers to tensors. Pure, no I/O.
 
-Inputs and outputs are those of vLLM's backend for Triton, parameters are options by their names here. The fields that
-errors name are KServe's, e.g. `inputs.text_input`, `parameters.temperature`, `sampling_parameters.top_p`.
+Inputs and outputs are those of vLLM's backend for Triton; parameters are options by their names here. Errors name
+KServe's fields, e.g. `inputs.text_input`, `parameters.temperature`, `sampling_parameters.top_p`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.compat.option_names import ALIASES as OPTION_ALIASES
 from penstock.inference import kserve_pb2
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
-# Of every model: a model is what its backends have loaded.
+# The version of every model: a model is whatever its backends have loaded.
 VERSION = "1"
 PLATFORM = "penstock"
 TEXT_INPUT, TEXT_OUTPUT = "text_input", "text_output"
@@ -36,7 +36,7 @@ OPTIONAL_INPUTS = {
     "return_num_input_tokens": "BOOL",
     "return_num_output_tokens": "BOOL",
 }
-# Outputs that the request asks for, by `outputs` or by the input `return_…`: name -> type.
+# Outputs that a request asks for in `outputs` or by the input `return_…`: name -> type.
 EXTRA_OUTPUTS = {
     "finish_reason": "BYTES",
     "cumulative_logprob": "FP32",
@@ -45,16 +45,16 @@ EXTRA_OUTPUTS = {
 }
 # Names that callers of other servers use -> ours.
 ALIASES = {"lora_name": "adapter", **{alias: name for name, aliases in OPTION_ALIASES.items() for alias in aliases}}
-# Parameters that Triton's clients set by themselves and that mean nothing here.
+# Parameters that Triton's clients set by themselves, without a meaning here.
 _IGNORED = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority_level", "timeout"})
 FINAL, EMPTY_FINAL = "triton_final_response", "triton_enable_empty_final_response"
-# Options that have no form in JSON, that KServe's own fields are for, or whose results no output here has.
+# Options without a form in JSON, options that KServe's own fields set, and options with results that no output holds.
 _NOT_OPTIONS = frozenset({"config", "inputs_embeds", "inputs_embeds_before_ids", "model", "echo", "return_token_ids"})
 _NOT_OPTIONS |= {"top_logprobs", "prompt_logprobs", "tensor_steps", "scores_top_k"}
 _NOT_OPTIONS |= {f"output_{name}" for name in ("scores", "logits", "hidden_states", "attentions")}
 _OPTIONS = frozenset({*get_type_hints(GenerationOptions)} - {"add_generation_prompt", "continue_final_message"})
 _TEXT_OPTIONS = frozenset({"json_schema", "regex", "grammar", "negative_prompt", "negative_prompt_text"})
-# Errors of the client's own conversion, of values that an option cannot have.
+# Errors of the conversion for a value that an option cannot have.
 _REFUSALS = (TypeError, ValueError, OverflowError)
 _SIZE = struct.Struct("<I")
 _FORMATS = {"FP32": "f", "UINT32": "I"}
@@ -62,20 +62,20 @@ _FORMATS = {"FP32": "f", "UINT32": "I"}
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A ModelInferRequest, understood."""
+    """A parsed ModelInferRequest."""
 
     request: text_pb2.GenerateTextRequest
     id: str
     model: str
     streams: bool
-    # Tensors travel in raw_output_contents, as they came.
+    # Tensors travel in raw_output_contents, as they did in the request.
     is_raw: bool
     # Names of EXTRA_OUTPUTS.
     extras: tuple[str, ...]
 
 
 def infer_request(message: kserve_pb2.ModelInferRequest) -> InferRequest:
-    """Read a request. Raises InvalidArgument naming the field, NotFound for a version that no model has."""
+    """Parse a request. Raises InvalidArgument naming the field, NotFound for a version that no model has."""
     check_version("model_version", message.model_version)
     inputs = _inputs(message)
     if TEXT_INPUT not in inputs:
@@ -98,7 +98,7 @@ def infer_request(message: kserve_pb2.ModelInferRequest) -> InferRequest:
 def check_version(field: str, version: str) -> None:
     """Refuse a version that no model has. Raises NotFound."""
     if version not in ("", VERSION):
-        raise NotFound(f"{field}: every model has the version {VERSION} alone", reason="MODEL_NOT_FOUND", field=field)
+        raise NotFound(f"{field}: {VERSION} is the only version of every model", reason="MODEL_NOT_FOUND", field=field)
 
 
 def _inputs(message: kserve_pb2.ModelInferRequest) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _inputs(message: kserve_pb2.ModelInferRequest) -> dict[str, Any]:
             raise InvalidArgument(f"inputs[{number}].name", f"must be {TEXT_INPUT} or {', '.join(OPTIONAL_INPUTS)}")
         field = f"inputs.{tensor.name}"
         if tensor.name in values:
-            raise InvalidArgument(field, "must be there once")
+            raise InvalidArgument(field, "must occur once")
         if any("shared_memory" in name for name in tensor.parameters):
             raise InvalidArgument(f"{field}.parameters", "shared memory is not supported: send the tensor's contents")
         if tensor.datatype != known:
@@ -138,7 +138,7 @@ def _element(contents: kserve_pb2.InferTensorContents, raw: bytes | None, dataty
             raise InvalidArgument(f"{field}.contents", "must have one of bytes_contents")
         data = contents.bytes_contents[0]
     elif len(raw) < _SIZE.size or _SIZE.unpack_from(raw)[0] != len(raw) - _SIZE.size:
-        raise InvalidArgument(field, "must be a length in 4 bytes and so many bytes")
+        raise InvalidArgument(field, "must be a length in 4 bytes, followed by that number of bytes")
     else:
         data = raw[_SIZE.size :]
     try:
@@ -169,19 +169,19 @@ def _sampling(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _text_request(
     text: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> text_pb2.GenerateTextRequest:
-    """Make the request. Options of either kind are taken; a name may be there once."""
+    """Make the request from options of either kind; a name may occur once."""
     options: dict[str, Any] = {}
     fields: dict[str, str] = {}
     for where, values in ((SAMPLING, sampling), ("parameters", parameters)):
         for given, value in values.items():
             name, field = ALIASES.get(given, given), f"{where}.{given}"
             if name in fields:
-                raise InvalidArgument(field, f"is there already as {fields[name]}")
+                raise InvalidArgument(field, f"is the same option as {fields[name]}")
             if name in _NOT_OPTIONS:
                 raise InvalidArgument(field, "cannot be set here")
-            # Before anything is made of it: there may be very many.
+            # Checked before anything is made of it: there may be very many.
             if name not in _OPTIONS:
-                raise InvalidArgument(field, "is no option")
+                raise InvalidArgument(field, "is not an option")
             fields[name], options[name] = field, _fitting(name, value)
     try:
         return generate_request(text, options)
@@ -190,7 +190,7 @@ def _text_request(
 
 
 def _fitting(name: str, value: Any) -> Any:
-    """Return the value as the option takes it: a parameter's text may be the JSON of a number or a list."""
+    """Return the value in the option's type: a parameter's text may be the JSON of a number or a list."""
     if not isinstance(value, str) or name in _TEXT_OPTIONS:
         return value
     if _refusal(name, value) is None and value.lstrip()[:1] not in ("[", "{"):
@@ -202,7 +202,7 @@ def _fitting(name: str, value: Any) -> Any:
 
 
 def _refusal(name: str, value: Any) -> Exception | None:
-    """Return the error of an option alone."""
+    """Return the error of a single option."""
     try:
         check_options(**{name: value})
     except _REFUSALS as error:
@@ -211,11 +211,11 @@ def _refusal(name: str, value: Any) -> Exception | None:
 
 
 def _wrong_option(options: Mapping[str, Any], fields: Mapping[str, str]) -> InvalidArgument:
-    """Return the error of the first option that is refused alone, or of all together."""
+    """Return the error of the first option that is refused on its own, or of all together."""
     for name, value in options.items():
         error = _refusal(name, value)
         if error is not None:
-            return InvalidArgument(fields[name], "is no value of this option")
+            return InvalidArgument(fields[name], "is not a value of this option")
     return InvalidArgument("parameters", f"{', '.join(fields.values())} do not go together")
 
 
@@ -232,7 +232,7 @@ def _extras(message: kserve_pb2.ModelInferRequest, inputs: Mapping[str, Any]) ->
 
 
 def delta_response(asked: InferRequest, delta: text_pb2.TextDelta) -> kserve_pb2.ModelInferResponse:
-    """Make the response of one piece of a stream; the parameter `index` names its answer where there are several."""
+    """Make the response of one piece of a stream; with several answers, the parameter `index` names its answer."""
     response = _response(asked, [delta.text])
     if asked.request.config.num_return_sequences > 1:
         response.parameters["index"].int64_param = delta.index
@@ -243,7 +243,7 @@ def delta_response(asked: InferRequest, delta: text_pb2.TextDelta) -> kserve_pb2
 def final_response(
     asked: InferRequest, texts: Sequence[str], finished: generation_pb2.Finished
 ) -> kserve_pb2.ModelInferResponse:
-    """Make the last response: all texts, or empty ones after a stream, and the outputs that were asked for."""
+    """Make the last response: all texts, or empty ones after a stream, and the requested outputs."""
     response = _response(asked, texts)
     response.parameters[FINAL].bool_param = True
     for name in asked.extras:
@@ -252,7 +252,7 @@ def final_response(
 
 
 def failed_response(asked: kserve_pb2.ModelInferRequest, message: str) -> kserve_pb2.ModelStreamInferResponse:
-    """Make the response of a request of a stream that has failed."""
+    """Make the response for a failed request of a stream."""
     response = kserve_pb2.ModelStreamInferResponse(error_message=message)
     response.infer_response.id, response.infer_response.model_name = asked.id, asked.model_name
     response.infer_response.parameters[FINAL].bool_param = True
@@ -305,7 +305,7 @@ def model_metadata(name: str) -> kserve_pb2.ModelMetadataResponse:
 
 
 def model_config(name: str) -> kserve_pb2.ModelConfigResponse:
-    """Describe them in Triton's way."""
+    """Describe them in Triton's form."""
     config = kserve_pb2.ModelConfig(name=name, platform=PLATFORM, backend=PLATFORM)
     config.model_transaction_policy.decoupled = True
     for tensor, datatype in {TEXT_INPUT: "BYTES", **OPTIONAL_INPUTS}.items():

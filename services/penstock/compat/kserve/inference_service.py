@@ -1,7 +1,7 @@
-"""KServe's inference.GRPCInferenceService: an adapter before the same path that Generate takes.
+"""KServe's inference.GRPCInferenceService: an adapter in front of Generate's path.
 
-Admission, tokens, deadlines, retries and statuses are Generate's; a message is read, handed to `TextFlow`, and what
-that writes becomes tensors.
+Admission, tokens, deadlines, retries and statuses are Generate's. A message is parsed and handed to `TextFlow`, and
+the output of that becomes tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.serving.transport import ServerCall
 from penstock.v1 import generation_pb2, text_pb2
 
 KSERVE_SERVICE = "inference.GRPCInferenceService"
-# Triton's metadata of a stream whose first error is to be its status.
+# Triton's metadata that asks for a stream's first error as its status.
 GRPC_ERROR_KEY = "triton_grpc_error"
 # Fields of Generate -> KServe's names for them.
 _FIELDS = {"model": "model_name", "prompt": "inputs.text_input"}
@@ -37,29 +37,29 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     """Handlers of GRPCInferenceService."""
 
     def __init__(self, flow: TextFlow, pool: BackendPool, link: TokenizerLink, max_stream_requests: int) -> None:
-        """Make it. `max_stream_requests`: of one stream at once; the next is read when one has ended."""
+        """Make it. `max_stream_requests`: requests of one stream at once; the next is read when one has ended."""
         self._flow = flow
         self._pool = pool
         self._link = link
         self._max_stream_requests = max_stream_requests
 
     async def ServerLive(self, request: kserve_pb2.ServerLiveRequest, context: Any) -> kserve_pb2.ServerLiveResponse:
-        """Tell that the process answers."""
+        """Report that the process answers."""
         return kserve_pb2.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: kserve_pb2.ServerReadyRequest, context: Any) -> kserve_pb2.ServerReadyResponse:
-        """Tell that tokenizer and a backend are ready."""
+        """Report that the tokenizer and a backend are ready."""
         return kserve_pb2.ServerReadyResponse(ready=self._link.is_ready and bool(self._pool.ready()))
 
     async def ModelReady(self, request: kserve_pb2.ModelReadyRequest, context: Any) -> kserve_pb2.ModelReadyResponse:
-        """Tell that a backend has the model or adapter. Raises NotFound."""
+        """Report that a backend has the model or adapter. Raises NotFound."""
         model, adapter = self._find(request.name, request.version)
         return kserve_pb2.ModelReadyResponse(ready=self._link.is_ready and bool(self._pool.ready(model, adapter)))
 
     async def ServerMetadata(
         self, request: kserve_pb2.ServerMetadataRequest, context: Any
     ) -> kserve_pb2.ServerMetadataResponse:
-        """Tell name and version."""
+        """Report name and version."""
         return kserve_pb2.ServerMetadataResponse(
             name=infer_message.PLATFORM, version=__version__, extensions=["parameters", "model_configuration"]
         )
@@ -90,7 +90,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # type: ignore[override]
         self, request_iterator: AsyncIterator[kserve_pb2.ModelInferRequest], context: ServerCall
     ) -> None:
-        """Answer requests as they come, several at once; one that fails leaves the others alone."""
+        """Answer requests as they come, several at once; a failed one does not affect the others."""
         await _InferStream(self._answer, context, self._max_stream_requests).run(request_iterator)
 
     async def _answer(
@@ -129,9 +129,9 @@ def _renamed(error: PenstockError, names: dict[str, str] = _FIELDS) -> PenstockE
 
 
 class _TextCall:
-    """A ServerCall of Generate whose messages become tensors. The call itself stays that of KServe's client."""
+    """A ServerCall for Generate that turns its messages into tensors. The call itself is the KServe client's."""
 
-    # Every message is converted, and only then written.
+    # Every message is converted before it is written.
     writes_at_once = False
 
     def __init__(
@@ -149,13 +149,13 @@ class _TextCall:
         self._finished: generation_pb2.Finished | None = None
 
     def last_response(self) -> kserve_pb2.ModelInferResponse:
-        """Return the response of Finished, which every answer that ends well has."""
+        """Return the response for Finished, which ends every successful answer."""
         assert self._finished is not None
         texts = ["".join(self._texts[result.index]) for result in self._finished.sequences]
         return infer_message.final_response(self._asked, texts, self._finished)
 
     async def write(self, message: text_pb2.GenerateTextResponse) -> None:
-        """Take a message of Generate."""
+        """Take a message from Generate."""
         if message.HasField("finished"):
             self._finished = message.finished
         elif not message.HasField("delta"):
@@ -178,7 +178,7 @@ class _TextCall:
         return self._call.time_remaining()
 
     def set_trailing_metadata(self, metadata: Metadata) -> None:
-        """Set the call's."""
+        """Set the call's status."""
         self._call.set_trailing_metadata(metadata)
 
     def when_over(self, callback: Callable[[], None]) -> None:
@@ -221,10 +221,10 @@ class _InferStream:
                 async for request in requests:
                     await self._places.acquire()
                     group.create_task(self._serve(request))
-                    # The call's own id is the first one's; a task has a copy of the context.
+                    # The first request has the call's own id; a task has a copy of the context.
                     current_request_id.set(new_request_id())
         except* Exception as errors:
-            # One is enough to end the call, and what is around the handler knows it: also bytes that are no message.
+            # One error ends the call, and the handler's caller can map it, even one for bytes that are not a message.
             failed = errors
         else:
             return
@@ -242,7 +242,7 @@ class _InferStream:
             message = f"{error.code.name}: {error.message} [{error.reason}]"
             await self._send(infer_message.failed_response(request, message))
         except asyncio.CancelledError:
-            # Generate hung up on a reader that takes nothing: the call is over, not this request alone.
+            # Generate cut off a reader that takes nothing: the whole call is over, not this request alone.
             if self._handler is not None and not self._handler.cancelling() and not self._has_failed:
                 self._handler.cancel()
             raise
@@ -253,7 +253,7 @@ class _InferStream:
         await self._send(kserve_pb2.ModelStreamInferResponse(infer_response=response))
 
     async def _abort(self, *status: Any) -> None:
-        """End the call, once: several requests may want to, and gRPC takes a second time for a mistake."""
+        """End the call, once: several requests may try, and gRPC treats a second time as an error."""
         if not self._is_ending:
             self._is_ending = True
             await self._context.abort(*status)

@@ -1,7 +1,7 @@
-"""Reading of a block of tool calls by a program: a generator that asks for text and waits where there is not enough.
+"""Reader of a block of tool calls by a program: a generator that asks for text and waits when there is not enough.
 
-A program asks only questions whose answer the text alone decides, never its pieces, so any split of a text gives the
-same calls. What no call can be made of comes back as text; a call that breaks off after its name stays, incomplete.
+The text alone decides the answers to a program's questions, never its pieces, so any split of a text gives the same
+calls. Text that makes no call comes back as text; a call that breaks off after its name stays, incomplete.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Steps: TypeAlias = Generator[None, None, Any]
 Program: TypeAlias = "Callable[[CallBlock], Steps]"
 # Parameters' JSON Schemas by the name of a tool.
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
-# The usual order of keys: the arguments that follow can be streamed as they come.
+# The usual order of keys: the arguments can be streamed as they come.
 _HEAD = re.compile(
     r'\{\s*(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)',
     re.DOTALL,
 )
 _NAMES = {"true": True, "false": False, "null": None}
-# JSON Schema's types of what Python reads from JSON.
+# JSON Schema's types of the Python values read from JSON.
 _KINDS: Mapping[type, frozenset[str]] = {
     dict: frozenset({"object"}),
     list: frozenset({"array"}),
@@ -38,15 +38,15 @@ _KINDS: Mapping[type, frozenset[str]] = {
 
 
 class _Broken(Exception):
-    """The text is no call."""
+    """The text is not a call."""
 
 
 class _Cut(Exception):
-    """The text ended within a call."""
+    """The text ended inside a call."""
 
 
 class CallBlock:
-    """Calls behind one opening marker. Programs use the methods that are generators, and `begin`, `add` and `end`."""
+    """Calls after one opening marker. Programs use the methods that are generators, and `begin`, `add` and `end`."""
 
     def __init__(
         self,
@@ -59,20 +59,20 @@ class CallBlock:
         max_chars: int,
         schemas: Schemas,
     ) -> None:
-        """`opened`: the marker, as it was. `text`: the beginning of the calls themselves, where that told them.
-        `max_chars`: more of them without a step forward are no call."""
+        """`opened`: the marker as written. `text`: the beginning of the calls themselves, if that revealed them.
+        `max_chars`: more characters without progress are not a call."""
         self.opened = opened
         self.schemas = schemas
-        # Without a marker only a tool that was offered tells a call from text.
+        # Without a marker only the name of an offered tool distinguishes a call from text.
         self._needs_known = not opened.strip() and bool(schemas)
         self._index = first_index
         self._make_id = make_id
         self._max_chars = max_chars
         self._text = text
         self._position = 0
-        # End of the shortest text that is known to be no call: what follows is read as if nothing had begun.
+        # End of the shortest text that is known not to be a call: reading starts afresh after it.
         self._decided = len(text)
-        # Beginning of what no complete call holds yet.
+        # Start of the text that no complete call holds yet.
         self._mark = 0
         self._is_last = self._is_cut = False
         self._is_open = False
@@ -82,16 +82,16 @@ class CallBlock:
         self._program = program(self)
 
     def feed(self, text: str) -> CallResult:
-        """Take more text and return what it completes."""
+        """Take more text and return the pieces that it completes."""
         self._result = CallResult()
         self._text += text
         self._run()
         return self._result
 
     def finish(self, *, is_cut: bool = False) -> CallResult:
-        """Return the rest: no more text comes. A block without its end counts when its last call is whole.
+        """Return the rest: no more text comes. A block without its end counts if its last call is complete.
 
-        `is_cut`: the model would have gone on. Half a call is then no text, and left out.
+        `is_cut`: the model would have continued. A partial call is then left out, not returned as text.
         """
         self._result = CallResult()
         self._is_last, self._is_cut = True, is_cut
@@ -122,7 +122,7 @@ class CallBlock:
             if not is_half:
                 result.raw, result.rest = self.opened + self._text[:cut], self._text[cut:]
         elif self._is_open:
-            # A call whose name is told cannot be taken back: it stays as it is, marked by not being complete.
+            # A call cannot be taken back after its name was sent: it stays as it is, marked as incomplete.
             result.rest = "" if is_cut else self._text[self._position :]
         elif is_half or (is_cut and (not left.strip() or _may_close(left))):
             result.complete = self._all_complete
@@ -130,23 +130,23 @@ class CallBlock:
             result.raw, result.rest = self._text[self._mark : cut], self._text[cut:]
 
     def _may_be_known(self) -> bool:
-        """True when the text, which no marker opened, may go on to a call of a tool that was offered."""
+        """True when the text, which no marker opened, may continue into a call of an offered tool."""
         text = re.sub(r"\s", "", self._text)
         heads = [head for name in self.schemas for head in (f'{{"name":"{name}"', f"[{name}(", f'[{{"name":"{name}"')]
         return any(head.startswith(text) or text.startswith(head) for head in heads)
 
     def _drop_read(self) -> None:
-        """Forget text that is in calls already."""
+        """Drop text that is already in calls."""
         begin = self._position if self._is_open else self._mark
         if self._calls and begin:
             self._text = self._text[begin:]
             self._position -= begin
             self._mark = self._decided = 0
 
-    # What programs do.
+    # Methods for programs.
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """Begin a call. Raises when its name is none."""
+        """Begin a call. Raises when its name is not valid."""
         if not name or not is_text(name) or (self._needs_known and name not in self.schemas):
             raise _Broken
         self._result.pieces.append(ToolCallPiece(self._index, call_id or self._make_id(), name))
@@ -159,7 +159,7 @@ class CallBlock:
             self._result.pieces.append(ToolCallPiece(self._index, arguments=arguments))
 
     def end(self, *, is_complete: bool = True) -> None:
-        """End the call that is open."""
+        """End the open call."""
         self._is_open = False
         self._index += 1
         self._all_complete = self._all_complete and is_complete
@@ -170,11 +170,11 @@ class CallBlock:
         self._position -= chars
 
     def done(self) -> None:
-        """Note that what is read belongs to the calls that have ended."""
+        """Note that the text read so far belongs to ended calls."""
         self._mark = self._position
 
     def whole(self, name: object, arguments: object, call_id: str = "") -> None:
-        """Add a whole call. Raises when it is none that a message could carry."""
+        """Add a complete call. Raises when no message could carry it."""
         text = argument_text(arguments)
         if not isinstance(name, str) or text is None:
             raise _Broken
@@ -183,16 +183,16 @@ class CallBlock:
         self.end()
 
     def refuse(self) -> None:
-        """Raise: the text is no call."""
+        """Raise: the text is not a call."""
         raise _Broken
 
     def _refuse_behind(self, chars: int) -> NoReturn:
-        """Raise: the text is no call, which the next `chars` characters tell, and no fewer."""
+        """Raise: the text is not a call, which takes the next `chars` characters, and no fewer, to tell."""
         self._decided = self._position + chars
         raise _Broken
 
     def more(self) -> Steps:
-        """Wait for more text. Raises when there is none, or too much waits."""
+        """Wait for more text. Raises when there is none, or when too much waits."""
         if self._is_last:
             raise _Cut
         if len(self._text) - self._position > self._max_chars:
@@ -201,7 +201,7 @@ class CallBlock:
         yield
 
     def until(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
-        """Return the text before the first of `ends`, and that one, which is read, too."""
+        """Return the text before the first of `ends`, and that end, which is also read."""
         scan, longest = self._position, max(map(len, ends))
         while True:
             found = [(place, end) for end in ends if (place := self._text.find(end, scan)) >= 0]
@@ -209,13 +209,13 @@ class CallBlock:
                 place, end = min(found)
                 text, self._position = self._text[self._position : place], place + len(end)
                 return text, end
-            # `more` may drop what was read.
+            # `more` may drop text that was read.
             back = len(self._text) - self._position
             yield from self.more()
             scan = self._position + max(0, back - longest + 1)
 
     def one_of(self, *options: str) -> Generator[None, None, str]:
-        """Skip white space and return the option that follows, which is read; empty when none does."""
+        """Skip white space, then read and return the option that follows; empty without one."""
         while True:
             yield from self.space()
             rest = self._text[self._position :]
@@ -234,7 +234,7 @@ class CallBlock:
             yield from self.more()
 
     def expect(self, *options: str) -> Generator[None, None, str]:
-        """Return the option that follows. Raises when none does."""
+        """Return the option that follows. Raises without one."""
         found = yield from self.one_of(*options)
         if not found:
             rest = self._text[self._position :]
@@ -243,7 +243,7 @@ class CallBlock:
         return found
 
     def space(self) -> Steps:
-        """Skip white space, up to a character that is none or the end of the text."""
+        """Skip white space, up to another character or the end of the text."""
         while True:
             while self._position < len(self._text) and self._text[self._position].isspace():
                 self._position += 1
@@ -252,7 +252,7 @@ class CallBlock:
             yield from self.more()
 
     def peek(self) -> Generator[None, None, str]:
-        """Return the next character that is no white space, which is not read; empty at the end of the text."""
+        """Return the next character other than white space without reading it; empty at the end of the text."""
         yield from self.space()
         return self._text[self._position : self._position + 1]
 
@@ -275,12 +275,12 @@ class CallBlock:
             yield from self.more()
 
     def arguments(self) -> Steps:
-        """Read the arguments of the call that is open, and end it."""
+        """Read the arguments of the open call, and end it."""
         is_json = yield from self.object()
         self.end(is_complete=is_json)
 
     def balanced(self, depth: int = 0, quotes: str = '"') -> Generator[None, None, str]:
-        """Return the text up to the bracket that closes: of one that follows, or the `depth`-th that is open."""
+        """Return the text up to a closing bracket: of the one that follows, or of the `depth`-th open one."""
         scanner, scan = _Balance(depth, quotes), 0
         while True:
             end = scanner.scan(self._text, self._position + scan)
@@ -291,7 +291,7 @@ class CallBlock:
             yield from self.more()
 
     def call_object(self) -> Steps:
-        """Read a call that is an object with `name`, and `arguments` or `parameters`."""
+        """Read a call in the form of an object with `name`, and `arguments` or `parameters`."""
         yield from self.space()
         scanner, scan = _Balance(), 0
         while True:
@@ -299,7 +299,7 @@ class CallBlock:
             if match is not None:
                 name = loads(match[1])
                 self._position = match.end()
-                # The brace behind the head is seen, too.
+                # The brace after the head has been seen, too.
                 self._decided = match.end() + 1
                 self.begin(name if isinstance(name, str) else "")
                 yield from self.arguments()
@@ -325,9 +325,9 @@ class CallBlock:
             yield from self.more()
 
     def member(self, tool: str, key: str, value: str, *, is_first: bool, is_string: bool | None = None) -> None:
-        """Add a member of the arguments whose value is plain text: its schema says what it stands for.
+        """Add a member of the arguments from plain text; its schema gives the type of the value.
 
-        `is_string`: the format tells itself.
+        `is_string`: the format itself says that it is a string, or not.
         """
         self.add(("{" if is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         if is_string is None:
@@ -339,7 +339,7 @@ class CallBlock:
         self.add(json.dumps(value) if text is None else text[1:-1])
 
     def python_call(self, suffix: str = "") -> Steps:
-        """Read a call as Python writes it, name(key=value, …), with constants for values; `suffix` follows its name."""
+        """Read a call in Python's syntax, name(key=value, …), with constants for values; `suffix` follows its name."""
         name, _ = yield from self.until("(")
         name = name.strip().removesuffix(suffix)
         self._position -= 1
@@ -366,7 +366,7 @@ class _Balance:
         self._escaped = False
 
     def scan(self, text: str, begin: int) -> int | None:
-        """Return the position behind the closing bracket; None when it goes on. Each character is seen once."""
+        """Return the position after the closing bracket; None while there is none. Each character is seen once."""
         for position in range(begin, len(text)):
             char = text[position]
             if self._quote:
@@ -388,13 +388,13 @@ class _Balance:
 
 
 def _may_close(text: str) -> bool:
-    """True when `text` may be the beginning of a marker, or a bracket that ends a list."""
+    """True when `text` may be the start of a marker, or a bracket that ends a list."""
     text = text.strip()
     return text in ("]", "}", "}]", ";", ",") or (text.startswith("<") and len(text) < 32 and ">" not in text)
 
 
 def _takes_text(schema: Mapping[str, Any], key: str, value: str) -> bool:
-    """True when the value of parameter `key` is text as it stands: its schema says so, or nothing does and it is no
+    """True when the value of parameter `key` is plain text: its schema says so, or the schema is silent and it is not
     JSON."""
     properties = schema.get("properties")
     one = properties.get(key) if isinstance(properties, Mapping) else None
@@ -406,12 +406,12 @@ def _takes_text(schema: Mapping[str, Any], key: str, value: str) -> bool:
     meant = loads(value.strip())
     if value.strip() != "null" and (meant is None or isinstance(meant, str)):
         return True
-    # JSON, but text may be meant as well: only a kind that the schema names is taken for more.
+    # JSON, but text may be meant: only a type that the schema names is read as JSON.
     return bool(kinds) and _KINDS[type(meant)].isdisjoint(kinds)
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema names, those of its alternatives included."""
+    """Return the types that a schema names, its alternatives included."""
     named = schema.get("type")
     several = named if isinstance(named, list) else [named]
     kinds = {one for one in several if isinstance(one, str)}
@@ -429,7 +429,7 @@ def _key(keyword: ast.keyword) -> str:
 
 
 def _constant(node: ast.expr) -> object:
-    """Value of a constant expression, where JSON's true, false and null count, too. Raises ValueError."""
+    """Value of a constant expression; JSON's true, false and null also count. Raises ValueError."""
     match node:
         case ast.Name(id=name) if name in _NAMES:
             return _NAMES[name]

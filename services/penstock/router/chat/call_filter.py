@@ -1,4 +1,4 @@
-"""Bounds on the calls of one answer: how many there are, and that none is made twice where a grammar asks for calls."""
+"""Limits on the calls of one answer: their number, and no repetition when a grammar forces calls."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class CallFilter:
     """Filter of the pieces of one answer's calls, in the order in which they come."""
 
     def __init__(self, max_calls: int, *, distinct: bool) -> None:
-        """`max_calls`: most calls; 0: any number. `distinct`: a call that was made before ends the answer."""
+        """`max_calls`: most calls; 0: any number. `distinct`: a repeated call ends the answer."""
         self._max_calls = max_calls
         self._distinct = distinct
-        # True once a call came that is none of the answer: nothing that follows is.
+        # True after a call that is not part of the answer: nothing after it is, either.
         self.is_over = False
-        # Names and arguments of the calls that ended, and of those the ones that the open call may be a repetition of.
+        # Names and arguments of the ended calls, and those of them that the open call may repeat.
         self._made: list[tuple[str, str]] = []
         self._alike: list[str] = []
         self._index = -1
@@ -26,7 +26,7 @@ class CallFilter:
         self._held: list[ToolCallPiece] = []
 
     def take(self, pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
-        """Return the pieces that are certain to be the answer's."""
+        """Return the pieces that certainly belong to the answer."""
         if not self._distinct:
             return self._bounded(pieces)
         found: list[ToolCallPiece] = []
@@ -39,7 +39,7 @@ class CallFilter:
         return found
 
     def end(self) -> list[ToolCallPiece]:
-        """Return the rest of the call that is open, which has ended."""
+        """Return the rest of the open call, which has ended."""
         if self._index < 0 or not self._distinct:
             return []
         held, self._held, self._index = self._held, [], -1
@@ -61,7 +61,7 @@ class CallFilter:
         self.is_over = self.is_over or 0 < self._max_calls <= len(self._made)
 
     def _more(self, piece: ToolCallPiece) -> list[ToolCallPiece]:
-        """Take a piece of the open call: it waits as long as an earlier call began so, too."""
+        """Take a piece of the open call; it waits while an earlier call began the same way."""
         self._arguments.append(piece.arguments)
         self._alike = [one for one in self._alike if one.startswith(piece.arguments, self._length)]
         self._length += len(piece.arguments)

@@ -1,4 +1,4 @@
-"""Programs of the tool-call formats: what stands behind a format's opening marker, for `CallBlock`."""
+"""Programs of the tool-call formats: they read the text behind a format's opening marker for `CallBlock`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ KIMI_CALL_END, KIMI_END = "<|tool_call_end|>", "<|tool_calls_section_end|>"
 
 
 def objects(separators: tuple[str, ...] = (), close: tuple[str, ...] = ()) -> Program:
-    """Return the program of one object, of objects between `separators`, or of a JSON list, with one of `close` behind
-    where there is one."""
+    """Return the program of one object, objects between `separators`, or a JSON list; one of `close` may follow."""
 
     def read(block: CallBlock) -> Steps:
         if (yield from block.one_of("[")):
@@ -31,14 +30,14 @@ def objects(separators: tuple[str, ...] = (), close: tuple[str, ...] = ()) -> Pr
 
 
 def _goes_on(block: CallBlock, options: tuple[str, ...]) -> Steps:
-    """Return the option that follows; empty when none does, or nothing."""
+    """Return the option that follows; empty without one, or at the end."""
     if not (yield from block.peek()):
         return ""
     return (yield from block.one_of(*options))
 
 
 def llama(block: CallBlock) -> Steps:
-    """Llama 3 and 4: JSON objects between semicolons, name.call(…) behind the tag, or Python's list of calls."""
+    """Llama 3 and 4: JSON objects between semicolons, name.call(…) after the tag, or Python's list of calls."""
     first = yield from block.peek()
     if first == "{":
         yield from objects(separators=(";",), close=("<|python_end|>",))(block)
@@ -61,7 +60,7 @@ def llama(block: CallBlock) -> Steps:
 
 
 def mistral(block: CallBlock) -> Steps:
-    """[TOOL_CALLS] with a JSON list, or with name[ARGS]{…} and perhaps [CALL_ID]id between."""
+    """[TOOL_CALLS] with a JSON list, or with name[ARGS]{…}, perhaps with [CALL_ID]id in between."""
     if (yield from block.peek()) in ("[", "{"):
         yield from objects()(block)
         return
@@ -119,7 +118,7 @@ def qwen_coder(close: str) -> Program:
 
 
 def invokes(call: str, end: str, parameter: str, parameter_end: str, close: str) -> Program:
-    """Return the program of <invoke name="…"> with <parameter name="…">value</parameter>, each up to its end."""
+    """Return the program of <invoke name="…"> with <parameter name="…">value</parameter>, each up to its end tag."""
 
     def read(block: CallBlock) -> Steps:
         while (yield from block.expect(call, close)) == call:
@@ -130,7 +129,7 @@ def invokes(call: str, end: str, parameter: str, parameter_end: str, close: str)
 
 
 def _members(block: CallBlock, tool: str, opens: str, opened: str, closes: str, end: str) -> Steps:
-    """Read parameters up to `end`. Keys may have quotes, and attributes behind them: string="true" tells the kind.
+    """Read parameters up to `end`. Keys may have quotes, and attributes may follow: string="true" gives the type.
     Models that know other formats write one JSON object instead."""
     block.begin(tool)
     is_first = True
@@ -142,7 +141,7 @@ def _members(block: CallBlock, tool: str, opens: str, opened: str, closes: str, 
     while (yield from block.expect(opens, end)) == opens:
         head, _ = yield from block.until(opened)
         key, _, attributes = head.partition('"')
-        # Qwen3-Coder leaves </parameter> out at times: a line that begins what follows ends the value, too.
+        # Qwen3-Coder sometimes leaves out </parameter>: a line that begins the next part also ends the value.
         value, found = yield from block.until(closes, "\n" + opens, "\n" + end)
         block.unread(0 if found == closes else len(found))
         kind = None if "string=" not in attributes else 'string="true"' in attributes

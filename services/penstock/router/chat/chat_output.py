@@ -23,7 +23,7 @@ from penstock.router.chat.tool_calls import CallResult, ToolCallPiece, ToolCallR
 
 @dataclass(slots=True)
 class ChatPiece:
-    """Text, reasoning and tool calls that a piece of text turned into."""
+    """Text, reasoning and tool calls parsed from a piece of text."""
 
     text: str = ""
     reasoning: str = ""
@@ -44,7 +44,7 @@ class _State(enum.Enum):
 
 
 def new_call_id() -> str:
-    """Make a tool call id that no other call has."""
+    """Make a unique id for a tool call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -64,7 +64,7 @@ class ChatParser:
     A thought counts only at the very beginning of an answer, tool calls only when `parse_tools` (the request offered
     tools). Newlines around a thought belong to the tags, as in Qwen3's own template.
 
-    A call ends a thought that nothing else ends. In a thought that is closed, or goes on after it, it is a draft.
+    A call ends a thought that nothing else ends. In a thought that is closed, or continues after it, it is a draft.
     """
 
     def __init__(
@@ -79,9 +79,8 @@ class ChatParser:
         max_head_chars: int = 65536,
         make_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """Make it. `schemas`: JSON Schemas of the offered tools' parameters, by name; formats without types read by
-        them. `max_calls`: a further call ends the answer; 0: none does. `distinct_calls`: so does one that was made
-        before."""
+        """Make it. `schemas`: JSON Schemas of the offered tools' parameters, by name; formats without types need them.
+        `max_calls`: one more call ends the answer; 0: no limit. `distinct_calls`: a repeated call also ends it."""
         self._parse_tools = parse_tools
         self._chat, self._format = chat, chat.tools
         self._opens = (*chat.tools.opens, *chat.tools.inline)
@@ -95,9 +94,9 @@ class ChatParser:
         self._max_calls, self._distinct_calls = max_calls, distinct_calls
         self._state = _State.REASONING if in_reasoning else _State.START if chat.reasoning else _State.BEGIN
         self._reasoning_started = self._has_text = False
-        # Characters of `_held`, within a thought, in which no call begins any more.
+        # Characters of `_held`, inside a thought, in which no call can begin any more.
         self._passed = 0
-        # Newlines that `_held` begins with, within a thought: they are not looked at again.
+        # Newlines at the start of `_held`, inside a thought: they are not examined again.
         self._newlines = 0
         self._draft: _DraftedCalls | None = None
         self._held = ""
@@ -114,12 +113,12 @@ class ChatParser:
 
     @property
     def is_undecided(self) -> bool:
-        """True while a thought may have ended in a call: what follows tells."""
+        """True while a thought may have ended in a call; the text that follows decides."""
         return self._state is _State.DRAFT
 
     @property
     def is_plain(self) -> bool:
-        """True when all text from here on comes out as it goes in, and nothing is held back."""
+        """True when all further text comes out unchanged, and nothing is held back."""
         return self._state is _State.CONTENT and not self._parse_tools
 
     @property
@@ -129,11 +128,11 @@ class ChatParser:
 
     @property
     def is_over(self) -> bool:
-        """True once a call came that is no part of the answer: nothing that follows is, either."""
+        """True after a call that is not part of the answer: nothing after it is, either."""
         return self._filter.is_over
 
     def feed(self, text: str) -> ChatPiece:
-        """Take more text, which may be empty, and return what is certain."""
+        """Take more text, which may be empty, and return the certain output."""
         piece = ChatPiece()
         if self.is_plain:
             piece.text = text
@@ -144,10 +143,10 @@ class ChatParser:
         return piece
 
     def finish(self, *, is_cut: bool = False, is_stopped: bool = False) -> ChatPiece:
-        """Return what was held back: no more text comes.
+        """Return the output that was held back: no more text comes.
 
-        `is_cut`: the model did not end the answer itself. Half a call is then left out; else it is text. `is_stopped`:
-        it is cut by a stop string, which stands where a marker would have gone on: its beginning is text.
+        `is_cut`: the model did not end the answer itself. A partial call is then left out; else it is text.
+        `is_stopped`: a stop string cut it in the place where a marker would have continued: the marker's start is text.
         """
         piece = ChatPiece()
         may_be_tag = is_cut and not is_stopped
@@ -167,7 +166,7 @@ class ChatParser:
             if result.rest.strip():
                 piece.text, self._ends_in_calls = piece.text + result.rest, False
         elif self._state is _State.AFTER_CALL:
-            # The held text is white space, or white space and the beginning of another tag.
+            # The held text is white space, or white space and the start of another tag.
             if held.strip() and not may_be_tag:
                 piece.text, self._ends_in_calls = held, False
         elif may_be_tag and self._is_half_a_tag(held):
@@ -177,15 +176,15 @@ class ChatParser:
         return piece
 
     def _is_half_a_tag(self, held: str) -> bool:
-        """True when the end of an answer that was cut is the beginning of a marker, and no text."""
+        """True when the end of a cut answer is the start of a marker, not text."""
         if self._state is _State.START:
             is_call = self._parse_tools and any(one.startswith(held.strip()) for one in self._opens)
             return bool(held.strip()) and (self._chat.thinks or is_call)
-        # What a marker begins with is that where nothing came before it.
+        # The start of a marker counts as one when nothing came before it.
         return self._state is _State.CONTENT and not (self._has_text and _is_likely_text(held.strip()))
 
     def _finish_draft(self, draft: _DraftedCalls, held: str, piece: ChatPiece, *, is_cut: bool) -> None:
-        """Take the calls that ended a thought, or as reasoning what is none."""
+        """Take the calls that ended a thought; the rest is reasoning."""
         if draft.finish(held, is_cut=is_cut):
             piece.tool_calls += draft.calls
             self._ends_in_calls = draft.is_complete
@@ -208,7 +207,7 @@ class ChatParser:
         return self._begin(piece)
 
     def _begin(self, piece: ChatPiece) -> bool:
-        """At the beginning of the content: in some formats a call has no marker there."""
+        """Handle the start of the content: in some formats a call has no marker there."""
         stripped = self._held.lstrip()
         if not self._parse_tools or not self._format.starts:
             self._state = _State.CONTENT
@@ -225,7 +224,7 @@ class ChatParser:
             self._held = self._held.lstrip("\n")
             if not self._held:
                 return False
-        # The end may begin in a marker that was passed, and not before that.
+        # The end may begin in a marker that was passed, and not before it.
         first = max(self._newlines, self._passed - len(self._thought.closes))
         end = self._close.find(self._held, first)[0]
         begin, opened = self._marks.find(self._held, max(first, self._passed)) if end < 0 else (-1, "")
@@ -260,7 +259,7 @@ class ChatParser:
         return True
 
     def _drafted(self, piece: ChatPiece) -> bool:
-        """Behind the beginning of a call within a thought."""
+        """Handle the text after the start of a call inside a thought."""
         draft = self._draft
         if draft is None:
             return False
@@ -268,7 +267,7 @@ class ChatParser:
         is_closed = self._held.find(closes, max(0, draft.read - len(closes))) >= 0
         if not is_closed and draft.feed(self._held, self._close.half(self._held)):
             return False
-        # No call, or one that the model thought about: it goes on behind the marker.
+        # Not a call, or one that the model only thought about: continue after the marker.
         self._passed, self._draft, self._state = draft.behind_marker, None, _State.REASONING
         return True
 
@@ -361,29 +360,29 @@ class ChatParser:
 
 
 class _DraftedCalls:
-    """Calls that stand in a thought: real ones where the answer ends with them."""
+    """Calls inside a thought; they are real if the answer ends with them."""
 
     def __init__(self, parser: ChatParser, begin: int, marker: int) -> None:
-        """`begin`: place of the first, with a marker of so many characters, in the text that is fed."""
+        """`begin`: place of the first call in the text that is fed, and the number of characters of its marker."""
         self._parser = parser
         self.calls: list[ToolCallPiece] = []
         self.behind_marker = begin + marker
-        # Characters that were read.
+        # Characters read.
         self.read = begin
 
     @property
     def is_complete(self) -> bool:
-        """True when the answer ends in whole calls. Meaningful after `finish`."""
+        """True when the answer ends in complete calls. Meaningful after `finish`."""
         return self._parser.ends_in_tool_calls
 
     def feed(self, text: str, end: int) -> bool:
-        """Take the text up to `end`. Returns False when it is not, or goes on after, calls."""
+        """Take the text up to `end`. Returns False when it is not calls, or continues after them."""
         piece = self._parser.feed(text[self.read : end])
         self.read = max(self.read, end)
         return self._take(piece)
 
     def finish(self, text: str, *, is_cut: bool) -> bool:
-        """Take all the text. Returns True when it ends in calls, which are in `calls`."""
+        """Take all the text. Returns True when it ends in calls; `calls` has them."""
         return self.feed(text, len(text)) and self._take(self._parser.finish(is_cut=is_cut)) and bool(self.calls)
 
     def _take(self, piece: ChatPiece) -> bool:
@@ -392,7 +391,7 @@ class _DraftedCalls:
 
 
 class HarmonyParser(ChatParser):
-    """Parser of gpt-oss's messages: the channel analysis is reasoning, a recipient makes a call, all else is text."""
+    """Parser of gpt-oss's messages: the channel analysis is reasoning, a recipient means a call, the rest is text."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -446,7 +445,7 @@ class HarmonyParser(ChatParser):
         self._held = self._held[keep:]
         if begin < 0:
             return False
-        # <|start|> begins the next header, the others end this message.
+        # <|start|> begins the next header; the others end this message.
         self._held = self._held[0 if end == _START else len(end) :]
         self._state = _State.HEADER
         return bool(self._held)
@@ -470,7 +469,7 @@ class HarmonyParser(ChatParser):
     }
 
 
-# Fewest characters that are taken for half a marker.
+# Fewest characters that count as a partial marker.
 _LEAST_HALF = 2
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS = marks_of("<|end|>", "<|return|>", "<|call|>", _START)
@@ -478,11 +477,11 @@ _RECIPIENT = re.compile(r"(?:^|\s|>)to=([^\s<]+)")
 
 
 def _may_be_header(text: str) -> bool:
-    """True when `text` begins a message's header, or may be the beginning of one."""
+    """True when `text` starts a message's header, or may be the start of one."""
     text = text.lstrip()
     return any(text.startswith(one) or one.startswith(text) for one in (_START, "<|channel|>", "to=", _MESSAGE))
 
 
 def _is_likely_text(half: str) -> bool:
-    """True for the beginning of a marker behind text that is text, too, where the answer ends: `if a <`, a word."""
+    """True for the start of a marker that is plain text at the end of an answer: `if a <`, a word."""
     return len(half) < _LEAST_HALF or half.isalpha()

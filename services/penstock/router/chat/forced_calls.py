@@ -1,4 +1,4 @@
-"""Grammars that force tool calls: Lark text for structured output, of answers that the format's parser reads."""
+"""Grammars that force tool calls: Lark text for structured output, for answers that the format's parser can read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.formats import ChatFormat
 
-# In a form's text: the number of the call.
+# Placeholder in a form's text: the number of the call.
 _NUMBER = "\0"
 _CONTROL = re.compile("[\x7f-\x9f]")
-# JSON as models write it: nothing that a parser of text could take for the end of a call.
+# JSON as models write it: no text that a parser could take for the end of a call.
 _GUIDANCE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 
@@ -41,7 +41,7 @@ _FORMS: Mapping[str, _Form] = {
     "llama3": _Form('{"name": "%s", "parameters": ', "}", separator="; "),
     "llama4": _Form('{"name": "%s", "parameters": ', "}", separator="; "),
     "mistral": _Form("[TOOL_CALLS]%s[ARGS]", "", separator=""),
-    # Without [ARGS] in the vocabulary: the older one.
+    # For a vocabulary without [ARGS]: the older format.
     "mistral_list": _Form(_OBJECT, "}", "[TOOL_CALLS][", ", ", "]"),
     "deepseek_v3": _Form(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n",
@@ -93,7 +93,7 @@ def forced_grammar(
 ) -> str:
     """Return the Lark text of up to `max_calls` calls of the tools in `schemas`, after a thought if the model has one.
 
-    `token_ids`: the format's markers that are one token of the vocabulary; the others are written as text.
+    `token_ids`: the format's markers that are one token of the vocabulary; the others become text.
     `in_reasoning`: the prompt ends inside a thought.
     """
     return _Grammar(chat, token_ids).build(schemas, max_calls=max_calls, in_reasoning=in_reasoning)
@@ -105,7 +105,7 @@ def answer_grammar(chat: ChatFormat, token_ids: Mapping[str, int], *, in_reasoni
 
 
 class _Grammar:
-    """A grammar in the making."""
+    """Builder of a grammar."""
 
     def __init__(self, chat: ChatFormat, token_ids: Mapping[str, int]) -> None:
         self._chat = chat
@@ -146,7 +146,7 @@ class _Grammar:
         rule = f"call_{len(self._rules)}"
         place = len(self._rules)
         self._rules.append("")
-        # In JSON a name is written as such: a quote in it would end it.
+        # In JSON the name stands in quotes: a quote in it would end it.
         is_json = '"name": "' in self._form.head
         head = self._form.head.replace("%s", json.dumps(name, ensure_ascii=False)[1:-1] if is_json else name)
         body = self._members(schema, name) if self._form.members else self._json({"type": "object", **schema}, name)
@@ -176,17 +176,17 @@ class _Grammar:
         )
 
     def _json(self, schema: Mapping[str, Any], origin: str) -> str:
-        """Rule of a value; a refusal of the schema names its `origin`."""
+        """Rule of a value; an error about the schema names its `origin`."""
         rule = f"json_{len(self._rules)}"
         document = json.dumps({"x-guidance": _GUIDANCE, **schema, "$comment": f"tool {origin}"}, ensure_ascii=True)
         self._rules.append(f"{rule}: %json {document}")
         return rule
 
     def _text_up_to(self, closes: str) -> str:
-        """Rule of any text up to `closes`, and that."""
+        """Rule of any text up to and including `closes`."""
         rule = f"text_{len(self._rules)}"
         if self._split(closes)[0] == "" and len(self._split(closes)) > 1:
-            # A token ends it: no text holds one.
+            # A token ends it, and no text contains one.
             self._rules.append(f"{rule}: /(?s:.*)/ {self._text(closes)}")
         else:
             self._rules.append(f"{rule}[suffix={_literal(closes)}]: /(?s:.*)/")
@@ -207,5 +207,5 @@ class _Grammar:
 
 
 def _literal(text: str) -> str:
-    """Quote a Lark string: as in JSON, but with escapes for control characters that only JSON takes as they are."""
+    """Quote a Lark string: as in JSON, but with escapes for control characters that only JSON allows unescaped."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))

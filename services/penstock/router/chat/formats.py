@@ -1,4 +1,4 @@
-"""Table of the formats in which models write tool calls and reasoning, and the choice of one by a chat template."""
+"""Table of models' formats for tool calls and reasoning, and the choice of one by a chat template."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.router.chat.marks import Marks, marks_of
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Markers around a thought at the beginning of an answer."""
+    """Markers around a thought at the start of an answer."""
 
     name: str
     opens: str
     closes: str
-    # Any of them in a template chooses the format.
+    # Any of them in a template selects the format.
     marks: tuple[str, ...]
 
 
@@ -28,22 +28,22 @@ class ToolFormat:
 
     name: str
     models: str
-    # A block begins with any of these, wherever it stands; with a `start` only where an answer begins. An `inline` is
-    # the beginning of the call itself.
+    # A block begins with any of these in any place, but with a `start` only at the start of an answer. An `inline` is
+    # the start of the call itself.
     opens: tuple[str, ...]
     # None: the format has a reader of its own.
     program: Program | None
-    # A template that has all marks of one of these chooses the format; the first row that fits wins.
+    # A template with all marks of one of these selects the format; the first row that fits wins.
     marks: tuple[tuple[str, ...], ...] = ()
     starts: tuple[str, ...] = ()
     inline: tuple[str, ...] = ()
-    # Further markers that must stay in the text though a vocabulary calls them special.
+    # Further markers that must stay in the text although a vocabulary calls them special.
     inner: tuple[str, ...] = ()
-    # Messages of channels, which have a parser of their own.
+    # Messages on channels, which have their own parser.
     is_harmony: bool = False
 
     def call_marks(self, *more: str) -> Marks:
-        """Markers of where calls begin, and further ones."""
+        """Markers of the start of calls, and further ones."""
         return marks_of(*more, *self.opens, *self.inline)
 
 
@@ -53,11 +53,11 @@ class ChatFormat:
 
     tools: ToolFormat
     reasoning: ReasoningFormat | None
-    # The template or an option names the thought. Else models that think are taken at their word.
+    # The template or an option names the thought. Else a model that writes thoughts is believed.
     thinks: bool = False
 
     def kept_for(self, *, with_tools: bool) -> tuple[str, ...]:
-        """Markers that must reach the parser though a vocabulary calls them special."""
+        """Markers that must reach the parser although a vocabulary calls them special."""
         thought = () if self.reasoning is None else (self.reasoning.opens, self.reasoning.closes)
         if with_tools or self.tools.is_harmony:
             return (*self.tools.opens, *self.tools.inner, *thought)
@@ -79,7 +79,7 @@ REASONING = (
 )
 THINK = REASONING[-1]
 
-# The more telling rows come first: several formats write <tool_call>.
+# The more specific rows come first: several formats write <tool_call>.
 TOOLS = (
     ToolFormat(
         "harmony",
@@ -174,7 +174,7 @@ TOOLS = (
     ToolFormat(
         "phi4",
         "Phi-4-mini",
-        # The second is what the model writes where a prompt tells it no other.
+        # The model writes the second unless a prompt asks for another.
         opens=("<|tool_call|>", "functools"),
         program=programs.objects(close=("<|/tool_call|>",)),
         marks=(("<|/tool_call|>",),),
@@ -227,8 +227,8 @@ def choose_format(
 ) -> ChatFormat:
     """Choose the formats of a model by the text of its chat template, or by name.
 
-    transformers' `response_template`, JSON text, has the first word where its markers are known. Hermes and <think>
-    where no row fits. Raises StartupError naming the flag for a name that no row has.
+    transformers' `response_template`, JSON text, takes precedence if its markers are known. Hermes and <think> are used
+    when no row fits. Raises StartupError naming the flag for a name that no row has.
     """
     row = _named(TOOLS, tools, "--tool-format") if tools != AUTO else None
     # Markers in it may be regular expressions.

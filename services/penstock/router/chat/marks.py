@@ -1,4 +1,4 @@
-"""Markers of calls and thoughts, looked for in text as it comes: most text has none of their first characters."""
+"""Search for markers of calls and thoughts in text as it comes: most text has none of their first characters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 
 class Marks:
-    """Some markers."""
+    """A set of markers."""
 
     def __init__(self, tags: tuple[str, ...]) -> None:
         self._tags = tags
@@ -17,7 +17,7 @@ class Marks:
         self._longest = max(map(len, self._halves), default=0)
 
     def find(self, text: str, begin: int = 0) -> tuple[int, str]:
-        """Return the place of the first marker from `begin` on, and that one; -1 when there is none."""
+        """Return the place of the first marker from `begin` on, and the marker; -1 when there is none."""
         head = self._heads.search(text, begin)
         if head is None:
             return -1, ""
@@ -25,8 +25,8 @@ class Marks:
         return min(found) if found else (-1, "")
 
     def half(self, text: str, begin: int = 0) -> int:
-        """Return the place from `begin` on where the longest beginning of a marker stands that ends the text; without
-        one the text's length."""
+        """Return the place, from `begin` on, of the longest partial marker that ends the text; without one, the text's
+        length."""
         place = max(begin, len(text) - self._longest)
         while (head := self._heads.search(text, place)) is not None:
             if text[head.start() :] in self._halves:
@@ -37,5 +37,5 @@ class Marks:
 
 @lru_cache(maxsize=64)
 def marks_of(*tags: str) -> Marks:
-    """Return the markers: those of a format are made once."""
+    """Return the markers; a format's are made once."""
     return Marks(tags)

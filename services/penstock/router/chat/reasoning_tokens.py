@@ -1,4 +1,4 @@
-"""Count of the tokens of an answer's thoughts."""
+"""Count of the tokens in an answer's thoughts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from penstock.router.chat.chat_output import ChatParser, ChatPiece
 
 
 class ReasoningTokens:
-    """Tokens of one answer that belong to its thoughts; text is taken apart on the way."""
+    """Tokens of one answer that belong to its thoughts; it feeds the text to the parser on the way."""
 
     __slots__ = ("_undecided", "total")
 
     def __init__(self) -> None:
         self.total = 0
-        # Tokens since what may be a call within a thought, or a draft of one.
+        # Tokens since a possible call inside a thought, real or a draft.
         self._undecided = 0
 
     def feed(self, parser: ChatParser, text: str, tokens: int) -> ChatPiece:
-        """Feed the text of `tokens` tokens to the answer's parser; return what it makes of it."""
+        """Feed the text of `tokens` tokens to the answer's parser; return its output."""
         was_inside, was_undecided = parser.in_reasoning, parser.is_undecided
         piece = parser.feed(text)
         if was_undecided or parser.is_undecided:
@@ -31,7 +31,7 @@ class ReasoningTokens:
         return piece
 
     def decide(self, piece: ChatPiece) -> None:
-        """Take note of what undecided text turned into: a part of the thought, or calls."""
+        """Note the outcome of undecided text: a part of the thought, or calls."""
         if piece.reasoning:
             self.total += self._undecided
         self._undecided = 0

@@ -1,4 +1,4 @@
-"""Thought before a chat's answer: what a prompt and its format say of it."""
+"""Thought before a chat's answer, as a prompt and its format announce it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.router.chat.formats import ChatFormat
 from penstock.text.thoughts import Thought
 from penstock.v1 import common_pb2
 
-# Messages of gpt-oss: any may come before those that are the answer's text.
+# Messages of gpt-oss: any of these may come before those with the answer's text.
 _HARMONY_OPENS = "<|channel|>"
 _HARMONY_CLOSES = ("<|channel|>final<|message|>", "<|channel|>commentary<|message|>")
 
@@ -15,7 +15,7 @@ _HARMONY_CLOSES = ("<|channel|>final<|message|>", "<|channel|>commentary<|messag
 def thought_before(chat: ChatFormat, prompt: str, *, goes_on: bool) -> common_pb2.Thought | None:
     """Return the thought that comes, or may come, before the answer to a rendered prompt; None: the answer begins.
 
-    `goes_on`: the prompt ends with the beginning of the answer.
+    `goes_on`: the prompt ends with the start of the answer.
     """
     if chat.tools.is_harmony:
         return None if goes_on else common_pb2.Thought(opens=_HARMONY_OPENS, closes=_HARMONY_CLOSES)
@@ -23,7 +23,7 @@ def thought_before(chat: ChatFormat, prompt: str, *, goes_on: bool) -> common_pb
     if thought is None:
         return None
     is_open = prompt_opens_reasoning(prompt, thought)
-    # A template that closes a thought at once asks for none. One that names no thought is of a model without.
+    # A template that closes a thought at once asks for none. One that names no thought is for a model without thoughts.
     may_come = chat.thinks and not goes_on and not prompt.rstrip().endswith(thought.closes)
     if not is_open and not may_come:
         return None

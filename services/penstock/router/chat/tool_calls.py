@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
-# The usual order of keys: the arguments that follow can be streamed as they come.
+# The usual order of keys: the arguments can be streamed as they come.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL)
 
 
@@ -25,11 +25,11 @@ class ToolCallPiece:
 
 @dataclass(slots=True)
 class CallResult:
-    """Result of `ToolCallReader.feed`. `rest` is text behind the closing tag when `closed`."""
+    """Result of `ToolCallReader.feed`. `rest` is the text after the closing tag when `closed`."""
 
     pieces: list[ToolCallPiece] = field(default_factory=list)
     closed: bool = False
-    # Set with `closed`: a well-formed call was read. Otherwise `raw` holds text that is no call.
+    # Set with `closed`: a well-formed call was read. Otherwise `raw` holds text that is not a call.
     complete: bool = False
     raw: str = ""
     rest: str = ""
@@ -47,7 +47,7 @@ class ToolCallReader:
     """Reads the text between `<tool_call>` and `</tool_call>`. The result does not depend on how the text is split."""
 
     def __init__(self, index: int, call_id: str, max_head_chars: int) -> None:
-        """`max_head_chars`: more than this without a recognisable call is plain text."""
+        """`max_head_chars`: more characters than this without a recognisable call are plain text."""
         self._index = index
         self._call_id = call_id
         self._max_head_chars = max_head_chars
@@ -57,11 +57,11 @@ class ToolCallReader:
         self._in_string = False
         self._escaped = False
         self._well_formed = False
-        # The whole of the arguments so far: only as a whole can they be told to be JSON.
+        # All of the arguments so far: only the whole text can be checked to be JSON.
         self._arguments: list[str] = []
 
     def feed(self, text: str) -> CallResult:
-        """Take more text and return what it completes."""
+        """Take more text and return the pieces that it completes."""
         result = CallResult()
         self._buffer += text
         if self._phase is _Phase.HEAD:
@@ -74,9 +74,9 @@ class ToolCallReader:
         return result
 
     def finish(self, *, is_cut: bool = False) -> CallResult:
-        """Return the rest: no more text comes. A call without its closing tag still counts when its JSON is whole.
+        """Return the rest: no more text comes. A call without its closing tag still counts if its JSON is complete.
 
-        `is_cut`: the model would have gone on. Half a call is then no text, and left out.
+        `is_cut`: the model would have continued. A partial call is then left out, not returned as text.
         """
         result = CallResult(closed=True)
         if self._phase is _Phase.HEAD:
@@ -91,7 +91,7 @@ class ToolCallReader:
         match = _HEAD.match(self._buffer)
         begin = len(self._buffer) - len(self._buffer.lstrip())
         if self._buffer[begin : begin + 1] not in ("", "{"):
-            # No call begins so: what follows is read as if nothing had begun.
+            # No call starts like this: reading starts afresh after it.
             result.closed = True
             result.raw, result.rest = OPEN_TAG + self._buffer[:begin], self._buffer[begin:]
             return
@@ -136,7 +136,7 @@ class ToolCallReader:
             self._arguments.clear()
 
     def _scan(self, text: str) -> int | None:
-        """Index in `text` at which the arguments' object ends; None when it goes on."""
+        """Index in `text` at which the arguments' object ends; None while it continues."""
         for position, char in enumerate(text):
             if self._in_string:
                 if self._escaped:
@@ -161,7 +161,7 @@ class ToolCallReader:
     def _read_tail(self, result: CallResult) -> None:
         close = self._buffer.find(CLOSE_TAG)
         if close < 0:
-            # Only as much as may be the start of the tag matters.
+            # Only the part that may be the start of the tag matters.
             self._buffer = self._buffer[-(len(CLOSE_TAG) - 1) :]
             return
         result.closed, result.complete = True, self._well_formed
@@ -177,25 +177,25 @@ def loads(text: str) -> object:
 
 
 def _refuse(constant: str) -> object:
-    """Refuse NaN and Infinity, which Python reads and JSON does not have. Raises ValueError."""
+    """Refuse NaN and Infinity, which Python's parser accepts and JSON does not have. Raises ValueError."""
     raise ValueError(constant)
 
 
 def argument_text(arguments: object) -> str | None:
-    """JSON text of arguments, or None when there is none that a message could carry. A model may have written them as
-    JSON within a string already."""
+    """JSON text of arguments, or None when no message could carry them. A model may already have written them as JSON
+    inside a string."""
     if isinstance(arguments, str) and (not is_text(arguments) or isinstance(loads(arguments), dict)):
         return arguments if is_text(arguments) else None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         return text if is_text(text) else json.dumps(arguments, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        # Python's bytes, sets and complex numbers, which JSON has none of, or a number too large for a float.
+        # Python's bytes, sets and complex numbers, which JSON lacks, or a number too large for a float.
         return None
 
 
 def is_text(value: str) -> bool:
-    """True when the value has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """True when the value has no lone surrogate, which JSON can spell and UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
-"""Admin and model RPCs of the generation services, forwarded: in the default deployment only the router is in reach.
+"""Admin and model RPCs of the generation services, forwarded: by default clients can reach only the router.
 
-The backend is named by the call's metadata `penstock-backend`: its address, as in the router's log and metrics, or the
-name of --backend that it came from. It need not be named when there is one. Who may call is for `--admin-token-file`,
-and for calls that open the model for `--model-token-file`: see `token_files`.
+The call's metadata `penstock-backend` names the backend: by its address, as in the router's log and metrics, or by its
+name in --backend. With a single backend it may be left out. `--admin-token-file` decides who may call, and
+`--model-token-file` for calls that open the model: see `token_files`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc, graphs_pb2, model_pb2, model_
 ADMIN_SERVICE, MODEL_SERVICE = "penstock.v1.GenerationAdminService", "penstock.v1.ModelService"
 _FLAG, _MODEL_FLAG = "--admin-token-file", "--model-token-file"
 FACTS_METHOD = f"/{MODEL_SERVICE}/GetModelInfo"
-# Methods that open the model: all of ModelService but the one that tells facts.
+# Methods that open the model: all of ModelService but the one that reports facts.
 OPENING_METHODS = tuple(
     name
     for one in model_pb2.DESCRIPTOR.services_by_name["ModelService"].methods
@@ -48,7 +48,7 @@ Context = Any
 
 
 def token_files(config: RouterConfig) -> Mapping[str, Tokens]:
-    """Read the tokens that the forwarded services take in place of the usual ones. Raises StartupError."""
+    """Read the tokens that the forwarded services accept in place of the usual ones. Raises StartupError."""
     files: dict[str, Tokens] = {}
     admins, usual, opening = (
         None if path is None else TokenFile(path, flag)
@@ -62,7 +62,7 @@ def token_files(config: RouterConfig) -> Mapping[str, Tokens]:
         files |= dict.fromkeys((ADMIN_SERVICE, MODEL_SERVICE), admins)
     if opening is not None:
         files |= dict.fromkeys(OPENING_METHODS, opening)
-        # Who runs the model's graphs has to know them.
+        # A caller that runs the model's graphs must know them.
         others = usual if admins is None and is_loopback(config.host) else admins
         if others is not None:
             files[FACTS_METHOD] = TokenFiles((others, opening))
@@ -76,7 +76,7 @@ class Forwarding:
 
     def __init__(self, config: RouterConfig, pool: BackendPool) -> None:
         self._pool = pool
-        # Tokens for text must not do for a stop of the service where everybody can reach it.
+        # On a public address, tokens for text must not be enough to stop the service.
         self._is_allowed = config.admin_token_file is not None or is_loopback(config.host)
         self._may_open = config.model_token_file is not None or is_loopback(config.host)
 
@@ -90,7 +90,7 @@ class Forwarding:
         return self._choose(context)
 
     def backend_to_describe(self, context: ServerCall) -> Backend:
-        """Choose the backend of a call that asks for the model's facts. Raises as `backend_of`."""
+        """Choose the backend of a call that asks for facts about the model. Raises as `backend_of`."""
         return self._choose(context) if self._may_open else self.backend_of(context)
 
     def backend_of(self, context: ServerCall) -> Backend:
@@ -115,7 +115,7 @@ class Forwarding:
 
     @staticmethod
     def _named(name: str, known: Mapping[str, Backend]) -> Backend:
-        """Find the only backend of a configured name."""
+        """Find the only backend with a configured name."""
         found = {key: backend for key, backend in known.items() if backend.where.target == name}
         if len(found) > 1:
             raise InvalidArgument(f"metadata {BACKEND_KEY}", f"is the name of several backends: {_names(found)}")
@@ -129,7 +129,7 @@ class Forwarding:
     async def call(
         self, make_stub: Callable[[grpc.aio.Channel], Any], method: str, request: Any, context: ServerCall
     ) -> Any:
-        """Make the call with a single answer, with the caller's deadline. Raises the backend's error."""
+        """Make a call with a single answer, with the caller's deadline. Raises the backend's error."""
         return await self.call_at(self.backend_of(context), make_stub, method, request, context)
 
     async def open_call(self, method: str, request: Any, context: ServerCall) -> Any:
@@ -145,7 +145,7 @@ class Forwarding:
         request: Any,
         context: ServerCall,
     ) -> Any:
-        """Make the call at a backend that was chosen. Raises as `call`."""
+        """Make the call at the chosen backend. Raises as `call`."""
         async with _reached(backend) as channel:
             return await _made(channel, make_stub, method, request, context)
 
@@ -164,7 +164,7 @@ async def _made(
 
 @contextlib.asynccontextmanager
 async def _reached(backend: Backend, *, is_apart: bool = False) -> AsyncIterator[Channel]:
-    """Open a channel to a backend; `is_apart`: one that no loss of the backend's own connection ends."""
+    """Open a channel to a backend; `is_apart`: one that outlives the loss of the backend's own connection."""
     async with contextlib.AsyncExitStack() as stack:
         try:
             channel = await stack.enter_async_context(backend.link.open_channel() if is_apart else backend.link.reach())
@@ -175,7 +175,7 @@ async def _reached(backend: Backend, *, is_apart: bool = False) -> AsyncIterator
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
-    """Raise a backend's errors as ours: its own, and Unavailable BACKEND_LOST when it was lost meanwhile."""
+    """Raise a backend's errors as PenstockErrors: its own, and Unavailable BACKEND_LOST if it was lost meanwhile."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -184,12 +184,12 @@ def _errors() -> Iterator[None]:
     except asyncio.CancelledError:
         if is_cancelled():
             raise
-        # Our own end of the connection was closed.
+        # This process closed its end of the connection.
         raise backend_lost() from None
 
 
 def _names(backends: Mapping[str, Backend]) -> str:
-    """List addresses, each with the configured name that it came from."""
+    """List addresses, each with its configured name."""
     targets = {key: backend.where.target for key, backend in sorted(backends.items())}
     return ", ".join(key if target == key else f"{key} ({target})" for key, target in targets.items())
 
@@ -265,7 +265,7 @@ class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, context: Context
     ) -> admin_pb2.LoadAdapterResponse:
-        """Make the backend load an adapter; requests that come after the answer are sent there."""
+        """Make the backend load an adapter; requests after the answer are sent there."""
         backend = self._forwarding.backend_of(context)
         stub = admin_pb2_grpc.GenerationAdminServiceStub
         answer: admin_pb2.LoadAdapterResponse = await self._forwarding.call_at(
@@ -277,7 +277,7 @@ class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     async def UnloadAdapter(
         self, request: admin_pb2.UnloadAdapterRequest, context: Context
     ) -> admin_pb2.UnloadAdapterResponse:
-        """Make the backend forget an adapter; requests that come after the answer are not sent there."""
+        """Make the backend unload an adapter; requests after the answer are not sent there."""
         backend = self._forwarding.backend_of(context)
         stub = admin_pb2_grpc.GenerationAdminServiceStub
         answer: admin_pb2.UnloadAdapterResponse = await self._forwarding.call_at(
@@ -294,7 +294,7 @@ class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         return answer
 
     async def Reload(self, request: admin_pb2.ReloadRequest, context: Context) -> admin_pb2.ReloadResponse:
-        """Make the backend read its weights again; the router sends its requests elsewhere meanwhile."""
+        """Make the backend read its weights again; meanwhile the router sends its requests elsewhere."""
         answer: admin_pb2.ReloadResponse = await self._call("Reload", request, context)
         return answer
 
@@ -308,7 +308,7 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def GetModelInfo(
         self, request: model_pb2.GetModelInfoRequest, context: Context
     ) -> model_pb2.GetModelInfoResponse:
-        """Return the facts of the backend's model."""
+        """Return facts about the backend's model."""
         backend, stub = self._forwarding.backend_to_describe(context), model_pb2_grpc.ModelServiceStub
         answer: model_pb2.GetModelInfoResponse = await self._forwarding.call_at(
             backend, stub, "GetModelInfo", request, context
@@ -318,9 +318,9 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def UnloadModel(
         self, request: model_pb2.UnloadModelRequest, context: Context
     ) -> model_pb2.UnloadModelResponse:
-        """End the backend's model; the router sends its requests elsewhere."""
+        """Unload the backend's model; the router sends its requests elsewhere."""
         backend = self._forwarding.backend_to_open(context)
-        # The router's own connection ends with the session, which ends with the model.
+        # The model's end ends the session, and the session's end ends the router's own connection.
         async with _reached(backend, is_apart=True) as channel:
             stub = model_pb2_grpc.ModelServiceStub
             answer: model_pb2.UnloadModelResponse = await _made(channel, stub, "UnloadModel", request, context)
@@ -329,7 +329,7 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def LoadModel(  # type: ignore[override]
         self, request_iterator: AsyncIterator[model_pb2.LoadModelRequest], context: Context
     ) -> None:
-        """Load a model at the backend, which joins once it serves a model of the router's tokenizer."""
+        """Load a model at the backend, which joins once it serves a model for the router's tokenizer."""
         await self._stream("LoadModel", model_pb2.LoadModelResponse.FromString, request_iterator, context)
 
     async def Forward(  # type: ignore[override]
@@ -341,7 +341,7 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def _stream(
         self, method: str, parse: Callable[[bytes], Any], requests: AsyncIterator[Any], context: ServerCall
     ) -> None:
-        """Pass the messages of a call on, both ways."""
+        """Forward the messages of a call, both ways."""
         async with _reached(self._forwarding.backend_to_open(context)) as channel:
             with _errors():
                 call: StreamCall[Any] = await channel.open_stream(f"/{MODEL_SERVICE}/{method}", parse)
@@ -350,7 +350,7 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
     @staticmethod
     async def _pass_on(requests: AsyncIterator[Any], call: StreamCall[Any], context: ServerCall) -> None:
         sending = asyncio.create_task(_send_on(requests, call))
-        # A caller whose messages cannot be read ends the call, with that error.
+        # A caller's message that cannot be read ends the call, with that error.
         sending.add_done_callback(lambda task: call.cancel() if _failure_of(task) is not None else None)
         try:
             with _errors():
@@ -395,13 +395,13 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
         return answer
 
     async def Sample(self, request: graphs_pb2.SampleRequest, context: Context) -> graphs_pb2.SampleResponse:
-        """Draw tokens by the backend's sampler."""
+        """Draw tokens with the backend's sampler."""
         answer: graphs_pb2.SampleResponse = await self._forwarding.open_call("Sample", request, context)
         return answer
 
 
 async def _send_on(requests: AsyncIterator[Any], call: StreamCall[Any]) -> None:
-    """Send a caller's messages to the backend until the last one, or until the call is over."""
+    """Send a caller's messages to the backend up to the last one, or until the call is over."""
     with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
         async for request in requests:
             await call.write(request)

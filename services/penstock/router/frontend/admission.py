@@ -1,7 +1,7 @@
-"""Admission of requests: bounds on the live and on the waiting ones, fair between tenants.
+"""Admission of requests: limits on live and on waiting ones, fair between tenants.
 
-Waiting requests are let in by tokens: the tenant that was given least comes first. When the queue is full the tenant
-with the most waiting requests loses its newest one, so that one tenant's flood cannot shut out another.
+Waiting requests are admitted by tokens: the tenant that has received the fewest comes first. When the queue is full,
+the tenant with the most waiting requests loses its newest one, so one tenant's flood cannot shut out another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT_TENANT = "default"
 
 
 def tenant_of(config: RouterConfig, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Hash of the caller's token, which it may spell as it likes; a constant where no authentication is needed."""
+    """Hash of the caller's token, which may be any text; a constant when no authentication is needed."""
     if config.auth_token_file is None:
         return DEFAULT_TENANT
     token = bearer_token(dict(metadata or ()).get("authorization"))
@@ -30,7 +30,7 @@ def tenant_of(config: RouterConfig, metadata: Iterable[tuple[str, str | bytes]] 
 
 
 def fair_share_key(tenant: str) -> str:
-    """Key by which backends serve tenants fairly: it says nothing about the tenant. Empty for the only one."""
+    """Key by which backends serve tenants fairly; it reveals nothing about the tenant. Empty for the only tenant."""
     return "" if tenant == DEFAULT_TENANT else hashlib.sha256(f"fair share:{tenant}".encode()).hexdigest()[:16]
 
 
@@ -43,12 +43,12 @@ class _Waiting:
 
 
 class Admission:
-    """Places for live requests, and the queue of those that wait. Belongs to one event loop."""
+    """Places for live requests, and the queue of waiting ones. Belongs to one event loop."""
 
     def __init__(
         self, *, max_live: int, max_waiting: int, retry_after_seconds: float, tenant_share: float = 1.0
     ) -> None:
-        """Make it. `tenant_share`: share of the places that one tenant may have, where tenants are told apart."""
+        """Make it. `tenant_share`: share of the places that one tenant may have, if tenants are told apart."""
         self._max_live = max_live
         self._max_waiting = max_waiting
         self._retry_after = retry_after_seconds
@@ -63,7 +63,7 @@ class Admission:
 
     @property
     def live(self) -> int:
-        """Number of requests that were let in and are not done."""
+        """Number of requests that were admitted and are not done."""
         return self._live
 
     @property
@@ -80,7 +80,8 @@ class Admission:
         await self._empty.wait()
 
     async def enter(self, tenant: str, timeout: float | None, tokens: float = 1.0) -> None:
-        """Wait for a place; the caller must `leave` once it returned. `tokens`: expected of prompt and output.
+        """Wait for a place; the caller must `leave` after this returned. `tokens`: expected tokens of prompt and
+        output.
 
         Raises Unavailable (DRAINING), ResourceExhausted (QUEUE_FULL) at once, DeadlineExceeded after `timeout` s.
         """
@@ -88,7 +89,7 @@ class Admission:
             raise Unavailable("the router is draining", reason="DRAINING", retry_after_seconds=self._retry_after)
         if timeout is not None and timeout <= 0:
             raise _expired()
-        # While there is a place, those that wait have their share already.
+        # While there is a free place, all waiting tenants have their share already.
         if self._live < self._max_live and self._may_take(tenant):
             self._take(tenant)
             return
@@ -107,12 +108,12 @@ class Admission:
             raise _expired() from None
         finally:
             if not entered and place.done() and not place.cancelled() and place.exception() is None:
-                # It was let in and cancelled in the same turn of the loop.
+                # It was admitted and cancelled in the same turn of the loop.
                 self.leave(tenant)
             self._forget(tenant, waiting)
 
     def leave(self, tenant: str) -> None:
-        """Give a tenant's place back, and let the next ones in."""
+        """Give back a tenant's place, and admit the next requests."""
         self._live -= 1
         self._live_of[tenant] -= 1
         if not self._live_of[tenant]:
@@ -133,7 +134,7 @@ class Admission:
 
     @contextmanager
     def leaving(self, tenant: str) -> Iterator[None]:
-        """Give a tenant's place back at the end of the block."""
+        """Give back a tenant's place at the end of the block."""
         try:
             yield
         finally:
@@ -148,7 +149,7 @@ class Admission:
         self._empty.clear()
 
     def _shed(self, tenant: str) -> None:
-        """Make room for `tenant` by refusing a request of a tenant that has more waiting, or refuse this one."""
+        """Make room for `tenant`: refuse a request of a tenant with more waiting, or this one."""
         largest, queue = max(self._queues.items(), key=lambda item: len(item[1]), default=(tenant, deque()))
         if len(queue) <= len(self._queues.get(tenant, ())) + 1:
             raise self._full()
@@ -176,7 +177,7 @@ class Admission:
             return
         del self._queues[tenant]
         if tenant in self._live_of:
-            # What it was given counts while it has some of it: else it would start anew whenever its queue is empty.
+            # Its tokens count while it holds places: else it would start at zero whenever its queue is empty.
             self._order.stop_waiting(tenant)
         else:
             self._order.forget(tenant)

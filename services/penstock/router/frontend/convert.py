@@ -27,12 +27,12 @@ MAX_SEED = 2**63 - 1
 MAX_OUTPUT_TOKENS = 1 << 31
 # Clients receive at most 4 MiB by default.
 MAX_RESPONSE_BYTES = 4 << 20
-# Of text, roughly: for forecasts of a prompt that is not encoded yet.
+# Rough bytes of text for each token, for forecasts of a prompt that is not encoded yet.
 BYTES_PER_TOKEN = 4
 _OPTIONS: tuple[Literal["config", "stop", "output", "constraint"], ...] = ("config", "stop", "output", "constraint")
-# Fields that have another name here than in the generation service.
+# Fields with another name here than in the generation service.
 _FIELDS: Mapping[str, str] = {"seed": "config.seed", "prompt_token_ids": "prompt", "token_ids": "prompt"}
-# Options whose values ask for a mode that gives its tokens at the end. Forced words are lists, and come with beams.
+# Options that ask for a mode with all tokens at the end. Forced words are lists, and come with beams.
 _AT_THE_END = {
     name: spec
     for name, spec in CONFIG.items()
@@ -43,7 +43,7 @@ _AT_THE_END = {
 
 
 def check(request: PublicRequest, config: RouterConfig) -> None:
-    """Refuse a request that is wrong whatever the tokenizer and the model. Raises InvalidArgument naming the field."""
+    """Refuse a request that is wrong with any tokenizer and model. Raises InvalidArgument naming the field."""
     _check_length("request_id", request.request_id, config.max_request_id_chars)
     _check_length("session_id", request.session_id, config.max_session_id_chars)
     _check_length("cache_salt", request.cache_salt, config.max_session_id_chars)
@@ -64,7 +64,7 @@ def check(request: PublicRequest, config: RouterConfig) -> None:
     elif request.WhichOneof("prompt") is None and not request.HasField("inputs_embeds"):
         raise InvalidArgument("prompt", "text or token_ids must be set, or inputs_embeds")
     elif request.suffix and request.HasField("inputs_embeds"):
-        raise InvalidArgument("suffix", "is for a prompt of text or ids, which stands before it: not for inputs_embeds")
+        raise InvalidArgument("suffix", "follows a prompt of text or ids: it cannot be combined with inputs_embeds")
 
 
 def _check_tool_choice(request: text_pb2.ChatRequest) -> None:
@@ -74,12 +74,12 @@ def _check_tool_choice(request: text_pb2.ChatRequest) -> None:
     if not request.tools:
         raise InvalidArgument("tool_choice", "needs tools")
     if request.HasField("constraint"):
-        raise InvalidArgument("tool_choice", "cannot be combined with constraint: a call is forced by a grammar, too")
+        raise InvalidArgument("tool_choice", "cannot be combined with constraint: a grammar also forces the call")
     if request.continue_final_message:
         raise InvalidArgument("tool_choice", "cannot be combined with continue_final_message")
     name = request.tool_choice.function
     if name and all(tool.name != name for tool in request.tools):
-        raise InvalidArgument("tool_choice.function", "is the name of none of the tools")
+        raise InvalidArgument("tool_choice.function", "must be the name of one of the tools")
 
 
 def forces_calls(request: text_pb2.ChatRequest) -> bool:
@@ -88,9 +88,9 @@ def forces_calls(request: text_pb2.ChatRequest) -> bool:
 
 
 def begin_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> None:
-    """Begin an empty prompt of Generate with the beginning-of-sequence id, the request's or else the model's.
+    """Begin an empty prompt of Generate with the beginning-of-sequence id: the request's, or else the model's.
 
-    As generate() without an input. Without either it stays empty, which `check_prompt` refuses.
+    generate() does the same without an input. Without either id the prompt stays empty, and `check_prompt` refuses it.
     """
     if prompt.token_ids or isinstance(request, text_pb2.ChatRequest) or request.HasField("inputs_embeds"):
         return
@@ -101,7 +101,7 @@ def begin_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetMode
 
 
 def check_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> None:
-    """Refuse an empty prompt, and one that leaves no room in the context. Raises InvalidArgument."""
+    """Refuse a prompt that is empty or leaves no room in the context. Raises InvalidArgument."""
     field, length = prompt_field(request), num_prompt_tokens(prompt, request)
     has_embeds = isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("inputs_embeds")
     if not length and not has_embeds:
@@ -113,19 +113,19 @@ def check_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetMode
     if limit and length >= limit:
         raise InvalidArgument(
             "inputs_embeds" if has_embeds else field,
-            f"has {length} tokens; with one to generate at most {limit - 1} fit the context",
+            f"has {length} tokens; at most {limit - 1} and one to generate fit the context",
             reason="PROMPT_TOO_LONG",
         )
 
 
 def num_prompt_tokens(prompt: Prompt, request: PublicRequest) -> int:
-    """Return the number of tokens that the model reads: of ids, and of embeddings in place of them or before them."""
+    """Return the number of tokens that the model reads: ids, and embeddings in place of them or before them."""
     num_ids = len(prompt.token_ids)
     return num_ids if isinstance(request, text_pb2.ChatRequest) else prompt_length.num_prompt_tokens(request, num_ids)
 
 
 def prefix_hashes(prompt: Prompt, request: PublicRequest, block_size: int, salt: str, max_blocks: int) -> list[int]:
-    """Return hashes of the blocks at the head of a prompt, at most `max_blocks`: of ids, or of embeddings alone."""
+    """Return at most `max_blocks` hashes of the blocks at the head of a prompt of ids, or of embeddings alone."""
     if isinstance(request, text_pb2.ChatRequest) or not request.HasField("inputs_embeds"):
         return routing_hashes(prompt.token_ids, block_size, salt, max_blocks)
     data, rows = request.inputs_embeds.data, max(1, prompt_length.num_embeds(request))
@@ -140,7 +140,7 @@ def _check_length(field: str, value: str, limit: int) -> None:
 def _check_options_size(request: PublicRequest, limit: int) -> None:
     """Refuse options that take too many bytes. Raises InvalidArgument.
 
-    They are copied and sent on: millions of tiny entries would hold up every stream of this process.
+    They are copied and forwarded: millions of tiny entries would hold up every stream of this process.
     """
     if request.ByteSize() <= limit:
         return
@@ -161,7 +161,7 @@ def prompt_field(request: PublicRequest) -> str:
 
 
 def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgument:
-    """Return a backend's error with the field's name as the client knows it."""
+    """Return a backend's error with the client's name for the field."""
     field = _FIELDS.get(error.field or "", error.field or "request")
     if field == "prompt":
         field = prompt_field(request)
@@ -197,13 +197,13 @@ def to_template(
             template.inputs_embeds.CopyFrom(request.inputs_embeds)
     if request.HasField("output"):
         template.output.CopyFrom(request.output)
-        # The router adds the text; generation has none.
+        # The router adds the text; generation has only ids.
         template.output.ClearField("echo")
     return template
 
 
 def to_demand(request: PublicRequest, key: str, info: model_pb2.GetModelInfoResponse | None) -> Demand:
-    """Estimate the size of a request whose prompt is not encoded yet. `key`: its `fair_share_key`."""
+    """Estimate the size of a request before its prompt is encoded. `key`: its `fair_share_key`."""
     config, prompt_tokens = request.config, request.ByteSize() // BYTES_PER_TOKEN
     if isinstance(request, text_pb2.GenerateTextRequest):
         if request.HasField("inputs_embeds"):
@@ -211,11 +211,11 @@ def to_demand(request: PublicRequest, key: str, info: model_pb2.GetModelInfoResp
             prompt_tokens = prompt_length.num_prompt_tokens(request, num_ids)
         elif request.HasField("token_ids"):
             prompt_tokens = len(request.token_ids.ids)
-    # Unset: as much as fits the context, of which answers take a part only.
+    # Unset: the rest of the context, but answers take only a part of it.
     longest = max(info.limits.max_context_tokens - prompt_tokens, 1) if info is not None else MAX_OUTPUT_TOKENS
     sequences = max(1, config.num_return_sequences, config.num_beams)
     if info is not None and info.limits.max_running_sequences:
-        # The backend refuses more. Until it does, an impossible number must not count against others.
+        # The backend refuses a larger number. Until it does, that number must not count against others.
         sequences = min(sequences, info.limits.max_running_sequences)
     return Demand(
         tenant=key,
@@ -226,22 +226,22 @@ def to_demand(request: PublicRequest, key: str, info: model_pb2.GetModelInfoResp
 
 
 def num_sequences(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> int:
-    """Number of sequences that will come back."""
+    """Number of sequences that will be returned."""
     if request.config.HasField("num_return_sequences"):
         return max(1, request.config.num_return_sequences)
     return max(1, info.default_config.num_return_sequences) if info is not None else 1
 
 
 def warnings_of(request: PublicRequest, prompt: Prompt, *, hides_tools: bool = False) -> tuple[str, ...]:
-    """Warnings that the router knows of, such as options without effect; the backend adds its own.
+    """The router's own warnings, such as options without effect; the backend adds its own.
 
     `hides_tools`: the model's chat template does not show tools.
     """
-    found = ["metadata has no effect: nothing reads it yet"] if request.HasField("metadata") else []
+    found = ["metadata has no effect yet"] if request.HasField("metadata") else []
     if hides_tools and isinstance(request, text_pb2.ChatRequest) and parses_tools(request):
         found.append(
-            "tools are not in the prompt: the model's chat template does not show them"
-            + (", so that forced calls are guesses" if forces_calls(request) else "")
+            "the model's chat template does not show tools, so the prompt has none"
+            + (", and forced calls are guesses" if forces_calls(request) else "")
         )
     is_told = prompt.spelled and not (
         isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("parse_special_tokens")
@@ -255,7 +255,7 @@ def warnings_of(request: PublicRequest, prompt: Prompt, *, hides_tools: bool = F
 
 
 def comes_in_bursts(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> bool:
-    """True when many tokens of a sequence may come at once, in several messages: no reader can keep up then."""
+    """True when many tokens of a sequence may come at once, in several messages: then no reader can keep up."""
     if request.output.stream_interval > 1:
         return True
     config: Any = request.config
@@ -271,12 +271,12 @@ def wants_tensors(output: config_pb2.OutputConfig) -> bool:
 
 
 def parses_tools(request: text_pb2.ChatRequest) -> bool:
-    """True when tool calls are taken out of the text: tools are offered, and may be called."""
+    """True when tool calls are parsed out of the text: tools are offered, and may be called."""
     return bool(request.tools) and not request.tool_choice.none
 
 
 def schemas_of(request: text_pb2.ChatRequest) -> dict[str, dict[str, Any]]:
-    """Return the JSON Schemas of the tools' parameters by name. Raises InvalidArgument for what is no JSON."""
+    """Return the JSON Schemas of the tools' parameters by name. Raises InvalidArgument for a value that is not JSON."""
     found = {}
     for place, tool in enumerate(request.tools):
         try:
@@ -298,7 +298,7 @@ def allows_one_call(request: text_pb2.ChatRequest) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a Struct with whole numbers as such, and fields in one order: a Struct keeps none."""
+    """Return a value of a Struct with whole numbers as int, and with sorted fields: a Struct keeps no order."""
     if isinstance(value, dict):
         return {key: _plain(value[key]) for key in sorted(value)}
     if isinstance(value, list):
@@ -307,14 +307,14 @@ def _plain(value: Any) -> Any:
 
 
 def skips_special_tokens(request: PublicRequest) -> bool:
-    """True when special tokens are no text, which is the default."""
+    """True when special tokens are left out of the text, the default."""
     return request.output.skip_special_tokens if request.output.HasField("skip_special_tokens") else True
 
 
 def to_decode_options(
     request: PublicRequest, prompt: Prompt, context_of: Callable[[Sequence[int], bool], Sequence[int]]
 ) -> tokenizer_pb2.DecodeStreamOpen:
-    """Make the decode options. A completion goes on from its prompt's text; a chat answer begins anew.
+    """Make the decode options. A completion continues its prompt's text; a chat answer starts afresh.
 
     `context_of` returns the end of a prompt that the text depends on, with special tokens skipped or not.
     """
@@ -333,7 +333,7 @@ def to_decode_options(
         context = context_of(prompt.token_ids, skips_special_tokens(request))
         options.prefix_token_ids.extend(context)
         options.prefix_is_cut = len(context) < len(prompt.token_ids)
-        # The echo of ids leaves out a character that they do not complete; what becomes of it is told with the answer.
+        # The echo of ids leaves out a character that they do not complete; the answer shows what it becomes.
         options.return_open_end = request.output.echo and prompt.text is None
     return options
 
@@ -344,20 +344,20 @@ def cache_salt(tenant: str, client_salt: str) -> str:
 
 
 def routing_salt(salt: str, adapter: str) -> str:
-    """Salt of the hashes by which a backend is chosen: a prefix is computed anew for each adapter."""
+    """Salt of the hashes that choose a backend: each adapter computes its own prefixes."""
     return f"{adapter}:{salt}" if adapter else salt
 
 
 def session_key(tenant: str, session_id: str, adapter: str) -> str:
-    """Key under which the policy remembers a session's backend; with another adapter it may be another backend's.
-    Empty without a session."""
+    """Key under which the policy remembers a session's backend; another adapter may have another backend. Empty without
+    a session."""
     if not session_id:
         return ""
     return f"{tenant}:{session_id}" if not adapter else f"{tenant}:{adapter}:{session_id}"
 
 
 def text_delta(seq: int, delta: PendingDelta) -> text_pb2.GenerateTextResponse:
-    """Make one delta of Generate. Fields are set one by one: keyword arguments take twice as long, for every token."""
+    """Make one delta of Generate. Fields are set one by one: keyword arguments take twice as long on every token."""
     response = text_pb2.GenerateTextResponse()
     message = response.delta
     message.seq, message.index, message.text = seq, delta.index, delta.text

@@ -1,4 +1,4 @@
-"""End of a drain's grace: calls that still run end by themselves, with a last message, before the server cuts them."""
+"""End of a drain's grace: calls that still run end with a last message before the server cuts them off."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.common.errors import Aborted, PenstockError, Unavailable
 from penstock.router.requests.request_state import RequestState
 from penstock.serving.server import STOP_GRACE_SECONDS
 
-# Seconds that a reader has to take its Finished. A status that follows has the rest of the server's own grace.
+# Seconds for a reader to take its Finished. The status after it has the rest of the server's own grace.
 LAST_WORD_SECONDS = STOP_GRACE_SECONDS / 2
 
 
 def grace_over(kind: type[PenstockError] = Aborted) -> PenstockError:
-    """Make the error with the generation service's words: Unavailable for a call without output, Aborted for others."""
+    """Make the error in the generation service's words: Unavailable for a call without output, else Aborted."""
     return kind("the process stops and its grace is over", reason="DRAIN_GRACE_OVER")
 
 
@@ -26,13 +26,13 @@ class GraceEnd:
     """End of one call when the grace is over."""
 
     limit: asyncio.Timeout
-    # Set once the call is a stream that can end by itself.
+    # Set once the call is a stream that can end itself.
     state: RequestState | None = None
-    # Raised where the call's handler is cut off.
+    # Raised when the call's handler is cut off.
     error: Callable[[], PenstockError] = field(default=partial(grace_over, Unavailable))
 
     def end_call(self) -> None:
-        """End the call: a stream by Finished, unless its reader is stuck, anything else at once."""
+        """End the call: a stream with Finished, unless its reader is stuck; anything else at once."""
         now = asyncio.get_running_loop().time()
         if self.state is None:
             self.limit.reschedule(now)
@@ -49,7 +49,7 @@ class Drain:
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[GraceEnd]:
-        """Register a call while it works. Raises the error of its GraceEnd when the work was cut off."""
+        """Register a call while it runs. Raises the error of its GraceEnd if it was cut off."""
         grace_end = GraceEnd(asyncio.timeout(None))
         self._calls.add(grace_end)
         try:

@@ -39,7 +39,7 @@ _log = get_logger("penstock.router")
 
 
 class TextFlow:
-    """Runs streams, each in its handler's task, and knows the request ids of the live ones."""
+    """Runs streams, each in its handler's task, and keeps the request ids of the live ones."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -68,10 +68,10 @@ class TextFlow:
             self._parts.metrics.requests(kind.name, status).inc()
 
     def _claim(self, request: convert.PublicRequest) -> str:
-        """Take and return the request's id. Raises InvalidArgument when the client chose one that is live."""
+        """Reserve and return the request's id. Raises InvalidArgument when the client chose one that is live."""
         request_id = request.request_id
         if request_id and request_id in self._live_ids:
-            raise InvalidArgument("request_id", "a live request has this id", reason="DUPLICATE_REQUEST_ID")
+            raise InvalidArgument("request_id", "is the id of a request in progress", reason="DUPLICATE_REQUEST_ID")
         if not request_id:
             request_id = current_request_id.get() or new_request_id()
             if request_id in self._live_ids:
@@ -105,13 +105,13 @@ class _Call:
     async def serve(self, request_id: str, grace_end: GraceEnd) -> None:
         """Serve the stream after admission."""
         parts = self._parts
-        # Chosen once: a stream must not be moved to another model.
+        # Chosen once: a stream must not move to another model.
         self._model, self._adapter = parts.pool.choose_model(self._request.model, self._request.adapter)
         describe_request(self._kind.operation, self._model, self._adapter, self._request.config)
         parts.attempts.check_capacity(self._model, self._adapter)
         tenant = tenant_of(parts.config, self._context.invocation_metadata())
         demand = convert.to_demand(self._request, fair_share_key(tenant), self._info())
-        # A stack: what is held is given back even where another's end fails.
+        # A stack: everything held is given back even if one release fails.
         with contextlib.ExitStack() as held:
             coming = _Place(parts.forecast.expect(self._model, demand, self._left()))
             held.callback(coming.give_back)
@@ -127,7 +127,7 @@ class _Call:
             with stage("tokenize", SpanKind.CLIENT):
                 prompt = await self._prompt()
             state = self._make_state(request_id, tenant, prompt, demand)
-            # All but the place: placed or not, from there on the backends' own figures count it.
+            # All but the place: from there on the backends' own figures count the request, placed or not.
             await self._stream(state, prompt, place, (coming, room), grace_end)
 
     def _info(self) -> model_pb2.GetModelInfoResponse | None:
@@ -224,7 +224,7 @@ class _Call:
         last_wait = _LastWait(state, writer, parts.config.slow_reader_grace_seconds, self._hang_up)
 
         def on_close() -> None:
-            # The handler may be stuck in a write to a reader that was cut off: it must hold no place meanwhile.
+            # The handler may be stuck in a write to a reader that was cut off; meanwhile it must hold no place.
             if state.error is not None:
                 place.give_back()
                 writer.stop_waiting()
@@ -240,8 +240,8 @@ class _Call:
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)
         except InvalidArgument as error:
-            # Raised neither from that error, which it may be, nor by a variable: both make circles that hold the
-            # request until a garbage collection.
+            # Neither raised from that error, which it may be, nor through a variable: both make reference cycles that
+            # hold the request until a garbage collection.
             raise convert.public_error(error, self._request) from None
         finally:
             state.close()
@@ -251,10 +251,10 @@ class _Call:
                 timer.cancel()
 
     def _hang_up(self, error: PenstockError | None, handler: asyncio.Task[Any]) -> None:
-        """Queue the status behind the message that is not being read, and end the handler."""
+        """Queue the status behind the unread message, and end the handler."""
         if error is None:
             self._parts.metrics.slow_readers.inc()
-            error = ResourceExhausted("the reader of this stream does not take its end", reason="SLOW_READER")
+            error = ResourceExhausted("the reader of this stream does not read its end", reason="SLOW_READER")
         status = asyncio.ensure_future(_abort(self._context, error))
         self._parts.hanging_up.add(status)
         status.add_done_callback(self._parts.hanging_up.discard)
@@ -274,7 +274,7 @@ async def _abort(context: ServerCall, error: PenstockError) -> None:
 
 
 class _Place:
-    """A place that is held, and given back once."""
+    """A held place that is given back once."""
 
     __slots__ = ("_give_back",)
 
@@ -282,14 +282,14 @@ class _Place:
         self._give_back: Callable[[], None] | None = give_back
 
     def give_back(self) -> None:
-        """Give the place back; later calls do nothing."""
+        """Give back the place; later calls do nothing."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
 
 
 class _LastWait:
-    """Limit on the time of each write that a handler is stuck in once its request is over: the grace."""
+    """Limit on each write of a handler after its request is over: the grace."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ class _LastWait:
         self._timer = loop.call_later(self._grace_seconds, self._look, self._writer.num_written)
 
     def end(self) -> None:
-        """Stop the limit: the handler is over, too."""
+        """Stop the limit: the handler has ended, too."""
         if self._timer is not None:
             self._timer.cancel()
 

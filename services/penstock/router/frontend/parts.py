@@ -1,4 +1,4 @@
-"""Parts that every stream of the router works with."""
+"""Parts that every stream of the router uses."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class Parts:
     token_texts: TokenTexts
     metrics: RouterMetrics
     turn_limiter: TurnLimiter
-    # Statuses on their way to readers that were cut off: the event loop itself would not keep these tasks.
+    # Tasks that send statuses to readers that were cut off: the event loop itself would not keep them.
     hanging_up: set[asyncio.Task[None]] = field(default_factory=set)

@@ -33,7 +33,7 @@ AnswerT = TypeVar("AnswerT", text_pb2.ScoreTextResponse, text_pb2.EmbedTextRespo
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Facts of a call that every stage needs. `deadline` is a time of time.monotonic()."""
+    """Facts about a call that every stage needs. `deadline` is a time of time.monotonic()."""
 
     model: str
     adapter: str
@@ -119,14 +119,14 @@ class ScoreEmbedFlow:
 
     @asynccontextmanager
     async def _admitted(self, method: str, request: _Request, context: ServerCall) -> AsyncIterator[_Call]:
-        """Hold a place from admission during the block, and count how the call ended."""
+        """Hold a place from admission during the block, and count the call's end."""
         remaining = context.time_remaining()
         begin = time.monotonic()
         deadline = None if remaining is None else begin + remaining
         status = "INTERNAL"
         try:
             tenant = tenant_of(self.config, context.invocation_metadata())
-            # Whether a text is watermarked does not depend on an adapter.
+            # A watermark does not depend on an adapter.
             adapter = "" if isinstance(request, text_pb2.DetectWatermarkTextRequest) else request.adapter
             call = _Call(*self.pool.choose_model(request.model, adapter), tenant, deadline)
             self.attempts.check_capacity(call.model, call.adapter)
@@ -174,7 +174,7 @@ class ScoreEmbedFlow:
         return message
 
     async def _ask(self, ask: Any, call: _Call, prompt: Sequence[int], salt: str) -> Any:
-        """Return a backend's answer; one that probably has the first prompt cached is asked first."""
+        """Return a backend's answer; a backend that probably has the first prompt cached is asked first."""
         info = self.pool.models.get(call.model)
         hashes: list[int] = []
         if prompt and info is not None and info.kv.block_size:
@@ -193,7 +193,7 @@ class ScoreEmbedFlow:
 
 
 def _public(field: str) -> str:
-    """Name of a backend's field as the client knows it."""
+    """The client's name for a backend's field."""
     field = field.replace(".prompt_token_ids", ".prompt").replace(".continuation_token_ids", ".continuation")
     return re.sub(r"^inputs\b", "texts", field) or "request"
 

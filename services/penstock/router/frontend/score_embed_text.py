@@ -1,11 +1,11 @@
 """Encoding of the texts of Score, Embed and DetectWatermark.
 
 A prompt and its continuation are encoded together, as lm-evaluation-harness does. White space at the prompt's end moves
-to the continuation, since a token begins with its space. The whole is encoded; the ids that it shares with the start of
-the prompt's own encoding are the prompt. So the ids that are scored are always those of the whole text. Where the
-tokenizer joins characters across the boundary, the joint token counts as continuation (the harness, which cuts by the
-number of ids, would lose it). Special tokens that the tokenizer puts at the front come first. A prompt without any id
-becomes the beginning-of-sequence id, or the end-of-sequence id where there is none.
+to the continuation, since a token begins with its space. The whole text is encoded; the prompt is the ids that it
+shares with the start of the prompt's own encoding. So the scored ids are always those of the whole text. If the
+tokenizer joins characters across the boundary, the joint token counts as continuation (the harness cuts by the number
+of ids and would lose it). Special tokens that the tokenizer puts at the front come first. A prompt without any id
+becomes the beginning-of-sequence id, or else the end-of-sequence id.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from penstock.router.config import RouterConfig
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.v1 import text_pb2, tokenizer_pb2
 
-# Texts of one Encode, below what a tokenizer takes by default.
+# Texts of one Encode, below a tokenizer's default limit.
 _BATCH = 128
-# Any text of some token: its encoding shows the ids that the tokenizer puts in front.
+# Any text with a token: its encoding shows the ids that the tokenizer puts in front.
 _PROBE = "a"
 
 
@@ -50,7 +50,7 @@ class ScoreEmbedTexts:
         return encoded
 
     async def output(self, text: str, timeout: float | None) -> list[int]:
-        """Return the ids of a text that a model wrote, no special token added. Raises InvalidArgument naming `text`."""
+        """Return the ids of a model's output text, without special tokens. Raises InvalidArgument naming `text`."""
         (ids,) = await self._encode([text], timeout, field="text", special=False)
         return ids
 

@@ -57,7 +57,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         return await self._tokens.detokenize(request, context)
 
     async def RenderChat(self, request: text_pb2.RenderChatRequest, context: ServerCall) -> text_pb2.RenderChatResponse:  # type: ignore[override]
-        """Return a conversation as the prompt that Chat makes of it."""
+        """Return the prompt that Chat makes of a conversation."""
         return await self._tokens.render_chat(request, context)
 
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: ServerCall) -> text_pb2.ListModelsResponse:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Writing of one client stream: Started, deltas as they come, Finished; and another backend when one is lost."""
+"""Writer of one client stream: Started, deltas as they come, Finished; and a move when a backend is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.router.tokenizer.pipeline import Prompt
 from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
-# Characters of one echo delta: far below what clients receive by default.
+# Characters of one echo delta: far below the default limit of clients.
 _ECHO_CHARS = 256 << 10
 _ENDED_BY_MODEL = (
     common_pb2.FINISH_REASON_STOP_EOS,
@@ -67,11 +67,11 @@ class StreamWriter:
         self._make_delta = kind.delta
         self._parts = parts
         self._write = context.write
-        # Where the transport can write without a task, a delta for a reader that keeps up wakes no handler.
+        # If the transport can write without a task, a delta for a reader that keeps up wakes no handler.
         self._writes_at_once, self._try_write = context.writes_at_once, context.try_write
         self._time_left = time_left
         self._next_seq = 0
-        # Reused by `_write_now` for every token: making a message takes longer than the rest of it.
+        # `_write_now` reuses it for every token: making a message takes longer than all its other work.
         self._reused = kind.response()
         self._reused_delta = self._reused.delta
         # Messages that the reader took.
@@ -81,7 +81,7 @@ class StreamWriter:
         self._wait_limit: asyncio.Timeout | None = None
 
     async def run(self, echo: str) -> None:
-        """Write until Finished. Raises the stream's error: a loss is Unavailable before a delta, Aborted after it."""
+        """Write until Finished. Raises the stream's error: a loss is Unavailable before a delta, Aborted after one."""
         try:
             await self._run(echo)
         except PenstockError as error:
@@ -91,14 +91,14 @@ class StreamWriter:
                 raise self.as_seen(error) from None
             raise
         except grpc.aio.InternalError:
-            # A write failed: grpc noticed that the client is gone before it cancelled this handler.
+            # A write failed: grpc noticed the client's end before it cancelled this handler.
             raise Cancelled("the client is gone", reason="CLIENT_GONE") from None
         finally:
             if self._state.buffer.coalesced:
                 self._parts.metrics.coalesced.inc(self._state.buffer.coalesced)
 
     def stop_waiting(self) -> None:
-        """Cancel the wait for another service: the request has failed, and no answer changes that."""
+        """Cancel the wait for another service: the request has failed, and no answer can change that."""
         if self._wait_limit is not None:
             self._wait_limit.reschedule(asyncio.get_running_loop().time())
 
@@ -129,7 +129,7 @@ class StreamWriter:
 
     @asynccontextmanager
     async def _unless_failed(self) -> AsyncIterator[None]:
-        """Guard a wait for another service. Raises the request's error when it failed before or meanwhile."""
+        """Guard a wait for another service. Raises the request's error if it failed before or meanwhile."""
         state = self._state
         if state.error is not None:
             raise state.error
@@ -159,7 +159,7 @@ class StreamWriter:
             state.write_now = None
 
     def _write_now(self, index: int, text: str, token_ids: Sequence[int]) -> bool:
-        """Write a delta while the handler waits; False when others wait before it. The per-token path."""
+        """Write a delta while the handler waits; False when earlier ones wait. The per-token path."""
         if self._state.buffer.has_deltas:
             return False
         delta = self._reused_delta
@@ -216,13 +216,13 @@ class StreamWriter:
         await self._write(self._response(finished=convert.check_size(finished)))
 
     async def _write_failed(self) -> None:
-        """Write the Finished of a stream that ends by an error; the figures of its backend are not known."""
+        """Write the Finished of a stream that ends with an error; its backend's figures are unknown."""
         sequences = [self._state.sequence(index) for index in range(self._state.spec.num_sequences)]
         results = [sequence.result or _failed(sequence) for sequence in sequences]
         finished = self._finished(generation_pb2.Finished(), results)
         describe_answer(self._state, finished)
         message = self._response(finished=finished)
-        # The client may be gone, which adds no failure.
+        # The client may be gone; that is not a further failure.
         with suppress(grpc.aio.InternalError):
             await self._write(message)
 
@@ -248,7 +248,7 @@ class StreamWriter:
             # The last backend knows only its own part of the sum.
             copy.ClearField("cumulative_logprob")
         parser = sequence.parser
-        # An answer that is over has ended, whatever the backend went on with until it was cut.
+        # An answer that is complete has ended, even if the backend generated more until it was cut.
         if parser is not None and (
             parser.is_over or (parser.ends_in_tool_calls and copy.finish_reason in _ENDED_BY_MODEL)
         ):
@@ -300,7 +300,7 @@ class StreamWriter:
             metrics.finished(reason).inc()
 
     def as_seen(self, error: PenstockError) -> PenstockError:
-        """Turn `error` into the client's view: a stream of which no delta was written has not begun for it."""
+        """Turn `error` into the client's view: for it, a stream without a written delta has not begun."""
         if not self._next_seq:
             return Unavailable(error.message, reason=error.reason, retry_after_seconds=error.retry_after_seconds or 1.0)
         aborted = Aborted(error.message, reason=error.reason)

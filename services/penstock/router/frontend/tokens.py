@@ -1,4 +1,4 @@
-"""Tokenize, Detokenize and RenderChat: text and ids as the router's own prompts are made of them, and no backend."""
+"""Tokenize, Detokenize and RenderChat: text and ids, converted as for the router's own prompts, without a backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AnswerT = TypeVar("AnswerT", text_pb2.TokenizeResponse, text_pb2.DetokenizeRespo
 
 @dataclass(frozen=True, slots=True)
 class TokenFlow:
-    """Calls of the tokenizer for clients. They need no place of admission: the tokenizer has bounds of its own."""
+    """Calls of the tokenizer for clients. They need no place from admission: the tokenizer has its own limits."""
 
     config: RouterConfig
     pipeline: Pipeline
@@ -70,7 +70,7 @@ class TokenFlow:
 
     @asynccontextmanager
     async def _counted(self, method: str, model: str) -> AsyncIterator[None]:
-        """Refuse an unknown model; count how the call ended, and its time."""
+        """Refuse an unknown model; count the call's end and its time."""
         status, begin = "CANCELLED", time.monotonic()
         try:
             self.pool.choose_model(model)

@@ -9,9 +9,9 @@ from collections import deque
 class TurnLimiter:
     """Lets at most `per_turn` coroutines pass in one turn of the event loop, first come first served.
 
-    Without it, a step of many streams fills whole turns with writes, and one step is read per turn. Under load the
-    backlog then grows unseen in the connection to the backend. With it reading goes on, deltas that wait here are
-    merged, and the same work takes fewer messages. Nothing is held while a write is stuck.
+    Without it, a step of many streams fills whole turns with writes, and only one step is read per turn. Under load the
+    backlog then grows unseen in the connection to the backend. With it reading continues, waiting deltas are merged,
+    and the same work takes fewer messages. A stuck write holds no place.
     """
 
     def __init__(self, per_turn: int) -> None:
@@ -22,7 +22,7 @@ class TurnLimiter:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def enter(self) -> None:
-        """Wait for the caller's turn; it comes at once while the loop is not busy."""
+        """Wait for the caller's turn, which comes at once unless the loop is busy."""
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Buffer for output of one client stream: merged while the reader is behind, bounded in bytes."""
+"""Buffer for the output of one client stream: merged while the reader is behind, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from penstock.router.aio import Wakeup
 from penstock.router.chat.tool_calls import ToolCallPiece
 from penstock.v1 import common_pb2
 
-# Generous estimates of the bytes that parts of a delta take on the wire.
+# Generous estimates of the bytes of a delta's parts on the wire.
 _ID_BYTES, _LOGPROB_BYTES, _CALL_BYTES = 5, 48, 96
-# Bytes of tensors and log-probabilities in one message: with the rest of it below the 4 MiB that clients receive by
+# Bytes of tensors and log-probabilities in one message: with the rest, below the 4 MiB that clients receive by
 # default.
 MAX_MESSAGE_BYTES = 3 << 20
 # Tokens that always fit, with 20 alternatives each.
@@ -52,7 +52,7 @@ class PendingDelta:
         self.tensors += other.tensors
 
     def messages(self) -> Iterable[PendingDelta]:
-        """Return the delta itself, or parts that each fit a message; text and tool calls go with the first."""
+        """Return the delta itself, or parts that each fit a message; the first has the text and tool calls."""
         if not self.tensors and len(self.logprobs) <= _SMALL:
             return (self,)
         sizes = self._token_bytes()
@@ -83,7 +83,7 @@ class PendingDelta:
 
 
 class DeltaBuffer:
-    """Deltas in order, at most one per sequence waiting. The reader is the stream's handler."""
+    """Deltas in order; at most one waits for each sequence. The reader is the stream's handler."""
 
     __slots__ = ("_bytes", "_max_bytes", "_waiting", "coalesced", "wakeup")
 
@@ -95,7 +95,7 @@ class DeltaBuffer:
         self.coalesced = 0
 
     def put(self, delta: PendingDelta) -> bool:
-        """Queue or merge a delta; False when the reader is further behind than the bound."""
+        """Queue or merge a delta; False when the reader is further behind than the limit."""
         self._bytes += delta.size()
         waiting = self._waiting.get(delta.index)
         if waiting is None:
@@ -123,6 +123,6 @@ class DeltaBuffer:
         return deltas
 
     def clear(self) -> None:
-        """Forget everything that waits: it will not be read."""
+        """Drop everything that waits: nobody will read it."""
         self._waiting = {}
         self._bytes = 0

@@ -6,15 +6,15 @@ from penstock.v1 import generation_pb2, text_pb2
 
 
 def num_embeds(request: generation_pb2.GenerateRequest | text_pb2.GenerateTextRequest) -> int:
-    """Return the number of embeddings that a request says it has: the generation service checks the tensor."""
+    """Return the number of embeddings that a request declares; the generation service checks the tensor."""
     if not request.HasField("inputs_embeds") or not request.inputs_embeds.shape:
         return 0
-    # No more than there are bytes: shapes may lie.
+    # At most the number of bytes: shapes may lie.
     return min(max(request.inputs_embeds.shape[0], 0), request.inputs_embeds.ByteSize())
 
 
 def num_prompt_tokens(request: generation_pb2.GenerateRequest | text_pb2.GenerateTextRequest, num_ids: int) -> int:
-    """Return the number of tokens that the model reads, of a prompt with so many ids."""
+    """Return the number of tokens that the model reads for a prompt with this number of ids."""
     if not request.HasField("inputs_embeds"):
         return num_ids
     return num_embeds(request) + (num_ids if request.inputs_embeds_before_ids else 0)

@@ -14,7 +14,7 @@ from penstock.v1 import common_pb2, config_pb2, generation_pb2
 if TYPE_CHECKING:
     from penstock.router.requests.request_state import RequestState
 
-# Option -> attribute; options that were not given are absent.
+# Option -> attribute; options not given are absent.
 _OPTIONS = {
     "max_new_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
@@ -22,7 +22,7 @@ _OPTIONS = {
     "top_k": "gen_ai.request.top_k",
     "num_return_sequences": "gen_ai.request.choice.count",
 }
-# The conventions' words for ends of sequences; others keep their own.
+# The conventions' words for ends of sequences; other ends keep their own.
 _REASONS = {
     common_pb2.FINISH_REASON_STOP_EOS: "stop",
     common_pb2.FINISH_REASON_STOP_TOKEN: "stop",
@@ -69,7 +69,7 @@ def describe_answer(state: RequestState, finished: generation_pb2.Finished) -> N
     first = state.timings.first_token_at
     if first is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = first - state.timings.received_at
-        # Text comes step by step: the span is as long as it came, `busy_seconds` is the work.
+        # Text comes step by step: the span covers its whole time, `busy_seconds` is the work.
         span.add("detokenize", first, now, {"penstock.busy_seconds": state.detokenize_seconds})
     span.set(attributes)
 
@@ -80,9 +80,9 @@ def reason_name(reason: common_pb2.FinishReason.ValueType) -> str:
 
 
 def begin_attempt(request: generation_pb2.GenerateRequest, backend: str, resumed_tokens: int) -> Span | None:
-    """Begin the span of an attempt, and name it in the request, so that the backend's are its children.
+    """Begin the span of an attempt, and name it in the request, so that the backend's spans are its children.
 
-    None without a trace that is kept; one that is not kept is passed on all the same.
+    None without a kept trace; a trace that is not kept is still passed on.
     """
     span = current_span.get()
     if span is None:

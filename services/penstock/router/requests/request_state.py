@@ -1,4 +1,4 @@
-"""State of one request: its specification, emitted output, deltas that wait for the reader, and its end.
+"""State of one request: its specification, emitted output, deltas waiting for the reader, and its end.
 
 Everything happens on the event loop. Backends and the tokenizer call `on_*`, which never wait; the stream's handler is
 woken through `buffer.wakeup` and writes, moves the request to another backend, or ends the stream.
@@ -22,7 +22,7 @@ from penstock.router.requests.suspect import Suspect
 from penstock.v1 import common_pb2, generation_pb2, tokenizer_pb2
 
 _log = get_logger("penstock.router")
-# Ends of answers that the model, or what it may write, brought about. Any other cut the answer.
+# Ends of answers by the model, or by limits on its content. Any other end cut the answer.
 _NOT_CUT = (
     common_pb2.FINISH_REASON_STOP_EOS,
     common_pb2.FINISH_REASON_STOP_TOKEN,
@@ -39,7 +39,7 @@ class AttemptHandle(Protocol):
 
 @dataclass(slots=True)
 class Loss:
-    """Reason for which an attempt is over though the request is not."""
+    """Reason why an attempt is over although the request is not."""
 
     # The backend's own error, if it sent one.
     error: PenstockError | None
@@ -105,13 +105,13 @@ class RequestState:
         self.buffer = DeltaBuffer(max_buffered)
         self.sequences: dict[int, ReturnedSequence] = {}
         self.started: generation_pb2.Started | None = None
-        # Of the adapter that the tokens come from; empty: there is none, or its backend does not tell.
+        # Fingerprint of the tokens' adapter; empty: there is none, or its backend does not report it.
         self.adapter_digest = ""
         self.finished: generation_pb2.Finished | None = None
         self.error: PenstockError | None = None
         self.loss: Loss | None = None
         self.attempt: AttemptHandle | None = None
-        # Of the present attempt; None: there is none, or no trace.
+        # Span of the present attempt; None: no attempt, or no trace.
         self.attempt_span: Span | None = None
         # Number of attempts so far; the attempt_epoch of the next one.
         self.attempts = 0
@@ -130,12 +130,12 @@ class RequestState:
         self._metrics = metrics
         self._sends_empty = spec.wants_token_ids or spec.wants_logprobs or spec.wants_tensors
         self._backend_finished: generation_pb2.Finished | None = None
-        # Text that token healing added to the prompt's: every answer begins with it.
+        # Text that token healing added beyond the prompt: every answer begins with it.
         self._healed_text = ""
-        # Set while the stream's handler waits, if the transport can write without it: takes index, text and ids of a
-        # delta, or refuses them.
+        # Set while the stream's handler waits, if the transport can write without it: it takes index, text and ids of
+        # a delta, or refuses them.
         self.write_now: Callable[[int, str, Sequence[int]], bool] | None = None
-        # Called once, when the request is over, for any reason.
+        # Called once, when the request is over for any reason.
         self.on_close: Callable[[], None] | None = None
 
     @property
@@ -161,7 +161,7 @@ class RequestState:
         )
 
     def sequence(self, index: int) -> ReturnedSequence:
-        """Return sequence `index`, which is made when it is new."""
+        """Return sequence `index`; a new one is made."""
         found = self.sequences.get(index)
         if found is None:
             make = self.spec.make_parser
@@ -169,7 +169,7 @@ class RequestState:
         return found
 
     def on_started(self, started: generation_pb2.Started, now: float) -> None:
-        """Note that a backend began; only the first time counts, and whose adapter the first token comes from."""
+        """Note that a backend began; only the first time counts, and the adapter of the first token."""
         if not self.has_tokens:
             self.adapter_digest = started.adapter_digest
         if self.started is None:
@@ -179,7 +179,7 @@ class RequestState:
             self.buffer.wakeup.set()
 
     def on_backend_finished(self, finished: generation_pb2.Finished | None) -> None:
-        """Take the backend's Finished (None: it was lost after the last token). The stream ends with the last text."""
+        """Take the backend's Finished (None: it was lost after the last token). The stream ends after the last text."""
         self.attempt = None
         self._end_attempt_span()
         self._backend_finished = finished or generation_pb2.Finished()
@@ -187,7 +187,7 @@ class RequestState:
             self._complete()
 
     def on_lost(self, loss: Loss) -> None:
-        """Note that the attempt ended before the request: the handler will find another backend."""
+        """Note that the attempt ended before the request; the handler will find another backend."""
         self.attempt = None
         self.lost_on.add(loss.backend)
         self._end_attempt_span(loss.error.reason if loss.error is not None else "BACKEND_LOST")
@@ -218,9 +218,9 @@ class RequestState:
             try:
                 self._on_chat_text(sequence, parser, piece, text)
             except Exception as error:
-                # A model may write anything. Other streams of this step must not end by it.
+                # A model may write anything. It must not end other streams of this step.
                 _log.error("a chat's text was not understood", request_id=self.spec.request_id, exc_info=error)
-                self.fail(Internal("the text of the answer could not be taken apart", reason="CHAT_FORMAT"))
+                self.fail(Internal("the text of the answer could not be parsed", reason="CHAT_FORMAT"))
         elif text or (self._sends_empty and piece.token_ids):
             self._on_plain_text(piece, text)
         if self._backend_finished is not None and self.undecoded == 0:
@@ -235,7 +235,7 @@ class RequestState:
             self.buffer.wakeup.set()
 
     def close(self) -> None:
-        """Free the resources at backend and tokenizer: nothing more is wanted."""
+        """Free the resources at backend and tokenizer: no more output is wanted."""
         if self.closed:
             return
         self.closed = True
@@ -251,12 +251,12 @@ class RequestState:
             on_close()
 
     def release(self) -> None:
-        """Undo the circular references, so that all of it is freed at once. The handler calls it last.
+        """Break the reference cycles, so that everything is freed at once. The handler calls it last.
 
-        A request left to the garbage collector keeps its messages until then, and costs a tenth of this process's time.
+        A request left to the garbage collector keeps its messages until then; that cost a tenth of this process's time.
         """
         self.last_batch = None
-        # An error that was raised has the frames of the handler in its traceback.
+        # A raised error has the frames of the handler in its traceback.
         self.error = self.loss = None
         for sequence in self.sequences.values():
             sequence.last_piece = None
@@ -293,12 +293,12 @@ class RequestState:
             delta = PendingDelta(sequence.index, part.text, reasoning=part.reasoning, tool_calls=part.tool_calls)
             self._put(delta, piece)
         if parser.is_plain:
-            sequence.parser = None  # nothing is left to take apart
+            sequence.parser = None  # nothing is left to parse
         elif parser.is_over and piece.result is None:
             self._end_early(sequence)
 
     def _end_early(self, sequence: ReturnedSequence) -> None:
-        """End an answer whose backend goes on with what is no part of it, once all answers have ended."""
+        """End the request once all its answers have ended, although its backend generates more than belongs to them."""
         sequence.is_over = True
         known = self.sequences.values()
         if len(known) < self.spec.num_sequences or any(one.result is None and not one.is_over for one in known):
@@ -327,7 +327,7 @@ class RequestState:
             self.fail(ResourceExhausted("the reader of this stream is too far behind", reason="SLOW_READER"))
 
     def _complete(self) -> None:
-        """End the stream: every token is text, and no backend sends more."""
+        """End the stream: every token has its text, and no backend sends more."""
         if self.closed:
             return
         self.finished = self._backend_finished

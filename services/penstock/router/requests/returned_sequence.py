@@ -1,4 +1,4 @@
-"""Returned sequence of a request: its ids, their place on the way to text, and the receiver of the text."""
+"""Returned sequence of a request: its ids, their progress towards text, and the receiver of the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TextReceiver(Protocol):
     buffer: DeltaBuffer
     # True once nothing more is wanted.
     closed: bool
-    # Number of pieces that are not text yet.
+    # Number of pieces that have no text yet.
     undecoded: int
     # The last message that had text of this request: a message's time counts once.
     last_batch: object | None
@@ -34,7 +34,7 @@ class TextReceiver(Protocol):
 
 
 class ReturnedSequence:
-    """Ids of a returned sequence that were emitted so far, and their place on the way to text."""
+    """Ids of a returned sequence emitted so far, and their progress towards text."""
 
     __slots__ = (
         "decoded",
@@ -55,21 +55,21 @@ class ReturnedSequence:
     def __init__(self, receiver: TextReceiver, index: int, parser: ChatParser | None) -> None:
         self.receiver = receiver
         self.index = index
-        # All ids that backends emitted, over all attempts: a move resumes from them.
+        # All ids that backends emitted, over all attempts; a move resumes from them.
         self.token_ids: list[int] = []
         # Number of them that are text by now.
         self.decoded = 0
-        # Set where the router decodes by itself.
+        # Set if the router itself decodes.
         self.decoder: TextDecoder | None = None
         # The DecodeStream connection that knows `stream_id`; another one needs the sequence opened again.
         self.decoder_epoch = 0
         self.stream_id = 0
         # Set by the backend's last delta of this sequence.
         self.result: common_pb2.SequenceResult | None = None
-        # The last of its ids that went to the detokenizer; later ones join them while they wait to be sent.
+        # The last of its ids at the detokenizer; later ones join them while they wait to be sent.
         self.last_piece: Piece | None = None
         self.parser = parser
-        # True once no more of its text is wanted, though its backend goes on.
+        # True once no more of its text is wanted, although its backend continues.
         self.is_over = False
         self.reasoning = ReasoningTokens()
         self.last_text_at: float | None = None
@@ -88,14 +88,14 @@ class Piece:
         result: common_pb2.SequenceResult | None,
         tensors: Sequence[common_pb2.StepTensors],
     ) -> None:
-        """Make a piece, which owns `token_ids` from now on."""
+        """Make a piece; it owns `token_ids` from now on."""
         self.sequence = sequence
         self.token_ids = token_ids
         self.logprobs = logprobs
         self.tensors = tensors
         # Set on the last piece of the sequence.
         self.result = result
-        # Once it was sent nothing is added to it.
+        # Nothing is added to it after it was sent.
         self.is_sent = False
 
     def extend(

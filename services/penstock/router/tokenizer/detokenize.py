@@ -1,10 +1,9 @@
-"""Decoding of the ids of whole engine steps: by the tokenizer's table where its decoder is one, else by a DecodeStream.
+"""Decoder of the ids of whole engine steps: by the tokenizer's table if its decoder is one, else by a DecodeStream.
 
 With a table (`use_table`) a step's text is there at once. Without it the ids of a step go out as one message, and their
-text comes back in order. A message costs as much as tens of tokens, so few are on their way at a time, and steps that
-come meanwhile are put into one. When the tokenizer is lost, messages without an answer are kept. On the next connection
-every sequence is opened again with the ids that were text already, and the rest is sent again. Nothing is lost and
-nothing comes twice.
+text comes back in order. A message costs as much as tens of tokens, so few are in flight at a time, and the steps that
+come meanwhile share one. When the tokenizer is lost, unanswered messages are kept. The next connection opens every
+sequence again with the ids that are already text, and sends the rest again. Nothing is lost, and nothing comes twice.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from penstock.text.text_decoder import TextDecoder
 from penstock.v1 import common_pb2, tokenizer_pb2
 
 DecodeCall: TypeAlias = StreamCall[tokenizer_pb2.DecodeStreamResponse]
-# Messages on their way to the tokenizer: one in work, and one that is there when it is done.
+# Messages in flight to the tokenizer: one in progress, and one that is there when that is done.
 _MAX_IN_FLIGHT = 2
-# Steps in one message: keeps it small enough for the tokenizer to answer on its event loop.
+# Steps in one message: few enough for the tokenizer to answer on its event loop.
 _MAX_STEPS = 32
-# Ids of a prompt that a DecodeStream sees as context: enough for a character, also between special tokens.
+# Ids of a prompt that a DecodeStream sees as context: enough for a character, even between special tokens.
 _MAX_CONTEXT_IDS = 64
 
 
@@ -49,11 +48,11 @@ class Detokenizer:
     """
 
     def __init__(self, *, max_outstanding: int) -> None:
-        """Make it. More than `max_outstanding` unanswered messages mean that the tokenizer does not keep up."""
+        """Make it. With more than `max_outstanding` unanswered messages the tokenizer does not keep up."""
         self._epoch = 0
         self._next_stream_id = 1
         self._outstanding: deque[Batch] = deque()
-        # The tail of `_outstanding` that was not sent on the present connection.
+        # The tail of `_outstanding` that was not sent on this connection.
         self._unsent: deque[Batch] = deque()
         # Steps in `_outstanding`.
         self._steps = 0
@@ -69,13 +68,13 @@ class Detokenizer:
         self._table = table
 
     def context(self, prompt: Sequence[int], skip_special_tokens: bool) -> Sequence[int]:
-        """Return the end of a prompt that the text of its answer depends on."""
+        """Return the end of a prompt, on which the text of its answer depends."""
         if self._table is None:
             return prompt[-_MAX_CONTEXT_IDS:]
         return self._table.context(prompt, skip_special_tokens)
 
     def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str | None:
-        """Return the text of ids alone, stop strings included; None where the tokenizer is what decodes."""
+        """Return the text of ids on their own, stop strings included; None if the tokenizer decodes."""
         if self._table is None:
             return None
         detokenizer = self._table.make(skip_special_tokens)
@@ -93,7 +92,7 @@ class Detokenizer:
         result: common_pb2.SequenceResult | None = None,
         tensors: Sequence[common_pb2.StepTensors] = (),
     ) -> None:
-        """Put ids of `sequence` into `batch`, or add them to its ids that still wait; with `result` they are its last.
+        """Put ids of `sequence` into `batch`, or add them to its waiting ids; with `result` they are its last.
 
         The list is kept.
         """
@@ -107,7 +106,7 @@ class Detokenizer:
         receiver.undecoded += 1
 
     def send(self, batch: Batch) -> None:
-        """Queue a batch, or decode it. Fails its requests with Unavailable when the tokenizer is hopelessly behind."""
+        """Queue a batch, or decode it. Fails its requests with Unavailable when the tokenizer is too far behind."""
         if self._table is not None:
             self._decode(batch, self._table)
             return
@@ -134,7 +133,7 @@ class Detokenizer:
         self._deliver(batch, texts, now - begin, now)
 
     def drop(self, sequences: Iterable[ReturnedSequence]) -> None:
-        """Let the tokenizer forget sequences that no request waits for any more."""
+        """Make the tokenizer drop sequences that no request waits for any more."""
         for sequence in sequences:
             if sequence.stream_id and sequence.decoder_epoch == self._epoch and sequence.result is None:
                 self._drops.append(sequence.stream_id)
@@ -143,11 +142,11 @@ class Detokenizer:
 
     @property
     def outstanding(self) -> int:
-        """Number of messages without an answer."""
+        """Number of unanswered messages."""
         return len(self._outstanding)
 
     def fail_outstanding(self, error: PenstockError) -> None:
-        """Give up the messages without an answer: their requests end with `error`."""
+        """Give up the unanswered messages: their requests end with `error`."""
         batches, self._outstanding = self._outstanding, deque()
         self._unsent.clear()
         self._steps = 0
@@ -155,7 +154,7 @@ class Detokenizer:
             self._fail(batch.pieces, error)
 
     def connected(self) -> None:
-        """Take a new DecodeStream: messages that the last one did not answer are sent again, in order."""
+        """Use a new DecodeStream: messages that the last one did not answer are sent again, in order."""
         self._epoch += 1
         self._drops.clear()
         for batch in self._outstanding:
@@ -201,7 +200,7 @@ class Detokenizer:
         if not are_all_open:
             batch.pieces = [piece for piece in batch.pieces if piece.sequence.stream_id]
         if not self._unsent:
-            # Last in the message: a drop that overtook the item that opens its sequence would drop nothing.
+            # Last in the message: a drop before the item that opens its sequence would drop nothing.
             drops, self._drops = self._drops, []
             for stream_id in drops:
                 add(stream_id=stream_id, drop=True)
@@ -217,7 +216,7 @@ class Detokenizer:
         return item
 
     async def run_reader(self, call: DecodeCall) -> None:
-        """Take answers until the stream ends, which it never should."""
+        """Take answers until the stream ends, which should never happen."""
         await call.run(self._take)
 
     def _take(self, response: tokenizer_pb2.DecodeStreamResponse) -> None:
@@ -234,7 +233,7 @@ class Detokenizer:
         self._deliver(batch, texts, response.detokenize_seconds, time.monotonic())
 
     def _deliver(self, batch: Batch, texts: Iterable[str | PenstockError], seconds: float, now: float) -> None:
-        """Hand texts to their requests, one for each of the batch's pieces. The per-token path."""
+        """Hand texts to their requests, one for each piece of the batch. The per-token path."""
         for piece, text in zip(batch.pieces, texts, strict=True):
             sequence = piece.sequence
             receiver = sequence.receiver
@@ -256,10 +255,10 @@ class Detokenizer:
 
 
 def _refused(error: str) -> PenstockError:
-    """Error of a request when the tokenizer answers its item with `error`, a code and an explanation."""
+    """Error of a request after the tokenizer answered its item with `error`, a code and an explanation."""
     if error.startswith("TOO_MANY_SEQUENCES"):
         return ResourceExhausted(
-            "the tokenizer decodes as many sequences as it may (its --max-sequences)",
+            "the tokenizer already decodes the most sequences that it may (its --max-sequences)",
             reason="TOO_MANY_SEQUENCES",
             retry_after_seconds=1.0,
         )

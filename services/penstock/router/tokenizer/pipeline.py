@@ -1,4 +1,4 @@
-"""Conversion of a client's prompt to ids: one hop to the tokenizer, off this event loop, within the deadline."""
+"""Conversion of a client's prompt to ids: one call of the tokenizer, off this event loop, within the deadline."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Prompt:
     opens_reasoning: bool = False
     # Format of a chat's answer.
     chat: ChatFormat = DEFAULT
-    # What comes before its answer; None: nothing does.
+    # Thought before its answer; None: none.
     thought: common_pb2.Thought | None = None
-    # Grammar of the calls that it must answer with.
+    # Grammar of the calls that the answer must be.
     constraint: config_pb2.Constraint | None = None
     template_seconds: float | None = None
     tokenize_seconds: float | None = None
-    # Control tokens that the client's text spells and that stay text.
+    # Control tokens that the client's text spells out and that stay text.
     spelled: tuple[str, ...] = ()
 
 
 class Pipeline:
-    """Makes prompts. Has no state but the format of chats; shared by all handlers."""
+    """Makes prompts. Its only state is the format of chats; all handlers share it."""
 
     def __init__(self, link: TokenizerLink, config: RouterConfig) -> None:
         self._link = link
@@ -47,12 +47,12 @@ class Pipeline:
         self._parse_special = config.allow_control_tokens_in_text
         self._chat_format: ChatFormat | None = None
         self._marker_ids: dict[str, int] | None = None
-        # Of the tokens for filling in the middle those that the tokenizer has.
+        # The fill-in-the-middle tokens that the tokenizer has.
         self._middle_ids: dict[str, int] | None = None
 
     @property
     def chat_format(self) -> ChatFormat:
-        """Format of the model's chats, by its template: the tokenizer stays the same as long as this process."""
+        """Format of the model's chats, from its template: the tokenizer stays the same for the life of this process."""
         if self._chat_format is None:
             if self._link.info is None:
                 return DEFAULT
@@ -96,7 +96,7 @@ class Pipeline:
         begin = time.monotonic()
         parse = request.parse_special_tokens if request.HasField("parse_special_tokens") else self._parse_special
         (last,) = await self._encode([request.suffix], timeout, add_special=False, parse=parse, field="suffix")
-        # Ids are a prompt as it is: nothing is put before them unasked.
+        # Ids are a prompt as they are: nothing is put before them unasked.
         ids = await self._between(
             list(request.token_ids.ids), list(last.ids), timeout, add_special=request.add_special_tokens
         )
@@ -105,7 +105,7 @@ class Pipeline:
     async def _between(
         self, prefix: list[int], suffix: list[int], timeout: float | None, *, add_special: bool
     ) -> list[int]:
-        """Return a prompt for the text between two others. Raises InvalidArgument where the model has none."""
+        """Return a prompt for the text between two others. Raises InvalidArgument if the model has no such prompts."""
         if self._middle_ids is None:
             self._middle_ids = await self._ids_of(TOKENS, timeout)
         form = form_of(self._middle_ids)
@@ -113,16 +113,16 @@ class Pipeline:
         return form.arranged(self._middle_ids, begin.ids, prefix, suffix)
 
     async def _ids_of(self, tokens: Sequence[str], timeout: float | None) -> dict[str, int]:
-        """Return the ids of those texts that are tokens. Raises as TokenizerLink.encode."""
+        """Return the ids of the texts that are tokens. Raises as TokenizerLink.encode."""
         found = await self._encode(tokens, timeout, add_special=False, parse=True, field="prompt")
         info = self._link.info
-        # Some tokenizers have one token for all that they do not know.
+        # Some tokenizers have one token for all unknown text.
         unknown = info.unk_token_id if info is not None and info.HasField("unk_token_id") else -1
         alone = {token: one.ids[0] for token, one in zip(tokens, found, strict=True) if len(one.ids) == 1}
         return {token: number for token, number in alone.items() if number != unknown}
 
     async def chat(self, request: text_pb2.ChatRequest, timeout: float | None) -> Prompt:
-        """Return the prompt of Chat. Raises as TokenizerLink.apply_chat_template; its fields are the request's own."""
+        """Return the prompt of Chat. Raises as TokenizerLink.apply_chat_template, naming the request's own fields."""
         answer = await self.render(request, timeout)
         chat = self.chat_format
         return Prompt(
@@ -175,7 +175,7 @@ class Pipeline:
         return self._marker_ids
 
     async def negative_prompt(self, config: config_pb2.GenerationConfig, timeout: float | None) -> None:
-        """Replace `negative_prompt_text` of `config` by ids: generation takes no text."""
+        """Replace `negative_prompt_text` of `config` with ids: generation takes no text."""
         if config.WhichOneof("negative_prompt") == "negative_prompt_text":
             text = config.negative_prompt_text
             (found,) = await self._encode(
@@ -184,7 +184,7 @@ class Pipeline:
             config.negative_prompt_ids.CopyFrom(common_pb2.TokenIds(ids=found.ids))
 
     async def echo_text(self, prompt: Prompt, timeout: float | None, *, skip_special_tokens: bool) -> str:
-        """Return the prompt as text: as it was sent; of ids their text, up to a character that they do not complete."""
+        """Return the prompt as text: as sent, or the text of its ids up to an incomplete character."""
         if prompt.text is not None:
             return prompt.text
         sequences = [common_pb2.TokenIds(ids=prompt.token_ids)]

@@ -1,4 +1,4 @@
-"""Text and bytes of single tokens, for logprobs: the tokenizer is asked once, then they are remembered (bounded)."""
+"""Text and bytes of single tokens, for logprobs: fetched from the tokenizer once, then remembered (bounded)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenTexts:
         self._texts: OrderedDict[int, TokenText] = OrderedDict()
 
     def fill_known(self, positions: Sequence[common_pb2.PositionLogprobs]) -> bool:
-        """Set `text` and `raw` of every entry of `positions` without asking; False when one is not remembered.
+        """Set `text` and `raw` of every entry of `positions` from memory; False when one is not remembered.
 
         The per-token path: nearly all are remembered.
         """
@@ -37,8 +37,7 @@ class TokenTexts:
         return True
 
     async def fill(self, positions: Sequence[common_pb2.PositionLogprobs], timeout: float | None) -> None:
-        """Set `text` and `raw` of every entry of `positions`. Raises PenstockError when the tokenizer cannot be
-        asked."""
+        """Set `text` and `raw` of every entry of `positions`. Raises PenstockError when the tokenizer cannot answer."""
         entries = list(_entries(positions))
         wanted = {entry.token_id for entry in entries}
         found = {token_id: self._texts[token_id] for token_id in wanted if token_id in self._texts}
@@ -55,7 +54,7 @@ class TokenTexts:
             with_pieces=True,
         )
         answer = await self._link.decode(request, timeout)
-        # A tokenizer of an earlier release knows texts only.
+        # A tokenizer of an earlier release sends only texts.
         texts = [TokenText.of(piece) for piece in answer.pieces] or [TokenText(text, b"") for text in answer.texts]
         if len(texts) != len(ids):
             raise Internal("the tokenizer did not answer every sequence", reason="TOKENIZER_PROTOCOL")

@@ -24,9 +24,9 @@ from penstock.text.detokenizer import DecodeTable, TableKind
 from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 HEALTH_NAME = "penstock.v1.TokenizerService"
-# Tries of one unary call: it is sent again only when the tokenizer was not there.
+# Tries of one unary call: it is sent again only if the tokenizer could not be reached.
 MAX_TRIES = 3
-# Pings in the time after which silence is a loss.
+# Pings within the silence that counts as a loss.
 _PINGS = 8
 AnswerT = TypeVar("AnswerT")
 _KINDS: dict[int, TableKind] = {
@@ -56,14 +56,14 @@ class TokenizerLink:
         self._stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub | None = None
         self._ready = asyncio.Event()
         self._lost_at = time.monotonic()
-        # time.monotonic() until which a process that answered that it does not serve yet counts as on its way.
+        # time.monotonic() until which a process that does not serve yet counts as starting.
         self._starting_until = 0.0
-        # Calls with a single answer that wait for it, and signs of life meanwhile: answers to them and to pings.
+        # Waiting calls with a single answer, and signs of life meanwhile: answers to calls and to pings.
         self._waiting = 0
         self._answers = 0
-        # True: the present connection ends because nothing answered.
+        # True: this connection ends because nothing answered.
         self._is_silent = False
-        # Chosen at the first connection: a live sequence must be decoded in one place.
+        # Chosen at the first connection: one place must decode a live sequence.
         self._is_decoding_chosen = config.detokenize == "tokenizer"
 
     @property
@@ -73,7 +73,7 @@ class TokenizerLink:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint (sha256) that models are compared with; empty before the first connection."""
+        """Fingerprint (sha256) to compare with models'; empty before the first connection."""
         return self.info.tokenizer_fingerprint if self.info is not None else ""
 
     async def wait_ready(self) -> None:
@@ -106,7 +106,7 @@ class TokenizerLink:
             wait = min(2 * wait, self._config.reconnect_max_seconds)
 
     async def _try(self, address: str) -> bool:
-        """Run one connection from beginning to end; True when it was ever ready."""
+        """Run one connection from start to end; True if it was ever ready."""
         was_ready = False
         try:
             await self._connect_and_serve(address)
@@ -128,37 +128,37 @@ class TokenizerLink:
             self._ready.clear()
             self._stub = None
             self._lost_at = time.monotonic() - silent_seconds
-            # A try to connect to one that is stopped may take longer than the streams shall wait.
+            # An attempt to connect to a stopped one may take longer than the streams may wait.
             asyncio.get_running_loop().call_later(self._left_for_streams(), self._give_up_in_time)
             self._metrics.tokenizer_up.set(0)
             self._metrics.tokenizer_reconnects.inc()
             self._on_change()
 
     def _silent_seconds(self) -> float:
-        """Part of the time that streams wait which a silent tokenizer has used up; some is left for another one."""
+        """Part of the streams' wait that a silent tokenizer has used up; some time is left for another one."""
         config = self._config
         return max(
             0.0, min(config.tokenizer_stall_seconds, config.tokenizer_wait_seconds - config.reconnect_max_seconds)
         )
 
     def _give_up_in_time(self) -> None:
-        """Fail streams that have waited too long, as soon as they have."""
+        """Fail streams as soon as they have waited too long."""
         self._give_up_late()
         if not self.is_ready and (left := self._left_for_streams()) > 0:
             asyncio.get_running_loop().call_later(left, self._give_up_in_time)
 
     def _give_up_late(self) -> None:
-        """Fail streams that have waited too long for text while there is no tokenizer."""
+        """Fail streams that have waited too long for text without a tokenizer."""
         if not self.is_ready and self._left_for_streams() <= 0:
             self._detokenizer.fail_outstanding(_away())
 
     def _left_for_streams(self) -> float:
-        """Seconds that streams wait on for the lost tokenizer."""
+        """Seconds that streams still wait for the lost tokenizer."""
         return self._lost_at + self._longest_wait_seconds - time.monotonic()
 
     @property
     def _longest_wait_seconds(self) -> float:
-        """Time for which a lost tokenizer is waited for: longer where a process is there that does not serve yet."""
+        """Time that streams wait for a lost tokenizer: longer if a process is there that does not serve yet."""
         config = self._config
         is_starting = time.monotonic() < self._starting_until
         return max(config.tokenizer_wait_seconds, config.start_timeout_seconds if is_starting else 0.0)
@@ -203,20 +203,20 @@ class TokenizerLink:
         return await fetch_decode_table(stub.GetDecodeTable(request, timeout=self._config.connect_timeout_seconds))
 
     def _choose_decoding(self, table: DecodeTable | None) -> None:
-        """Choose the place where ids become text, once this tokenizer is the one that any later one must equal."""
+        """Choose the place that turns ids into text, once this tokenizer is the one that later ones must equal."""
         if table is not None:
             self._detokenizer.use_table(table)
         self._is_decoding_chosen = True
 
     def _check(self, info: tokenizer_pb2.GetTokenizerResponse, address: str) -> None:
-        """Check that a tokenizer that comes back is the same one: live streams hold its ids. Raises _Lost."""
+        """Check that a returning tokenizer is the same one: live streams hold its ids. Raises _Lost."""
         known = self.fingerprint
         if known and info.tokenizer_fingerprint != known:
             _log.error("tokenizer not used: it is not the one this router started with", tokenizer=address)
             raise _Lost("another tokenizer than before")
 
     async def _wait_until_serving(self, channel: Channel) -> None:
-        """Wait while the tokenizer loads, as long as a connection attempt may take, rather than come back later."""
+        """Wait while the tokenizer loads, for at most the time of a connection attempt, before coming back later."""
         try:
             async with asyncio.timeout(self._config.connect_timeout_seconds):
                 await until_serving(channel.for_stubs, HEALTH_NAME, self._note_starting)
@@ -224,13 +224,13 @@ class TokenizerLink:
             raise _Lost("it does not serve yet") from None
 
     def _note_starting(self) -> None:
-        """Note that a process is there that does not serve yet. It counts as there until it is asked again."""
+        """Note that a process is there but does not serve yet. It counts as there until the next check."""
         config = self._config
         round_seconds = (config.connect_timeout_seconds + config.reconnect_max_seconds) * len(config.tokenizer)
         self._starting_until = time.monotonic() + config.connect_timeout_seconds + round_seconds
 
     async def _watch_health(self, channel: Channel) -> None:
-        """Return when the process stops answering; NOT_SERVING alone (draining) lets live streams go on."""
+        """Return when the process stops answering; on NOT_SERVING alone (draining) live streams continue."""
         async with contextlib.aclosing(watch_health(channel.for_stubs, HEALTH_NAME)) as updates:
             async for _ in updates:
                 pass
@@ -241,7 +241,7 @@ class TokenizerLink:
         await self._until_silent(lambda: detokenizer.answers, lambda: detokenizer.outstanding > 0)
 
     async def _watch_calls(self) -> None:
-        """Raise _Lost once calls have waited for too long, and pings, too: a call may take its time."""
+        """Raise _Lost once calls and pings have both waited for too long: a call alone may take long."""
         await self._until_silent(lambda: self._answers, lambda: self._waiting > 0)
 
     async def _until_silent(self, signs: Callable[[], int], is_due: Callable[[], bool]) -> None:
@@ -251,7 +251,7 @@ class TokenizerLink:
         raise _Lost(f"no answer for {limit:g} s")
 
     async def _ping(self, channel: Channel) -> None:
-        """Ask for health while calls wait: a process that is stopped or cut off does not answer, a busy one does."""
+        """Ping while calls wait: a stopped or disconnected process does not answer, a busy one does."""
         health = health_pb2_grpc.HealthStub(channel.for_stubs)
         request = health_pb2.HealthCheckRequest(service=HEALTH_NAME)
         while True:
@@ -277,7 +277,7 @@ class TokenizerLink:
                 return answer
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error)
-                # Our own end of the connection was closed: the tokenizer was silent.
+                # This process closed its end of the connection, since the tokenizer was silent.
                 if self._stub is stub or error.code() is not grpc.StatusCode.CANCELLED:
                     if isinstance(failure, DeadlineExceeded):
                         raise _late() from error
@@ -295,11 +295,11 @@ class TokenizerLink:
         raise _away()
 
     async def _wait_for_stub(self, begin: float, until: float | None) -> tokenizer_pb2_grpc.TokenizerServiceAsyncStub:
-        """Return the stub, once there is one. `begin`: when the call came; what a silent tokenizer took counts."""
+        """Return the stub once there is one. `begin`: the call's time; a silent tokenizer's time counts."""
         if self._stub is not None:
             return self._stub
         config = self._config
-        # Time to reach another one is left in any case.
+        # Some time is always left to reach another one.
         least = min(config.tokenizer_wait_seconds, config.reconnect_max_seconds)
         least_until = time.monotonic() + least
         while not self.is_ready:
@@ -307,7 +307,7 @@ class TokenizerLink:
             left = patience if until is None else min(patience, until - time.monotonic())
             if left <= 0:
                 raise _away() if left == patience else _late()
-            # In parts: it may turn out that one is on its way, or that it is not any more.
+            # In parts: one may turn out to be starting, or to have stopped.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, config.connect_timeout_seconds)):
                     await self._ready.wait()
@@ -319,7 +319,7 @@ class TokenizerLink:
 async def fetch_decode_table(parts: AsyncIterable[tokenizer_pb2.GetDecodeTableResponse]) -> DecodeTable | None:
     """Fetch the tokenizer's decoder as a table, with which the router turns ids into text itself.
 
-    None when its decoder is no table, or when its release is too old to have the call.
+    None when its decoder is not a table, or when its release is too old to have the call.
     Raises grpc.aio.AioRpcError, and Internal for a table that contradicts itself.
     """
     head: tokenizer_pb2.GetDecodeTableResponse | None = None
@@ -339,11 +339,11 @@ async def fetch_decode_table(parts: AsyncIterable[tokenizer_pb2.GetDecodeTableRe
         table = Table.of(pieces, frozenset(head.lone_byte_ids))
         return DecodeTable(kind, table, list(head.special_token_ids), head.strip, head.strip_count)
     except IndexError:
-        raise Internal("the tokenizer's table has ids outside of it", reason="TOKENIZER_PROTOCOL") from None
+        raise Internal("the tokenizer's table refers to ids outside of it", reason="TOKENIZER_PROTOCOL") from None
 
 
 def _away() -> Unavailable:
-    return Unavailable("the tokenizer is not there", reason="TOKENIZER_UNAVAILABLE", retry_after_seconds=1.0)
+    return Unavailable("the tokenizer cannot be reached", reason="TOKENIZER_UNAVAILABLE", retry_after_seconds=1.0)
 
 
 def _late() -> DeadlineExceeded:
