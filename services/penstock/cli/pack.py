@@ -40,14 +40,16 @@ _STAGES = {"packing": PACK, "checking": CHECK}
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig:
-    """Configuration: the type of the packed weights, and leave to replace files."""
+    """Configuration: the type of the packed weights, and permission to replace files."""
 
-    dtype: str = option("auto", "float32, bfloat16, or auto: the checkpoint's where it runs well.", group=FORMAT)
-    quantization: str = option("none", "Weights of the linear layers as int8 or int4; none: as --dtype.", group=FORMAT)
+    dtype: str = option("auto", "float32, bfloat16, or auto: the checkpoint's dtype if it runs well.", group=FORMAT)
+    quantization: str = option(
+        "none", "Pack the weights of the linear layers as int8 or int4; none: as --dtype.", group=FORMAT
+    )
     threads: int | None = option(None, "Threads that pack; all cores when left out.", group=WRITING, minimum=1)
     force: bool = option(False, "Replace the model in OUTPUT.", group=WRITING)
     check: bool = option(
-        False, "Write nothing: compare the weights of MODEL, a packed folder, with their digest.", group=WRITING
+        False, "Write nothing: compare the weights of the packed folder MODEL with their digest.", group=WRITING
     )
 
 
