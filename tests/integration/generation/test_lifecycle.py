@@ -109,7 +109,7 @@ async def test_a_deadline_ends_the_request_and_frees_its_blocks(client: Client) 
 
 async def test_a_deadline_that_passed_in_the_queue_is_never_prefilled(folder: Path) -> None:
     # No forecast refuses it before.
-    async with generation_service(folder, max_running_sequences=1, deadline_headroom=0.001) as client:
+    async with generation_service(folder, max_running_sequences=1, deadline_headroom=0.01) as client:
         with held_after(1):
             running = await started(client)
             outcome = await client.generate(request(), timeout=0.2)
