@@ -23,12 +23,12 @@ from penstock.common.progress import ShowProgress
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.holder.model_holder import ModelHolder
 from penstock.generation.host.arena import Arena
+from penstock.generation.lifecycle import Lifecycle
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.graphs import FACTS_METHOD, OPENING_METHODS
 from penstock.generation.rpc.model import ModelServicer
-from penstock.generation.service import Lifecycle
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
 GENERATION_SERVICE = "penstock.v1.GenerationService"
@@ -57,8 +57,8 @@ class GenerationApp:
         self.failed = self._holder.failed
 
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
-        """Let Drain, Resume and the model's lifecycle turn health off and on by `set_serving`."""
-        self._lifecycle.set_serving = set_serving
+        """Let Drain, Resume and the model's life turn health off and on by `set_serving`."""
+        self._lifecycle.bind_health(set_serving)
 
     def bind_progress(self, show: ShowProgress) -> None:
         """Show the progress of the start by `show`."""
@@ -105,8 +105,7 @@ class GenerationApp:
 
     async def drain(self) -> None:
         """Refuse new work, wait for live requests, end the sessions."""
-        self._lifecycle.stopping = True
-        self._lifecycle.start_drain()
+        self._lifecycle.stop()
         core = self._lifecycle.core
         if core is None:
             return

@@ -1,25 +1,21 @@
-"""Base of the servicers: lifecycle of the model, and one loaded model's engine with its live requests."""
+"""Base of the servicers: one loaded model's engine with its live requests."""
 
 from __future__ import annotations
 
 import asyncio
-import enum
-import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from penstock.common.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
-    PenstockError,
     ResourceExhausted,
-    Unavailable,
 )
 from penstock.common.request_context import new_request_id
 from penstock.generation.adapters.access import AdapterAccess
@@ -60,18 +56,7 @@ from penstock.generation.sampling.watermark_detector import Detector, TooFewToke
 from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.wire.embeds_intake import EmbedsIntake
 
-STARTING_RETRY_SECONDS = 1.0
 T = TypeVar("T")
-
-
-class ModelState(enum.Enum):
-    """Lifecycle of the model (penstock.v1.ModelState)."""
-
-    LOADING = 1
-    READY = 2
-    DRAINING = 3
-    UNAVAILABLE = 4
-    EMPTY = 5
 
 
 class WatermarkCalls:
@@ -398,136 +383,3 @@ def _warm_up(engine: Engine, loaded: LoadedModel, work: WarmUpWork | None) -> No
         raise FailedPrecondition("a caller holds blocks of the pool: release them first", reason="BUSY")
     engine.clear_cache()
     loaded.engine.warm_up(work)
-
-
-def no_model() -> Unavailable:
-    """Make the error of a call that needs a model, in a process without one."""
-    return Unavailable(
-        "this process has no model: load one by ModelService.LoadModel (`penstock models load`), or send the request "
-        "elsewhere",
-        reason="NO_MODEL",
-    )
-
-
-async def _ignore(_: bool) -> None:
-    """Ignore a change of health: no health service is bound."""
-
-
-class Reloaded(NamedTuple):
-    """Result of a Reload: seconds after the last request's end, and the requests that its grace aborted."""
-
-    seconds: float
-    aborted: int
-
-
-@dataclass(slots=True)
-class Lifecycle:
-    """Lifecycle of the process. `core` is set while a model is loaded."""
-
-    # Empty while there is no model.
-    model_name: str
-    state: ModelState = ModelState.LOADING
-    percent_loaded: float = 0.0
-    # Stage of the load under way, and number of loads that ended well.
-    load_stage: str = ""
-    num_loads: int = 0
-    core: GenerationCore | None = None
-    # True: the process itself is stopping, and this drain has no way back.
-    stopping: bool = False
-    # True: the model is being unloaded, and this drain has no way back either.
-    unloading: bool = False
-    # True: a step of the engine hangs.
-    hung: bool = False
-    # Further names of the model that the process was started with.
-    aliases: tuple[str, ...] = ()
-    set_serving: Callable[[bool], Awaitable[None]] = field(default=_ignore)
-    # The Reload that is under way, and True when the process takes new work after it.
-    reloading: asyncio.Task[Reloaded] | None = None
-    resumes_after_reload: bool = False
-    # Tells this process from one that came before it at the same address.
-    start_id: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    def loaded(self) -> GenerationCore:
-        """Return the core. Raises Unavailable while the model loads, after it failed, and where there is none."""
-        if self.core is None or self.state in (ModelState.LOADING, ModelState.UNAVAILABLE):
-            raise self._unavailable()
-        return self.core
-
-    def accepting(self) -> GenerationCore:
-        """Return the core for new work. Raises Unavailable also while draining."""
-        if self.state is ModelState.DRAINING:
-            raise Unavailable("this process is draining: send new work elsewhere", reason="DRAINING")
-        if self.hung:
-            raise Unavailable("a step of the engine hangs: send new work elsewhere", reason="ENGINE_HUNG")
-        return self.loaded()
-
-    def _unavailable(self) -> PenstockError:
-        if self.state is ModelState.LOADING:
-            return Unavailable(
-                "the model is still loading", reason="STARTING", retry_after_seconds=STARTING_RETRY_SECONDS
-            )
-        if self.state in (ModelState.EMPTY, ModelState.DRAINING):
-            return no_model()
-        return Unavailable("the engine of this process has failed", reason="ENGINE_FAILED")
-
-    def start_drain(self) -> None:
-        """Begin to refuse new work, until `resume`."""
-        self.resumes_after_reload = False
-        if self.state is ModelState.READY:
-            self.state = ModelState.DRAINING
-            self._changed()
-
-    def resume(self) -> None:
-        """Take new work again. Raises Unavailable once the process is stopping, or the model is being unloaded, and
-        FailedPrecondition during a Reload."""
-        if self.stopping or self.unloading:
-            what = "process is stopping" if self.stopping else "model is being unloaded"
-            raise Unavailable(f"this {what}: send new work elsewhere", reason="DRAINING")
-        if self.reloading is not None:
-            raise FailedPrecondition("a Reload is under way: resume after it", reason="BUSY")
-        if self.state is ModelState.DRAINING:
-            self.state = ModelState.READY
-            self._changed()
-
-    async def reload(self, grace: float | None) -> Reloaded:
-        """Drain, read the weights again and resume, unless the process was drained before or is to be now.
-
-        A caller that leaves does not end it. Raises FailedPrecondition: another one is under way, or the weights cannot
-        be used; then the old ones stay.
-        """
-        core = self.loaded()
-        if self.reloading is not None or self.unloading:
-            raise FailedPrecondition("another Reload, or an unload, is under way", reason="BUSY")
-        self.reloading = asyncio.create_task(self._reload(core, grace))
-        # Its error belongs to the caller, who may be gone.
-        self.reloading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self.reloading)
-
-    async def _reload(self, core: GenerationCore, grace: float | None) -> Reloaded:
-        was_ready = self.state is ModelState.READY
-        self.start_drain()
-        self.resumes_after_reload = was_ready
-        try:
-            await self.show_health()
-            aborted = await core.finish(grace)
-            begin = time.monotonic()
-            await core.reload()
-            return Reloaded(time.monotonic() - begin, aborted)
-        finally:
-            self.reloading = None
-            if self.resumes_after_reload and not self.stopping:
-                self.resume()
-            await self.show_health()
-
-    async def set_hung(self, hung: bool) -> None:
-        """Refuse new work while a step of the engine hangs, and show it as health."""
-        self.hung = hung
-        await self.show_health()
-
-    async def show_health(self) -> None:
-        """Show SERVING while new work is taken."""
-        await self.set_serving(self.state is ModelState.READY and not self.hung)
-
-    def _changed(self) -> None:
-        if self.core is not None:
-            self.core.hub.notify()

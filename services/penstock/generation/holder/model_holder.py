@@ -30,9 +30,10 @@ from penstock.generation.holder.model_load import ModelLoad
 from penstock.generation.holder.upload import UploadFolder, remove_leftovers, upload_parent
 from penstock.generation.host.arena import Arena
 from penstock.generation.host.memory import resident_bytes
+from penstock.generation.lifecycle import Lifecycle, ModelState
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.running import RunningEngine
-from penstock.generation.service import GenerationCore, Lifecycle, ModelState
+from penstock.generation.service import GenerationCore
 from penstock.generation.startup.load import load
 from penstock.generation.startup.loaded_model import LoadedModel
 
@@ -103,12 +104,11 @@ class ModelHolder:
         Raises FailedPrecondition (MODEL_LOADED, LOAD_IN_PROGRESS, MODEL_ROOT_OFF), Unavailable while the process stops,
         InvalidArgument naming the field, ResourceExhausted for files that are too large.
         """
-        lifecycle = self._lifecycle
         self._require_quiet()
         if self.running is not None:
             raise FailedPrecondition("this process has a model: unload it first", reason="MODEL_LOADED")
         self._load = ModelLoad(self, order, self._metrics.loads)
-        lifecycle.state, lifecycle.model_name = ModelState.LOADING, self._load.name
+        self._lifecycle.begin_load(self._load.name)
         return self._load
 
     async def unload(self, grace_seconds: float | None) -> Unloaded:
@@ -127,20 +127,19 @@ class ModelHolder:
         # A frame that waits would keep the engine.
         del hub
         # At once: nothing may be accepted before the task begins.
-        self._lifecycle.unloading = True
-        self._lifecycle.start_drain()
+        self._lifecycle.begin_unload()
         self._unloading = asyncio.create_task(self._unload(grace_seconds))
         return await asyncio.shield(self._unloading)
 
     def fail(self, error: BaseException) -> None:
         """End every stream with INTERNAL, and then the process."""
         if self._failing is None:
-            self._lifecycle.state = ModelState.UNAVAILABLE
+            self._lifecycle.end()
             self._failing = asyncio.create_task(self._end_streams(error))
 
     async def close(self) -> None:
         """End a load, and the model with the requests that are still live. The process ends after it."""
-        self._lifecycle.state = ModelState.UNAVAILABLE
+        self._lifecycle.end()
         if self._starting is not None:
             progress, loading = self._starting
             progress.cancel()
@@ -148,8 +147,7 @@ class ModelHolder:
             await _wait_for_load(asyncio.wrap_future(loading))
         if self._load is not None:
             await _wait_for_load(asyncio.ensure_future(self._load.end()))
-        if self._lifecycle.reloading is not None:
-            self._lifecycle.reloading.cancel()
+        self._lifecycle.cancel_reload()
         if self._unloading is not None:
             self._unloading.cancel()
             await asyncio.gather(self._unloading, return_exceptions=True)
@@ -174,8 +172,8 @@ class ModelHolder:
             if stage.stage == LOAD_WEIGHTS:
                 part = 0.0 if stage.ended or not stage.total else stage.done / stage.total
                 num_loaded += stage.ended
-                self._lifecycle.percent_loaded = 100.0 * (num_loaded + part) / num_models
-            self._lifecycle.load_stage = stage.stage
+                self._lifecycle.note_percent(100.0 * (num_loaded + part) / num_models)
+            self._lifecycle.note_stage(stage.stage)
             progress(stage)
 
         loading: Future[LoadedModel] = Future()
@@ -212,10 +210,7 @@ class ModelHolder:
         )
         running.start()
         self.running, self._folder, self._load = running, folder, None
-        lifecycle.core = running.core
-        lifecycle.percent_loaded, lifecycle.load_stage = 100.0, ""
-        lifecycle.num_loads += 1
-        lifecycle.state = ModelState.READY
+        lifecycle.serve(running.core)
         loads.loaded.set(1)
         loads.ends["loaded"].inc()
         loads.seconds.observe(time.monotonic() - began)
@@ -233,19 +228,14 @@ class ModelHolder:
 
     def become_empty(self) -> None:
         """Note that there is no model."""
-        lifecycle = self._lifecycle
-        self.running = lifecycle.core = None
-        lifecycle.model_name, lifecycle.percent_loaded, lifecycle.load_stage = "", 0.0, ""
-        lifecycle.hung = lifecycle.unloading = False
-        # A process that is stopping, or has failed, stays so.
-        if lifecycle.state is not ModelState.UNAVAILABLE:
-            lifecycle.state = ModelState.EMPTY
+        self.running = None
+        self._lifecycle.become_empty()
         self._metrics.loads.loaded.set(0)
 
     def _require_quiet(self) -> None:
         """Raise unless the place is free for a change."""
         lifecycle = self._lifecycle
-        if lifecycle.stopping or lifecycle.state is ModelState.UNAVAILABLE:
+        if lifecycle.is_stopping or lifecycle.has_ended:
             raise Unavailable("this process is stopping", reason="DRAINING")
         if self._load is not None or lifecycle.state is ModelState.LOADING:
             raise FailedPrecondition(
@@ -253,12 +243,12 @@ class ModelHolder:
             )
         if self._unloading is not None:
             raise FailedPrecondition("the model is being unloaded: wait for that", reason="LOAD_IN_PROGRESS")
-        if lifecycle.reloading is not None:
+        if lifecycle.is_reloading:
             raise FailedPrecondition("a Reload is under way: wait for its end", reason="BUSY")
 
     def _check_running(self) -> None:
         """Raise StartCancelled once the process stops. Called on any thread."""
-        if self._lifecycle.state is ModelState.UNAVAILABLE:
+        if self._lifecycle.has_ended:
             raise StartCancelled
 
     async def _unload(self, grace_seconds: float | None) -> Unloaded:
@@ -272,7 +262,7 @@ class ModelHolder:
             self._metrics.loads.unloads.inc()
         finally:
             self._unloading = None
-            self._lifecycle.unloading = False
+            self._lifecycle.end_unload()
         unloaded = Unloaded(name, before, resident_bytes())
         _log.info("unloaded", model=name, bytes_before=before, bytes_after=unloaded.bytes_after)
         return unloaded
@@ -284,13 +274,14 @@ class ModelHolder:
         await lifecycle.show_health()
         await core.finish(grace_seconds)
         await self._close_streams(core)
-        if running is None or lifecycle.state is ModelState.UNAVAILABLE:
+        if running is None or lifecycle.has_ended:
             raise Unavailable("this process is stopping", reason="DRAINING")
         if not await running.stop():
             error = Internal("the engine's thread hangs: the process ends", reason="ENGINE_FAILED")
             self.fail(error)
             raise error
-        self.running = lifecycle.core = None
+        self.running = None
+        lifecycle.drop_core()
         await self._remove_folder()
 
     async def _end_streams(self, error: BaseException) -> None:

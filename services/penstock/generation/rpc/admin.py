@@ -16,8 +16,9 @@ from penstock.generation.adapters.figures import AdapterInfo
 from penstock.generation.engine.block_commands import BlockCommands
 from penstock.generation.engine.stats import EngineLoad
 from penstock.generation.engine.step_watch import StepView
+from penstock.generation.lifecycle import Lifecycle
 from penstock.generation.options.kinds import check_count
-from penstock.generation.service import Lifecycle, WarmUpSize
+from penstock.generation.service import WarmUpSize
 from penstock.generation.wire import convert
 from penstock.generation.wire.load_model import to_grace
 from penstock.v1 import admin_pb2, admin_pb2_grpc

@@ -19,9 +19,10 @@ from penstock.common.tracing import Span, current_span, current_tracer, parse_co
 from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.request_spans import begin_in_call, begin_in_session, end_refused
 from penstock.generation.delivery.streams import RequestStream, SessionStream
+from penstock.generation.lifecycle import Lifecycle
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.options.request_options import GenerateOptions
-from penstock.generation.service import GenerationCore, Lifecycle
+from penstock.generation.service import GenerationCore
 from penstock.generation.wire import convert, score_embed
 from penstock.v1 import generation_pb2, generation_pb2_grpc
 

@@ -9,7 +9,8 @@ import grpc
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generation.graphs.access import MESSAGE_BYTES, ModelAccess, gone
-from penstock.generation.service import GenerationCore, Lifecycle
+from penstock.generation.lifecycle import Lifecycle
+from penstock.generation.service import GenerationCore
 from penstock.generation.wire import graphs as wire
 from penstock.generation.wire.dtypes import from_dtype
 from penstock.v1 import graphs_pb2, model_pb2, model_pb2_grpc

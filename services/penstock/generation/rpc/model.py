@@ -14,9 +14,10 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.graphs.access import ModelAccess
 from penstock.generation.holder.model_holder import ModelHolder
 from penstock.generation.holder.model_load import ModelLoad
+from penstock.generation.lifecycle import Lifecycle
 from penstock.generation.options.validate import check_model
 from penstock.generation.rpc.graphs import GraphCalls
-from penstock.generation.service import GenerationCore, Lifecycle
+from penstock.generation.service import GenerationCore
 from penstock.generation.wire import convert, load_model
 from penstock.generation.wire.dtypes import from_dtype
 from penstock.generation.wire.graphs import from_graph
