@@ -11,10 +11,10 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import grpc
 
 from penstock.http2 import frames
+from penstock.http2.flow_control import FlowControl
 from penstock.http2.headers import Headers, MalformedError, content_length
 from penstock.http2.limits import Limits
 from penstock.http2.metadata import Metadata, parse_metadata
-from penstock.http2.request_bytes import RequestBytes
 
 # Messages that a handler takes in one turn of the event loop, unless it waits itself.
 _MESSAGES_PER_TURN = 256
@@ -38,17 +38,12 @@ class Refused(Exception):
 class CallConnection(Protocol):
     """The part of a connection that a call needs."""
 
-    # Bytes that the client lets us send on the connection, and on a new stream.
-    window: int
-    initial_window: int
-    # True while the client does not read the connection fast enough.
-    is_paused: bool
-    # Calls that wait for room on the connection, by stream; those that wait for their stream's are not among them.
-    blocked: dict[int, Call]
-    # Bytes of requests that the connection may hold.
-    request_bytes: RequestBytes
-    # True until a call of the connection was admitted by its credentials.
-    is_stranger: bool
+    # Windows of the connection.
+    flow: FlowControl
+
+    @property
+    def is_stranger(self) -> bool:
+        """True until a call of the connection was admitted by its credentials."""
 
     def send(self, data: bytes) -> None:
         """Queue bytes; what is queued in one turn of the event loop leaves together."""
@@ -58,9 +53,6 @@ class CallConnection(Protocol):
 
     def answered(self) -> None:
         """Note that a call was answered."""
-
-    def pass_on(self) -> None:
-        """Let calls in `blocked` try again, as many as there is room for."""
 
     def trust(self) -> None:
         """Note that a call was admitted by its credentials."""
@@ -92,6 +84,7 @@ class Call:
         "_details",
         "_early_reset_seconds",
         "_encoding",
+        "_flow",
         "_has_headers",
         "_length",
         "_max_message_bytes",
@@ -127,7 +120,7 @@ class Call:
         self.stream = stream
         self.method = headers.get(":path", "")
         # Bytes that the client lets us send on this stream.
-        self.window = connection.initial_window
+        self.window = connection.flow.initial_window
         self.is_over = False
         self.task: asyncio.Task[None] | None = None
         self.serializer: Callable[[Any], bytes] | None = None
@@ -140,6 +133,7 @@ class Call:
         # Bytes of the message that a write waits with.
         self.wants = 0
         self._connection = connection
+        self._flow = connection.flow
         self._began = time.monotonic()
         self._early_reset_seconds = limits.early_reset_seconds
         self._max_message_bytes = limits.max_message_bytes
@@ -216,7 +210,7 @@ class Call:
             connection.answered()
         if size <= frames.DEFAULT_FRAME_SIZE and self._room() >= size:
             self.window -= size
-            connection.window -= size
+            self._flow.window -= size
             connection.send(frames.message_frame(self.stream, data))
             return
         await self._write_in_parts(bytes((0,)) + len(data).to_bytes(4, "big") + data)
@@ -229,13 +223,13 @@ class Call:
         if self.is_over or not self._has_headers:
             return False
         data = self.serializer(message) if self.serializer is not None else message
-        connection = self._connection
+        flow = self._flow
         size = len(data) + frames.MESSAGE_HEAD
-        if size > frames.DEFAULT_FRAME_SIZE or connection.is_paused or size > self.window or size > connection.window:
+        if size > frames.DEFAULT_FRAME_SIZE or flow.is_paused or size > self.window or size > flow.window:
             return False
         self.window -= size
-        connection.window -= size
-        connection.send(frames.message_frame(self.stream, data))
+        flow.window -= size
+        self._connection.send(frames.message_frame(self.stream, data))
         return True
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
@@ -374,7 +368,7 @@ class Call:
         keeps = max(len(body), self._base if self._base > frames.DEFAULT_WINDOW else 0)
         if keeps < self._reserved:
             size, self._reserved = self._reserved - keeps, keeps
-            self._connection.request_bytes.give_back(size)
+            self._flow.request_bytes.give_back(size)
         self._let_send()
         return self._unpack(message) if is_compressed else message
 
@@ -393,7 +387,7 @@ class Call:
     def _widen(self) -> None:
         """Let in more than the first window: messages of a stream are taken as they come."""
         size = self._stream_window_bytes
-        if size > self._base and self._connection.request_bytes.take(size - self._reserved):
+        if size > self._base and self._flow.request_bytes.take(size - self._reserved):
             self._reserved = self._base = self._allowance = size
             self._let_send()
 
@@ -404,7 +398,7 @@ class Call:
         if self._size > self._allowance and not self._reserve_message():
             # It goes on when others of the connection are whole.
             self._waits_for_bytes = True
-            self._connection.request_bytes.wait(self._try_again)
+            self._flow.request_bytes.wait(self._try_again)
             return
         more = self._allowance - len(self._body) - self._credit
         if more >= self._allowance // 4 or (more > 0 and self._size > len(self._body) + self._credit):
@@ -413,7 +407,7 @@ class Call:
 
     def _reserve_message(self) -> bool:
         """Count all bytes of the first message; False while others of the connection leave no room for them."""
-        budget, more = self._connection.request_bytes, self._size - self._reserved
+        budget, more = self._flow.request_bytes, self._size - self._reserved
         if more > 0 and not budget.take(more):
             if budget.is_parent_full(more):
                 raise _crowded()
@@ -439,21 +433,21 @@ class Call:
     def _reserve(self, size: int) -> None:
         """Count bytes that are here. Raises Refused when the connection or the process holds too many."""
         if size > self._reserved:
-            if not self._connection.request_bytes.take(size - self._reserved):
+            if not self._flow.request_bytes.take(size - self._reserved):
                 raise _crowded()
             self._reserved = size
 
     def _release(self) -> None:
         if self._reserved:
             size, self._reserved = self._reserved, 0
-            self._connection.request_bytes.give_back(size)
+            self._flow.request_bytes.give_back(size)
 
     def _room(self) -> int:
         """Number of bytes that may be sent now."""
         if self.is_over:
             raise grpc.aio.InternalError("the call is over")
-        connection = self._connection
-        return 0 if connection.is_paused else min(self.window, connection.window)
+        flow = self._flow
+        return 0 if flow.is_paused else min(self.window, flow.window)
 
     async def _write_in_parts(self, data: bytes) -> None:
         at, has_waited = 0, False
@@ -465,26 +459,26 @@ class Call:
                     await self._wait_for_room()
                     continue
                 self.window -= room
-                self._connection.window -= room
+                self._flow.window -= room
                 self._connection.send(frames.frame(frames.DATA, 0, self.stream, data[at : at + room]))
                 at += room
         finally:
             if has_waited:
                 # It was woken in place of others.
-                self._connection.pass_on()
+                self._flow.pass_on()
 
     async def _wait_for_room(self) -> None:
-        connection = self._connection
+        flow = self._flow
         self._waiter = asyncio.get_running_loop().create_future()
         if self.window > 0:
-            connection.blocked[self.stream] = self
+            flow.blocked[self.stream] = self
         else:
-            connection.pass_on()
+            flow.pass_on()
         try:
             await self._waiter
         finally:
             self._waiter = None
-            connection.blocked.pop(self.stream, None)
+            flow.blocked.pop(self.stream, None)
 
     def _unpack(self, message: bytes) -> bytes:
         """Decompress a message. Raises Refused."""
@@ -516,7 +510,7 @@ class Call:
         self.wake()
         if self._waits_for_bytes:
             self._waits_for_bytes = False
-            self._connection.request_bytes.stop_waiting(self._try_again)
+            self._flow.request_bytes.stop_waiting(self._try_again)
         self._release()
         self._body.clear()
         self._connection.forget(self)

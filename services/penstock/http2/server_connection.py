@@ -6,19 +6,17 @@ import asyncio
 import socket
 import ssl
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import cast
 
 import grpc
-from hpack import HPACKError
 
 from penstock.common.logging import get_logger
 from penstock.http2 import frames
+from penstock.http2.flow_control import FlowControl
+from penstock.http2.header_block import HeaderBlock
 from penstock.http2.headers import (
-    HeaderDecoder,
     Headers,
-    HeadersTooLarge,
     MalformedError,
     OddCredentialsError,
     OddFieldError,
@@ -32,18 +30,17 @@ from penstock.http2.limits import IdleFrames, Limits, Pings
 from penstock.http2.listener import let_go
 from penstock.http2.request_bytes import RequestBytes
 from penstock.http2.server_call import Call, Refused
-from penstock.http2.strangers import SLICE_SECONDS, Strangers
+from penstock.http2.stranger_turns import StrangerTurns
+from penstock.http2.strangers import Strangers
+from penstock.http2.stream_numbers import StreamNumbers
+from penstock.http2.unfinished_requests import UnfinishedRequests
 
-# Most bytes of a request's compressed headers, CONTINUATION included.
-MAX_HEADER_BYTES = 64 << 10
 _CONTENT_TYPE = "application/grpc"
 # Most bytes of answers that wait for a stranger. Seconds that it waits for the end after it broke the protocol, and
 # that it has to read the last bytes where others need its place.
 _STRANGERS_WRITE_BYTES, _STRANGERS_LINGER_SECONDS = 16 << 10, 1.0
 # States of TCP: reset, and closed by the other end.
 _HUNG_UP = (7, 8)
-# Streams that ended before their requests, whose frames may still be on their way, and gaps between numbers of streams.
-_MOST_CUT_OFF, _MOST_SKIPPED = 1000, 64
 # Calls whose windows are changed for the price of one frame.
 _RESIZES_A_FRAME = 64
 # Statuses of requests with a field that no request may have, where it is not INTERNAL.
@@ -60,49 +57,30 @@ class Connection(asyncio.Protocol):
     # As of Call.
     __slots__ = (
         "_block",
-        "_block_bytes",
-        "_cut_off",
-        "_decoder",
-        "_goes_on",
-        "_has_more",
-        "_has_room",
         "_has_sent",
         "_idle_frames",
         "_is_agreed",
         "_is_closing",
         "_is_draining",
         "_keepalive",
-        "_last_stream",
         "_late",
         "_limits",
         "_loop",
         "_needs_preface",
         "_needs_settings",
+        "_numbers",
         "_on_call",
         "_on_lost",
         "_on_open",
-        "_open_block",
         "_out",
         "_out_bytes",
-        "_owed",
         "_pings",
-        "_reaper",
         "_received",
-        "_skipped",
-        "_strangers",
         "_transport",
         "_unfinished",
-        "blocked",
         "calls",
-        "initial_window",
-        "is_paused",
-        "is_stranger",
-        "network",
-        "probes",
-        "request_bytes",
-        "window",
-        "work",
-        "worked_at",
+        "flow",
+        "turns",
     )
 
     def __init__(
@@ -117,50 +95,26 @@ class Connection(asyncio.Protocol):
     ) -> None:
         """Make it. `request_bytes`: the process's budget. `strangers`: those of the server, of which it will be one."""
         self.calls: dict[int, Call] = {}
-        # Calls that wait for room.
-        self.blocked: dict[int, Call] = {}
-        self.window = frames.DEFAULT_WINDOW
-        self.initial_window = frames.DEFAULT_WINDOW
-        self.is_paused = False
-        self.request_bytes = RequestBytes(limits.connection_window_bytes, request_bytes)
-        self.is_stranger = strangers is not None
-        # Calls that need no credentials; see Stranger for the others.
-        self.probes = 0
-        self.work = self.worked_at = 0.0
-        self.network = ""
-        # Bytes of the connection's window that were not given back to the client yet.
-        self._owed = 0
+        self.flow = FlowControl(limits, request_bytes, self.send)
+        # None once a call was admitted by its credentials, or where nobody needs any.
+        self.turns = None if strangers is None else StrangerTurns(self, strangers, limits.max_probes)
         self._limits = limits
         self._on_call, self._on_open, self._on_lost = on_call, on_open, on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._decoder = HeaderDecoder(limits.max_header_list_bytes)
         self._received = b""
         # The first bytes are the preface, the first frame is SETTINGS.
         self._needs_preface = self._needs_settings = True
         # False by TLS without the protocol's name: HTTP/2 has to be agreed on there (RFC 9113, 3.2).
         self._is_agreed = True
         self._late: asyncio.TimerHandle | None = None
-        self._strangers = strangers
-        # Whole frames of a stranger that were left for a later turn, and a flag that one will come.
-        self._has_more = self._goes_on = False
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._is_draining = False
         self._is_closing = False
-        self._last_stream = 0
-        # A header block that CONTINUATION goes on with: its stream and flags, its parts, and their bytes.
-        self._open_block: tuple[int, int] | None = None
-        self._block: list[bytes] = []
-        self._block_bytes = 0
-        # Streams that ended here before their requests did, and numbers that the client left out.
-        self._cut_off: dict[int, None] = {}
-        self._skipped: deque[tuple[int, int]] = deque(maxlen=_MOST_SKIPPED)
-        # Calls whose only request is not whole, from the oldest, and the timer that looks after them.
-        self._unfinished: dict[int, Call] = {}
-        self._reaper: asyncio.TimerHandle | None = None
-        # True when a frame made room for calls that wait: they are woken once, however many frames come together.
-        self._has_room = False
+        self._block = HeaderBlock(limits.max_header_list_bytes)
+        self._numbers = StreamNumbers()
+        self._unfinished = UnfinishedRequests(limits)
         self._idle_frames = IdleFrames(limits)
         self._pings = Pings(limits.min_ping_interval_seconds)
         self._has_sent = False
@@ -171,13 +125,12 @@ class Connection(asyncio.Protocol):
         self._transport = transport = cast("asyncio.Transport", transport)
         tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         self._is_agreed = tls is None or tls.selected_alpn_protocol() == "h2"
-        most = _STRANGERS_WRITE_BYTES if self.is_stranger else self._limits.write_buffer_bytes
-        transport.set_write_buffer_limits(high=most)
+        transport.set_write_buffer_limits(high=self._most_unread)
         self._keepalive.start()
         self._late = self._loop.call_later(self._limits.handshake_seconds, self.abort)
         self._on_open(self)
-        if self._strangers is not None:
-            self._strangers.add(self)
+        if self.turns is not None:
+            self.turns.begin()
 
     def _greet(self) -> None:
         limits = self._limits
@@ -192,26 +145,25 @@ class Connection(asyncio.Protocol):
         let_go(self._transport)
         self._transport = None
         self._keepalive.stop()
-        for timer in (self._late, self._reaper):
-            if timer is not None:
-                timer.cancel()
-        if self._strangers is not None:
-            self._strangers.discard(self)
+        self._unfinished.stop()
+        if self._late is not None:
+            self._late.cancel()
+        if self.turns is not None:
+            self.turns.end()
         for call in list(self.calls.values()):
             call.gone()
         self._on_lost(self)
 
     def pause_writing(self) -> None:
-        self.is_paused = True
+        self.flow.is_paused = True
 
     def resume_writing(self) -> None:
-        self.is_paused = False
-        if self._has_more and not self._goes_on:
-            self._goes_on = True
-            self._loop.call_soon(self.go_on)
-        elif self._transport is not None and not self._goes_on:
-            self._transport.resume_reading()
-        self.pass_on()
+        self.flow.is_paused = False
+        if self.turns is not None:
+            self.turns.resume()
+        else:
+            self.set_reading(True)
+        self.flow.pass_on()
 
     def send(self, data: bytes) -> None:
         """Queue bytes; what is queued in one turn of the event loop leaves together."""
@@ -220,7 +172,7 @@ class Connection(asyncio.Protocol):
         self._out.append(data)
         self._out_bytes += len(data)
         if self._out_bytes >= self._limits.write_buffer_bytes:
-            self._flush()  # so that `is_paused` is known within the turn, too
+            self._flush()  # so that `flow.is_paused` is known within the turn, too
 
     def give_back(self, stream: int, size: int) -> None:
         """Let the client send `size` more bytes on `stream`."""
@@ -229,17 +181,11 @@ class Connection(asyncio.Protocol):
     def forget(self, call: Call) -> None:
         """Forget a call that is over."""
         self.calls.pop(call.stream, None)
-        if call.is_probe:
-            self.probes -= 1
+        if call.is_probe and self.turns is not None:
+            self.turns.probes -= 1
         if not call.request_ended:
-            self._unfinished.pop(call.stream, None)
-            self._cut(call.stream)
-
-    def _cut(self, stream: int) -> None:
-        """Remember a stream that ended before its request: its frames may still be on their way."""
-        self._cut_off[stream] = None
-        if len(self._cut_off) > _MOST_CUT_OFF:
-            del self._cut_off[next(iter(self._cut_off))]
+            self._unfinished.discard(call)
+            self._numbers.cut_off(call.stream)
 
     def answered(self) -> None:
         """Note that a call was answered: its client may have reason to reset and to ping."""
@@ -249,7 +195,7 @@ class Connection(asyncio.Protocol):
         """Take no further calls."""
         if not self._is_draining:
             self._is_draining = True
-            self.send(frames.goaway(self._last_stream, frames.NO_ERROR))
+            self.send(frames.goaway(self._numbers.last, frames.NO_ERROR))
 
     def close(self) -> None:
         """Send the queued bytes and hang up."""
@@ -264,127 +210,102 @@ class Connection(asyncio.Protocol):
             self._has_sent = True
             self._transport.write(b"".join(out))
 
-    def pass_on(self) -> None:
-        """Let calls that wait for room try again, as many as there is room for."""
-        if not self.blocked or self.is_paused:
-            return
-        room = min(self.window, self._limits.write_buffer_bytes)
-        for call in self.blocked.values():
-            if room <= 0:
-                return
-            room -= max(1, min(call.wants, call.window))
-            call.wake()
+    # Methods for the turns of a stranger: a connection without a call that was admitted by its credentials.
 
-    # Strangers: connections without a call that was admitted by its credentials.
+    @property
+    def is_stranger(self) -> bool:
+        """True until a call was admitted by its credentials."""
+        return self.turns is not None
 
     @property
     def is_busy(self) -> bool:
         """True while it has calls."""
         return bool(self.calls)
 
+    @property
+    def is_open(self) -> bool:
+        """True until it is closed, or lost."""
+        return not self._is_closing and self._transport is not None
+
+    @property
+    def is_unread(self) -> bool:
+        """True while so many answers wait that nothing more is read."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > 4 * self._most_unread
+
+    @property
+    def has_hung_up(self) -> bool:
+        """True when the other end has closed or reset it, whatever it sent before. Only Linux tells."""
+        return self._transport is not None and _has_hung_up(self._transport)
+
+    @property
+    def _most_unread(self) -> int:
+        return _STRANGERS_WRITE_BYTES if self.turns is not None else self._limits.write_buffer_bytes
+
+    def set_reading(self, is_reading: bool) -> None:
+        """Go on, or stop, reading bytes."""
+        if self._transport is not None:
+            self._transport.resume_reading() if is_reading else self._transport.pause_reading()
+
     def trust(self) -> None:
         """Note that a call was admitted by its credentials: it waits no longer for others."""
-        if self._strangers is not None and self.is_stranger:
-            self.is_stranger = False
-            self._strangers.discard(self)
+        if self.turns is not None:
+            self.turns.end()
+            self.turns = None
             if self._transport is not None:
-                self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
-
-    def evict(self) -> None:
-        """Hang up: others need the place."""
-        self.send(
-            frames.goaway(self._last_stream, frames.ENHANCE_YOUR_CALM, "too many connections without credentials")
-        )
-        self._end(is_patient=False)
-        # One that does not read would stay until its keepalive ends.
-        self._loop.call_later(_STRANGERS_LINGER_SECONDS, self.abort)
+                self._transport.set_write_buffer_limits(high=self._most_unread)
 
     def add_probe(self, seconds: float) -> None:
         """Count a call that needs no credentials, and its work. Raises Refused when there are too many."""
-        self._charge(seconds)
-        if self.probes >= self._limits.max_probes:
-            most = self._limits.max_probes
-            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a connection may have {most} calls without credentials")
-        self.probes += 1
+        if self.turns is not None:
+            self.turns.add_probe(seconds)
+
+    def evict(self) -> None:
+        """Hang up: others need the place."""
+        why = "too many connections without credentials"
+        self.send(frames.goaway(self._numbers.last, frames.ENHANCE_YOUR_CALM, why))
+        self._end(is_patient=False)
+        # One that does not read would stay until its keepalive ends.
+        self._loop.call_later(_STRANGERS_LINGER_SECONDS, self.abort)
 
     def abort(self) -> None:
         """Hang up without waiting for a client that does not read."""
         if self._transport is not None:
             self._transport.abort()
 
-    def _charge(self, seconds: float) -> None:
-        """Count work for a stranger that is not done by frames."""
-        if self._strangers is not None and self.is_stranger:
-            self._strangers.spend(self, seconds)
-
-    def go_on(self) -> None:
-        """Look at the bytes of a stranger that wait, for a slice of time; not at those of one that has hung up."""
-        if self._transport is not None and _has_hung_up(self._transport):
-            # It is not read, so nobody would be told before all that it has sent had its turns.
-            self.abort()
-        else:
-            self._take_turn()
-
-    def _take_turn(self) -> None:
-        self._goes_on = False
-        if self._is_closing or self._transport is None:
-            return
-        begin = time.thread_time()
-        self._work(time.perf_counter() + SLICE_SECONDS)
-        self._charge(time.thread_time() - begin)
-        if self._is_closing or self._transport is None:
-            return
-        if not self._has_more:
-            if not self._is_unread():
-                self._transport.resume_reading()
-            return
-        self._transport.pause_reading()
-        if not self._is_unread():
-            self._goes_on = True
-            if self._strangers is None or self._strangers.may_go_on(self):
-                self._loop.call_soon(self.go_on)
-
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
             return
         self._keepalive.note_activity()
         self._received = self._received + data if self._received else data
-        if not self.is_stranger:
-            self._work(0.0)
-        elif not self._goes_on and self._strangers is not None:
-            self._goes_on = True
-            if self._strangers.may_go_on(self):
-                self._take_turn()
-            elif self._transport is not None:
-                self._transport.pause_reading()
+        if self.turns is None:
+            self.work()
+        else:
+            self.turns.take_bytes()
 
-    def _work(self, until: float) -> None:
-        """Handle the frames that have come; those of a stranger `until` a time of time.perf_counter()."""
+    def work(self) -> None:
+        """Handle the frames that have come: of a stranger until its turn is over."""
         data = self._received
         try:
-            self._received = data[self._take_frames(data, until) :]
+            self._received = data[self._take_frames(data) :]
         except frames.Violation as violation:
             if violation.code == frames.ENHANCE_YOUR_CALM:
                 _log.warning("connection cut off", cause=str(violation), calls=len(self.calls))
-            self.send(frames.goaway(self._last_stream, violation.code, str(violation)))
-            self._end(is_patient=self.is_stranger and self._strangers is not None and self._strangers.are_many)
+            self.send(frames.goaway(self._numbers.last, violation.code, str(violation)))
+            self._end(is_patient=self.turns is not None and self.turns.are_many)
             return
-        if self._has_room:
-            self._has_room = False
-            self.pass_on()
-        if self._unfinished and self._reaper is None:
-            self._reaper = self._loop.call_later(self._limits.handshake_seconds / 2, self._reap)
-        if self._transport is not None and self._is_unread():
+        if self.flow.has_new_room:
+            self.flow.pass_on_new_room()
+        if self._unfinished.calls:
+            self._unfinished.watch()
+        if self.is_unread:
             # The bytes that wait are answers to frames: a client that sends and does not read is not read either.
-            self._transport.pause_reading()
-
-    def _is_unread(self) -> bool:
-        most = _STRANGERS_WRITE_BYTES if self.is_stranger else self._limits.write_buffer_bytes
-        return self._transport is not None and self._transport.get_write_buffer_size() > 4 * most
+            self.set_reading(False)
 
     def _end(self, *, is_patient: bool) -> None:
         """End all calls and hang up; where strangers are many `is_patient` lets this one wait for its next try."""
-        self._received, self._has_more = b"", False
+        self._received = b""
+        if self.turns is not None:
+            self.turns.has_more = False
         if is_patient and self._transport is not None:
             self._is_closing = True
             self._flush()
@@ -395,22 +316,11 @@ class Connection(asyncio.Protocol):
         for call in list(self.calls.values()):
             call.gone()
 
-    def _reap(self) -> None:
-        """End calls whose requests take too long to come."""
-        self._reaper = None
-        limits = self._limits
-        for call in list(self._unfinished.values()):
-            most = limits.handshake_seconds if call.is_probe else limits.request_seconds
-            if call.age_seconds > most:
-                call.finish(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request was not whole within {most:g} s")
-                call.gone()
-        if self._unfinished:
-            self._reaper = self._loop.call_later(limits.handshake_seconds / 2, self._reap)
-
-    def _take_frames(self, data: bytes, until: float) -> int:
+    def _take_frames(self, data: bytes) -> int:
         """Handle whole frames; return their number of bytes."""
         at, size = 0, len(data)
-        self._has_more = False
+        if self.turns is not None:
+            self.turns.has_more = False
         if self._needs_settings:
             if self._needs_preface:
                 if data[: len(frames.PREFACE)] != frames.PREFACE[:size] or not self._is_agreed:
@@ -435,8 +345,8 @@ class Connection(asyncio.Protocol):
             end = at + frames.FRAME_HEAD + length
             if end > size:
                 break
-            if self.is_stranger and time.perf_counter() > until:
-                self._has_more = True
+            if self.turns is not None and time.perf_counter() > self.turns.until:
+                self.turns.has_more = True
                 break
             kind, flags = data[at + 3], data[at + 4]
             stream = int.from_bytes(data[at + 5 : at + 9], "big") & frames.MAX_WINDOW
@@ -450,19 +360,18 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        if (self._open_block is not None) != (kind == frames.CONTINUATION):
+        if self._block.is_open != (kind == frames.CONTINUATION):
             raise frames.Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
         frames.check(kind, flags, stream, len(payload))
         if kind == frames.DATA:
             self._take_data(flags, stream, payload)
         elif kind == frames.HEADERS:
-            self._block, self._block_bytes = [], 0
-            self._take_headers(flags, stream, flags, frames.content(flags, payload, prioritised=True))
-        elif kind == frames.CONTINUATION and self._open_block is not None:
-            begun, first_flags = self._open_block
-            if begun != stream:
+            self._block.begin(stream, flags)
+            self._take_headers(flags, stream, frames.content(flags, payload, prioritised=True))
+        elif kind == frames.CONTINUATION:
+            if self._block.stream != stream:
                 raise frames.Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
-            self._take_headers(first_flags, stream, flags, payload)
+            self._take_headers(flags, stream, payload)
         elif kind == frames.WINDOW_UPDATE:
             self._take_window(stream, payload)
         elif kind == frames.SETTINGS:
@@ -475,7 +384,7 @@ class Connection(asyncio.Protocol):
                 self._idle_frames.spend("early resets of calls without an answer")
             if call is not None:
                 call.gone()
-                self._cut_off.pop(stream, None)
+                self._numbers.end(stream)
         elif kind == frames.PUSH_PROMISE:
             raise frames.Violation(frames.PROTOCOL_ERROR, "clients do not push")
         else:
@@ -484,43 +393,26 @@ class Connection(asyncio.Protocol):
 
     def _known(self, stream: int) -> Call | None:
         """Return the call of a stream; None when it is over. Raises Violation when it never began."""
-        if stream > self._last_stream or not stream & 1:
-            raise frames.Violation(frames.PROTOCOL_ERROR, "a frame of no stream")
-        return self.calls.get(stream)
+        call = self.calls.get(stream)
+        if call is None:
+            self._numbers.require_begun(stream)
+        return call
 
-    def _take_headers(self, first_flags: int, stream: int, flags: int, part: bytes) -> None:
-        """Take a part of a header block; `first_flags` are of its HEADERS frame, `flags` of this one."""
-        self._block_bytes += len(part)
-        if self._block_bytes > MAX_HEADER_BYTES:
-            raise frames.Violation(frames.ENHANCE_YOUR_CALM, "headers are too large")
-        self._block.append(part)
-        if not flags & frames.END_HEADERS:
+    def _take_headers(self, flags: int, stream: int, part: bytes) -> None:
+        """Take a part of a header block; `flags` are those of its frame."""
+        block = self._block
+        if not block.add(flags, part):
             self._idle_frames.spend()
-            self._open_block = (stream, first_flags)
             return
-        self._open_block = None
-        ended = bool(first_flags & frames.END_STREAM)
-        fields: Headers | None
-        try:
-            fields = self._decoder.decode(part if len(self._block) == 1 else b"".join(self._block))
-        except HeadersTooLarge:
-            fields = None
-        except HPACKError:
-            raise frames.Violation(frames.COMPRESSION_ERROR, "headers cannot be decoded") from None
+        fields = block.decode()
         known = self.calls.get(stream)
         if known is not None:
-            self._take_trailers(known, fields, ended=ended)
-            return
-        if not stream & 1 or any(first <= stream <= last for first, last in self._skipped):
-            raise frames.Violation(frames.PROTOCOL_ERROR, "a stream's number is wrong")
-        if stream <= self._last_stream:
+            self._take_trailers(known, fields, ended=block.ends_stream)
+        elif self._numbers.begin(stream):
+            self._open(stream, fields, ended=block.ends_stream)
+        else:
             self._idle_frames.spend()
             self._take_late(stream)
-            return
-        if stream > self._last_stream + 2:
-            self._skipped.append((self._last_stream + 1, stream - 2))
-        self._last_stream = stream
-        self._open(stream, fields, ended=ended)
 
     def _take_trailers(self, call: Call, fields: Headers | None, *, ended: bool) -> None:
         """Take the fields behind a request: only its end matters."""
@@ -538,7 +430,7 @@ class Connection(asyncio.Protocol):
 
     def _take_late(self, stream: int) -> None:
         """Take a frame of a stream that is over; of one that ended here first it may have been on its way."""
-        if stream not in self._cut_off:
+        if not self._numbers.is_cut_off(stream):
             self.send(frames.reset(stream, frames.STREAM_CLOSED))
 
     def _open(self, stream: int, fields: Headers | None, *, ended: bool) -> None:
@@ -571,7 +463,7 @@ class Connection(asyncio.Protocol):
         self.calls[stream] = call
         self._on_call(call)
         if call.awaits_request and not ended and not call.is_over:
-            self._unfinished[stream] = call
+            self._unfinished.add(call)
 
     def _take_odd(self, stream: int, headers: dict[str, str], error: OddFieldError, *, ended: bool) -> None:
         """Tell a client of gRPC what is wrong with its request; others are reset (RFC 9113, 8.1.1, allows both)."""
@@ -586,30 +478,25 @@ class Connection(asyncio.Protocol):
         self._idle_frames.spend()
         self.send(frames.header_frames(stream, block, end=True, limit=frames.DEFAULT_FRAME_SIZE))
         if not ended:
-            self._cut(stream)
+            self._numbers.cut_off(stream)
             self.send(frames.reset(stream, then))
 
     def _reset(self, stream: int, code: int) -> None:
         """Reset a stream that makes no call."""
         self._idle_frames.spend()
-        self._cut(stream)
+        self._numbers.cut_off(stream)
         self.send(frames.reset(stream, code))
 
     def _take_data(self, flags: int, stream: int, payload: bytes) -> None:
-        # Given back whatever happens to the call, for many frames at once: a call that is behind holds back its own
-        # stream's window.
         size = len(payload)
-        self._owed += size
-        if self._owed >= self._limits.connection_window_bytes // 4:
-            self.send(frames.window_update(0, self._owed))
-            self._owed = 0
+        self.flow.take_data(size)
         call = self._known(stream)
         ended = bool(flags & frames.END_STREAM)
         content = frames.content(flags, payload, prioritised=False) if flags & frames.PADDED else payload
         if not content and not ended:
             self._idle_frames.spend()
         if call is None:
-            if stream not in self._cut_off:
+            if not self._numbers.is_cut_off(stream):
                 self._idle_frames.spend()
             self._take_late(stream)
         elif call.request_ended:
@@ -627,17 +514,12 @@ class Connection(asyncio.Protocol):
         except MalformedError:
             self._break_off(call, frames.PROTOCOL_ERROR)
         if call.request_ended:
-            self._unfinished.pop(call.stream, None)
+            self._unfinished.discard(call)
 
     def _take_window(self, stream: int, payload: bytes) -> None:
         more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
         if stream == 0:
-            self.window += more
-            if not more:
-                raise frames.Violation(frames.PROTOCOL_ERROR, "no more window")
-            if self.window > frames.MAX_WINDOW:
-                raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
-            self._has_room = True
+            self.flow.take_update(more)
             return
         call = self._known(stream)
         if call is not None:
@@ -663,19 +545,8 @@ class Connection(asyncio.Protocol):
         if windows:
             # Applied once for every call, however many there are in the frame, and paid for by calls.
             self._idle_frames.spend(count=len(self.calls) // _RESIZES_A_FRAME)
-            self._resize_windows(windows[-1], max(windows))
+            self.flow.resize(windows, self.calls.values())
         self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
-
-    def _resize_windows(self, initial: int, largest: int) -> None:
-        """Set the first window of streams; `largest`: of all that it was set to on the way."""
-        change, beyond = initial - self.initial_window, frames.MAX_WINDOW - (largest - self.initial_window)
-        self.initial_window = initial
-        for call in self.calls.values():
-            if call.window > beyond:
-                raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
-            call.window += change
-            if 0 < call.window <= change:
-                call.wake()
 
     def _take_ping(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:

@@ -136,7 +136,7 @@ class Fuzzer:
                 connection.resume_writing() if chance.random() < 0.5 else connection.pause_writing()
             if len(connection.calls) > limits.max_streams or len(connection._received) > len(data):
                 raise Broken(f"{name}: more calls or bytes than may be")
-        if connection.request_bytes.held > limits.connection_window_bytes:
+        if connection.flow.request_bytes.held > limits.connection_window_bytes:
             raise Broken(f"{name}: more bytes of requests than may be")
         await _turns(chance.randrange(4))
         if chance.random() < 0.2:
@@ -149,12 +149,12 @@ class Fuzzer:
         left = {
             "tasks": len(server._tasks),
             "calls": len(connection.calls),
-            "blocked": len(connection.blocked),
-            "unfinished": len(connection._unfinished),
-            "bytes": connection.request_bytes.held,
+            "blocked": len(connection.flow.blocked),
+            "unfinished": len(connection._unfinished.calls),
+            "bytes": connection.flow.request_bytes.held,
             "bytes of all": server._request_bytes.held,
             "probes": len(server._probes),
-            "probes of the connection": connection.probes,
+            "probes of the connection": 0 if connection.turns is None else connection.turns.probes,
             "strangers": len(server._strangers),
             "connections": len(server._connections),
         }

@@ -225,9 +225,9 @@ async def test_a_flood_ends_with_its_connection(tokens: str) -> None:
             sending.cancel()
             flood.hang_up()
             (connection,) = server._connections
-            left, before = len(connection._received) // len(update), connection.window
+            left, before = len(connection._received) // len(update), connection.flow.window
             await until(lambda: not server._connections)
-        assert connection.window - before < left / 2
+        assert connection.flow.window - before < left / 2
 
 
 async def test_a_connection_is_trusted_once_a_call_was_admitted(tokens: str) -> None:

@@ -128,7 +128,7 @@ async def test_of_calls_that_wait_as_many_are_woken_as_there_is_room_for(
 ) -> None:
     peer = Peer()
     writes = await blocked_calls(peer, 100)
-    assert len(peer.connection.blocked) == 100
+    assert len(peer.connection.flow.blocked) == 100
     woken = 0
 
     def wake(_: object) -> None:
@@ -166,7 +166,7 @@ async def test_all_that_wait_go_on_when_there_is_room_for_all() -> None:
     writes = await blocked_calls(peer, 50)
     peer.send(frames.window_update(0, 50 * (frames.DEFAULT_WINDOW + 5)))
     await asyncio.gather(*writes)
-    assert not peer.connection.blocked
+    assert not peer.connection.flow.blocked
 
 
 async def test_a_window_that_changes_for_many_calls_is_paid_for() -> None:

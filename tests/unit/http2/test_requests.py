@@ -76,14 +76,14 @@ async def test_large_requests_of_a_connection_come_one_after_the_other() -> None
     for stream in calls:
         peer.data(stream, large[:1000])
     assert [await peer.offered(stream) > frames.DEFAULT_WINDOW for stream in calls] == [True, True, False]
-    assert peer.connection.request_bytes.held == 2 * len(large) + 1000
+    assert peer.connection.flow.request_bytes.held == 2 * len(large) + 1000
     for at in range(1000, len(large), 10_000):
         peer.data(3, large[at : at + 10_000], end=at + 10_000 >= len(large))
     assert await calls[3].request() == bytes(3 << 20)
     assert await peer.offered(5) == len(large)
     peer.reset(1)
     peer.reset(5)
-    assert peer.connection.request_bytes.held == 0
+    assert peer.connection.flow.request_bytes.held == 0
 
 
 async def test_nothing_is_kept_of_a_request_that_waited_for_its_turn_and_was_reset() -> None:
@@ -94,7 +94,7 @@ async def test_nothing_is_kept_of_a_request_that_waited_for_its_turn_and_was_res
         # The first two have all that there is, and the third waits in front of the others.
         if stream > 5:
             peer.reset(stream)
-    assert len(peer.connection.request_bytes._waiting) == 1
+    assert len(peer.connection.flow.request_bytes._waiting) == 1
     assert [call.is_over for call in peer.calls].count(False) == 3
 
 
@@ -108,7 +108,7 @@ async def test_a_connection_with_too_many_unfinished_requests_is_refused_the_nex
             break
     (block,) = await peer.received(frames.HEADERS, stream)
     assert dict(Decoder().decode(block))["grpc-status"] == str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
-    assert peer.connection.request_bytes.held <= LIMITS.connection_window_bytes
+    assert peer.connection.flow.request_bytes.held <= LIMITS.connection_window_bytes
     assert not peer.socket.is_closed
 
 
