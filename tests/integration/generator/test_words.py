@@ -113,11 +113,7 @@ def test_a_mapping_stands_for_a_model_input(generator: GeneratorTorch) -> None:
 
 
 def test_a_tokenizer_that_is_switched_off_is_why_stop_strings_are_refused(tmp_path: Path) -> None:
-    settings = {
-        "backend_type": "torch", "world_size": 1, "rank": 0, "local_rank": 0, "npu_device_id": 0,
-        "model_id": str(text_checkpoint(tmp_path)), "load_tokenizer": False,
-    }  # fmt: skip
-    with mindie_generator(settings) as made:  # type: ignore[arg-type]
+    with mindie_generator(text_checkpoint(tmp_path), load_tokenizer=False) as made:
         found = words_of(lambda: made.generate([5], stop_strings=["x"], max_new_tokens=1))
     assert found is not None
     assert "load_tokenizer" in found
