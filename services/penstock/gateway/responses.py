@@ -168,11 +168,11 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
     fields.done()
     earlier = await _earlier(call, previous) if previous is not None else []
     messages = conversation_of([*earlier, *given], len(earlier), call)
-    if not messages:
-        raise InvalidArgument("input", "must have a message")
     call.names["messages"] = "input"
     if instructions is not None:
         messages.insert(0, {"role": "system", "content": instructions})
+    if not messages:
+        raise InvalidArgument("input", "must have a message")
 
     def send() -> AsyncStream:
         return checked(

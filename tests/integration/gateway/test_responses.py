@@ -163,6 +163,7 @@ def test_other_callers_and_unkept_responses(served: Served) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({"input": None}, "input"),
+    "no message": ({"input": [{"type": "compaction"}]}, "input"),
     "an image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0]",
