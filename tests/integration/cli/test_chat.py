@@ -162,7 +162,6 @@ async def test_choices_repeat() -> None:
         (("--option", "top_k=-3"), "top_k"),
         (("--regex", "a", "--choice", "b"), "'regex' and 'choice' do not go together (change --regex)"),
         (("--seed", "9" * 20), "(change --seed)"),
-        (("--option", "seed=-1"), "(change --option)"),
         (("--option", "top_logprobs=[]"), "option 'top_logprobs'"),
         (("--early-stopping", "maybe"), "true, false or never"),
         (("--dola-layers", "middle"), "low, high or numbers"),
