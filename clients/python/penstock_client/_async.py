@@ -62,8 +62,7 @@ class AsyncStream(AsyncIterator[Delta]):
         self._start()
 
     def _start(self) -> None:
-        self._call = self._open()
-        self._read = AsyncChannel.reader(self._call)
+        self._call = AsyncChannel.events(self._open())
 
     def __aiter__(self) -> Self:
         return self
@@ -89,25 +88,20 @@ class AsyncStream(AsyncIterator[Delta]):
     async def run(self, take: Callable[[list[Delta]], bool]) -> bool:
         """Hand the deltas that have come to `take`, until it returns False, or to the end: that is returned as True.
 
-        In place of iteration; it may be run again. A channel whose calls have a `run` of their own wakes no task for a
-        message.
+        In place of iteration; it may be run again. A transport that hands over messages as they come
+        (AsyncEvents) wakes no task for one.
         """
         while True:
             if (found := self._found()) and not take(found):
                 return False
-            run = getattr(self._call, "run", None)
-            if run is None:
-                if not await self._fetch():
-                    return True
-                continue
             try:
-                is_over = await run(lambda events: self._push(events, take))
+                is_over = await self._call.run(lambda events: self._push(events, take))
             except grpc.RpcError as error:
                 await self._retry(error)
                 continue
             if is_over:
                 self._check_end()
-            return bool(is_over)
+            return is_over
 
     def _push(self, events: list[Any], take: Callable[[list[Delta]], bool]) -> bool:
         self._events.extend(events)
@@ -126,7 +120,7 @@ class AsyncStream(AsyncIterator[Delta]):
         """Wait for further events, by another try where that is allowed; False at the end."""
         while True:
             try:
-                self._events.extend(await self._read())
+                self._events.extend(await self._call.read_all())
             except grpc.RpcError as error:
                 await self._retry(error)
                 continue

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import grpc
 from penstock.common.proxies import through_proxy
@@ -27,6 +27,67 @@ END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 # Details of the status that grpc.aio makes up where a call ends while it writes.
 _MADE_UP = "Internal error from Core"
+
+
+@runtime_checkable
+class AsyncEvents(Protocol):
+    """Events of a call as the client reads them, whatever transport carries it. Calls of Penstock's own (its HTTP/2's
+    Answers) have these methods; grpc.aio's get them by `AsyncChannel.events`. All raise grpc.RpcError."""
+
+    async def read_all(self) -> list[Any]:
+        """Return the events that have come, at least one; none at the end."""
+
+    async def run(self, take: Callable[[list[Any]], bool]) -> bool:
+        """Hand over the events that come until `take` returns False, or to the end: that is returned as True."""
+
+    def cancel(self) -> object:
+        """Cancel the call, unless it is over."""
+
+
+class _AioEvents:
+    """AsyncEvents of grpc.aio's calls, which give one at a time."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def read_all(self) -> list[Any]:
+        """See AsyncEvents."""
+        event = await self._call.read()
+        return [] if event is END else [event]
+
+    async def run(self, take: Callable[[list[Any]], bool]) -> bool:
+        """See AsyncEvents."""
+        while events := await self.read_all():
+            if not take(events):
+                return False
+        return True
+
+    def cancel(self) -> object:
+        """See AsyncEvents."""
+        return self._call.cancel()
+
+
+class Events:
+    """The same of grpc's synchronous calls."""
+
+    def __init__(self, call: Any) -> None:
+        """Take gRPC's call."""
+        self._call = call
+
+    def read_all(self) -> list[Any]:
+        """Return the next event in a list, which is empty at the end."""
+        return list(islice(self._call, 1))
+
+    def run(self, take: Callable[[list[Any]], bool]) -> bool:
+        """Hand over the events that come until `take` returns False, or to the end: that is returned as True."""
+        while events := self.read_all():
+            if not take(events):
+                return False
+        return True
+
+    def cancel(self) -> object:
+        """Cancel the call, unless it is over."""
+        return self._call.cancel()
 
 
 class AsyncExchange:
@@ -122,18 +183,9 @@ class AsyncChannel:
             await self._channel.close(None)
 
     @staticmethod
-    def reader(call: Any) -> Callable[[], Awaitable[list[Any]]]:
-        """A function that gives the next events of a call: grpc.aio's one at a time, none at the end."""
-        read_all: Callable[[], Awaitable[list[Any]]] | None = getattr(call, "read_all", None)
-        if read_all is not None:
-            return read_all
-        read: Callable[[], Awaitable[Any]] = call.read
-
-        async def read_one() -> list[Any]:
-            event = await read()
-            return [] if event is END else [event]
-
-        return read_one
+    def events(call: Any) -> AsyncEvents:
+        """Return a call's events: the call itself, where its transport hands over all that have come."""
+        return call if isinstance(call, AsyncEvents) else _AioEvents(call)
 
     @staticmethod
     async def results(open_stream: Callable[[Any], Any], requests: Iterable[Any], most: int) -> list[Any]:
@@ -212,9 +264,9 @@ class Channel:
             self._channel.close()
 
     @staticmethod
-    def reader(call: Any) -> Callable[[], list[Any]]:
-        """A function that gives the next event of a call in a list, which is empty at the end."""
-        return lambda: list(islice(call, 1))
+    def events(call: Any) -> Events:
+        """Return a call's events."""
+        return Events(call)
 
     @staticmethod
     def results(open_stream: Callable[[Any], Any], requests: Iterable[Any], most: int) -> list[Any]:
