@@ -19,14 +19,17 @@ from benchmarks._processes import stop_on_sigterm
 from benchmarks._report import Report
 
 
+def line_of(path: Path) -> str | None:
+    """Return the first line of a benchmark's docstring, None for any other module; without an import: most have
+    torch's."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    is_benchmark = any(isinstance(one, ast.FunctionDef) and one.name == "add_flags" for one in tree.body)
+    return (ast.get_docstring(tree) or "").partition("\n")[0] if is_benchmark else None
+
+
 def benchmarks() -> dict[str, str]:
-    """Return the benchmarks' names with a line each, without an import: most have torch's."""
-    found = {}
-    for path in sorted(HERE.glob("[a-z]*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if any(isinstance(one, ast.FunctionDef) and one.name == "add_flags" for one in tree.body):
-            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
-    return found
+    """Return the benchmarks' names with a line each."""
+    return {path.stem: line for path in sorted(HERE.glob("[a-z]*.py")) if (line := line_of(path)) is not None}
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -45,11 +48,12 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> int:
     """Run what the command line says; return the exit status."""
-    known = benchmarks()
-    if not arguments or arguments[0] not in known:
+    path = HERE / f"{arguments[0] if arguments else ''}.py"
+    if not path.is_file() or line_of(path) is None:
         is_asked = arguments[:1] in ([], ["-h"], ["--help"])
         if not is_asked:
             print(f"no benchmark is named {arguments[0]!r}; there are", file=sys.stderr)
+        known = benchmarks()
         width = max(map(len, known))
         print(*(f"{name:{width}}  {line}" for name, line in known.items()), sep="\n")
         return 0 if is_asked else 2

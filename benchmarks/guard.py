@@ -103,10 +103,10 @@ def main(options: argparse.Namespace, report: Report) -> int:
                     raise
                 progress.console.print("stopped: the table has the rounds so far", markup=False)
         # Before the base is removed: a signal meanwhile costs no figure.
-        return tell(guard, options, report)
+        return conclude(guard, options, report)
 
 
-def tell(guard: Guard, options: argparse.Namespace, report: Report) -> int:
+def conclude(guard: Guard, options: argparse.Namespace, report: Report) -> int:
     """Table, last line and JSON; the exit status."""
     bound = options.bound / 100
     show(guard.cells, bound, options.json)
