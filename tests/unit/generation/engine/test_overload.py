@@ -39,7 +39,7 @@ SHARED: dict[str, Any] = {"fixed": 0.03, "per_row": 0.001}
 OVERLOAD = Flow(29.0, prompt_tokens=60, deadline_seconds=19.0, end=90.0)
 
 
-@pytest.mark.parametrize("begin", [0.0, 10.0, 30.0])
+@pytest.mark.parametrize("begin", [10.0, *(pytest.param(begin, marks=pytest.mark.slow) for begin in (0.0, 30.0))])
 def test_a_machine_that_becomes_half_as_fast_now_and_then_loses_nothing_that_was_accepted(begin: float) -> None:
     """Another program takes half of the processor for 20 s of every 40: what waits must be in time even so."""
     slowdown = Slowdown(begin=begin)
