@@ -41,7 +41,7 @@ SAFEGUARDS = (
         _PENSTOCK + "router/frontend/admission.py",
         "            self._shed(tenant)\n",
         "            raise self._full()\n",
-        "tests/unit/router/test_admission.py::test_flood_cannot_fill_the_queue_against_others",
+        "tests/unit/router/frontend/test_admission.py::test_flood_cannot_fill_the_queue_against_others",
     ),
     Safeguard(
         "a tenant leaves others a part of the running sequences",
@@ -95,7 +95,7 @@ SAFEGUARDS = (
         _PENSTOCK + "router/requests/suspect.py",
         "return self.is_confirmed is not False and not self.is_explained",
         "return not self.is_explained",
-        "tests/unit/router/test_crash_log.py::test_nothing_is_held_against_it_before_it_is_known",
+        "tests/unit/router/backends/test_crash_log.py::test_nothing_is_held_against_it_before_it_is_known",
     ),
     Safeguard(
         "a poison request ends",
@@ -123,7 +123,7 @@ SAFEGUARDS = (
         _PENSTOCK + "router/backends/outliers.py",
         '            self._eject(key, record, "consecutive")\n',
         "            pass\n",
-        "tests/unit/router/test_outliers.py::test_failures_in_a_row",
+        "tests/unit/router/backends/test_outliers.py::test_failures_in_a_row",
     ),
     Safeguard(
         "the last backend is never ejected",
@@ -168,7 +168,7 @@ SAFEGUARDS = (
         _PENSTOCK + "generation/devices/native/build.py",
         "    reason = obstacle(library, cache)\n",
         "    reason = None\n",
-        "tests/unit/generation/devices/test_trust.py::test_what_others_could_write_is_not_loaded",
+        "tests/unit/generation/devices/native/test_trust.py::test_what_others_could_write_is_not_loaded",
     ),
     Safeguard(
         "blocks without numbers leave the cache",

@@ -220,7 +220,7 @@ async def test_lost_for_good_before_the_first_token_is_unavailable() -> None:
 
 
 async def test_a_process_that_does_not_serve_yet_is_known_to_start() -> None:
-    """Lost requests wait for it as long as a start may take: tests/unit/router/test_patience.py."""
+    """Lost requests wait for it as long as a start may take: tests/unit/router/backends/test_patience.py."""
     async with (
         held(allowance=5) as one,
         starting_service() as starting,

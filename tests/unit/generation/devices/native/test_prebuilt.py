@@ -16,7 +16,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.devices.native import LIBRARY, build, library, prebuilt
 from penstock.generation.devices.native.trust import digest, digest_path
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 CONTENT = b"\x7fELF of no use"
 FITS = {**prebuilt.wheel_facts(torch.__version__), prebuilt.DIGEST: hashlib.blake2b(CONTENT).hexdigest()}
 
