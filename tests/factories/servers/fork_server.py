@@ -1,19 +1,39 @@
 """Program that forks service processes. What they import, it has: torch alone would take each of them two seconds.
 
-Reads orders from stdin, a line of JSON each: `arguments` of `penstock`, its `environment`, working `folder` and `log`.
-Answers each with a line, the id of a process that has the caller, given as argument, for its parent: it is orphaned at
-once, and the caller is a subreaper meanwhile. So it is waited for and killed as any other. But it has every service's
-modules, torch among them: a test of what a service imports, or of its memory, starts it with `forked=False`.
+Reads orders from stdin, a line of JSON each: `arguments` of `penstock`, its `environment`, working `folder`, and files
+for its `stdin`, `stdout` and `stderr`. Answers each with a line, the id of a process that has the caller, given as
+argument, for its parent: it is orphaned at once, and the caller is a subreaper meanwhile. So it is waited for and
+killed as any other. But it has every service's modules, torch among them: a test of what a service imports, or of its
+memory, starts it with `forked=False`.
+
+Two things of a program are left out, each of which takes more of the processor than all else of a start: the import of
+transformers by the process that loads a tokenizer, which is a fork of the tokenizer service here, and Python's own end,
+which takes all modules apart.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import functools
 import gc
+import importlib
 import json
+import logging
 import os
 import select
+import signal
+import subprocess
 import sys
-from typing import Any
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from penstock.common.child_io import Child
+
+# The highest descriptor that a service of the tests may have, and more.
+_DESCRIPTORS = 256
 
 
 def serve() -> None:
@@ -24,6 +44,7 @@ def serve() -> None:
     for role in ROLES.values():
         role.config_class()
         role.app_class()
+    _fork_children()
     # Pages of what is there are shared as long as the collector does not write to it.
     gc.collect()
     gc.freeze()
@@ -49,15 +70,70 @@ def serve() -> None:
 
 
 def _become(order: dict[str, Any]) -> None:
-    log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
-    for number, opened in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
-        os.dup2(opened, number)
-    os.closerange(3, 256)
+    files = (order["stdin"], os.O_RDONLY), *((order[name], os.O_WRONLY | os.O_APPEND) for name in ("stdout", "stderr"))
+    for number, (file, flags) in enumerate(files):
+        os.dup2(os.open(file, flags), number)
+    os.closerange(3, _DESCRIPTORS)
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
     sys.path[0] = order["folder"]
     sys.argv[1:] = order["arguments"]
+
+
+def _fork_children() -> None:
+    """Let tokenizer services fork their child processes, with what these import."""
+    from penstock.common import child_io
+    from penstock.common.child_io import Child
+    from penstock.tokenizer import load_process, template_process
+    from transformers import AutoTokenizer  # noqa: F401  # for their forks
+    from transformers.utils import chat_template_utils  # noqa: F401  # likewise
+
+    # They would pretend that there is no torch, and shorten the import of transformers.
+    child_io.forbid_torch = functools.partial(logging.disable, logging.WARNING)
+    load_process.read_sources_once = lambda: None
+    forked = (load_process.__name__, template_process.__name__)
+    start_program = Child.spawn
+
+    async def spawn(cls: type[Child], module: str, environment: dict[str, str]) -> Child:
+        if module not in forked:
+            return await start_program(module, environment)
+        program = functools.partial(_be_child, module, environment)
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": None}
+        start = asyncio.get_running_loop().subprocess_exec
+        return cls(*await start(child_io._Wire, module, **pipes, start_new_session=True, preexec_fn=program))
+
+    Child.spawn = classmethod(spawn)  # type: ignore[assignment]
+
+
+def _be_child(module: str, environment: dict[str, str]) -> NoReturn:
+    """Run what the program would, in a fork with its pipes. The parent waits until its other descriptors are closed."""
+    os.closerange(3, _DESCRIPTORS)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    code = 0
+    try:
+        importlib.import_module(module).main()
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # Without what the service wants done at its own end.
+    os._exit(code)
+
+
+def _end(code: object) -> NoReturn:
+    """End as Python does, but for the memory, which goes with the process."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 if __name__ == "__main__":
@@ -68,4 +144,7 @@ if __name__ == "__main__":
 
     prepare_environment()
     serve()
-    main()
+    try:
+        main()
+    except SystemExit as ended:
+        _end(ended.code)

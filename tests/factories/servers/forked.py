@@ -79,8 +79,15 @@ class ForkServer:
         self._added: dict[str, str] = {}
         self._environment: dict[str, str] = {}
 
-    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess | None:
-        """Start `penstock` with these arguments; its output goes to the file `log`.
+    def fork(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: Path,
+        stderr: Path | None = None,
+        stdin: Path | None = None,
+    ) -> ForkedProcess | None:
+        """Start `penstock` with these arguments; its output goes to files that are there, all to one without `stderr`.
 
         None when it cannot: libraries read their variables when they are imported, and one differs from the server's.
         """
@@ -88,7 +95,8 @@ class ForkServer:
             server = self._server or self._start()
             if self._of_libraries(environment) != self._environment:
                 return None
-            order = {"arguments": arguments, "environment": environment, "folder": os.getcwd(), "log": str(log)}
+            files = {"stdin": str(stdin or os.devnull), "stdout": str(stdout), "stderr": str(stderr or stdout)}
+            order = {"arguments": arguments, "environment": environment, "folder": os.getcwd(), **files}
             try:
                 with _adopting():
                     assert server.stdin is not None

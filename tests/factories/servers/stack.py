@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import os
@@ -171,6 +172,29 @@ def start(
             command = [sys.executable, *program, *arguments]
             popen = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=variables)
     return Process(name, popen, port, metrics_port, log)
+
+
+async def penstock(*arguments: str, stdin: str = "", **variables: str) -> tuple[int, str, str]:
+    """Run a command of `penstock`; return its exit code, standard output and standard error. It is forked as services
+    are."""
+    return await asyncio.to_thread(_run, arguments, stdin, {**os.environ, **variables})
+
+
+def _run(arguments: tuple[str, ...], stdin: str, variables: dict[str, str]) -> tuple[int, str, str]:
+    with tempfile.TemporaryDirectory(prefix="penstock-command-") as folder:
+        given, out, errors = (Path(folder) / name for name in ("stdin", "stdout", "stderr"))
+        given.write_text(stdin)
+        for file in (out, errors):
+            file.touch()
+        is_forked = os.environ.get("PENSTOCK_FORKED_SERVICES") == "1"
+        process = _forks.fork(arguments, variables, out, errors, given) if is_forked else None
+        if process is None:
+            command = [sys.executable, *_PROGRAM, *arguments]
+            with given.open() as opened, out.open("w") as written, errors.open("w") as told:
+                code = subprocess.run(command, stdin=opened, stdout=written, stderr=told, env=variables).returncode
+        else:
+            code = process.wait(START_TIMEOUT)
+        return code, out.read_text(), errors.read_text()
 
 
 @dataclass(slots=True)

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from factories.servers.generation import generation_service, text_checkpoint
-from factories.servers.stack import Stack
+from factories.servers.stack import Stack, penstock
 
 
 async def bench(*arguments: str) -> tuple[int | None, dict[str, Any], str]:
     """Exit code, figures and standard error."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.cli.main", "bench", "--json", "-", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    stdout, stderr = await process.communicate()
-    return process.returncode, json.loads(stdout or b"{}"), stderr.decode()
+    code, stdout, stderr = await penstock("bench", "--json", "-", *arguments)
+    return code, json.loads(stdout or "{}"), stderr
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +115,8 @@ def test_a_sweep_is_a_table(model: Path) -> None:
     async def table() -> str:
         async with generation_service(model) as client:
             flags = ("--direct", "--rates", "30", "--requests", "3", "--prompt-tokens", "4", "--output-tokens", "3")
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "penstock.cli.main", "bench", "--address", client.running.address, *flags),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "COLUMNS": "160"},
-            )
-            stdout, _ = await process.communicate()
-            return stdout.decode()
+            _, stdout, _ = await penstock("bench", "--address", client.running.address, *flags, COLUMNS="160")
+            return stdout
 
     found = asyncio.run(table())
     assert "100.0%" in found

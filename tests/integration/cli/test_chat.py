@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from factories.servers.stack import penstock
 from penstock.common.config import ServerConfig
 from penstock.common.errors import InvalidArgument, trailing_metadata
 from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2, text_pb2_grpc
@@ -68,17 +67,6 @@ async def scripted() -> AsyncIterator[tuple[Script, str]]:
         yield script, f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
-
-
-async def penstock(*arguments: str, stdin: str = "") -> tuple[int | None, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.cli.main", *arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    stdout, stderr = await process.communicate(stdin.encode())
-    return process.returncode, stdout.decode(), stderr.decode()
 
 
 async def test_chat_remembers_the_conversation_until_it_is_reset() -> None:

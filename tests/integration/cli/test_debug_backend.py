@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import os
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
 from factories.servers.generation import generation_service
 from factories.servers.router import Router, running_router
+from factories.servers.stack import penstock
 from penstock.common.checkpoint import demo_folder
 from penstock.router.backends.discovery import BackendAddress
 
@@ -50,14 +48,7 @@ async def two_backends(*names: str) -> AsyncIterator[Two]:
 async def debug_state(address: str, *flags: str, backend: str | None = None) -> tuple[int, str, str]:
     """Exit code, standard output, standard error. `backend`: the variable."""
     variables = {} if backend is None else {"PENSTOCK_DEBUG_BACKEND": backend}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.cli.main", "debug", "state", "--json", "--address", address, *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **variables},
-    )
-    out, err = await process.communicate()
-    return process.returncode or 0, out.decode(), err.decode()
+    return await penstock("debug", "state", "--json", "--address", address, *flags, **variables)
 
 
 async def test_the_backend_that_is_named_is_asked_and_without_a_name_all_are_listed() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from factories.servers.generation import (
     request,
     text_checkpoint,
 )
+from factories.servers.stack import penstock
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.generation.app import GenerationApp
 from penstock.generation.config import GenerationServiceConfig
@@ -49,17 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def state_of(client: Client, **fields: Any) -> admin_pb2.EngineState:
     answer: admin_pb2.DumpStateResponse = await client.admin.DumpState(admin_pb2.DumpStateRequest(**fields))
     return answer.state
-
-
-async def penstock(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error of a command."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.cli.main", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    return process.returncode or 0, out.decode(), err.decode()
 
 
 async def test_the_state_by_rpc_and_by_command(folder: Path) -> None:

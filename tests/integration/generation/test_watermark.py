@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import pytest_asyncio
 from factories.servers.generation import Client, generation_service
 from factories.servers.router import Router, running_router
+from factories.servers.stack import penstock
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import InvalidArgument, NotFound, PenstockError, from_rpc_error
 from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2
@@ -154,17 +154,6 @@ async def test_the_router_names_its_own_fields(router: Router, fields: dict[str,
     error = await error_of(router.stub.DetectWatermark(text_pb2.DetectWatermarkTextRequest(**fields)))
     assert isinstance(error, InvalidArgument)
     assert error.field == field
-
-
-async def penstock(*arguments: str, stdin: str = "") -> tuple[int | None, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.cli.main", *arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    stdout, stderr = await process.communicate(stdin.encode())
-    return process.returncode, stdout.decode(), stderr.decode()
 
 
 async def test_the_command_line_detects_too(router: Router) -> None:

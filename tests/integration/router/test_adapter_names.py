@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 from factories.models.adapters import lora_folder
 from factories.servers.generation import generation_service
 from factories.servers.router import Router, running_router
+from factories.servers.stack import penstock
 from factories.wire.conversation import user
 from penstock.common.checkpoint import demo_folder
 from penstock_client import AsyncClient, FailedPrecondition, NotFound
@@ -40,17 +39,6 @@ async def two_services(root: Path) -> AsyncIterator[tuple[Router, tuple[str, str
         addresses = (one.running.address, two.running.address)
         async with running_router(backend=addresses) as router:
             yield router, addresses
-
-
-async def run_penstock(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.cli.main", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    return process.returncode or 0, out.decode(), err.decode()
 
 
 async def test_one_name_is_model_and_adapter_and_each_request_goes_where_it_is(root: Path) -> None:
@@ -86,20 +74,18 @@ async def test_one_name_is_model_and_adapter_and_each_request_goes_where_it_is(r
 
         # Its commands: of two backends one is named.
         address = router.server.address
-        code, out, err = await run_penstock(
-            "adapters", "list", "--address", address, "--json", "--backend", backends[0]
-        )
+        code, out, err = await penstock("adapters", "list", "--address", address, "--json", "--backend", backends[0])
         assert (code, err) == (0, "")
         assert [one["name"] for one in json.loads(out)] == ["left", "both"]
-        code, _, err = await run_penstock("adapters", "list", "--address", address)
+        code, _, err = await penstock("adapters", "list", "--address", address)
         assert code == 2
         assert "--backend" in err
-        code, _, err = await run_penstock("adapters", "load", "more", "--address", address, "--backend", backends[0])
+        code, _, err = await penstock("adapters", "load", "more", "--address", address, "--backend", backends[0])
         assert code == 1
         assert "--adapter-root" in err
         with pytest.raises(FailedPrecondition):
             await client.load_adapter("more", backend=backends[0])
-        code, out, _ = await run_penstock(
+        code, out, _ = await penstock(
             *("complete", "Hello", "--adapter", "left", "--max-new-tokens", "24", "--address", address)
         )
         assert (code, out.rstrip("\n")) == (0, texts["left"].rstrip("\n"))
@@ -108,27 +94,27 @@ async def test_one_name_is_model_and_adapter_and_each_request_goes_where_it_is(r
 async def test_operators_load_reload_and_unload_by_the_command_line(root: Path) -> None:
     async with generation_service(demo_folder(), adapter_root=str(root)) as service:
         at = ("--address", service.running.address)
-        assert await run_penstock("adapters", "list", *at) == (0, "no adapters\n", "")
-        code, out, err = await run_penstock("adapters", "load", "mine", "left", *at)
+        assert await penstock("adapters", "list", *at) == (0, "no adapters\n", "")
+        code, out, err = await penstock("adapters", "load", "mine", "left", *at)
         assert (code, err) == (0, "")
         assert "rank 8" in out
-        code, _, err = await run_penstock("adapters", "load", "mine", "right", *at)
+        code, _, err = await penstock("adapters", "load", "mine", "right", *at)
         assert code == 1
         assert "INVALID_ARGUMENT" in err
-        assert (await run_penstock("adapters", "load", "mine", "right", "--replace", *at))[0] == 0
-        code, out, _ = await run_penstock("adapters", "list", *at)
+        assert (await penstock("adapters", "load", "mine", "right", "--replace", *at))[0] == 0
+        code, out, _ = await penstock("adapters", "list", *at)
         assert code == 0
         assert all(word in out for word in ("mine", "right", "q_proj"))
-        code, _, err = await run_penstock("adapters", "list", "--backend", "x:1", *at)
+        code, _, err = await penstock("adapters", "list", "--backend", "x:1", *at)
         assert code == 2
         assert "is no router" in err
-        assert await run_penstock("adapters", "unload", "mine", *at) == (0, "mine: unloaded\n", "")
-        code, _, err = await run_penstock("adapters", "unload", "mine", *at)
+        assert await penstock("adapters", "unload", "mine", *at) == (0, "mine: unloaded\n", "")
+        code, _, err = await penstock("adapters", "unload", "mine", *at)
         assert (code, "NOT_FOUND" in err) == (1, True)
 
 
 async def test_an_adapter_that_cannot_be_loaded_is_told_at_the_start(root: Path) -> None:
     value = f"mine={root / 'nowhere'}"
-    code, _, err = await run_penstock("serve", "generation", "--port", "0", "--metrics-port", "-1", "--lora", value)
+    code, _, err = await penstock("serve", "generation", "--port", "0", "--metrics-port", "-1", "--lora", value)
     assert code == 2
     assert "--lora mine=" in err.splitlines()[-1], err
