@@ -81,6 +81,18 @@ class Client:
         """Its environment: another one for other packages."""
         return _cache() / f"{self.name}-{zlib.crc32(self.versions.encode()):08x}"
 
+    @property
+    def stamp(self) -> Path:
+        """File that is there once it is installed."""
+        return self.folder / ".installed"
+
+    @property
+    def installed_on(self) -> str:
+        """Date of its installation."""
+        if not self.stamp.exists():
+            return "not installed"
+        return str(datetime.datetime.fromtimestamp(self.stamp.stat().st_mtime, datetime.UTC).date())
+
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "client-trials"
@@ -97,7 +109,7 @@ def clients_of(names: Sequence[str]) -> list[Client]:
 
 def install(client: Client) -> None:
     """Install a client where it is not yet; its `fault` tells why it cannot be."""
-    folder, stamp = client.folder, client.folder / ".installed"
+    folder, stamp = client.folder, client.stamp
     if not stamp.exists():
         print(f"installing {client.versions}", flush=True)
         if client.is_python:
@@ -232,6 +244,8 @@ async def try_all(clients: Sequence[Client], ways: Sequence[str]) -> None:
             for client in clients:
                 if not client.fault:
                     await run(client, way, url, model)
+                    # At once: a run that is stopped has the outcomes so far.
+                    _keep(client)
 
 
 def table(clients: Sequence[Client]) -> str:
@@ -248,11 +262,12 @@ def table(clients: Sequence[Client]) -> str:
         "",
         f"Run of {today}, Python {platform.python_version()}, {_node_version()}.",
         "",
-        "| client | versions | scripted | SmolLM2 |",
-        "|---|---|---|---|",
+        "| client | versions | installed from nothing | scripted | SmolLM2 |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {client.name} | {client.versions} | {_count(client, 'scripted')} | {_count(client, 'real')} |"
+        f"| {client.name} | {client.versions} | {client.installed_on} | {_count(client, 'scripted')} "
+        f"| {_count(client, 'real')} |"
         for client in clients
     ]
     for client in clients:
@@ -263,12 +278,11 @@ def table(clients: Sequence[Client]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _keep(clients: Sequence[Client]) -> None:
-    """Write outcomes into the cache, beside those of earlier runs of the same versions."""
-    for client in clients:
-        file = client.folder.with_suffix(".json")
-        earlier = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**earlier, **client.steps}))
+def _keep(client: Client) -> None:
+    """Write a client's outcomes into the cache, beside those of earlier runs of the same versions."""
+    file = client.folder.with_suffix(".json")
+    earlier = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**earlier, **client.steps}))
 
 
 def _kept() -> list[Client]:
@@ -314,10 +328,11 @@ def main() -> None:
     clients = clients_of(chosen.names)
     for client in clients:
         install(client)
+        if client.fault:
+            _keep(client)
     # Of the gateway, which logs every request.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     asyncio.run(try_all(clients, chosen.way or tuple(WAYS)))
-    _keep(clients)
     if chosen.out:
         chosen.out.write_text(table(_kept()))
     steps = [step for client in clients for steps in client.steps.values() for step in steps]
