@@ -57,7 +57,7 @@ def read_sources_once() -> None:
 def copy_added_tokens_directly() -> None:
     """Let deep copies of added tokens be made by their fields: transformers copies all of them several times.
 
-    By pickling, as Python copies what it does not know, it takes a fifth of the load of Gemma 3, which has thousands.
+    By pickling, as Python copies what it does not know, it takes half a second for Gemma 3, which has thousands.
     """
     from tokenizers import AddedToken
 
