@@ -1,1 +1,1 @@
-"""LoRA adapters: PEFT folders, and the store of those that are in memory."""
+"""LoRA adapters: PEFT folders, and the store of those in memory."""

@@ -29,7 +29,7 @@ class AdapterAccess:
         on_change: Callable[[], None],
         on_failure: Callable[[PenstockError], None],
     ) -> None:
-        """Make it. `root`: adapters lie below it; None: none may be loaded. `on_change`: `version` is another one;
+        """`root`: adapters lie below it; None: none may be loaded. `on_change` is called when `version` has changed;
         `on_failure` takes the errors of loads."""
         self._store = store
         self._root = root
@@ -42,7 +42,7 @@ class AdapterAccess:
         self._places = asyncio.Semaphore(store.limits.max_adapter_checks)
         # Loads whose caller is gone end all the same.
         self._loads: set[asyncio.Task[None]] = set()
-        # Number of changes to the names that are known; those of the start are one.
+        # Number of changes to the known names; those of the start count as one.
         self.version = 1 if store.names() else 0
 
     async def load(self, name: str, path: str, *, replace: bool) -> float:
@@ -54,7 +54,7 @@ class AdapterAccess:
         begin = time.monotonic()
         if self._root is None:
             raise FailedPrecondition(
-                "adapters are loaded from below one folder: start the service with --adapter-root",
+                "adapters are loaded only from below one folder: start the service with --adapter-root",
                 reason="NO_ADAPTER_ROOT",
             )
         if not _NAME.fullmatch(name):
@@ -100,7 +100,7 @@ class AdapterAccess:
         return found
 
     def shown_path(self, info: AdapterInfo) -> str:
-        """Return an adapter's path below the root; empty where it lies elsewhere, as one of --lora may."""
+        """Return an adapter's path below the root; empty if it lies elsewhere, as one of --lora may."""
         below = (info.path.relative_to(root) for root in self._roots if info.path.is_relative_to(root))
         return str(next(below, ""))
 

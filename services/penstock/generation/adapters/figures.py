@@ -17,9 +17,9 @@ class AdapterInfo:
     targets: tuple[str, ...]
     # Bytes that it takes, or took, in memory.
     num_bytes: int
-    # False: it was idle and left its place to another; the next request with its name reads it again.
+    # False: it was idle and was evicted for another; the next request with its name reads it again.
     is_loaded: bool
-    # Accepted requests with it that have no last word yet.
+    # Accepted requests with it that have not ended.
     num_requests: int
     # Generation of its last reading.
     generation: str
@@ -31,7 +31,7 @@ class AdapterFigures:
 
     known: int = 0
     loaded: int = 0
-    # Bytes in memory, those of unloaded adapters that live requests still use included.
+    # Bytes in memory, including unloaded adapters that live requests still use.
     num_bytes: int = 0
     loads: int = 0
     evictions: int = 0

@@ -28,7 +28,7 @@ _OWN_SECONDS = 5.0
 
 
 class ModulePatterns:
-    """The keys of one field, checked, in order."""
+    """The checked keys of one field, in order."""
 
     def __init__(self, field: str, keys: Sequence[str], limits: AdapterLimits) -> None:
         """Check them. Raises InvalidArgument naming the field and the bound."""
@@ -47,7 +47,7 @@ class ModulePatterns:
                 raise self._error(f"a pattern of {field} is too complex: name the modules", "ADAPTER_UNSUPPORTED")
 
     def first_matches(self, modules: Sequence[str]) -> Mapping[str, int]:
-        """Return module -> number of the first key that matches it, without those that none matches. Blocking.
+        """Return module -> number of the first key that matches it; other modules are left out. Blocking.
 
         Raises InvalidArgument: a key is no regular expression (ADAPTER_BROKEN), or they take longer than the limit
         (ADAPTER_UNSUPPORTED).
@@ -63,7 +63,7 @@ class ModulePatterns:
                 for module in ends[key]:
                     found.setdefault(module, number)
             elif not _PLAIN.fullmatch(key) or "." in key:
-                # Also a name with dots that no module has: a dot means any character.
+                # Even a name with dots that no module has: a dot means any character.
                 expressions.append(number)
         if expressions and modules:
             for module, number in self._by_process(expressions, modules).items():
@@ -111,7 +111,7 @@ class ModulePatterns:
 
 
 def _ends(module: str) -> Iterator[str]:
-    """Yield the name, and what follows each of its dots."""
+    """Yield the name, and the part after each of its dots."""
     yield module
     while "." in module:
         _, _, module = module.partition(".")

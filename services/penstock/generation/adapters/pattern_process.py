@@ -1,7 +1,7 @@
 """`python -m penstock.generation.adapters.pattern_process`: matches regular expressions with names, and ends in time.
 
 It reads {seconds, patterns, names} as JSON from its input, and writes the number of the first pattern that matches each
-name, -1 for none. A pattern that is none ends it with status 1.
+name, -1 for none. An invalid pattern ends it with status 1.
 """
 
 from __future__ import annotations

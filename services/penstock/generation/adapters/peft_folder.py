@@ -46,7 +46,7 @@ _HARMLESS = frozenset({
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # More than any layer is wide.
 _MOST_RANK = 2**31 - 1
-# Most that alpha may be: the kernels' scales are float32, and a product of float16 ends at 65504.
+# Largest alpha: the kernels' scales are float32, and a product of float16 ends at 65504.
 _MOST_ALPHA = 1e6
 _LONGEST_NAME = 256
 # Of the header of adapter_model.safetensors: bytes of a tensor's entry, and of all else in it.
@@ -54,7 +54,7 @@ _ENTRY_BYTES, _OTHER_HEADER_BYTES = 512, 1 << 16
 _MATRICES = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>[AB])(\.default)?\.weight")
 _EMBEDDING_MATRICES = re.compile(r"(?P<module>.+?)\.lora_embedding_(?P<kind>[AB])(\.default)?")
 T = TypeVar("T")
-# Rows of the embedding, or columns of the head, that are compared at a time.
+# Rows of the embedding, or columns of the head, to compare at a time.
 _COMPARED = 256
 
 
@@ -70,7 +70,7 @@ class _Place:
 
 
 class AdaptedModel(Protocol):
-    """A model as its adapters need it, CausalLM or LeaderModel; see CausalLM. Used beside its steps."""
+    """Interface of a model to its adapters, CausalLM or LeaderModel; see CausalLM. Used while it computes steps."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -82,7 +82,7 @@ class AdaptedModel(Protocol):
 
     @property
     def head(self) -> Linear | None:
-        """None: no process has all of it."""
+        """None: no process has the whole."""
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """See CausalLM."""
@@ -100,7 +100,7 @@ class PeftFolder:
     """The files of one adapter, checked against a model. No weight is read before `read`."""
 
     def __init__(self, path: Path, root: Path | None, model: AdaptedModel, limits: AdapterLimits) -> None:
-        """Check everything but the numbers. Raises InvalidArgument as AdapterStore.load."""
+        """Check everything except the numbers. Raises InvalidArgument as AdapterStore.load."""
         self._model = model
         self._path = path
         self._weights = _checked_file(path, WEIGHTS_FILE, root)
@@ -215,9 +215,9 @@ class PeftFolder:
 
     @torch.inference_mode()
     def _change(self, module: str, weight_VI: Tensor) -> Tensor:
-        """Return what a saved module's weight has more than the model's own, in its place.
+        """Return the difference of a saved module's weight from the model's own, in place.
 
-        The model's may be packed, quantised or mapped: it is read by its use, of ids and of unit vectors.
+        The model's weight may be packed, quantised or mapped: it is read by applying it to ids and unit vectors.
         """
         vocabulary, hidden = weight_VI.shape
         device = weight_VI.device
@@ -236,7 +236,7 @@ class PeftFolder:
         return weight_VI
 
     def _keep(self, name: str, tensor: StoredTensor) -> None:
-        """Note a saved module's weight. Raises for one that the model cannot have."""
+        """Note a saved module's weight. Raises for a weight that does not fit the model."""
         module = name.removeprefix(_PREFIX).removesuffix(".weight")
         config = self._model.config
         if tensor.shape != (expected := (config.vocab_size, config.hidden_size)):
@@ -280,7 +280,7 @@ class PeftFolder:
                 raise _broken(f"{WEIGHTS_FILE} is cut off, or its header is wrong at {name}")
 
     def _sort(self, name: str, tensor: StoredTensor, places: Mapping[str, _Place]) -> None:
-        """Note a tensor of the file. Raises for one that has no meaning here."""
+        """Note a tensor of the file. Raises for one without a meaning here."""
         if not name.startswith(_PREFIX):
             raise _broken(f"{WEIGHTS_FILE}: {name} is no name of a tensor of an adapter")
         short = name.removeprefix(_PREFIX)
@@ -335,7 +335,7 @@ class PeftFolder:
 
 
 def _places(model: AdaptedModel) -> dict[str, _Place]:
-    """Return the modules that an adapter may change, but for the embedding."""
+    """Return the modules that an adapter may change, except the embedding."""
     config = model.config
     places = {_HEAD: _Place(model.head_site, 0, config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
@@ -356,7 +356,7 @@ def _short_names(places: Mapping[str, _Place]) -> list[str]:
 
 def _checked_file(path: Path, name: str, root: Path | None) -> Path:
     """Return a file of the folder, with links followed. Raises InvalidArgument (ADAPTER_PATH)."""
-    # A path may be a caller's: it is not told what there is outside the root, only where to look.
+    # The path may come from a caller: the error does not reveal which files exist outside the root.
     missing = f"has no {name}" if root is None else f"has no {name} that lies below --adapter-root"
     try:
         file = (path / name).resolve(strict=True)
@@ -368,7 +368,7 @@ def _checked_file(path: Path, name: str, root: Path | None) -> Path:
 
 
 def _read_config(file: Path, limits: AdapterLimits) -> dict[str, Any]:
-    """Return adapter_config.json, checked for what is not supported, by name."""
+    """Return adapter_config.json, after a check for unsupported fields by name."""
     try:
         with file.open("rb") as opened:
             text = opened.read(limits.max_config_bytes + 1)
@@ -396,7 +396,7 @@ def _read_config(file: Path, limits: AdapterLimits) -> dict[str, Any]:
             f"{CONFIG_FILE}: init_lora_weights {begun[:32]}, which changes the base model: save it as plain LoRA "
             "(path_initial_model_for_weight_conversion)"
         )
-    # Whatever a later PEFT adds may change what is computed.
+    # Any field that a later PEFT adds may affect the computation.
     for field, value in config.items():
         if value and field not in _HARMLESS:
             raise _unsupported(f"{CONFIG_FILE}: {str(field)[:64]}")
@@ -417,7 +417,7 @@ def _saved_modules(config: Mapping[str, Any]) -> frozenset[str]:
 
 
 class _Scales:
-    """The ranks and scales that adapter_config.json says, of each module."""
+    """The ranks and scales of each module in adapter_config.json."""
 
     def __init__(self, config: Mapping[str, Any], limits: AdapterLimits) -> None:
         """Check the fields. Raises InvalidArgument."""

@@ -28,7 +28,7 @@ class AdapterFiles(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that its matrices take in memory, nearly."""
+        """Approximate bytes of its matrices in memory."""
 
     @property
     def depends_on_weights(self) -> bool:
@@ -42,7 +42,7 @@ class AdapterFiles(Protocol):
 
 
 class Weights(Protocol):
-    """An adapter's matrices as the model takes them."""
+    """An adapter's matrices in the model's format."""
 
     num_bytes: int
 
@@ -53,7 +53,7 @@ OpenAdapter = Callable[[Path, Path | None], AdapterFiles]
 
 @dataclass(slots=True)
 class _Known:
-    """A known name: where it is read from, and its last reading."""
+    """A known name: its path, and its last reading."""
 
     path: Path
     root: Path | None
@@ -67,9 +67,9 @@ class _Known:
 class AdapterStore:
     """Store of adapters. Thread-safe. `load` and `bring` read files: call them off the event loop.
 
-    A known adapter is in memory, or left it for another one while no request used it, least recently used first; then
-    `bring` reads it again from its path, as a new generation. Requests hold the very Adapter that they began with:
-    unloading or replacing a name never touches them, and the memory goes with the last of them.
+    A known adapter is in memory, or was evicted for another one while no request used it, least recently used first;
+    then `bring` reads it again from its path, as a new generation. Requests hold the Adapter that they began with:
+    unloading or replacing a name never affects them, and the memory is freed with the last of them.
     """
 
     def __init__(self, limits: AdapterLimits, open_adapter: OpenAdapter, *, reserved: str = "") -> None:
@@ -91,8 +91,8 @@ class AdapterStore:
     def open_by(self, open_adapter: OpenAdapter) -> None:
         """Check and read folders by another function from now on: the model is another object of the same shape.
 
-        What depends on its weights is read again with its next use; no request may use such an adapter now. Blocking:
-        waits for a reading under way.
+        Adapters that depend on its weights are read again at their next use; no request may use one now. Blocking: it
+        waits for a reading in progress.
         """
         with self._reading, self._lock:
             self._open = open_adapter
@@ -104,8 +104,8 @@ class AdapterStore:
         """Read the PEFT folder `path` and make it known as `name`.
 
         `root`: folder and files must lie below it, links followed; None: anywhere. `replace`: a known name gets the new
-        adapter; requests that are accepted from now on have it, earlier ones keep theirs. When this raises, names and
-        what they mean are as before. Blocking.
+        adapter; requests accepted from now on use it, earlier ones keep theirs. When this raises, names and their
+        adapters are unchanged. Blocking.
 
         Raises InvalidArgument with field `name` (empty, too long, the model's; known and not `replace`: ADAPTER_EXISTS)
         or `path`: ADAPTER_PATH (no such folder, a file is missing, or outside `root`), ADAPTER_RANK (a rank above

@@ -86,7 +86,7 @@ class GrammarCompiler:
     async def _compile(self, spec: ConstraintSpec, key: bytes) -> CompiledGrammar:
         kind = spec.kind or ConstraintKind.GRAMMAR
         request = {"kind": kind.value, "text": spec.text, "choices": spec.choices, "around": spec.around}
-        # Loaded beside the start of the first trial process, which reads its own tokenizer.
+        # Loaded while the first trial process starts; that reads its own tokenizer.
         tokenizer = self._load_tokenizer()
         try:
             answer = await self._trials.try_constraint(request)

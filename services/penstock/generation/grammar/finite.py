@@ -1,4 +1,4 @@
-"""Test of whether a JSON schema has a finite document: for one without, llguidance would write for ever."""
+"""Test for a finite document of a JSON schema: for a schema without one, llguidance would write for ever."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from urllib.parse import unquote
 def has_finite_document(schema: dict[str, Any]) -> bool:
     """Return False when every document would have to contain another one of its own kind.
 
-    Looks at `$ref` within the schema, `allOf`, `anyOf`, `oneOf`, required properties and the least items of arrays. All
-    other keywords count as finite.
+    It follows `$ref` within the schema, `allOf`, `anyOf`, `oneOf`, required properties and the least items of arrays.
+    All other keywords count as finite.
     """
     return _Search(schema).ends(schema)
 
@@ -53,7 +53,7 @@ class _Search:
         return ends
 
     def _target(self, reference: str) -> Any:
-        """Return the target of a JSON pointer; None for text that is no pointer, and for a pointer without a target."""
+        """Return the target of a JSON pointer; None for other text, and for a pointer without a target."""
         found: Any = self._root
         for step in unquote(reference).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")

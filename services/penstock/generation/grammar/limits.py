@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class JsonBounds:
-    """Bounds of what a schema leaves open; 0: no bound. A schema's own word goes first."""
+    """Bounds where a schema has none; 0: no bound. A schema's own keyword wins."""
 
     # Digits of an integer, of 64 bits. Numbers that may have a point: at most 15 before it, and nine behind it.
     digits: int = 19
     # Keys of an object besides those that its schema names.
     keys: int = 64
-    # Values within values where anything may stand, and times that a definition is within itself, or those that refer
-    # to each other are.
+    # Nesting of values where anything is allowed, and of a definition within itself, or of definitions that refer to
+    # each other.
     depth: int = 8
     # Items of an array, and characters of a text.
     items: int = 0
@@ -36,13 +36,13 @@ class GrammarLimits:
     compile_processes: int = 2
     # Most constraints that wait for a process; more are refused.
     max_queued: int = 64
-    # Most compiled grammars that are kept.
+    # Most compiled grammars to keep.
     cache_entries: int = 128
     # Threads that compute masks beside the forward pass.
     mask_threads: int = 2
     # Most time that a process takes to start: it reads the tokenizer and imports a few libraries.
     start_seconds: float = 60.0
-    # Most time of one mask: a slower one would hold up the step of all requests.
+    # Most time of one mask: a slower one would delay the step of all requests.
     mask_seconds: float = 0.25
-    # What JSON schemas leave open.
+    # Bounds where JSON schemas have none.
     json: JsonBounds = JsonBounds()

@@ -21,7 +21,7 @@ class ConstraintKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ConstraintSpec:
-    """A Constraint as it was sent, unchecked."""
+    """A Constraint as sent, unchecked."""
 
     # None: the message was sent with none of its fields set.
     kind: ConstraintKind | None

@@ -1,7 +1,7 @@
 """View of a model's vocabulary for llguidance: the bytes of every token, and the control tokens.
 
 The tokenizer gets one id more than the model has, the end of output. Its bit in a mask says whether the output may end,
-whatever the end-of-sequence ids of a request are, and a grammar may still name the model's own control tokens.
+for any end-of-sequence ids of a request, and a grammar may still name the model's own control tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class GrammarTokenizer:
     def __init__(self, folder: Path, vocab_size: int, table: TokenBytes | None = None) -> None:
         """`table` is the folder's own, if it is loaded already.
 
-        Raises UnsupportedTokenizer, or what reading a broken file raises.
+        Raises UnsupportedTokenizer, or the error of reading a broken file.
         """
         self.vocab_size = vocab_size
         vocabulary = _Vocabulary(folder, vocab_size, table or TokenBytes.from_folder(folder, vocab_size))
@@ -43,10 +43,10 @@ class _Vocabulary:
 
     def __init__(self, folder: Path, vocab_size: int, table: TokenBytes) -> None:
         self.eos_token_id = vocab_size
-        # Those that the model has no rows for are never made, and one of them may have the number of the end of output.
+        # Tokens without rows in the model are left out; one of them may have the number of the end of output.
         control = _control_tokens(folder / "tokenizer.json")
         names = {token_id: text for token_id, text in control.items() if token_id < vocab_size}
-        # Control tokens keep their names, by which a grammar refers to them. Other text never matches them.
+        # Control tokens keep their names: a grammar refers to them by name. Other text never matches them.
         self.tokens = [
             names[token_id].encode() if token_id in names else table.bytes_of(token_id, skip_special=False)
             for token_id in range(vocab_size)
@@ -55,14 +55,14 @@ class _Vocabulary:
         self.special_token_ids = [*names, vocab_size]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return some ids of a text. llguidance asks where it forces a spelling, which our grammars switch off."""
+        """Return some ids of a text. llguidance calls this to force a spelling; our grammars switch that off."""
         if self.native is None:
             return []
         return self.native.greedy_tokenize(text.decode() if isinstance(text, bytes) else text)
 
 
 def _control_tokens(path: Path) -> dict[int, str]:
-    """Return added tokens that are no plain text: special tokens, and tokens written like markup (`<think>`)."""
+    """Return added tokens that are not plain text: special tokens, and tokens written like markup (`<think>`)."""
     added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens", ())
     return {entry["id"]: entry["content"] for entry in added if entry.get("special") or _is_markup(entry["content"])}
 

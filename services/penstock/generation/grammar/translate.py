@@ -1,7 +1,7 @@
 """Translation of a constraint into Lark text for llguidance. Runs on untrusted text, in the trial process only.
 
 Every text ends with `no_forcing`. Without it llguidance allows only the canonical spelling of text that the grammar
-leaves no choice about, and a draw would not be from the model's own distribution over the allowed tokens.
+dictates, and a draw would not be from the model's own distribution over the allowed tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CONTROL = re.compile("[\x7f-\x9f]")
 
 
 class Untranslatable(Exception):
-    """Text that is not of its kind. The message is for the caller and holds no part of the text."""
+    """Error for invalid text. The message is for the caller and contains no part of the text."""
 
 
 def to_lark(kind: ConstraintKind, text: str, choices: tuple[str, ...], bounds: JsonBounds = _BOUNDS) -> str:
@@ -54,7 +54,7 @@ def to_lark(kind: ConstraintKind, text: str, choices: tuple[str, ...], bounds: J
 
 
 def _json_schema(text: str, bounds: JsonBounds) -> str:
-    """Check that `text` is one JSON object, so that no part of it can be Lark, and write it as llguidance takes it."""
+    """Check that `text` is one JSON object, so that no part of it can be Lark, and write it in llguidance's form."""
     try:
         schema: Any = read_json(text)
     except (ValueError, RecursionError):
@@ -65,7 +65,7 @@ def _json_schema(text: str, bounds: JsonBounds) -> str:
 
 
 def _simple(schema: dict[str, Any], bounds: JsonBounds) -> str:
-    """Return the JSON text of a schema made simple. Raises Untranslatable."""
+    """Return the JSON text of a simplified schema. Raises Untranslatable."""
     try:
         settings = take_settings(schema, bounds)
         try:
@@ -103,7 +103,7 @@ def _grammar(text: str, bounds: JsonBounds) -> str:
 
 
 def _with_simple_schemas(lark: str, bounds: JsonBounds) -> str:
-    """Return Lark text with its schemas made simple. Raises Untranslatable."""
+    """Return Lark text with simplified schemas. Raises Untranslatable."""
     made, end = [], 0
     while (found := _EMBEDDED.search(lark, end)) is not None:
         made.append(lark[end : found.end()])
@@ -127,7 +127,7 @@ def _of_tool(schema: dict[str, Any], bounds: JsonBounds) -> str:
 
 
 def tool_of(schema: dict[str, Any]) -> str:
-    """Return the words for errors about a schema that says which tool it is of, as the router's do; else none."""
+    """Return the words for errors about a schema that names its tool, as the router's schemas do; else none."""
     origin = schema.get(ORIGIN)
     return (
         f"{origin[:_MAX_LABEL]}, "
@@ -137,7 +137,7 @@ def tool_of(schema: dict[str, Any]) -> str:
 
 
 def schemas_of(lark: str) -> list[dict[str, Any]]:
-    """Return the schemas in Lark text that were made simple."""
+    """Return the simplified schemas in Lark text."""
     found = []
     for place in _EMBEDDED.finditer(lark):
         with contextlib.suppress(ValueError, RecursionError):

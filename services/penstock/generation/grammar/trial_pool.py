@@ -19,7 +19,7 @@ _log = get_logger("penstock.generation.grammar")
 
 
 class OverLimit(Exception):
-    """A constraint that took more time or memory than allowed. Its process is gone."""
+    """Error for a constraint that took more time or memory than allowed. Its process is gone."""
 
 
 class TrialPool:

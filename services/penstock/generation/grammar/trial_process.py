@@ -1,9 +1,9 @@
 """Child process that compiles constraints within time and memory limits, to find out whether they compile.
 
 llguidance has limits of its own, but not on everything: a `multipleOf` of eight digits takes a minute, a large bounded
-repetition gigabytes. A native call cannot be interrupted, and a Rust stack overflow ends a process. So the first
-compilation of a source is done here, where it can be killed. A source that compiled here is then compiled in the
-service, where it takes the same time and memory.
+repetition takes gigabytes. A native call cannot be interrupted, and a Rust stack overflow ends a process. So the first
+compilation of a source runs here, where it can be killed. A source that compiled here is then compiled in the service,
+where it takes the same time and memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def answer_to(
         return _answer_to(tokenizer, request, mask_seconds, bounds)
     except MemoryError:  # the limit, which the parent tells by the end of the process
         raise
-    except Exception as error:  # a text that nobody thought of is no reason for the process to end
+    except Exception as error:  # unexpected text must not end the process
         return {"refused": f"is not supported: {type(error).__name__} while it was made simple"}
 
 
@@ -90,7 +90,7 @@ def _walk(matcher: LLMatcher, tokenizer: GrammarTokenizer, mask_seconds: float, 
 
 
 def _placed(refusal: dict[str, str], tokenizer: GrammarTokenizer, lark: str) -> dict[str, str]:
-    """Return a refusal with the place of its cause where a schema is it."""
+    """Return a refusal with the place of its cause, if that is in a schema."""
 
     def is_refused(text: str) -> bool:
         return new_matcher(tokenizer, f"start: %json {text}{OPTIONS}").is_error()

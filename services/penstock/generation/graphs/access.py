@@ -1,6 +1,6 @@
 """The model opened to callers: graphs, tensors at the server, named sequences and draws. Event loop only.
 
-What is computed runs on the engine's thread between two steps, one call at a time (see Turns).
+Computation runs on the engine's thread between two steps, one call at a time (see Turns).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Gate before the engine's thread. Behind each call the engine makes a step, if it has something to do."""
+    """Gate before the engine's thread. After each call the engine makes a step, if it has work."""
 
     def __init__(
         self, share: float, wait_idle: Callable[[], Awaitable[None]], clock: Callable[[], float] = time.monotonic
@@ -78,7 +78,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Callable[[float], None]]:
-        """Wait for a turn, and hold it. Call what this gives with the seconds that the engine's thread took."""
+        """Wait for a turn, and hold it. Call the yielded function with the seconds that the engine's thread took."""
         async with self._turn:
             remaining = self._not_before - self._clock()
             if remaining > 0:
@@ -92,7 +92,7 @@ class Turns:
 
 
 class ModelAccess:
-    """One loaded model, opened. Whatever it holds belongs to a lease or a stream."""
+    """One loaded model, opened. Everything that it holds belongs to a lease or a stream."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class ModelAccess:
 
     @property
     def is_in_use(self) -> bool:
-        """True while a stream or a lease is there: what it computed belongs to these very weights."""
+        """True while there is a stream or a lease: its results belong to these weights."""
         return bool(self._num_streams or self._leases.num_leases)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class ModelAccess:
 
     @contextmanager
     def stream(self) -> Iterator[GraphStream]:
-        """Open a stream of calls; what it holds ends with it. Raises ResourceExhausted GRAPH_QUOTA."""
+        """Open a stream of calls; its tensors and sequences end with it. Raises ResourceExhausted GRAPH_QUOTA."""
         if self._num_streams >= self.limits.max_streams:
             raise ResourceExhausted(
                 f"there are as many Forward streams as the {self.limits.max_streams} that --max-graph-streams allows",
@@ -200,7 +200,7 @@ class ModelAccess:
             raise
 
     def read(self, model: str, lease_id: str, wanted: TensorSlice) -> tuple[Tensor, memoryview, int]:
-        """Return a tensor, the bytes of a run of its elements, and their number, which a message has room for.
+        """Return a tensor, the bytes of a run of its elements, and their number: as many as fit a message.
 
         Raises NotFound and InvalidArgument.
         """
@@ -244,7 +244,7 @@ class ModelAccess:
         return self._leases.free(lease, handles), self._leases.end_sequences(lease, sequences)
 
     async def forward(self, command: ForwardCommand, lease: Lease) -> list[ForwardResult]:
-        """Run a call; return the outputs that were asked for. Raises NotFound, InvalidArgument, ResourceExhausted."""
+        """Run a call; return the requested outputs. Raises NotFound, InvalidArgument, ResourceExhausted."""
         self._check(command.model)
         graph = self.graphs.named(command.graph)
         inputs = self._inputs(graph, command.inputs, lease)
@@ -405,7 +405,7 @@ class ModelAccess:
                 took(spent)
 
     def _release(self, sequences: list[PoolSequence]) -> None:
-        """Take blocks back on the engine's thread: a call that runs there may still write into them."""
+        """Release blocks on the engine's thread: a call that runs there may still write into them."""
 
         def release() -> None:
             for sequence in sequences:
@@ -453,7 +453,7 @@ class ModelAccess:
 
 
 class GraphStream:
-    """Calls of one stream, one after the other, and all that it holds."""
+    """Calls of one stream, one after the other, and everything that it holds."""
 
     def __init__(self, access: ModelAccess, leases: Leases) -> None:
         self._access = access
@@ -462,7 +462,7 @@ class GraphStream:
         self._held: dict[str, Lease] = {}
 
     async def forward(self, command: ForwardCommand) -> list[ForwardResult]:
-        """Run a call. Raises what ModelAccess.forward raises."""
+        """Run a call. Raises the errors of ModelAccess.forward."""
         return await self._access.forward(command, self._lease(command.lease_id))
 
     def _lease(self, lease_id: str) -> Lease:
@@ -475,7 +475,7 @@ class GraphStream:
         return lease
 
     def end(self) -> None:
-        """Free what the stream holds, and let its leases go."""
+        """Free everything that the stream holds, and release its leases."""
         self._leases.end(self._own)
         for lease in self._held.values():
             self._leases.let_go(lease)
@@ -517,7 +517,7 @@ def _check_sequence(graph: Graph, command: ForwardCommand, inputs: dict[int, Ten
 
 
 def _check_plain(params: SamplingParams) -> None:
-    """Refuse modes in which a row alone does not decide."""
+    """Refuse modes in which a row alone does not determine the draw."""
     mode = params.mode
     needs_more = not mode.streams or mode.keeps_hidden_states or bool(mode.early_exits)
     if needs_more or params.guidance.is_on or params.token_healing:

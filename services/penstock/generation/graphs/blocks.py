@@ -1,7 +1,7 @@
-"""One decoder layer by itself: over keys and values that the caller brings, or over blocks of the server's KV pool.
+"""One decoder layer by itself: over the caller's keys and values, or over blocks of the server's KV pool.
 
-The layer and the attention are the model's own, so that each number has the bits that a step of the engine gives it.
-That attention takes lengths: masks of callers are read as such.
+The layer and the attention are the model's own, so that each number has the same bits as in a step of the engine.
+That attention takes lengths: masks of callers are converted to lengths.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from penstock.generation.attention.kv_cache import KVCachePool
 if TYPE_CHECKING:
     from penstock.generation.models.decoder import CausalLM
 
-# Masks hide a column by a number at or below this: minus infinity, or as published drivers do, -10000.
+# Masks hide a column by a number at or below this: minus infinity, or -10000 as in published drivers.
 _HIDDEN = -1000.0
 _MASK = "inputs[2]"
 
 
 class LayerPool(KVCachePool):
-    """Keys and values of one layer, whatever number it has in its model."""
+    """Keys and values of one layer, under any layer number."""
 
     def __init__(self, num_blocks: int, like: KVCachePool) -> None:
-        """Make an empty pool of as many blocks, for one layer of the model that `like` is for."""
+        """Make an empty pool of `num_blocks` blocks, for one layer of the model of `like`."""
         super().__init__(1, num_blocks, like.block_size, like.num_kv_heads, like.head_dim, like.dtype, like.device)
 
     def key(self, layer: int) -> Tensor:
@@ -57,10 +57,10 @@ class LayerPool(KVCachePool):
 
 
 def read_mask(mask_B1RC: Tensor, num_rows: int) -> list[tuple[int, int]]:
-    """Return for each sequence the number of its history's tokens, and that of its rows; both are at the front.
+    """Return for each sequence the number of tokens in its history, and of its rows; both are at the front.
 
     The last `num_rows` columns are the rows' own keys, those before them the history. Raises InvalidArgument for a mask
-    that is not causal with padding behind history and rows.
+    that is not causal with padding after history and rows.
     """
     is_seen_BRC = mask_B1RC[:, 0] == 0
     if not bool((is_seen_BRC | (mask_B1RC[:, 0] <= _HIDDEN)).all()):
@@ -86,7 +86,7 @@ def _lengths(is_seen_RC: Tensor, num_rows: int) -> tuple[int, int]:
 def run_layer(
     model: CausalLM, layer: int, hidden_TI: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool
 ) -> Tensor:
-    """Return the residual stream (T, hidden) after a layer, which is not changed before it."""
+    """Return the residual stream (T, hidden) after a layer; the stream before it is not changed."""
     hidden_TI = hidden_TI.clone(memory_format=torch.contiguous_format)
     pending_TI = model.layers[layer](hidden_TI, None, model.step(positions_T, metadata, kv))
     # As the next norm adds it: rounded to the model's dtype before anything else reads it.
@@ -104,9 +104,9 @@ def run_block(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden states (B, R, hidden), keys and values (B, R, kv_heads, head_dim) of a layer's rows.
 
-    `lengths` are (history, rows) of each sequence; rows behind are padding, and 0 in the results. `history` are keys
-    and values (B, C, kv_heads, head_dim). `positions_BR` None: rows follow their history. They are stored as the pool
-    `like` stores them.
+    `lengths` are (history, rows) of each sequence; further rows are padding, and 0 in the results. `history` are keys
+    and values (B, C, kv_heads, head_dim). `positions_BR` None: rows follow their history. Keys and values are stored as
+    in the pool `like`.
     """
     size = like.block_size
     blocks = [-(-(before + rows) // size) for before, rows in lengths]

@@ -1,4 +1,4 @@
-"""Calls of the model's graphs as plain data, as a caller asks for them: unchecked. No torch, no proto."""
+"""Calls of the model's graphs as plain data from a caller, unchecked. No torch, no proto."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.generation.options.table import RequestOptions, StopOptions
 
 @dataclass(slots=True)
 class InputTensor:
-    """An input: data in the model's own bytes, or a tensor at the server."""
+    """An input: data in the model's own format, or a tensor at the server."""
 
     index: int
     # Empty and none with a handle: the tensor's own.
@@ -46,7 +46,7 @@ class ForwardCommand:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """One output: its bytes, or the handle of the tensor that it is kept as."""
+    """One output: its bytes, or the handle of the tensor that keeps it."""
 
     index: int
     dtype: str
@@ -57,7 +57,7 @@ class ForwardResult:
 
 @dataclass(frozen=True, slots=True)
 class TensorRequest:
-    """A tensor that is to be made."""
+    """A tensor to make."""
 
     dtype: str
     shape: tuple[int, ...]

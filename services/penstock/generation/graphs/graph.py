@@ -1,4 +1,4 @@
-"""Graphs that a model is run as, one by one: their names, tensors and shapes. Plain data: no torch.
+"""Graphs that make up a model: their names, tensors and shapes. Plain data: no torch.
 
 The graphs, and the tensors' places in them, are those of Sophon SAIL's EngineLLM.
 """
@@ -56,7 +56,7 @@ class GraphTensor:
         return tuple(size if isinstance(size, int) else sum(sizes[name] for name in size) for size in self.sizes)
 
     def describe(self, most: dict[str, int]) -> str:
-        """Say what shapes there are, for an error: `[batch <= 4, 1, 64]`."""
+        """Describe the possible shapes, for an error: `[batch <= 4, 1, 64]`."""
 
         def one(size: Size) -> str:
             return str(size) if isinstance(size, int) else f"{' + '.join(size)} <= {sum(most[name] for name in size)}"
@@ -66,7 +66,7 @@ class GraphTensor:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Number format of a graph's weights, and the mean of their scales; empty and 1 where it has none."""
+    """Number format of a graph's weights, and the mean of their scales; empty and 1 without weights."""
 
     format: str = ""
     scale: float = 1.0
@@ -91,7 +91,7 @@ class Graph:
         return self.sizes(max(one.batch for one in self.stages), max(one.length for one in self.stages), is_most=True)
 
     def sizes(self, batch: int, length: int, *, is_most: bool = False) -> dict[str, int]:
-        """Sizes of a stage. Rows behind a history are one there, and may be more in a call."""
+        """Sizes of a stage. It has one row after a history; a call may have more."""
         return {BATCH: batch, LENGTH: length, ROWS: length if is_most else 1}
 
     def stage_shapes(self, tensor: GraphTensor) -> tuple[Shape, ...]:
@@ -117,8 +117,8 @@ class Graph:
     def bind(self, shapes: dict[int, Shape], stage: int | None) -> dict[str, int]:
         """Return the sizes of a call from the shapes of its inputs, by index.
 
-        Raises InvalidArgument for a shape out of bounds, shapes that contradict each other, an input that is missing,
-        and shapes that are not those of `stage`.
+        Raises InvalidArgument for a shape out of bounds, contradicting shapes, a missing input, and shapes other than
+        those of `stage`.
         """
         for tensor in self.inputs:
             if tensor.index not in shapes and not tensor.is_optional:
@@ -138,7 +138,7 @@ class Graph:
                 elif sizes.setdefault(size[0], found) != found or not 1 <= found <= self.most[size[0]]:
                     raise self._wrong(tensor)
         for tensor, names, found in sums:
-            # Without a history there is nothing but the rows.
+            # Without a history there are only the rows.
             if sum(sizes.get(name, 0) for name in names) != found:
                 raise self._wrong(tensor)
         if stage is not None:
@@ -162,7 +162,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model that its graphs have."""
+    """Sizes of a model in its graphs."""
 
     num_layers: int
     hidden_size: int
@@ -173,7 +173,7 @@ class ModelSizes:
 
 
 class Graphs:
-    """All graphs of one model, in the order in which they are listed."""
+    """All graphs of one model, in the order of their list."""
 
     def __init__(
         self,

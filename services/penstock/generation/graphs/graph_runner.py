@@ -38,7 +38,7 @@ _ROW_OPTIONS: tuple[tuple[int, str, float], ...] = (
 
 @dataclass(slots=True)
 class GraphCall:
-    """One call. Its inputs have the shapes and dtypes that the graph takes."""
+    """One call. Its inputs have the graph's shapes and dtypes."""
 
     graph: Graph
     # Sizes, as Graph.bind returns them.
@@ -65,7 +65,7 @@ class GraphRunner:
     def run(self, call: GraphCall) -> dict[int, Tensor]:
         """Run a call: write the outputs that have targets, return the others by index.
 
-        Changes nothing but these and the call's sequence. Raises InvalidArgument, NotFound and ResourceExhausted.
+        It changes only these and the call's sequence. Raises InvalidArgument, NotFound and ResourceExhausted.
         """
         # Ids and positions are checked before they are used: nobody may write into a tensor at the server in between.
         call.inputs = {index: one.clone() if one.dtype is torch.int32 else one for index, one in call.inputs.items()}
@@ -104,7 +104,7 @@ class GraphRunner:
         rows = hidden_BRI.shape[1]
         keys, values = inputs.get(3), inputs.get(4)
         if (keys is None) != (values is None):
-            raise InvalidArgument("inputs", "must have both history_k and history_v, or none of them")
+            raise InvalidArgument("inputs", "must have both history_k and history_v, or neither")
         columns = 0 if keys is None else keys.shape[1]
         lengths = [(columns, rows)] * batch if 2 not in inputs else read_mask(inputs[2], rows)
         self._check_positions(inputs.get(1), lengths)

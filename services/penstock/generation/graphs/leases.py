@@ -40,10 +40,10 @@ class Lease:
 
 
 class Leases:
-    """All leases, and the quotas of what they hold."""
+    """All leases, and the quotas of their tensors and sequences."""
 
     def __init__(self, limits: GraphLimits, release: Callable[[list[PoolSequence]], None]) -> None:
-        """`release` takes the blocks of sequences back, after what is computed in them."""
+        """`release` frees the blocks of sequences, after the computation in them."""
         self.num_expired = 0
         self.num_tensors = 0
         self.tensor_bytes = 0
@@ -69,7 +69,7 @@ class Leases:
         return lease
 
     def find(self, lease_id: str) -> Lease:
-        """Return a lease, which counts as a use of it. Raises NotFound LEASE_NOT_FOUND."""
+        """Return a lease; that counts as a use of it. Raises NotFound LEASE_NOT_FOUND."""
         lease = self._by_id.get(lease_id)
         if lease is None:
             raise NotFound(
@@ -79,12 +79,12 @@ class Leases:
         return lease
 
     def change(self, lease: Lease, seconds: float) -> None:
-        """Let a lease live as long behind each use of it. Raises InvalidArgument."""
+        """Set the lifetime of a lease after each use of it. Raises InvalidArgument."""
         lease.seconds = _checked(seconds)
         self.used(lease)
 
     def used(self, lease: Lease) -> None:
-        """Let the time of a lease begin anew; while a stream holds it, it has none."""
+        """Restart the lifetime of a lease; a lease in a stream has none."""
         if lease.expiry is not None:
             lease.expiry.cancel()
             lease.expiry = None
@@ -122,21 +122,21 @@ class Leases:
         return handles
 
     def free(self, lease: Lease, handles: Iterable[int]) -> int:
-        """Free tensors; return how many there were. Handles that are not the lease's are ignored."""
+        """Free tensors; return their number. Handles that are not the lease's are ignored."""
         found = [lease.tensors.pop(handle) for handle in set(handles) if handle in lease.tensors]
         self.num_tensors -= len(found)
         self.tensor_bytes -= sum(tensor.nbytes for tensor in found)
         return len(found)
 
     def end_sequences(self, lease: Lease, names: Iterable[str]) -> int:
-        """End sequences; return how many there were. Names that are not the lease's are ignored."""
+        """End sequences; return their number. Names that are not the lease's are ignored."""
         found = [lease.sequences.pop(name) for name in set(names) if name in lease.sequences]
         if found:
             self._release(found)
         return len(found)
 
     def end(self, lease: Lease) -> tuple[int, int]:
-        """End a lease with all that it holds; return the numbers of tensors and of sequences."""
+        """End a lease with everything in it; return the numbers of tensors and of sequences."""
         self._by_id.pop(lease.lease_id, None)
         self.used(lease)
         return self.free(lease, list(lease.tensors)), self.end_sequences(lease, list(lease.sequences))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The bounds. All of them are of the process, whoever calls."""
+    """The bounds. All of them are for the whole process, over all callers."""
 
     # Of shapes: every length with the smallest batch, then with the next one.
     stages: tuple[Stage, ...]

@@ -1,4 +1,4 @@
-"""Named sequences: their blocks are a part of the KV pool that the scheduler does not know. Engine's thread only.
+"""Named sequences: the scheduler does not know their part of the KV pool. Engine's thread only.
 
 So no request waits for such a block, and none is preempted or refused for one.
 """
@@ -17,7 +17,7 @@ class PoolSequence:
     # Tokens that each layer has.
     num_tokens: list[int]
     blocks: list[int] = field(default_factory=list)
-    # True: it is released, and its blocks may be another's.
+    # True: it is released, and another sequence may have its blocks.
     is_gone: bool = False
 
 
@@ -37,7 +37,7 @@ class SequenceBlocks:
         return self.num_blocks - len(self._free)
 
     def grow(self, sequence: PoolSequence, num_tokens: int) -> None:
-        """Give a sequence room for `num_tokens` altogether.
+        """Give a sequence room for `num_tokens` in total.
 
         Raises NotFound for one that is gone, InvalidArgument past the model's context, ResourceExhausted GRAPH_QUOTA.
         """
@@ -56,7 +56,7 @@ class SequenceBlocks:
             sequence.blocks.append(self._free.pop())
 
     def release(self, sequence: PoolSequence) -> None:
-        """Take the blocks back. A sequence that is gone is fine."""
+        """Free the blocks. A sequence that is gone is fine."""
         sequence.is_gone = True
         self._free.extend(reversed(sequence.blocks))
         sequence.blocks.clear()

@@ -1,4 +1,4 @@
-"""Hidden states of chosen rows and layers, kept while a forward pass goes by."""
+"""Hidden states of chosen rows and layers, kept during a forward pass."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 class Capture(Protocol):
-    """Sees the hidden states of every layer go by."""
+    """Observer of every layer's hidden states."""
 
     def take(self, layer: int, hidden_TI: Tensor) -> None:
-        """See the hidden states of `layer`, numbered as in HiddenCapture. Must not change `hidden_TI`."""
+        """Take the hidden states of `layer`, numbered as in HiddenCapture. Must not change `hidden_TI`."""
 
 
 @dataclass(frozen=True, slots=True)
 class JointCapture:
-    """Several captures that see the same forward pass."""
+    """Several captures of the same forward pass."""
 
     parts: tuple[Capture, ...]
 
@@ -29,7 +29,7 @@ class JointCapture:
 
 
 def joint(*captures: Capture | None) -> Capture | None:
-    """Join the captures that are not None into one; None when all are."""
+    """Join the captures that are not None into one; None when all are None."""
     parts = tuple(capture for capture in captures if capture is not None)
     return JointCapture(parts) if len(parts) > 1 else next(iter(parts), None)
 

@@ -41,7 +41,7 @@ class _Bucket:
     rows_4B: Tensor
     # (B, most blocks of a sequence) int32.
     tables_BW: Tensor
-    # What a row holds that no sequence has.
+    # Values of a padding row.
     padding_4B: Tensor
     graph: CapturedGraph | None = None
     # Rows that are not padding.
@@ -49,8 +49,8 @@ class _Bucket:
 
 
 class CapturedLM(CausalLM):
-    """A CausalLM on the same weights, for one pool. Steps that are no plain decode steps of that pool run as they do
-    there.
+    """A CausalLM on the same weights, for one pool. Only plain decode steps of that pool use graphs; other steps run as
+    in the original model.
 
     The result of `forward` is valid until the next call; the first `compute_logits` of all of it costs nothing.
     """
@@ -67,7 +67,7 @@ class CapturedLM(CausalLM):
         self._buckets: dict[int, _Bucket] = {}
         # Hidden states of the last replay, and the logits of these rows while nothing has changed them.
         self._results: tuple[Tensor, Tensor] | None = None
-        # The table that `decode` has put into a bucket, both as they were.
+        # The table that `decode` put into a bucket, and the bucket.
         self._in_place: tuple[Tensor, _Bucket] | None = None
 
     @property
@@ -76,7 +76,7 @@ class CapturedLM(CausalLM):
         return True
 
     def capture_all(self) -> None:
-        """Capture the graph of every number of rows, the largest first: the others then use its memory."""
+        """Capture the graph of every number of rows, the largest first: the others then reuse its memory."""
         for size in reversed(self._sizes):
             self._captured(self._bucket(size))
 
@@ -185,7 +185,7 @@ class CapturedLM(CausalLM):
         return super().compute_logits(hidden_NI, adapters)
 
     def _takes(self, metadata: AttentionMetadata, kv: KVCachePool) -> bool:
-        """True for a decode step that a graph has."""
+        """True for a decode step with a graph."""
         return kv is self._kv and metadata.num_rows == metadata.num_seqs <= self._sizes[-1]
 
     def _decoded(
@@ -247,7 +247,7 @@ class CapturedLM(CausalLM):
         return bucket.graph
 
     def _step_of(self, bucket: _Bucket) -> Callable[[], tuple[Tensor, ...]]:
-        """Return the call that a bucket's graph has: hidden states, logits and greedy ids of all its rows."""
+        """Return the call to capture for a bucket: it gives hidden states, logits and greedy ids of all its rows."""
         size, width = bucket.tables_BW.shape
         query_start = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         ids, positions, slots, lengths = bucket.rows_4B.unbind()
@@ -271,8 +271,8 @@ class CapturedLM(CausalLM):
 
 
 def can_capture(model: LanguageModel, kv: KVCachePool) -> TypeGuard[CausalLM]:
-    """True when decode steps of the model over this pool queue the same work whatever the lengths are, and wait for
-    none."""
+    """True when decode steps of the model over this pool queue the same work for all lengths, and never wait for the
+    device."""
     if not isinstance(model, CausalLM) or model.can_draw or kv.states is not None or kv.scrap_block is None:
         return False
     # Experts wait for the number of their rows.
@@ -296,6 +296,6 @@ def _read(ids_N: Tensor) -> list[int]:
 
 
 def bucket_sizes(most_rows: int) -> list[int]:
-    """Return the numbers of rows that there are graphs for: powers of two, and the greatest."""
+    """Return the numbers of rows to make graphs for: powers of two, and the largest."""
     sizes = [1 << power for power in range(most_rows.bit_length()) if 1 << power < most_rows]
     return [*sizes, most_rows]

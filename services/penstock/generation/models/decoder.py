@@ -1,4 +1,4 @@
-"""The one decoder that every native family is data over."""
+"""The one decoder of all native families; a family is data for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class CausalLM:
-    """A loaded model. It holds weights only: everything of a step comes in as arguments. Any number of pools may use
+    """A loaded model. It holds only weights: everything about a step comes as arguments. Any number of pools may use
     one instance, one call at a time."""
 
     def __init__(
@@ -57,21 +57,21 @@ class CausalLM:
         num_bytes: int,
         mapped_bytes: int = 0,
     ) -> None:
-        """Take the parts of a model; `embedding` is a table (vocabulary, hidden) or the rows of `lm_head`. Layers know
-        their rotary embedding by its place in `rotaries`."""
+        """Take the parts of a model; `embedding` is a table (vocabulary, hidden) or the rows of `lm_head`. Layers refer
+        to their rotary embedding by its place in `rotaries`."""
         self.config = config
         self.dtype = dtype
         self.device = device
         # Memory that the weights take.
         self.num_bytes = num_bytes
-        # Part of it that is used where the page cache has it.
+        # Part of it that is mapped from the page cache.
         self.mapped_bytes = mapped_bytes
         self.layers = tuple(layers)
         self.attention = attention
         self._embedding = embedding
         table = embedding if isinstance(embedding, Tensor) else None
         self._rows = cast("Rows", embedding) if table is None else partial(F.embedding, weight=table)
-        # As transformers multiplies, by a number of the model's dtype.
+        # In the model's dtype, as in transformers.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         if self._embedding_scale != 1.0:
             self._rows = _Scaled(self._rows, self._embedding_scale)
@@ -112,8 +112,8 @@ class CausalLM:
         return ()
 
     def shallow(self, num_layers: int) -> CausalLM:
-        """Return a model of the first `num_layers` layers on these very weights, to measure a step; its logits mean
-        nothing."""
+        """Return a model of the first `num_layers` layers on the same weights, to measure a step; its logits are
+        meaningless."""
         return CausalLM(
             self.config,
             embedding=self._embedding,
@@ -136,18 +136,18 @@ class CausalLM:
     def adapter_weights(
         self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None
     ) -> AdapterWeights:
-        """Return an adapter's matrices, of `dtype` and on `device`, in the form that this model's layers take."""
+        """Return an adapter's matrices, of `dtype` and on `device`, in the format of this model's layers."""
         if not self._is_native:
             return DenseAdapter(sites, embedding)
         linears = [linear for layer in range(len(self.layers)) for linear in site_linears(self.config, layer)]
-        # A site that no adapter may change gets no matrices, whatever its shape.
+        # A site that no adapter may change gets no matrices, for any shape.
         each = [(0, False) if linear is None else (linear.shape[0], linear.gated) for linear in linears]
         # The head of a rank has some of the vocabulary.
         shapes = [*each, (self._lm_head.out_features, False)]
         return NativeAdapter(sites, embedding, shapes=shapes, dtype=self.dtype)
 
     def adapter_copies(self, site: int | None) -> tuple[int, int]:
-        """Return the numbers of A and of B that are in memory of an adapter's matrices at a site; None: of the
+        """Return the numbers of A and of B that an adapter's matrices at a site have in memory; None: of the
         embedding."""
         return 1, 1
 
@@ -208,7 +208,7 @@ class CausalLM:
         """Return the result of `forward`, and for each row the id of its highest logit (R): the first of equals, -1
         where none is finite.
 
-        The logits are never in memory, and nothing comes between layers and head. Call it only where `can_draw`.
+        The logits are never in memory, and nothing runs between layers and head. Call it only if `can_draw`.
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
@@ -236,7 +236,7 @@ class CausalLM:
     @torch.inference_mode()
     def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """Return logits (N, vocab) in float32 of selected rows of `forward`'s result: pass only the rows that need
-        logits. `adapters` are those of the N rows; None where none changes the head."""
+        logits. `adapters` are those of the N rows; None: none changes the head."""
         if adapters is None or not adapters.changes_site(self.head_site):
             logits_NV = self._lm_head.as_float(hidden_NI)
         else:
@@ -244,15 +244,14 @@ class CausalLM:
         return logits_NV if self._has_plain_logits else self._changed(logits_NV)
 
     def _changed(self, logits_NV: Tensor) -> Tensor:
-        """Return the logits as the family scales and caps them. Both keep their order, so that a greedy draw needs
-        neither."""
+        """Return the logits with the family's scale and cap. Both keep the order, so a greedy draw needs neither."""
         logits_NV = logits_NV * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits_NV.div_(cap).tanh_().mul_(cap) if cap else logits_NV
 
     @torch.inference_mode()
     def normed(self, hidden_NI: Tensor) -> Tensor:
-        """Return hidden_NI after the final norm, which `forward` ends with; a residual stream is not changed."""
+        """Return hidden_NI after the final norm, as at the end of `forward`; the residual stream is not changed."""
         return self._norm(hidden_NI.contiguous())
 
     @property
@@ -280,7 +279,7 @@ class CausalLM:
         return Step(turns, metadata, kv, attention or self.attention, adapters)
 
     def given_embeds(self, embeds_PI: Tensor) -> Tensor:
-        """Return embeddings that a caller brings as they come into the residual stream."""
+        """Return a caller's embeddings as they enter the residual stream."""
         return embeds_PI * self._embedding_scale if self.config.scales_given_embeds else embeds_PI
 
 

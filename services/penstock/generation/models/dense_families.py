@@ -45,7 +45,7 @@ LLAMA = Family(
 
 
 def all_or_no_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Return the windows of a model in which every layer slides, or none. An absent `sliding_window` means the class
+    """Return the windows of a model in which all layers slide, or none. An absent `sliding_window` means the class
     default, null means none. `layer_types` has no effect, as in transformers 5.x."""
     if config.values.get("sliding_window", 4096) is None:
         return (None,) * num_layers
@@ -144,8 +144,8 @@ def _phi3_rope(config: ConfigReader, max_positions: int, head_dim: int) -> RopeC
 
 
 def _longrope(config: ConfigReader, scaling: ConfigReader, max_positions: int, rotary_dim: int) -> RopeConfig:
-    """Read longrope up to the length that the model was trained with first. `_finish_phi3` ends the context there:
-    beyond it transformers turns all of a sequence by other frequencies, its earlier keys too."""
+    """Read longrope up to the original training length. `_finish_phi3` ends the context there: beyond it transformers
+    turns a whole sequence by other frequencies, its earlier keys included."""
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
     # Old names of it.
     if rope_type not in ("longrope", "su", "yarn"):
@@ -283,7 +283,7 @@ OLMO3 = replace(
 
 
 def _no_rope_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
-    """Read which layers of SmolLM3 turn: `no_rope_layers` has 1 for one that does."""
+    """Read the layers of SmolLM3 with rotary embedding: `no_rope_layers` has 1 for them."""
     turns = config.whole_numbers("no_rope_layers")
     if turns is None:
         interval = config.integer("no_rope_layer_interval", 4)

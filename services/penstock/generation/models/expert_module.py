@@ -29,8 +29,8 @@ class ExpertModule(nn.Module):
     """All experts of a layer, in the place of transformers' module of them."""
 
     def __init__(self, theirs: Any, method: LinearMethod, kernels: LayerKernels) -> None:
-        """Take the weights of a module for which `has_known_experts` is true, which has none afterwards. Raises
-        NotFinite for weights that the method's format cannot hold."""
+        """Take the weights out of a module that `has_known_experts`. Raises NotFinite for weights that the method's
+        format cannot hold."""
         super().__init__()
         self.num_bytes = 0
         activation = activation_of(theirs, kernels)
@@ -48,18 +48,18 @@ class ExpertModule(nn.Module):
             down = method.linear(down_EOI[number].contiguous(), None if down_EO is None else down_EO[number])
             self.num_bytes += up.num_bytes + down.num_bytes
             experts.append((gated, down))
-        # The gate may be a method of it.
+        # The gate may be a method of the module.
         theirs._parameters.clear()
         self._multiply = expert_products(experts)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return (T, hidden): each row's experts (T, experts of a row) times its weights of them, summed up."""
+        """Return (T, hidden): the weighted sum of each row's experts (T, experts of a row)."""
         out = self._multiply(hidden_states, top_k_index.long().contiguous(), top_k_weights.float().contiguous())
         return out.to(hidden_states.dtype)
 
 
 def has_known_experts(module: nn.Module, dtype: torch.dtype) -> bool:
-    """True for a module of experts that transformers' own functions of them can run, with weights of `dtype`."""
+    """True for a module of experts that transformers' own functions can run, with weights of `dtype`."""
     facts: Any = module
     if not all(isinstance(getattr(facts, name, None), bool) for name in _FACTS):
         return False
@@ -74,7 +74,7 @@ def has_known_experts(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def activation_of(theirs: Any, kernels: LayerKernels) -> Activation | None:
-    """Return the function of ours that gates as a module of known experts does, for random numbers; None: none does."""
+    """Return our gate function that equals the module's for random numbers; None: there is none."""
     if not theirs.has_gate or not theirs.is_concatenated:
         return None
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * 3.0

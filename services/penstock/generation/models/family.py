@@ -1,4 +1,4 @@
-"""A model family's differences from others: flags over the one decoder. A family is a file that fills them in."""
+"""A model family's differences from others: flags for the one decoder. A family is a file that fills them in."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
 
 
 def unchanged(config: ConfigReader, model: ModelConfig) -> ModelConfig:
-    """A family that the flags tell wholly."""
+    """A family that the flags describe completely."""
     return model
 
 
@@ -66,7 +66,7 @@ class Family:
     default_tied: bool = False
     # None: the rotary embedding that most families have (layers.rope.read_rope).
     rope: Callable[[ConfigReader, int, int], RopeConfig] | None = None
-    # Sets the fields of ModelConfig that no flag above says, and refuses what it cannot honour.
+    # Sets the fields of ModelConfig beyond the flags above, and refuses unsupported values.
     finish: Callable[[ConfigReader, ModelConfig], ModelConfig] = unchanged
 
     def model_config(self, config: ConfigReader, generation: ConfigReader) -> ModelConfig:
@@ -147,7 +147,7 @@ class Family:
         return head_dim
 
     def _activation(self, config: ConfigReader) -> Activation:
-        """Return the activation, of the kind that the family has, after refusing what no native family honours."""
+        """Return the family's activation, after refusing settings that no native family honours."""
         name = config.text(self.activation_field, self.default_activation)
         expected = ACTIVATIONS[self.default_activation]
         if ACTIVATIONS.get(name) is not expected:
@@ -186,7 +186,7 @@ def read_rope_of_kind(config: ConfigReader, max_positions: int, kind: str, theta
 def windows_in_turns(
     config: ConfigReader, num_layers: int, *, default_window: int, period: int
 ) -> tuple[int | None, ...]:
-    """Windows of layers that slide but for every `period`th one, unless `layer_types` says which do."""
+    """Windows of layers that slide, except every `period`th one, unless `layer_types` lists the sliding ones."""
     window = config.integer("sliding_window", default_window)
     types = read_layer_types(config, num_layers)
     if types is None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class FusedLayers:
-    """The fused layers. Threads go through them together; between two operations they meet instead of being woken
-    anew."""
+    """The fused layers. Threads go through them together; between two operations they wait at a barrier instead of
+    being woken anew."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class FusedLayers:
         table: Tensor | None,
         embedding_scale: float,
     ) -> None:
-        """Take layers and head that `can_fuse` accepted. `table` is the embedding; None where it is the head's rows."""
+        """Take layers and head that `can_fuse` accepted. `table` is the embedding; None: it is the head's rows."""
         last = cast(NativeLinear, head)
         # csrc/decoder/ops_decoder.cpp takes every one of these names and refuses others.
         sizes = {
@@ -83,8 +83,8 @@ class FusedLayers:
         """Return hidden_RI of `rows_R` (ascending; None: of all) after the final norm; overwrite the embeddings
         `hidden_TI`.
 
-        `draws`: also return for each row the id of its highest logit (R), the first of equals, -1 where that is not
-        finite; else an empty tensor. A row that is not wanted ends with its keys and values in the last layer.
+        `draws`: also return for each row the id of its highest logit (R), the first of equals, -1 if that is not
+        finite; else an empty tensor. An unwanted row ends with its keys and values in the last layer.
         """
         cos, sin = self._tables(metadata.max_context_len)
         result: tuple[Tensor, Tensor] = self._forward(
@@ -155,7 +155,7 @@ def _products(layer: DecoderLayer) -> dict[str, NativeLinear]:
 
 
 def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
-    """Return a layer's tensors by the names that csrc/decoder knows, with the norms of the heads where the model has
+    """Return a layer's tensors by the names that csrc/decoder knows, with the norms of the heads if the model has
     them."""
     tensors: dict[str, Tensor] = {}
     for name, product in _products(layer).items():
@@ -170,5 +170,5 @@ def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
 
 
 def _named_parts(name: str, linear: Linear) -> dict[str, Tensor]:
-    """Return `name`.weight and, where the format has them, .bias, .scale, .sum and .offset."""
+    """Return `name`.weight and, if the format has them, .bias, .scale, .sum and .offset."""
     return {f"{name}.{part}": tensor for part, tensor in cast(NativeLinear, linear).packed.parts().items()}

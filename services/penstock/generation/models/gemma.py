@@ -27,9 +27,9 @@ _NORMS = LayerNorms(
 
 
 def _finish(config: ConfigReader, model: ModelConfig, *, score_cap: float, logit_cap: float) -> ModelConfig:
-    """Set what both have. The caps are the defaults of their configuration classes, 0 for none."""
+    """Set the common fields. The caps are the defaults of the configuration classes, 0 for none."""
     if config.boolean("use_bidirectional_attention", False):
-        raise config.unsupported("use_bidirectional_attention", "is not supported: rows see only what is before them")
+        raise config.unsupported("use_bidirectional_attention", "is not supported: rows see only earlier positions")
     return replace(
         model,
         norms=_NORMS,

@@ -1,4 +1,4 @@
-"""A loaded model as runner and start see it: a native decoder, or transformers' own modules."""
+"""Interface of a loaded model to runner and start: a native decoder, or transformers' own modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LanguageModel(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    # Memory that the weights take, and the part of it that is used where the page cache has it.
+    # Memory of the weights, and the part of it that is mapped from the page cache.
     num_bytes: int
     mapped_bytes: int
     attention: Attention
@@ -39,7 +39,7 @@ class LanguageModel(Protocol):
 
     @property
     def unsupported(self) -> Mapping[str, str]:
-        """Fields of a request that this model cannot do, and for each the reason."""
+        """Unsupported fields of a request, and the reason for each."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -57,7 +57,7 @@ class LanguageModel(Protocol):
         """See CausalLM. A model that cannot be cut returns itself, for which pools need all layers."""
 
     def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
-        """Note that blocks of the pool are copied before the next pass: so are those of other processes, if any."""
+        """Note that blocks of the pool are copied before the next pass; other processes, if any, copy theirs, too."""
 
     def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
         """See CausalLM."""

@@ -49,35 +49,34 @@ class Weights(Protocol):
     """A model's weights on its device. Each part is asked for once, in the order of `build_model`."""
 
     dtype: torch.dtype
-    # Bytes of memory that the parts asked for so far take.
+    # Bytes of memory of the parts so far.
     num_bytes: int
 
     @property
     def mapped_bytes(self) -> int:
-        """Part of `num_bytes` that is used where the page cache has it."""
+        """Part of `num_bytes` that is mapped from the page cache."""
 
     @property
     def forms(self) -> Mapping[str, int]:
-        """Number of quantised matrices of the checkpoint so far, by the form that they run in: int8, int4 or a dtype's
-        name."""
+        """Number of quantised matrices of the checkpoint so far, by the format that they run in: int8, int4 or a
+        dtype's name."""
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
-        """Return the last layer, and the embedding (vocabulary, hidden); None where it is the head's rows."""
+        """Return the last layer, and the embedding (vocabulary, hidden); None: it is the head's rows."""
 
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
-        """Return a linear layer of the decoder layer with the name prefix `prefix`; `activation` gates it where it is
-        gated."""
+        """Return a linear layer of the decoder layer with the name prefix `prefix`; `activation` gates a gated one."""
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
-        """Return the weight of a norm, in `dtype`, or in float32 where it `is_exact`."""
+        """Return the weight of a norm, in `dtype`, or in float32 if it `is_exact`."""
 
     def layer_is_complete(self) -> None:
-        """Note that nothing more of this layer is asked for."""
+        """Note that this layer is complete."""
 
 
 def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts: Sum | None = None) -> CausalLM:
     """Return the model of `config` with these weights. `sum_parts`: they are a part of a model in several processes,
-    which adds up what the parts give; None: they are the whole."""
+    and it adds up the results of the parts; None: they are the whole model."""
     lm_head, table = weights.head_and_table()
     parts = _Parts(config, weights, device.layer_kernels(weights.dtype), sum_parts)
     layers = [parts.layer(i) for i in range(config.num_layers)]

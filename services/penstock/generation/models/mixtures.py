@@ -17,7 +17,7 @@ from penstock.generation.layers.rope import read_rope
 from penstock.generation.models.dense_families import QWEN3
 from penstock.generation.models.family import Family, read_layer_types, windows_in_turns
 
-# No model has more. Names of all of their tensors are made before a weight is looked at.
+# No model has more. The names of all of their tensors are made before weights are read.
 _MOST_EXPERTS = 1024
 
 
@@ -73,7 +73,7 @@ MIXTRAL = Family(
 
 
 def _qwen_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
-    """Tell which layers have experts: every `decoder_sparse_step`th one, but for those of `mlp_only_layers`."""
+    """Tell which layers have experts: every `decoder_sparse_step`th one, except those in `mlp_only_layers`."""
     plain = config.whole_numbers("mlp_only_layers") or ()
     step = config.integer("decoder_sparse_step", 1)
     return tuple((layer + 1) % step == 0 and layer not in plain for layer in range(num_layers))

@@ -1,5 +1,4 @@
-"""Linear layers, experts and norms of transformers' modules, replaced by the device's own where they compute the
-same."""
+"""Linear layers, experts and norms of transformers' modules, replaced by the device's own if these compute the same."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class LinearModule(nn.Module):
 
 
 class NormModule(nn.Module):
-    """RMSNorm in one operation, where transformers takes six."""
+    """RMSNorm in one operation; transformers takes six."""
 
     def __init__(self, weight: Tensor, eps: float, kernels: LayerKernels) -> None:
         super().__init__()
@@ -137,7 +136,7 @@ def linear_types() -> tuple[type[nn.Module], ...]:
 
 @torch.inference_mode()
 def _is_same(theirs: nn.Module, ours: nn.Module, x: Tensor) -> bool:
-    """True when both give the same for `x`, as far as the format tells."""
+    """True when both give the same results for `x`, within the format's precision."""
     try:
         wanted, found = theirs(x), ours(x)
     except (TypeError, ValueError, RuntimeError):

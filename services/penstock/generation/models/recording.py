@@ -1,8 +1,8 @@
-"""Facts of a model of transformers, read from one short pass of its own: how it attends, and which of its linear layers
-are no more than that.
+"""Facts of a model of transformers, read from one short pass of its own: its attention, and its plain linear layers.
 
-Sight is read from the masks that transformers makes for the model, since some models pass no window to their attention
-although their masks have one. A mask is a function of positions there; it is asked about positions far behind the pass.
+Windows are read from the masks that transformers makes for the model, since some models pass no window to their
+attention although their masks have one. A mask is a function of positions there; it is called for positions far beyond
+the pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.generation.models.transformers_states import cache_argument, empty
 
 NUM_TOKENS = 6
 _NAME = "penstock_recording"
-# Farthest position that a mask is asked about.
+# Farthest position that a mask is called for.
 _FARTHEST = 1 << 16
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -35,7 +35,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Recording:
     """Facts of a pass."""
 
-    # Module that gives the hidden states: the outermost one that the model calls.
+    # Module that returns the hidden states: the outermost one that the model calls.
     decoder: nn.Module
     # In the order of the pass.
     calls: tuple[AttentionCall, ...]
@@ -43,18 +43,18 @@ class Recording:
     read_linears: frozenset[nn.Module]
     # True when the decoder gives a hidden state for the embedding and each of `num_layers` layers.
     has_hidden_states: bool
-    # True when embeddings in place of ids give the same.
+    # True when embeddings in place of ids give the same result.
     takes_embeds: bool
     # Of a pass of NUM_TOKENS tokens.
     seconds: float
-    # Tensors of a sequence's state, where layers keep one.
+    # Tensors of a sequence's state, if layers keep one.
     states: tuple[StateTensor, ...] = ()
 
 
 def record(causal: Any, num_layers: int, longest: int) -> Recording:
     """Run the model once on a few ids. `longest`: most positions of a sequence.
 
-    Raises UnsupportedAttention for a model that attends in a way that is not known, or not at all.
+    Raises UnsupportedAttention for a model with an unknown kind of attention, or without any.
     """
     device = causal.get_input_embeddings().weight.device
     ids = torch.arange(1, NUM_TOKENS + 1, device=device).unsqueeze(0)
@@ -100,12 +100,12 @@ def record(causal: Any, num_layers: int, longest: int) -> Recording:
 
 
 def _are_states(states: Any, num_layers: int, hidden: Tensor) -> bool:
-    """True when there is one of the usual shape for the embedding and each layer."""
+    """True when there is a hidden state of the usual shape for the embedding and each layer."""
     return states is not None and len(states) == num_layers + 1 and all(one.shape == hidden.shape for one in states)
 
 
 def _called(causal: Any, **arguments: Any) -> tuple[nn.Module, Any]:
-    """Run the model; return the first module that it calls of those that have its embedding inside, and its output."""
+    """Run the model; return the first module that it calls with its embedding inside, and that module's output."""
     embedding = causal.get_input_embeddings()
     found: list[nn.Module] = []
     outputs: dict[nn.Module, Any] = {}
@@ -125,7 +125,7 @@ def _called(causal: Any, **arguments: Any) -> tuple[nn.Module, Any]:
 
 
 def _with_embeds(causal: Any, decoder: Any, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """Return the hidden states for the ids' embeddings; None where the model does not take them."""
+    """Return the hidden states for the ids' embeddings; None: the model does not accept embeddings."""
     try:
         found: Tensor = decoder(inputs_embeds=causal.get_input_embeddings()(ids), **arguments).last_hidden_state
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
@@ -139,12 +139,12 @@ class _Recorder:
 
     longest: int
     calls: list[AttentionCall] = field(default_factory=list)
-    # Masks of the pass, and the sight of each by its memory.
+    # Masks of the pass, and the window of each by its memory.
     _masks: list[Tensor] = field(default_factory=list)
     _sights: dict[int, AttentionCall] = field(default_factory=dict)
 
     def mask(self, mask_function: MaskFunction, local_size: int | None = None, **arguments: Any) -> Tensor:
-        """Make a mask as transformers' eager attention needs it, and note what it lets a row see."""
+        """Make a mask as transformers' eager attention needs it, and note the positions that it lets a row see."""
         from transformers.masking_utils import eager_mask
 
         arguments.pop("allow_is_bidirectional_skip", None)
@@ -199,8 +199,8 @@ class _Recorder:
 
 
 def sight(mask_function: MaskFunction, local_size: int | None, longest: int, device: torch.device) -> AttentionCall:
-    """Return a call with the window or chunk of a mask, and nothing else. `local_size` is the one that transformers
-    names. Raises UnsupportedAttention for a mask of another kind."""
+    """Return a call with only the window or chunk of a mask. `local_size` is the size that transformers names. Raises
+    UnsupportedAttention for a mask of another kind."""
     farthest = min(longest, _FARTHEST if local_size is None else 4 * local_size + 8) - 1
     size = local_size or 16
     wanted = (0, 1, 2, 7, size - 1, size, size + 1, 2 * size, 2 * size + 3, 3 * size - 1, farthest // 2, farthest)
@@ -214,7 +214,7 @@ def sight(mask_function: MaskFunction, local_size: int | None, longest: int, dev
         raise UnsupportedAttention("its masks depend on more than positions") from error
     causal_QC = key_1C <= query_Q1
     if bool((visible_QC & ~causal_QC).any()):
-        raise UnsupportedAttention("its rows see later positions: it is no decoder")
+        raise UnsupportedAttention("its rows see later positions: it is not a decoder")
     nothing = AttentionCall(0, 0, 0, 0)
     if torch.equal(visible_QC, causal_QC):
         return nothing

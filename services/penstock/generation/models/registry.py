@@ -65,7 +65,7 @@ _AUTO = ModelRoute()
 
 
 def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
-    """Read the checked config.json (and eos of generation_config.json) of `folder`.
+    """Read and check config.json (and eos of generation_config.json) of `folder`.
 
     A model of a native type with a field that its family does not honour takes the fallback, unless `route` insists.
     Raises StartupError naming the file and field; for a model that neither route runs, both reasons, or the flag or
@@ -115,10 +115,10 @@ def load_model(
 
     `dtype` is "auto" (the checkpoint's, where the device has it) or a name. `quantization` is "none", "int8" or "int4"
     (of the linear layers' weights, quantised as they are read), or "auto": as packed, none otherwise. `progress` is
-    called with the weights' bytes that are loaded and all of them, which are equal in the end. `map_embeddings`: the
-    embedding of a checkpoint is used where the page cache has it, as all of a packed model is: see
-    `device.mapped_files`; the fallback maps nothing. `shard`: the part of a rank is loaded, and `sum_parts` adds up
-    what the ranks give. Raises StartupError naming the file, tensor or field at fault, or --tensor-parallel.
+    called with the loaded bytes of the weights and their total, equal at the end. `map_embeddings`: the embedding of a
+    checkpoint is mapped from the page cache, like all of a packed model: see `device.mapped_files`; the fallback maps
+    nothing. `shard`: only the part of a rank is loaded, and `sum_parts` adds up the ranks' results. Raises StartupError
+    naming the file, tensor or field at fault, or --tensor-parallel.
     """
     config = read_model_config(folder, route)
     if shard is not None:
@@ -183,7 +183,7 @@ def checkpoint_weights(
 
 @contextmanager
 def _with_both_reasons(native: str) -> Iterator[None]:
-    """Put the reason for which the native family refused, if any, before that of a StartupError of the block."""
+    """Put the native family's reason for a refusal, if any, before that of a StartupError of the block."""
     try:
         yield
     except StartupError as error:

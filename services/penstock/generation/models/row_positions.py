@@ -1,5 +1,5 @@
-"""Positions of a step for modules of transformers that take them from a cache's length, which rows of several sequences
-do not have."""
+"""Positions of a step for modules of transformers that take them from a cache's length: rows of several sequences have
+no common one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CACHES = ("cache", "past_key_values")
 
 
 class _Positions:
-    """A cache in name: what is "seen" before each row makes its number in the step its position."""
+    """A cache in name only: its count of "seen" tokens before each row turns the row's number into its position."""
 
     def __init__(self, positions_T: Tensor) -> None:
         self._seen_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
@@ -27,13 +27,13 @@ class _Positions:
         return self._seen_T
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return both as they are: the attention function writes them into the pool."""
+        """Return both unchanged: the attention function writes them into the pool."""
         return key, value
 
 
 def give_positions(causal: nn.Module) -> None:
-    """Let the modules of a model that scale by position have the rows' own within a step. Outside of one, as with
-    transformers' own cache, nothing changes."""
+    """Give the modules of a model that scale by position the rows' own positions within a step. Outside of a step, as
+    with transformers' own cache, nothing changes."""
     for module in causal.modules():
         if getattr(module, _SCALES, False) and hasattr(module, "layer_idx"):
             known = inspect.signature(module.forward).parameters

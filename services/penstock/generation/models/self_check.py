@@ -1,8 +1,8 @@
-"""Check of a model of transformers at its start, with the very weights that will serve: its own eager attention and
-cache, against a paged run of chunks and decode steps of two sequences side by side.
+"""Check of a model of transformers at its start, with the weights that will serve: its own eager attention and cache,
+against a paged run of chunks and decode steps of two sequences side by side.
 
-Windows, chunks and the lengths from which on scores are scaled are cut for the time of the check, so that short
-sequences go past them.
+Windows, chunks and the lengths from which scores are scaled are cut during the check, so that short sequences exceed
+them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _log = get_logger("penstock.generation")
 _BLOCK_SIZE = 4
 # Tokens of the longer sequence and decode steps of both, for most models and for slow ones.
 _USUAL, _SHORT = (48, 6), (24, 2)
-# Seconds of a pass of a few tokens past which a model is slow.
+# A model is slow if a pass of a few tokens takes more seconds than this.
 _SLOW_SECONDS = 0.1
 # Largest window of the check, in parts of the longer sequence.
 _WINDOWS = 3
-# Median relative error of a stretch of rows at which a layer differs. Reduced formats round otherwise for other numbers
-# of rows, and a router may then choose another expert now and then; a wrong mask changes nearly all rows by far more.
+# Median relative error of a stretch of rows at which a layer differs. Reduced formats round differently for other
+# numbers of rows, and a router may then choose another expert now and then; a wrong mask changes nearly all rows by far
+# more.
 _TOLERANCE = {torch.float32: 2e-3}
 _REDUCED_TOLERANCE = 0.15
 # Numbers of positions, in configurations and in modules: masks are made from the first two, and scores are scaled by
@@ -46,7 +47,7 @@ _ROPE_SCALING, _ROPE_LENGTH = "llama_4_scaling_beta", "original_max_position_emb
 
 
 def check_paged(model: TransformersModel, recording: Recording, *, is_quantised: bool) -> TransformersModel:
-    """Compare the two ways. Return the model, or the same model by token (see StatefulModel) where only that agrees.
+    """Compare the two ways. Return the model, or the same model by token (see StatefulModel) if only that agrees.
 
     Raises StartupError naming MODEL and the first layer that differs.
     """
@@ -109,7 +110,7 @@ class _Run:
         self.states.append(states)
 
     def joined(self) -> list[Tensor]:
-        """Return each layer's rows."""
+        """Return the rows of each layer."""
         return [torch.cat(rows) for rows in zip(*self.states, strict=True)]
 
 

@@ -101,13 +101,13 @@ class TransformersModel:
         return self._states
 
     def with_calls(self, calls: Sequence[AttentionCall]) -> TransformersModel:
-        """Return a model on these very weights that attends otherwise."""
+        """Return a model on the same weights with another attention."""
         twin = copy.copy(self)
         twin.calls = tuple(calls)
         return twin
 
     def shallow(self, num_layers: int) -> TransformersModel:
-        """Return the model itself, which cannot be cut."""
+        """Return the model itself: it cannot be cut."""
         return self
 
     def blocks_are_copied(self, copies: Sequence[BlockCopy]) -> None:
@@ -194,10 +194,10 @@ class TransformersModel:
 
 
 class Head:
-    """The rest of a model behind its decoder, as its own `forward` computes it."""
+    """The rest of a model after its decoder, as its own `forward` computes it."""
 
     def __init__(self, causal: nn.Module, decoder: nn.Module) -> None:
-        """Take the model, which stays as it is; its decoder is left out in a copy that shares every weight."""
+        """Take the model, without changing it: a copy that shares every weight leaves out the decoder."""
         self._ready = _Ready(decoder)
         # The modules on the way to the decoder are copied, so that it can be replaced in the copies.
         self._model: Any = _with(causal, decoder, self._ready)
@@ -228,7 +228,7 @@ class _Output:
 
 
 class _Ready(nn.Module):
-    """Stands in a decoder's place with an output that is there already."""
+    """Stand-in for a decoder with a ready output."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ def _set_attention(causal: Any, name: str) -> None:
 
 
 def _with(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """Return a copy of `module` in which `new` is in the place of `old`; all else is shared."""
+    """Return a copy of `module` with `new` in place of `old`; everything else is shared."""
     twin = copy.copy(module)
     children = dict(module._modules)
     for name, child in children.items():

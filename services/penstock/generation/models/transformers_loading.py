@@ -1,4 +1,4 @@
-"""From a folder to a model of transformers: what may be loaded, its configuration, its weights, its linear layers."""
+"""From a folder to a model of transformers: supported models, configuration, weights, linear layers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 _log = get_logger("penstock.generation")
 # Context of a model that names no largest position.
 _UNBOUNDED_CONTEXT = 32_768
-# Types of models that also see, which transformers has under another name than its causal language models. The text
-# part of these gives generate()'s ids without images; that of others does not: PaliGemma's prompts see ahead.
+# Types of vision models, which transformers has under another name than its causal language models. The text part of
+# these gives generate()'s ids without images; that of others does not: rows of PaliGemma's prompts see later positions.
 _SEEING = frozenset((
     "aria", "aya_vision", "cohere2_vision", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llava", "llava_next",
     "llava_onevision", "mistral3", "ovis2", "qwen2_5_vl", "qwen3_vl", "smolvlm", "step3p7", "video_llava", "vipllava",
@@ -49,9 +49,9 @@ _SEEING = frozenset((
 def read_transformers_config(
     config: ConfigReader, generation: ConfigReader, folder: Path, route: ModelRoute
 ) -> ModelConfig:
-    """Return the configuration of a folder's model as far as its files give it; the loader adds the geometry.
+    """Return the configuration of a folder's model, as far as its files contain it; the loader adds the geometry.
 
-    Raises StartupError naming MODEL, or --trust-remote-code, for what transformers does not run as a decoder.
+    Raises StartupError naming MODEL, or --trust-remote-code, for a model that transformers does not run as a decoder.
     """
     model_type = config.text("model_type")
     _check_type(model_type, config, route)
@@ -192,7 +192,7 @@ def load_transformers_model(
     if route.self_check:
         model = check_paged(model, recording, is_quantised=quantization != "none")
     else:
-        _log.warning("--no-self-check: nothing tells whether this model's answers are transformers'")
+        _log.warning("--no-self-check: nobody has checked that this model's answers are those of transformers")
     if progress is not None:
         progress(total, total)
     return model
@@ -212,7 +212,7 @@ def transformers_version() -> str:
 
 
 def _check_type(model_type: str, config: ConfigReader, route: ModelRoute) -> None:
-    """Refuse what transformers has no decoder for. Raises StartupError."""
+    """Refuse models that transformers has no decoder for. Raises StartupError."""
     version = transformers_version()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
@@ -306,8 +306,8 @@ class _Numbers:
 def _context(text: Any, number: _Numbers, model_type: str) -> int:
     """Return the most positions of a sequence.
 
-    Rotary embeddings that change with the longest sequence of a batch are the same for all below the length from which
-    on they change: longer sequences would change others.
+    Some rotary embeddings change with the longest sequence of a batch. Below the length of the change they are the same
+    for all sequences; a longer sequence would change others.
     """
     most = number("max_position_embeddings", _UNBOUNDED_CONTEXT)
     limits = []
@@ -348,8 +348,8 @@ def _ids(whole: Any, text: Any, name: str) -> tuple[int, ...]:
 
 
 def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.dtype) -> tuple[Any, int]:
-    """Return the model with its weights, and the number of its matrices that the folder has in a quantised form. Raises
-    StartupError naming missing tensors."""
+    """Return the model with its weights, and the number of its matrices that the folder has in a quantised format.
+    Raises StartupError naming missing tensors."""
     num_dequantised = 0
     with _quiet(), _as_startup_error(f"MODEL: transformers cannot load {folder}"):
         from transformers import (
@@ -412,7 +412,7 @@ def _forms(count: int, compute: torch.dtype, quantization: str) -> tuple[tuple[s
 
 
 def _dense_bytes(causal: Any) -> int:
-    """Return the bytes of parameters and buffers, those that are shared once."""
+    """Return the bytes of parameters and buffers; shared ones count once."""
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*causal.parameters(), *causal.buffers())}
     return sum(tensors.values())
 
@@ -465,7 +465,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _as_startup_error(what: str) -> Iterator[None]:
-    """Turn whatever transformers raises inside the block into a StartupError naming MODEL."""
+    """Turn any error of transformers inside the block into a StartupError naming MODEL."""
     try:
         yield
     except StartupError:

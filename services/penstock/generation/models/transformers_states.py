@@ -49,8 +49,8 @@ _NAMES = ("conv_states", "recurrent_states")
 class StatefulModel(TransformersModel):
     """See TransformersModel. The pool that it is given has `states`, and each step's metadata the slots in them."""
 
-    # False: its modules go on from a state by one token only, as some of Mamba's first kind do. What follows the first
-    # part of a prompt is then computed token by token.
+    # False: its modules go on from a state by only one token, like some of Mamba's first version. The rest of a prompt
+    # after its first part is then computed token by token.
     continues = True
 
     @cached_property
@@ -58,7 +58,7 @@ class StatefulModel(TransformersModel):
         return cache_argument(self.causal)
 
     def by_token(self) -> StatefulModel:
-        """Return a model on these very weights that goes on by one token at a time."""
+        """Return a model on the same weights that goes on by one token at a time."""
         twin = copy.copy(self)
         twin.continues = False
         return twin
@@ -77,7 +77,7 @@ class StatefulModel(TransformersModel):
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
-        """See CausalLM. Raises RuntimeError where there is no pool of states."""
+        """See CausalLM. Raises RuntimeError without a pool of states."""
         if adapters is not None or capture is not None or kv.states is None or metadata.state_slots is None:
             raise RuntimeError("a model with states needs their pool, and gives neither hidden states nor adapters")
         attention = attention or self.attention
@@ -182,7 +182,7 @@ def has_states(config: Any) -> bool:
 def read_layout(cache: Any) -> tuple[StateTensor, ...]:
     """Return the tensors that a pass over one sequence left in its cache.
 
-    Raises UnsupportedAttention where a layer keeps them elsewhere, or keeps more.
+    Raises UnsupportedAttention if a layer keeps them elsewhere, or keeps more.
     """
     from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 

@@ -113,11 +113,11 @@ class ModelRunner:
         self._steady: SteadyDecode | None = None
 
     def over(self, model: LanguageModel) -> ModelRunner:
-        """Return a runner of another model of the same shape over the same pool. It knows nothing of any sequence."""
+        """Return a runner of another model of the same shape over the same pool, without any sequence."""
         return self._again(model)
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """Run one step. Changes only the KV pools and the runner's own buffers.
+        """Run one step. It changes only the KV pools and the runner's own buffers.
 
         A sequence with a NaN in its logits is in `failed`: only this sequence ends.
         """
@@ -167,7 +167,7 @@ class ModelRunner:
         embeds_TI = embed_step(self._model, output.scheduled, inputs, adapters) if output.has_embeds else None
         if self._model.can_draw and self._fast_path.takes(draws, num_results, self._sampler):
             hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R, embeds_TI, adapters)
-            # The call of a steady decode looks the ids up by itself.
+            # The call of a steady decode looks up the ids itself.
             looks_up = adapters is None or not adapters.changes_embedding
             if drawn is not None and looks_up and goes_on(output.scheduled):
                 self._steady = SteadyDecode(
@@ -219,8 +219,8 @@ class ModelRunner:
     def warm_up(self, work: WarmUpWork | None = None) -> None:
         """Prepare memory, threads and kernels for the first request.
 
-        Runs prompts through the first layers and decode steps through all, no more of either than pool and model hold.
-        Writes into the first blocks of the pool, so it is allowed only before the first request, or while the pool is
+        It runs prompts through the first layers and decode steps through all, no more of either than pool and model
+        hold. It writes into the first blocks of the pool: call it only before the first request, or while the pool is
         unused.
         """
         work = work or WarmUpWork()
@@ -237,10 +237,10 @@ class ModelRunner:
             step = tuple(ScheduledSequence(sequence, start, count, (sequence,)) for sequence in sequences)
             sampled = runner.execute(SchedulerOutput(step)).sampled
             for sequence in sequences:
-                # None: deeper layers read what was in the blocks before, and damaged weights may have left no numbers.
+                # None: deeper layers read the old content of the blocks, and damaged weights may have left NaN there.
                 token = sampled.get(sequence.seq_id)
                 sequence.token_ids.append(0 if token is None else token.token_id)
-            # Else the memory of many rows would stay beside the pages of the pool that the step of all layers touches.
+            # Otherwise the memory of many rows would stay, in addition to the pool's pages.
             trim_heap()
         self.release([sequence.seq_id for sequence in sequences])
         if isinstance(self._model, CapturedLM):
@@ -268,7 +268,7 @@ class ModelRunner:
         self.release([sequence.seq_id])
 
     def _trial(self, index: int, num_tokens: int, params: SamplingParams, num_new: int = 1) -> Sequence:
-        """Return a sequence of no request, on the `index`-th range of blocks that holds all its tokens."""
+        """Return a sequence without a request, on the `index`-th range of blocks with room for all its tokens."""
         each = self._blocks_of(num_tokens + num_new)
         return Sequence(
             seq_id=_WARM_UP_ID - index,
@@ -325,7 +325,7 @@ class ModelRunner:
     ) -> _Drawn:
         """Draw for all sequences but unconditional branches; siblings draw from copies of one row.
 
-        `hidden_RI` holds all rows, or only those in `draws`; `head` are the adapters of all rows, where some change the
+        `hidden_RI` holds all rows, or only those in `draws`; `head` are the adapters of all rows, if some change the
         head.
         """
         results = {sequence.seq_id: SampledToken(-1) for sequence in draws.without_logits}
@@ -359,7 +359,7 @@ class ModelRunner:
         tensors: StepTensorTaker | None,
         head: AdapterBatch | None,
     ) -> torch.Tensor:
-        """Return (N, vocabulary) logits: contrasted with earlier layers for DoLa, and guided with guidance.
+        """Return (N, vocabulary) logits: contrasted with earlier layers for DoLa, and guided for guidance.
 
         `head` are the adapters of the rows of `hidden_RI`.
         """
@@ -408,7 +408,7 @@ class ModelRunner:
         return drawn, frozenset(failed), frozenset(exhausted)
 
     def _compare(self, draws: DrawRows, hidden_TI: torch.Tensor, sampled: dict[int, SampledToken]) -> None:
-        """Keep hidden states, and set the similarity of the draws that ask for it."""
+        """Keep hidden states, and set the similarity for draws that want it."""
         self._histories.add(draws.remembered, hidden_TI)
         asking = [one for one in draws.sequences if one.draw.similarity and one.seq_id in sampled]
         for seq_id, similarity in self._histories.similarities(asking).items():

@@ -44,7 +44,7 @@ class StepTensorTaker:
         self._scores: dict[int, torch.Tensor] = {}
 
     def take_logits(self, logits_RV: torch.Tensor) -> None:
-        """Copy the wanted ones of the model's logits of the distinct rows, before any change to them."""
+        """Copy the wanted logits of the distinct rows, before any change to them."""
         for item, asked in enumerate(self._asked):
             if asked.logits:
                 self._logits[item] = logits_RV[self._logit_rows[item]].clone()
@@ -66,7 +66,7 @@ class StepTensorTaker:
         self._scores = {items[place]: scores_V for place, scores_V in zip(good, scores_MV, strict=True)}
 
     def tensors(self) -> list[tuple[Sequence, StepTensors]]:
-        """Return the tensors of every sequence that wants them. To be called after the draw."""
+        """Return the tensors of every sequence that wants them. Call it after the draw."""
         return [(drawer, self._of(item)) for item, drawer in enumerate(self._drawers)]
 
     def _of(self, item: int) -> StepTensors:

@@ -1,4 +1,4 @@
-"""Outputs of rows beside drawn tokens: mean pooling of an input, log-probabilities of a prompt, guided logits."""
+"""Outputs of rows other than drawn tokens: mean pooling of an input, log-probabilities of a prompt, guided logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MeanPooling:
-    """An fp64 sum per input that is being computed. A preempted input is released and begins again from row 0."""
+    """An fp64 sum per input in progress. A preempted input is released and begins again from row 0."""
 
     def __init__(self) -> None:
         self._sums: dict[int, torch.Tensor] = {}
@@ -48,7 +48,7 @@ class MeanPooling:
 
 
 class PromptScorer:
-    """Scorer of prompt rows. It computes logits of the needed rows only, a bounded number of them at a time."""
+    """Scorer of prompt rows. It computes logits only for the needed rows, a bounded number of them at a time."""
 
     def __init__(self, model: LanguageModel, max_rows: int, kernels: SamplingKernels) -> None:
         """`max_rows`: most rows of logits at once; each takes vocabulary x 4 bytes, thrice."""
@@ -98,6 +98,6 @@ def apply_guidance(logits_NV: torch.Tensor, sequences: Seq[Sequence], guided: li
     scale_R1 = torch.tensor(scales, dtype=torch.float32, device=logits_NV.device)[:, None]
     guided_RV = logits_NV[guided].log_softmax(-1)
     free_RV = logits_NV[branch_rows].log_softmax(-1)
-    # Tokens that DoLa excluded stay excluded, whatever the scale.
+    # Tokens that DoLa excluded stay excluded for any scale.
     is_out_RV = guided_RV == -torch.inf
     logits_NV[guided] = guided_RV.sub_(free_RV).mul_(scale_R1).add_(free_RV).masked_fill_(is_out_RV, -torch.inf)

@@ -1,8 +1,8 @@
-"""Decode step of the same sequences as the last step, each one token further and drawn from greedily.
+"""Decode step of the same sequences as the last step, each one token further, with greedy draws.
 
 Nearly all steps of plain requests are of that kind. A gigabyte of weights has gone through the caches since the last
-step, so every line of Python and every operator begins with cache misses. So no object is made anew, and one call
-computes the step.
+step, so every line of Python and every operator begins with cache misses. Therefore no object is made anew, and one
+call computes the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPARE_BLOCKS = 16
 
 
 class SteadyDecode:
-    """State that goes on after one step until a step is not of this kind. For models that `can_draw`."""
+    """State that lasts until a step is not of this kind. For models that `can_draw`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class SteadyDecode:
         # Lengths with the tokens of the last step: a token's position is one less.
         self._lengths = list(metadata.kv_lens)
         self._longest = metadata.max_context_len
-        # A sequence has the same one for life.
+        # A sequence keeps the same one for life.
         self._adapters = adapters
         self._tables = np.pad(tables, ((0, 0), (0, _SPARE_BLOCKS)))
         # A tensor over the same memory.
@@ -55,7 +55,7 @@ class SteadyDecode:
     def step(self, output: SchedulerOutput, model: LanguageModel, kv: KVCachePool) -> RunnerOutput | None:
         """Run the step if it directly follows the last one. None: it does not, or some row has no token.
 
-        After None the usual way must run the step, which does all of it again, and this object must not be used again.
+        After None the usual path must run the whole step again, and this object must not be used again.
         """
         if output.forks or output.released or output.parked:
             return None
