@@ -1,4 +1,4 @@
-"""Memory for weights that a thread takes from the operating system while the process does other work. No torch.
+"""Memory for weights: a thread gets it from the operating system while the process does other work. No torch.
 
 Fresh memory costs its first user time: the kernel clears it, and a virtual machine may have to get it from its host.
 While one core imports torch, another core can do that work. Later it fills the gaps that packing leaves.
@@ -12,7 +12,7 @@ import mmap
 import sys
 import threading
 
-# Bytes that are touched at a time. A taker waits for no more than that.
+# Bytes to touch at a time. A taker waits at most for that.
 PIECE_BYTES = 2**25
 # Alignment of vector registers and cache lines.
 ALIGNMENT = 64
@@ -23,8 +23,8 @@ _SPARE = 1 / 8
 class Arena:
     """One private mapping in large pages. It is handed out from its beginning, and a thread touches it from its end.
 
-    The thread goes on beside the threads that fill the memory they took, until the two ends meet, and uses the time in
-    which packers wait for one another. Memory that was handed out lives as long as an object refers to it. Methods may
+    The thread goes on while other threads fill the memory that they took, until the two ends meet; it uses the time
+    when packers wait for one another. Memory that was handed out lives as long as an object refers to it. Methods may
     be called from any thread.
     """
 
@@ -51,7 +51,7 @@ class Arena:
 
     @property
     def num_touched(self) -> int:
-        """Number of bytes that are in this process's memory already and not handed out."""
+        """Number of bytes in this process's memory that are not handed out."""
         with self._changed:
             return max(0, self._end - max(self._touched, self._taken))
 
@@ -103,7 +103,7 @@ class Arena:
 
 
 def open_arena(num_bytes: int, untouched: int = 0) -> Arena | None:
-    """Return an Arena; None where there is little to touch, no gain is known, or the system refuses."""
+    """Return an Arena; None if there is little to touch, no gain is known, or the system refuses."""
     if sys.platform != "linux" or num_bytes - untouched < PIECE_BYTES:
         return None
     with contextlib.suppress(OSError, RuntimeError):

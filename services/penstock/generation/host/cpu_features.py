@@ -1,7 +1,7 @@
 """Features of this CPU, and those that the libraries may use. No other module decides this.
 
-oneDNN is tested by tiny products, not by the CPU's flags: ONEDNN_MAX_CPU_ISA bounds it, its build does, and so does the
-implementation that it chooses. A product shows all of these. Every answer is found once in a process.
+Tiny products test oneDNN, not the CPU's flags: ONEDNN_MAX_CPU_ISA bounds it, and so do its build and the implementation
+that it chooses. A product shows all of these. Every answer is found once per process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from penstock.common.dtypes import dtype_name
 from penstock.common.environment import torch_cpu_capability
 
-# Rows of the products that are tried: oneDNN has other code for one row.
+# Rows of the test products: oneDNN has other code for one row.
 _ROWS = (1, 16)
 _SIZE = 64
 _LARGEST = 127
@@ -89,7 +89,7 @@ def _is_exact(largest: int, zero: int) -> bool:
 
 
 def native_bound() -> str | None:
-    """Return the instruction set that the C++ kernels must not go beyond; None: the CPU's own is the only bound.
+    """Return the largest instruction set that the C++ kernels may use; None: the CPU's own is the only bound.
 
     ATEN_CPU_CAPABILITY keeps torch's own loops from the wider instructions, and the kernels as well.
     """
@@ -98,9 +98,9 @@ def native_bound() -> str | None:
 
 
 def native_sets() -> tuple[str, ...]:
-    """Return the instruction sets that there are C++ kernels for on this kind of machine, the wider first.
+    """Return the instruction sets with C++ kernels for this kind of machine, the wider first.
 
-    None at all elsewhere than on Linux.
+    Empty on other systems than Linux.
     """
     return INSTRUCTION_SETS.get(platform.machine(), ()) if sys.platform == "linux" else ()
 

@@ -1,7 +1,7 @@
-"""Files that are used in place in the page cache, by all processes of a host together. No torch.
+"""Files mapped in the page cache, by all processes of a host together. No torch.
 
-The mapping asks for large pages, since every step reads a weight from end to end. Linux gives them where the file
-system has large folios (ext4 since 6.16, xfs), for data that is read from the disk through such a mapping.
+The mapping asks for large pages, since every step reads a weight from end to end. Linux gives them if the file system
+has large folios (ext4 since 6.16, xfs), for data that is read from the disk through such a mapping.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from penstock.common.progress import CountBytes
 
-# Bytes that are brought into memory at a time, between two reports of progress.
+# Bytes to bring into memory at a time, between two reports of progress.
 PIECE_BYTES = 2**24
 # Pages that are sampled to tell whether a file was replaced by another.
 _PAGE_BYTES, _SAMPLED_PAGES = 4096, 1024
@@ -44,11 +44,10 @@ class _Buffer(ctypes.Structure):
 
 
 class MappedFile:
-    """All of a file in `memory`, with a check of whether it was written to since.
+    """A whole file in `memory`, with a check for later writes to it.
 
-    A file that becomes shorter under its mapping ends the process that reads it (SIGBUS), and the process reads
-    whatever is written into it. So such a file is replaced by renaming a new one over it: the mapping keeps the old
-    one.
+    A file that becomes shorter under its mapping ends the process that reads it (SIGBUS), and the process sees all
+    writes into it. So such a file must be replaced by renaming a new one over it: the mapping keeps the old one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,17 +57,17 @@ class MappedFile:
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self._state = self._look()
-        # Of its data; taken at the first look, when they have been read.
+        # Samples of its data; taken at the first check, after they have been read.
         self._sample: bytes | None = None
         self.memory = _map(self._descriptor)
 
     def was_written(self) -> bool:
         """True when its size, its time of modification or its data have changed since it was mapped.
 
-        Data are compared by a sample, and only when the time of the last change of any kind is another: it also changes
-        with names and permissions, and nobody can put it back, as some tools do with the time of modification.
+        A sample of the data is compared, and only when the time of the last change of any kind differs: it also changes
+        with names and permissions, and nobody can set it back, as some tools do with the time of modification.
 
-        May wait for a network file system. Raises OSError when the file cannot be looked at any more.
+        May wait for a network file system. Raises OSError when the file cannot be read any more.
         """
         size, modified, changed = self._look()
         if (size, modified) != self._state[:2]:
@@ -114,7 +113,7 @@ def _map(descriptor: int) -> mmap.mmap:
 def populate(memory: mmap.mmap, progress: CountBytes | None = None) -> None:
     """Bring every page into memory and into this process's page tables, in order.
 
-    `progress` gets the bytes that are there, and may raise to give up. Only reports where the system has no such call.
+    `progress` gets the bytes so far, and may raise to give up. On a system without such a call this only reports.
     """
     size = len(memory)
     for first in range(0, size, PIECE_BYTES):
@@ -144,7 +143,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _address(memory: mmap.mmap) -> int:
-    """Return the address of its first byte; Python has no other way to it for read-only memory."""
+    """Return the address of its first byte; Python has no other way for read-only memory."""
     view = _Buffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(view), 0)
     try:
@@ -158,11 +157,11 @@ _GONE = (errno.ESTALE, errno.ENOENT)
 
 
 class WeightsWritten(Exception):
-    """Weights were written to: no result can be trusted any more. The message names the file and what to do."""
+    """Error for weights that were written to: no result can be trusted. The message names the file and the remedy."""
 
 
 async def weights_written(files: Sequence[MappedFile], seconds: float) -> WeightsWritten:
-    """Look at `files` now and every `seconds`. Return once one was written to, or cannot be looked at.
+    """Check `files` now and every `seconds`. Return when one was written to, or cannot be read.
 
     Renaming another file over one, and removing it, do not count: the mapping keeps the old file.
     """
@@ -183,7 +182,7 @@ def _problem(files: Sequence[MappedFile]) -> str | None:
                     "renaming a new one over them (or use --no-map-embeddings, where it is a checkpoint)"
                 )
         except OSError as error:
-            # After any other error, such as a network that is away for a moment, the next look may succeed.
+            # After any other error, such as a short network failure, the next check may succeed.
             if error.errno in _GONE:
                 return f"{file.path} cannot be read any more while its weights are in use ({error.strerror})"
     return None

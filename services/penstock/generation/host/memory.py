@@ -11,7 +11,7 @@ from penstock.common.units import format_size
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
-# Share of the memory left after the weights that `auto` takes; the rest is for activations and other processes.
+# `auto` takes this share of the memory after the weights; the rest is for activations and other processes.
 AUTO_FRACTION = 0.6
 # Size -1: what is left of this share of the whole memory.
 REST = -1
@@ -54,11 +54,11 @@ def kv_pool_blocks(
     flag: str = "--kv-memory",
     after: str = "the weights",
 ) -> int:
-    """Return the blocks that `memory` bytes hold; None (`auto`): AUTO_FRACTION of `available`, at most `max_blocks`;
-    REST: what is left of REST_FRACTION of `total`.
+    """Return the number of blocks in `memory` bytes; None (`auto`): in AUTO_FRACTION of `available`, at most
+    `max_blocks`; REST: in the rest of REST_FRACTION of `total`.
 
-    Raises StartupError naming `flag` when not one block fits, or when `memory` is more than what is `available` `after`
-    the weights, or after another pool.
+    Raises StartupError naming `flag` when not one block fits, or when `memory` is more than is `available` `after` the
+    weights, or after another pool.
     """
     needed = -(-max_context_tokens // block_size) * bytes_per_block
     advice = (
@@ -88,7 +88,7 @@ def kv_pool_blocks(
 
 
 def host_memory(root: Path = Path("/"), *, mapped: int = 0) -> tuple[int, int]:
-    """Return (total, available) bytes: the machine's, or the tightest enclosing cgroup's where that is less.
+    """Return (total, available) bytes: the machine's, or the tightest enclosing cgroup's if that is less.
 
     `mapped` bytes of files must stay in memory; the system counts them as available as long as no other process needs
     the memory.
@@ -161,7 +161,7 @@ def _stat(path: Path, name: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process (resident, with pages of files); 0 where the system does not tell."""
+    """Return the memory of this process (resident, with pages of files); 0 if the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

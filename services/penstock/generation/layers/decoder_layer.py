@@ -66,22 +66,22 @@ class LayerNorm(RMSNorm):
 
 
 class NoNorm(RMSNorm):
-    """The place of a norm that a model does not have."""
+    """Stand-in for a norm that a model does not have."""
 
     def __init__(self) -> None:
-        """Make it; there is nothing to keep."""
+        """Accept a norm's arguments; keep nothing."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return `x_TI`."""
         return x_TI
 
     def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
-        """Return `hidden` + `pending`, which is `hidden` from now on."""
+        """Return `hidden` + `pending`, added in place to `hidden`."""
         return hidden_TI if pending_TI is None else hidden_TI.add_(pending_TI)
 
 
 class Multiplied(NoNorm):
-    """Granite's factor on what a layer adds to the stream, in the place of a norm."""
+    """Granite's factor on a layer's addend to the stream, in place of a norm."""
 
     def __init__(self, factor: float) -> None:
         """Take the factor."""
@@ -96,7 +96,7 @@ class Multiplied(NoNorm):
 class Step:
     """Arguments that all layers of one forward pass share."""
 
-    # cos and sin, (T, 1, head_dim / 2) each, of every rotary embedding that the model has.
+    # cos and sin, (T, 1, head_dim / 2) each, of every rotary embedding of the model.
     turns: Sequence[tuple[Tensor, Tensor]]
     metadata: AttentionMetadata
     kv: KVCachePool
@@ -175,7 +175,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class AroundLayer(DecoderLayer):
-    """A layer that also norms, or multiplies, what attention and MLP add to the stream."""
+    """A layer that also norms, or multiplies, the outputs of attention and MLP before it adds them to the stream."""
 
     attention_out: RMSNorm
     mlp_out: RMSNorm

@@ -1,7 +1,7 @@
-"""A mixture of experts in the place of an MLP: a router gives each row a few of many MLPs and shares in them.
+"""A mixture of experts in place of an MLP: a router gives each row a few of many MLPs, and a weight for each.
 
 Rows are sorted by expert, so that the weights of an expert are read once a step for all of its rows. A row sums up its
-experts in the order of their numbers, whatever rows are beside it.
+experts in the order of their numbers, with any rows beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WHOLE_VECTORS = 32
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An MLP that every row goes through beside its experts, times the sigmoid of one more output."""
+    """An MLP for every row in addition to its experts, times the sigmoid of one more output."""
 
     gated: Linear
     down: Linear
@@ -65,7 +65,7 @@ class MixtureOfExperts:
         return (*(linear for expert in self._experts for linear in expert), *shared)
 
     def __call__(self, x_TI: Tensor, step: object) -> Tensor:
-        """Map (T, hidden) to (T, hidden). Nothing of `step` matters here: no adapter changes an expert."""
+        """Map (T, hidden) to (T, hidden). `step` does not matter here: no adapter changes an expert."""
         experts_TE, shares_TE = self.route(self._router.as_float(x_TI))
         out_TI = self._multiply(x_TI, experts_TE, shares_TE)
         if self._shared is not None:
@@ -121,7 +121,7 @@ class OneByOne:
 def _grouped(
     experts: Sequence[tuple[Callable[[Tensor], Tensor], Linear]],
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Return the products of all experts as one call of the C++ kernels (csrc/decoder/ops_experts.cpp); None where they
+    """Return the products of all experts as one call of the C++ kernels (csrc/decoder/ops_experts.cpp); None if they
     are not native, not gated there, or of several formats."""
     tensors, formats = [], set()
     for gated, down in experts:
@@ -131,7 +131,7 @@ def _grouped(
         tensors.append(
             {f"{name}.{part}": own for name, one in both.items() for part, own in one.packed.parts().items()}
         )
-        # Experts of a quantised checkpoint may stay as they are.
+        # Experts of a quantised checkpoint may keep their format.
         formats |= {gated.format, down.format}
     gated, _ = experts[0]
     assert isinstance(gated, NativeLinear)

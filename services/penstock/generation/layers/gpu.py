@@ -22,7 +22,7 @@ from penstock.generation.layers.linear.int8_accelerator import (
 
 
 class GPULinear(PlainLinear):
-    """A weight as it is."""
+    """An unchanged weight."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         """Take over the weight."""
@@ -73,7 +73,7 @@ class GPULinearMethod(PlainLinearMethod):
 
 
 class GPUInt8Linear(AcceleratorInt8Linear):
-    """int8 by three operators; by two for a single row, which needs no others beside it as cuBLASLt's product does."""
+    """int8 by three operators; by two for a single row: it needs no padding rows, unlike cuBLASLt's product."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Linear."""
@@ -116,7 +116,7 @@ class GPUFp8Linear(fp8.Fp8Linear):
 
 
 class GPUFp8Method(fp8.Fp8LinearMethod):
-    """Quantises as it loads; the head stays as it is."""
+    """Quantises as it loads; the head stays unchanged."""
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return GPUFp8Linear(weight_OI, bias_O)
@@ -140,7 +140,7 @@ class TritonKernels(LayerKernels):
         return gpu_operators.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
 
     def rms_norm_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels: a weight in float32 is all that differs."""
+        """See LayerKernels: the only difference is a weight in float32."""
         return gpu_operators.rms_norm(x_TI, weight_I, eps)
 
     def add_rms_norm_once(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""A seam for the small operations between the linear layers: torch's here, native ones where they are built."""
+"""A seam for the small operations between the linear layers: torch's, or native ones if they are built."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """LoRA adapters in the linear layers: an adapter's matrices, and those of a step's rows (Hu et al. 2021).
 
-A row's product gets scale * B (A x) added, in the dtype of x, whatever format the weight has. A model has four sites a
+A row's product gets scale * B (A x) added, in the dtype of x, for any format of the weight. A model has four sites per
 layer, in the order of `weights.tensor_names.layer_linears`, and one for the head. Several modules of an adapter can be
 parts of one site.
 """
@@ -48,14 +48,14 @@ class EmbeddingPart:
 
 
 class AdapterWeights(ABC):
-    """An adapter's matrices in the form that the model's linear layers take. Immutable."""
+    """An adapter's matrices in the format of the model's linear layers. Immutable."""
 
     num_bytes: int
     embedding: EmbeddingPart | None
 
 
 class DenseAdapter(AdapterWeights):
-    """Matrices as they are, for torch's operators."""
+    """Unchanged matrices, for torch's operators."""
 
     def __init__(self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None) -> None:
         self.sites = {site: tuple(parts) for site, parts in sites.items()}

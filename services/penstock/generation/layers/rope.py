@@ -1,8 +1,8 @@
 """Rotary position embedding: configuration (old and 5.x form), inverse frequencies, and the rotation itself.
 
 Frequencies, cos and sin are float32 and follow transformers 5.x's modeling_rope_utils.py; "half" rotation: dimension i
-turns with dimension i + head_dim / 2. Other rotations become this one where the weights are read
-(weights.tensor_names.HeadOrder); dims that stay have frequency 0.
+turns with dimension i + head_dim / 2. Other rotations are converted to this one when the weights are read
+(weights.tensor_names.HeadOrder); dims that do not turn have frequency 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.generation.core.model_config import ConfigReader, RopeConfig
 
 # Positions by which tables of cos and sin grow.
 _PIECE = 2048
-# Most positions that new tables have room for; longer ones grow.
+# Most positions of new tables; longer tables grow.
 _MOST_ROOM = 2**18
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -40,7 +40,7 @@ def read_rope(config: ConfigReader, max_position_embeddings: int, default_theta:
 def read_rope_parameters(
     config: ConfigReader, scaling: ConfigReader, max_position_embeddings: int, theta: float
 ) -> RopeConfig:
-    """Read RopeConfig from an object with `rope_type`; its `rope_theta` goes before `theta`. Raises as `read_rope`."""
+    """Read RopeConfig from an object with `rope_type`; its `rope_theta` wins over `theta`. Raises as `read_rope`."""
     theta = scaling.number("rope_theta", theta)
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
@@ -170,12 +170,11 @@ class RotaryEmbedding:
         self._make_room(min(max_positions, _MOST_ROOM))
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of all positions below `length` at least, each (positions, head_dim / 2), as a call
-        computes them.
+        """Return cos and sin of at least all positions below `length`, each (positions, head_dim / 2), with the results
+        of a call.
 
-        They are kept, and filled in place where they do not reach: head_dim x 2 bytes a position in bfloat16, up to a
-        few percent of the keys and values of one sequence of that length. Computing them anew would take 0.3 ms of a
-        decode step.
+        They are kept, and extended in place: head_dim x 2 bytes a position in bfloat16, up to a few percent of the keys
+        and values of one sequence of that length. Computing them anew would take 0.3 ms of a decode step.
         """
         if length > self._length:
             self._fill(length)

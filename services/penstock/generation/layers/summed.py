@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.base import AttentionLayer
     from penstock.generation.layers.linear.base import Linear
 
-# Adds up what every process passes, in place, and returns it.
+# Adds up every process's argument, in place, and returns it.
 Sum = Callable[[Tensor], Tensor]
 
 
@@ -31,7 +31,7 @@ class SummedAttention(SelfAttention):
 
 
 class SummedMLP(SwiGLU):
-    """Some of an MLP's inner numbers."""
+    """An MLP with some of the inner numbers."""
 
     def __init__(self, layer: int, gated: Linear, down: Linear, sum_parts: Sum) -> None:
         """See SwiGLU."""

@@ -1,4 +1,4 @@
-"""Adapters on their way to the other ranks and out of them: sent by a thread of their own, between the steps."""
+"""Adapters on their way into the other ranks and out of them: a thread of their own sends them between the steps."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _Load = tuple["Future[HeldAdapter]", "Mapping[int, Sequence[LoraPart]]", "Embedd
 
 
 class AdapterLoads:
-    """Loads of adapters into the other ranks, one after the other, and the end of those that nothing uses any more.
+    """Loads of adapters into the other ranks, one after the other, and the end of adapters that are unused.
 
-    No thread that an interrupt may reach (KeyboardInterrupt, on the main one) sends an adapter: half a message would
-    be the last one that a rank understands.
+    Adapters are never sent by a thread that an interrupt may reach (KeyboardInterrupt, on the main one): after half a
+    message a rank would understand nothing more.
     """
 
     def __init__(self, send: Callable[[bytes], None], answers: Callable[[], list[bytes]]) -> None:
@@ -42,17 +42,17 @@ class AdapterLoads:
         self._thread.start()
 
     def load(self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None) -> Future[HeldAdapter]:
-        """Let each rank take its part; the future has the adapter once all have. On any thread.
+        """Let each rank take its part; the future has the adapter when all ranks have it. On any thread.
 
         The future raises as `send` and `answers`; ResourceExhausted (ADAPTER_MEMORY_FULL) and InvalidArgument
-        (ADAPTER_BROKEN), field `path`, where a rank could not take it. Then no rank keeps any of it.
+        (ADAPTER_BROKEN), field `path`, if a rank could not take it. Then no rank keeps any part of it.
         """
         found: Future[HeldAdapter] = Future()
         self._orders.put((found, sites, embedding))
         return found
 
     def stop(self) -> None:
-        """End the thread after what it has; `send` and `answers` must fail by now. Later loads are never answered."""
+        """End the thread after its queue; `send` and `answers` must fail by now. Later loads get no answer."""
         self._orders.put(None)
         self._thread.join()
 
@@ -81,7 +81,7 @@ class AdapterLoads:
             for part in _parts(held.number, sites, embedding):
                 for message in part.encoded():
                     self._send(message)
-                    # A lock goes to whoever asks first, and the engine's thread, which may wait for it, has to wake up.
+                    # A lock goes to the first that asks; a waiting engine thread needs time to wake up.
                     time.sleep(_YIELD_SECONDS)
             self._send(encode_adapter(held.number))
             _check(self._answers())
@@ -91,14 +91,14 @@ class AdapterLoads:
         else:
             found.set_result(held)
         finally:
-            # The error has this frame, and `found` has the error: without a cycle its matrices go with it.
+            # The error holds this frame, and `found` holds the error: breaking the cycle frees the matrices.
             del found
 
     def _forget(self, number: int) -> None:
         try:
             self._send(encode_forget([number]))
         except Exception:
-            # A rank is lost: whoever needs it is told so, and nobody waits for this.
+            # A rank is lost: its users are told elsewhere, and nobody waits for this.
             return
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model in several processes, as rank 0 has them: its part of each, and a number for all ranks."""
+"""LoRA adapters of a model in several processes, at rank 0: its part of each, and a number for all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MakeBatch = Callable[[Sequence[AdapterWeights | None], Sequence[int]], AdapterB
 
 
 class HeldAdapter:
-    """An adapter that the other ranks have. They forget it once nothing has this object."""
+    """An adapter of the other ranks. They forget it when this object is freed."""
 
     def __init__(self, number: int) -> None:
         """Take its number in all ranks."""
@@ -29,10 +29,10 @@ class HeldAdapter:
 
 
 class LeaderAdapter(AdapterWeights):
-    """An adapter as rank 0 has it: what the others have, and rank 0's part."""
+    """An adapter at rank 0: its number in the other ranks, and rank 0's part."""
 
     def __init__(self, held: HeldAdapter, own: AdapterWeights, sites: frozenset[int], num_bytes: int) -> None:
-        """Take the sites of the whole adapter, and the bytes that it takes in all ranks."""
+        """Take the sites of the whole adapter, and its bytes in all ranks."""
         self._held = held
         self.number = held.number
         self.own = own
@@ -44,7 +44,7 @@ class LeaderAdapter(AdapterWeights):
 class LeaderBatch(AdapterBatch):
     """Adapters of a batch for all ranks.
 
-    What it changes is what the whole adapters change: a rank may have no part of a site.
+    It changes the sites of the whole adapters: a rank may have no part of a site.
     """
 
     # Only `own` meets an operator.

@@ -15,8 +15,8 @@ from penstock.generation.weights.sharding import Shard
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
 
-# Time that a rank waits for another, to meet or in one collective. One that has died is noticed at once, by its
-# connection.
+# Time that a rank waits for another, to meet or in one collective. The connection of a dead rank shows its death at
+# once.
 PATIENCE = timedelta(minutes=5)
 
 
@@ -31,7 +31,7 @@ class RankGroup:
         self._gathers_at_one = True
 
     def join(self, meeting: Path, device: Device) -> None:
-        """Meet the others by a file in a folder that only they may write."""
+        """Meet the others by a file in a folder that only they may write to."""
         distributed: Any = dist
         store = distributed.FileStore(str(meeting), self.shard.count)
         self._group = device.process_group(store, self.shard.rank, self.shard.count, PATIENCE)

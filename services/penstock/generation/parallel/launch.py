@@ -1,4 +1,4 @@
-"""Place of this process among ranks that a launcher started, such as torchrun: one process each, told by variables."""
+"""Place of this process among ranks of a launcher such as torchrun: one process each, described by variables."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Place:
     port: int
     # The launcher's own process has the store; else rank 0 makes it.
     is_store_there: bool
-    # How often the launcher has started the ranks anew: its store outlives them.
+    # Number of restarts of the ranks by the launcher: its store outlives them.
     attempt: int = 0
 
     @classmethod
     def of(cls, environment: Mapping[str, str], count: int) -> Place | None:
         """Read the variables of torchrun, for a model in `count` processes. None: no launcher, or one process.
 
-        A launcher of one process, as which some platforms present themselves, is none: it starts nobody who could be a
-        rank. Raises StartupError naming the variable.
+        A launcher of one process, as some platforms present themselves, does not count: it starts no further ranks.
+        Raises StartupError naming the variable.
         """
         if count == 1 or "RANK" not in environment or environment.get("WORLD_SIZE") == "1":
             return None
@@ -58,7 +58,8 @@ class Place:
         return cls(rank, count, _text(environment, "MASTER_ADDR"), port, is_there, attempt)
 
     def use(self) -> None:
-        """Take it for a model, once: the launcher's other processes are ranks of that alone, and end with it.
+        """Take the place for a model, once: the launcher's other processes are ranks of this model only, and end with
+        it.
 
         Raises StartupError naming RANK.
         """
@@ -94,7 +95,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def refuse_launcher(tensor_parallel: int) -> None:
-    """Refuse to be one of a launcher's processes where a tree of services starts. Raises StartupError."""
+    """Refuse to start a tree of services in one of a launcher's processes. Raises StartupError."""
     if Place.of(current_environment(), tensor_parallel) is not None:
         raise StartupError(
             "RANK is set: a launcher of ranks starts `penstock serve generation`, and the other services come beside "

@@ -1,4 +1,4 @@
-"""A rank other than 0 that a launcher has started, in the place of a service or a Generator."""
+"""A rank other than 0 started by a launcher, in place of a service or a Generator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HasRanks(Protocol):
 
 
 def run_rank(config: HasRanks) -> int | None:
-    """Be a rank other than 0 of a launcher until rank 0 ends; return the exit code. None: this process serves.
+    """Run as a launcher's rank other than 0 until rank 0 ends; return the exit code. None: this process serves.
 
     Raises StartupError naming the variable.
     """

@@ -106,14 +106,14 @@ class LeaderModel:
     def adapter_weights(
         self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None
     ) -> AdapterWeights:
-        """See CausalLM: every rank gets its part, and forgets it once nothing has what this returns. On any thread.
+        """See CausalLM: every rank gets its part, and forgets it when the returned object is freed. On any thread.
 
-        Raises ResourceExhausted and InvalidArgument where another rank could not take its part; where one has ended,
+        Raises ResourceExhausted and InvalidArgument if another rank could not take its part. If one has ended, raises
         StartupError while the model loads, then Unavailable (ENGINE_FAILED; ENGINE_STOPPED: the ranks were closed).
         """
         shard = self.ranks.group.shard
         try:
-            # What comes of it is forgotten where this is left before its end.
+            # If this is left early, the result is forgotten.
             loading = self.ranks.load_adapter(sites, embedding)
             own = part_of_rank(self._own, self.config, shard, sites, embedding)
             held = loading.result()
@@ -147,7 +147,7 @@ class LeaderModel:
         batch = cast("LeaderBatch | None", adapters)
         spans = None if batch is None else batch.spans
         with self._telling_of_loss():
-            # As many layers as this rank computes, however many the pool has: the ranks add up the parts of each.
+            # The number of layers that this rank computes, for any pool: the ranks add up the parts of each.
             order = StepOrder.of(len(self._own.layers), input_ids_T, metadata, embeds_TI, spans)
             self.ranks.send(order.encoded())
             return self._own.forward(
@@ -201,7 +201,7 @@ class LeaderModel:
 
     @contextlib.contextmanager
     def _telling_of_loss(self) -> Iterator[None]:
-        """Let what fails since a rank has ended say so: a collective may notice before the thread of the ranks does."""
+        """Turn a failure into that of an ended rank: a collective may notice before the thread of the ranks does."""
         try:
             yield
         except RuntimeError as error:

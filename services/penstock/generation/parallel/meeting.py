@@ -1,7 +1,7 @@
-"""Ranks that a launcher started find rank 0, by the launcher's store, and are its processes from then on.
+"""Meeting of a launcher's ranks with rank 0, by the launcher's store; from then on they are rank 0's processes.
 
-The store holds the path of a socket in a folder of rank 0's user. What is said goes through that socket: who has no
-place in the folder can neither take part nor give orders.
+The store holds the path of a socket in a folder of rank 0's user. All messages go through that socket: a process
+without access to the folder can neither take part nor give orders.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WINDOW = 1 << 20
 
 
 class LaunchedProcess:
-    """Process of a rank that is no child of this one: the part of Popen's interface that ranks need."""
+    """Process of a rank that is not a child of this one: the part of Popen's interface that ranks need."""
 
     def __init__(self, pid: int) -> None:
         """Take it. Raises ProcessLookupError."""
@@ -56,15 +56,15 @@ class LaunchedProcess:
             raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
 
     def kill(self) -> None:
-        """Kill it; no harm where it has ended."""
+        """Kill it; harmless if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._end, signal.SIGKILL)
 
 
 class Meeting:
-    """Rank 0's side: a socket to which each other rank comes once.
+    """Rank 0's side: a socket that each other rank connects to once.
 
-    Threads: any may close it while one takes the ranks. After the last of them nothing is open or left in a folder.
+    Threads: any may close it while one takes the ranks. After the last rank nothing is open or left in a folder.
     """
 
     def __init__(self, place: Place) -> None:
@@ -74,8 +74,7 @@ class Meeting:
         # Held while a rank is taken.
         self._lock = threading.Lock()
         self._wake, self._woken = os.pipe()
-        # Those that have not said their number yet, by descriptor; numbers of those that have; and of them those that
-        # were not taken yet.
+        # Connections without a number so far, by descriptor; numbers of the others; and those not taken yet.
         self._unheard: dict[int, Connection] = {}
         self._numbers: set[int] = set()
         self._came: dict[int, tuple[LaunchedProcess, Connection]] = {}
@@ -114,7 +113,7 @@ class Meeting:
         return process, connection
 
     def _wait(self, number: int, deadline: float) -> None:
-        """Wait for whatever comes next. Raises StartupError once it is closed, and at the deadline."""
+        """Wait for the next event. Raises StartupError when it is closed, and at the deadline."""
         waited = [self._wake] if self._is_closed else [self._wake, self._socket.fileno(), *self._unheard]
         ready, _, _ = select.select(waited, [], [], max(0.0, deadline - time.monotonic()))
         if self._wake in ready:
@@ -138,10 +137,10 @@ class Meeting:
         self._unheard[connection.fileno()] = connection
 
     def _hear(self, connection: Connection) -> None:
-        """Read the number of one that came. Raises StartupError for a rank that came already."""
+        """Read the number of a connection. Raises StartupError for a rank that came already."""
         pid = _process_behind(connection)
         try:
-            # Said in one piece: who says less is not waited for.
+            # It comes in one piece: a connection that sends less is dropped.
             os.set_blocking(connection.fileno(), False)
             (number,) = _RANK.unpack(connection.recv_bytes(_RANK.size))
             os.set_blocking(connection.fileno(), True)
@@ -157,7 +156,7 @@ class Meeting:
         self._came[number] = process, connection
 
     def _refuse_others(self) -> None:
-        """Tell those that have come beside the ranks."""
+        """Tell the processes that came in addition to the ranks."""
         self._socket.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -167,7 +166,7 @@ class Meeting:
         self._unheard.clear()
 
     def _end(self) -> None:
-        """Let nobody in any more, and leave nothing behind."""
+        """Accept no more connections, and remove the socket."""
         for connection in self._unheard.values():
             connection.close()
         self._unheard.clear()
@@ -176,7 +175,8 @@ class Meeting:
         self._store = None
 
     def close(self) -> None:
-        """Let nobody in any more; a wait for a rank ends. Those that were not taken end. Again is no harm."""
+        """Accept no more connections; a wait for a rank ends. Ranks that were not taken end. Calling it again is
+        harmless."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -189,7 +189,7 @@ class Meeting:
 
 
 def _listen(count: int) -> tuple[str, socket.socket]:
-    """Make a folder of this user's alone with a socket in it. Raises StartupError naming TMPDIR."""
+    """Make a private folder of this user with a socket in it. Raises StartupError naming TMPDIR."""
     with contextlib.ExitStack() as undo:
         listening = undo.enter_context(socket.socket(socket.AF_UNIX))
         try:
@@ -206,9 +206,9 @@ def _listen(count: int) -> tuple[str, socket.socket]:
 
 @contextlib.contextmanager
 def _short(folder: str) -> Iterator[str]:
-    """Give the path of the socket in a folder in a form that is short enough for an address, however long TMPDIR is.
+    """Yield the path of the socket in a folder, short enough for an address with a TMPDIR of any length.
 
-    Raises OSError, also for a folder in which others may write.
+    Raises OSError, also for a folder that others may write to.
     """
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -227,7 +227,7 @@ def _release(folder: str, listening: socket.socket, wake: int) -> None:
 
 
 def _refuse(connection: Connection) -> None:
-    """Tell a process that it is no rank: see `serve`."""
+    """Tell a process that it is not a rank: see `serve`."""
     with contextlib.suppress(OSError):
         connection.send_bytes(
             json.dumps({REFUSED: "rank 0 has all of its ranks: two processes have one RANK"}).encode()
@@ -236,7 +236,7 @@ def _refuse(connection: Connection) -> None:
 
 
 def meet_rank_0(place: Place) -> tuple[Connection, int]:
-    """Return the connection to rank 0 and the number of its process, once it is there. Raises StartupError."""
+    """Wait for rank 0; return the connection to it and the number of its process. Raises StartupError."""
     place.use()
     path = _told(_store(place), place)
     folder, name = os.path.split(path)
@@ -248,7 +248,7 @@ def meet_rank_0(place: Place) -> tuple[Connection, int]:
             link.connect(short)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _WINDOW)
         connection = Connection(link.detach())
-        # Orders name files to read: they are taken from this user alone.
+        # Orders name files to read: only orders of this user are accepted.
         pid = _process_behind(connection)
         connection.send_bytes(_RANK.pack(place.rank))
     except OSError as error:
@@ -278,7 +278,7 @@ def _store(place: Place) -> Any:
 
 
 def _key(place: Place) -> str:
-    """Return where the path is in the store, which has those of earlier attempts as well."""
+    """Return the key of the path in the store; the store has those of earlier attempts as well."""
     return f"penstock/ranks/{place.attempt}"
 
 
@@ -297,7 +297,7 @@ def _told(store: Any, place: Place) -> str:
 
 
 def _process_behind(connection: Connection) -> int:
-    """Number of the process at the other end. Raises StartupError for another user's."""
+    """Number of the process at the other end. Raises StartupError for a process of another user."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link:
         pid, user, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if user != os.getuid():

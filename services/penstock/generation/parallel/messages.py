@@ -1,4 +1,4 @@
-"""Messages of rank 0 to the others: bytes over a pipe, one a call of the model. No token says anything outside."""
+"""Messages of rank 0 to the others, between processes of one host: bytes over a pipe, one per call of the model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ _NUMBERS = np.dtype(np.int32)
 # Most bytes of a piece of a matrix: a step of the engine waits for one at most, about a millisecond.
 _PIECE = 1 << 20
 
-# Answers of a rank: it has done what it was asked, has no memory for an adapter, could not take it. Any other text is
-# its error.
+# Answers of a rank: done, no memory for an adapter, adapter not taken. Any other text is its error.
 READY, NO_MEMORY, FAILED = b"ready", b"no memory", b"failed"
-# In the place of a rank's first order: why this process is no rank.
+# In place of a rank's first order: the reason why this process is not a rank.
 REFUSED = "refused"
 
 
 class Kind(IntEnum):
-    """Kinds of messages, by the work that they ask for."""
+    """Kinds of messages, by the requested work."""
 
     POOL = 1
     STEP = 2
@@ -52,7 +51,7 @@ Spans = np.ndarray | None
 
 @dataclass(frozen=True, slots=True)
 class PoolOrder:
-    """Order of a pool of keys and values of this geometry, and of the host's blocks beside it; then to join."""
+    """Order to make a pool of keys and values of this geometry, and the host's blocks for it; then to join."""
 
     num_blocks: int
     block_size: int
@@ -98,7 +97,7 @@ class StepOrder:
         embeds_TI: Tensor | None,
         adapters: Spans = None,
     ) -> StepOrder:
-        """Describe a step as a model gets it."""
+        """Describe a step by the model's arguments."""
         return cls(
             num_layers,
             ids_T.numpy(force=True).astype(np.int32),
@@ -158,7 +157,7 @@ class AdapterPartOrder:
     b: Tensor
 
     def encoded(self) -> Iterator[bytes]:
-        """Yield its messages: the shapes, then pieces of the matrices. No more than a piece is copied at a time."""
+        """Yield its messages: the shapes, then pieces of the matrices. Only one piece is copied at a time."""
         site = -1 if self.site is None else self.site
         head = _PART.pack(self.adapter, site, self.first, self.scale, *self.a.shape, *self.b.shape)
         yield _KIND.pack(Kind.ADAPTER_PART) + head
@@ -172,15 +171,15 @@ class IncomingPart:
     """Matrices of one module of an adapter while their pieces come."""
 
     def __init__(self, body: memoryview, dtype: torch.dtype) -> None:
-        """Take the first message after its kind, and the memory. Raises RuntimeError where there is none."""
+        """Take the first message after its kind, and allocate memory. Raises RuntimeError if there is none."""
         adapter, site, first, scale, *shapes = _PART.unpack_from(body)
         a, b = (torch.empty(rows, columns, dtype=dtype) for rows, columns in (shapes[:2], shapes[2:]))
         self._part = AdapterPartOrder(adapter, None if site < 0 else site, first, scale, a, b)
-        # What is still to be written of each.
+        # The unwritten rest of each.
         self._left = [_view(a), _view(b)]
 
     def add(self, body: memoryview) -> AdapterPartOrder | None:
-        """Take a piece after its kind; return the part where this was its last one."""
+        """Take a piece after its kind; return the part if this was its last piece."""
         self._left[0][: len(body)] = body
         self._left[0] = self._left[0][len(body) :]
         if not self._left[0]:
@@ -245,7 +244,7 @@ def _bytes(x: Tensor | None) -> bytes:
 
 
 def _view(x: Tensor) -> memoryview:
-    """Return the bytes of a tensor: its own where it is contiguous and in the host's memory."""
+    """Return the bytes of a tensor: its own if it is contiguous and in the host's memory."""
     return x.contiguous().view(torch.uint8).numpy(force=True).reshape(-1).data
 
 

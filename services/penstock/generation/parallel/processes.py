@@ -1,4 +1,4 @@
-"""The other ranks' processes, as rank 0 has them: started, told, watched, ended."""
+"""The other ranks' processes at rank 0: started, commanded, watched, ended."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from penstock.generation.parallel.meeting import LaunchedProcess, Meeting
 
 _log = get_logger("penstock.generation")
-# Between the end of a rank's connections, which a collective notices, and that of its process.
+# Seconds between the end of a rank's connections, which a collective notices, and the end of its process.
 _END_SECONDS = 0.5
-# For a launcher's processes to end by themselves: they may be loading, and end with this process at the latest. A rank
-# that has left its connection may be a program that goes on all the same, and is killed then.
+# Seconds for a launcher's processes to end by themselves: they may be loading, and end with this process at the latest.
+# A rank that has closed its connection may be a program that goes on; it is then killed.
 _LEAVE_SECONDS = 5.0
 
 
@@ -50,8 +50,8 @@ class _Rank:
     connection: Connection
 
     def end(self, deadline: float) -> None:
-        """Wait for its end, after its connection's. One of a launcher's ends by itself, when it comes to look: with
-        status 0, where one that is killed is a failure to the launcher. It is waited for until `deadline` at most."""
+        """Wait for its end, after its connection's, until `deadline` at most. A process of a launcher notices the end
+        and exits by itself, with status 0; to the launcher a killed process would be a failure."""
         if isinstance(self.process, subprocess.Popen):
             self.process.wait()
             return
@@ -59,7 +59,7 @@ class _Rank:
             self.process.wait(max(0.0, deadline - time.monotonic()))
 
     def status(self) -> int | None:
-        """End one that has ended its connection; return its code, which of a launcher's only the launcher gets."""
+        """End a rank that has closed its connection; return its exit code, which only the launcher gets for its own."""
         try:
             return self.process.wait(_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -68,10 +68,10 @@ class _Rank:
 
 
 class RankLost(RuntimeError):
-    """A rank's process has ended, or can no longer be talked to, while it was needed."""
+    """Error for a needed rank with a process that has ended, or does not answer any more."""
 
     def __init__(self, message: str, rank: _Rank | None = None) -> None:
-        """`rank`: the first that was missed; None: all of them are gone."""
+        """`rank`: the first missing one; None: all of them are gone."""
         super().__init__(message)
         self.rank = rank
 
@@ -118,7 +118,7 @@ class Ranks:
                 self._ranks.append(
                     _start(number, own) if self._meeting is None else _Rank(number, *self._meeting.take(number, own))
                 )
-            # Here: the thread may begin after `close` has ended them, and their numbers be other processes' by then.
+            # Here: the thread may begin after `close` has ended them, and their numbers may be reused by then.
             ends = [(os.pidfd_open(rank.process.pid), rank) for rank in self._ranks]
         except BaseException:
             self.close()
@@ -127,12 +127,12 @@ class Ranks:
         threading.Thread(target=self._watch, args=(ends,), name="ranks", daemon=True).start()
 
     def wait_loaded(self) -> None:
-        """Return once each has loaded its part. Raises StartupError with a rank's own words."""
+        """Return when each has loaded its part. Raises StartupError with a rank's own message."""
         for rank in self._ranks:
             self._answer_of(rank)
 
     def make_pools(self, num_blocks: int, block_size: int, dtype: str, num_host_blocks: int) -> None:
-        """Let each have a pool like this process's, and join. Raises StartupError."""
+        """Let each make a pool like this process's, and join. Raises StartupError."""
         meeting = str(Path(self._folder) / "meeting")
         self._ask(PoolOrder(num_blocks, block_size, dtype, num_host_blocks, meeting).encoded())
         try:
@@ -149,10 +149,10 @@ class Ranks:
     def load_adapter(
         self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None
     ) -> Future[HeldAdapter]:
-        """Let each take its part of an adapter, between the steps; the future has it once all have.
+        """Let each take its part of an adapter, between the steps; the future has it when all have it.
 
         The future raises ResourceExhausted and InvalidArgument (a rank could not take it), and RankLost, as this does
-        once they are closed; `as_seen` makes the error to raise of that.
+        after they are closed; `as_seen` turns that into the error to raise.
         """
         # `close` must find every load: one that came after it would never end.
         with self._lock:
@@ -161,7 +161,7 @@ class Ranks:
             return self._adapters.load(sites, embedding)
 
     def as_seen(self, lost: RankLost) -> StartupError | Unavailable:
-        """Return the error for whoever loads an adapter and lost a rank."""
+        """Return the error for a load of an adapter that lost a rank."""
         if self._is_closed:
             return Unavailable("the adapter was not loaded: the server is stopping", reason="ENGINE_STOPPED")
         if not self._has_pools and lost.rank is not None:
@@ -169,7 +169,7 @@ class Ranks:
         return Unavailable(f"the adapter was not loaded: {lost}", reason="ENGINE_FAILED")
 
     def loss(self) -> RankLost | None:
-        """Return the error of a rank that has ended, for a collective that failed; None: none ends in a moment."""
+        """Return the error of a rank that has ended, for a failed collective; None: no rank ends within a moment."""
         for rank in self._ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.process.wait(_END_SECONDS)
@@ -192,7 +192,7 @@ class Ranks:
                 raise
 
     def _answers(self) -> list[bytes]:
-        """Return the next answer of each, once it comes. Raises RankLost."""
+        """Wait for the next answer of each. Raises RankLost."""
         return [self._receive(rank) for rank in self._ranks]
 
     def _receive(self, rank: _Rank) -> bytes:
@@ -205,16 +205,16 @@ class Ranks:
             raise
 
     def _break(self) -> None:
-        """Kill all: a message that was cut off has left a connection, after which nothing there has a meaning.
+        """Kill all: after a truncated message nothing on a connection has a meaning.
 
-        The loss is noticed as any other.
+        The loss is noticed like any other.
         """
         self._is_broken = True
         for rank in self._ranks:
             rank.process.kill()
 
     def close(self) -> None:
-        """End them. Again is no harm; a call that waits for one of them fails."""
+        """End them. Calling it again is harmless; a call that waits for one of them fails."""
         with self._lock:
             if self._is_closed:
                 return
@@ -223,10 +223,10 @@ class Ranks:
         if self._meeting is not None:
             self._meeting.close()
         for rank in self._ranks:
-            # They end at the end of their connections, too; one that is in a collective by the signal alone.
+            # They also end with their connections; a rank in a collective ends only by the signal.
             if isinstance(rank.process, subprocess.Popen):
                 rank.process.kill()
-        # Messages and answers that are waited for fail now: a connection must not be closed under them.
+        # Waits for messages and answers fail now: a connection must not be closed under them.
         self._adapters.stop()
         with self._sending:
             for rank in self._ranks:
@@ -238,7 +238,7 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ask(self, message: bytes) -> None:
-        """Send a message that is answered, and wait for the answers. Raises StartupError."""
+        """Send a message and wait for the answers. Raises StartupError."""
         try:
             self.send(message)
         except RankLost as error:
@@ -256,7 +256,7 @@ class Ranks:
             raise StartupError(f"rank {rank.number}: {said['message']}", flag=said["flag"])
 
     def _watch(self, ends: list[tuple[int, _Rank]]) -> None:
-        """Wait for the end of any that nobody asked for. `ends` has a descriptor of each process, closed here."""
+        """Wait for the unexpected end of any of them. `ends` has a descriptor of each process, closed here."""
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
             opened.callback(os.close, self._wake)
             selector.register(self._wake, selectors.EVENT_READ)
@@ -269,12 +269,12 @@ class Ranks:
         (rank, *_) = gone
         error = self._lost(rank)
         if self.on_loss is None:
-            # It was lost while the model loads: that has no answer of it, and tells.
+            # It was lost while the model loads: the load misses its answer and reports that.
             return
         code = rank.process.wait()
         _log.error(str(error), **({} if code is None else {"code": code}))
         for one in self._ranks:
-            # Collectives that wait for it fail by themselves; those that wait for another must not wait either.
+            # Collectives that wait for it fail by themselves; those that wait for another rank must fail, too.
             one.process.kill()
         self.on_loss(error)
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of a rank other than 0: taken beside its steps, by a thread of their own."""
+"""LoRA adapters of a rank other than 0: a thread of their own takes them during the steps."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _log = get_logger("penstock.generation")
 
 @dataclass(slots=True)
 class _Coming:
-    """Adapter that is not complete: this rank's parts of each site, and the embedding's."""
+    """Incomplete adapter: this rank's parts of each site, and the embedding's."""
 
     number: int
     sites: dict[int, list[LoraPart]] = field(default_factory=dict)
     embedding: EmbeddingPart | None = None
     part: IncomingPart | None = None
-    # Answer of one that could not be taken; nothing is kept of it.
+    # Answer for an adapter that could not be taken; nothing of it is kept.
     failure: bytes | None = None
 
 
 class RankAdapters:
     """Adapters of a rank other than 0, by their numbers.
 
-    Threads: that of the steps calls `take` and `batch`; a thread of this object does what the messages ask for. Rank 0
-    sends one adapter at a time, and no step names it before the answer.
+    Threads: that of the steps calls `take` and `batch`; a thread of this object carries out the messages. Rank 0 sends
+    one adapter at a time, and no step names it before the answer.
     """
 
     def __init__(self, model: CausalLM, whole: ModelConfig, shard: Shard, answer: Callable[[bytes], None]) -> None:
@@ -65,7 +65,7 @@ class RankAdapters:
         threading.Thread(target=self._run, name="adapters", daemon=True).start()
 
     def take(self, kind: Kind, body: memoryview) -> None:
-        """Let a message about adapters be done soon."""
+        """Queue a message about adapters."""
         if kind is Kind.FORGET:
             self._last = None
         self._messages.put((kind, body))
@@ -96,11 +96,11 @@ class RankAdapters:
                 del body
 
     def _receive(self, kind: Kind, body: memoryview) -> None:
-        """Keep shapes, or a piece, of the adapter that is coming."""
+        """Keep shapes, or a piece, of the incoming adapter."""
         if kind is Kind.ADAPTER_PART:
             number = adapter_of_part(body)
             if self._coming is None or self._coming.number != number:
-                # Whatever came before was given up.
+                # Anything before it was abandoned.
                 self._coming = _Coming(number)
         coming = self._coming
         if coming is None or coming.failure is not None:

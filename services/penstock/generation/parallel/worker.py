@@ -1,4 +1,4 @@
-"""Process of a rank other than 0: it loads its part of the model and does what rank 0 says, until that ends.
+"""Process of a rank other than 0: it loads its part of the model and follows rank 0's orders until rank 0 ends.
 
 `python -m penstock.generation.parallel.worker DESCRIPTOR`, of the socket to rank 0, which sends one JSON object first.
 """
@@ -75,11 +75,11 @@ class Worker:
         self._adapters = RankAdapters(model, read_model_config(Path(order["folder"])), self._group.shard, answer)
         self._kv: KVCachePool | None = None
         self._host: HostKVPool | None = None
-        # As rank 0 does: frees what reading and packing needed for a moment.
+        # As rank 0 does: free the temporary memory of reading and packing.
         trim_heap()
 
     def do(self, message: bytes) -> None:
-        """Do what a message asks for. Raises StartupError for pools that cannot be made."""
+        """Carry out a message. Raises StartupError for pools that cannot be made."""
         kind, body = kind_of(message)
         if kind is Kind.POOL:
             self._make_pools(PoolOrder.decoded(body))
@@ -106,7 +106,7 @@ class Worker:
         self._group.join(Path(order.meeting), self._device)
 
     def _compute(self, kind: Kind, body: memoryview) -> None:
-        """Do what needs the pool."""
+        """Carry out a message that needs the pool."""
         model, kv = self._model, self._kv
         assert kv is not None, "pools come first"
         if kind is Kind.STEP:
@@ -136,7 +136,7 @@ class Worker:
 
 
 def _end_with(process: int, *, is_parent: bool) -> None:
-    """End this process when rank 0's has ended: it may be loading, or in a collective, and hear nothing of that.
+    """End this process when rank 0's has ended: it may be loading, or in a collective, and would not notice.
 
     The kernel's own signal would come at the end of the thread that started this process.
     """
@@ -149,7 +149,7 @@ def _end_with(process: int, *, is_parent: bool) -> None:
 
 @contextlib.contextmanager
 def _ignoring_signals() -> Iterator[None]:
-    """Leave SIGINT and SIGTERM to rank 0, which drains at these and ends this process then."""
+    """Leave SIGINT and SIGTERM to rank 0: it drains at these and then ends this process."""
     if threading.current_thread() is not threading.main_thread():
         # Where a Generator is made beside it.
         yield
@@ -163,10 +163,10 @@ def _ignoring_signals() -> Iterator[None]:
 
 
 def serve(connection: Connection, rank_0: int, *, is_parent: bool = False) -> int:
-    """Be the rank of rank 0's first message until that ends; return the exit code.
+    """Run as the rank in rank 0's first message until rank 0 ends; return the exit code.
 
-    `rank_0`: the number of its process; `is_parent`: it has started this one. Raises StartupError where rank 0 has
-    another process in this one's place.
+    `rank_0`: the number of its process; `is_parent`: it has started this one. Raises StartupError if rank 0 has another
+    process in this one's place.
     """
     threading.Thread(
         target=_end_with, args=(rank_0,), kwargs={"is_parent": is_parent}, name="rank 0", daemon=True
@@ -189,7 +189,7 @@ def serve(connection: Connection, rank_0: int, *, is_parent: bool = False) -> in
 
 
 def _work(connection: Connection, order: dict[str, Any]) -> int:
-    """Load the part, and do what comes until rank 0 leaves; return the exit code."""
+    """Load the part, and carry out messages until rank 0 leaves; return the exit code."""
     try:
         worker = Worker(order, connection.send_bytes)
         connection.send_bytes(READY)
@@ -201,14 +201,14 @@ def _work(connection: Connection, order: dict[str, Any]) -> int:
     except (EOFError, ConnectionError):
         return 0
     except RuntimeError:
-        # A collective that rank 0 leaves fails in no other way than by this.
+        # Only this ends a collective that rank 0 has left.
         if _has_left(connection):
             return 0
         raise
 
 
 def _has_left(connection: Connection) -> bool:
-    """True where rank 0 has closed its end, perhaps after messages that nobody will read any more."""
+    """True when rank 0 has closed its end, perhaps after messages that nobody will read."""
     try:
         while connection.poll(_LEAVE_SECONDS):
             connection.recv_bytes()

@@ -1,7 +1,7 @@
-"""Keywords that combinations stand for: `minProperties` and `maxProperties` of keys, `uniqueItems` of known values.
+"""Keywords that are expressed by combinations: `minProperties` and `maxProperties` of keys, `uniqueItems` of values.
 
 llguidance counts members of objects, and a key that the schema does not name may come twice: then it is one property.
-So what must be there is told by `required`, and one key of free choice is the most that is counted on.
+So `required` expresses the minimum, and at most one key of free choice counts towards it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.generation.grammar.schemas.refusal import Refusal
 
-# Most combinations of keys, and of items, that are listed.
+# Most combinations of keys, and of items, to list.
 _MAX_LISTED = 128
 # Ten values have 1024 sets, and five 326 orders of them.
 _MAX_ARRAYS = 1024
@@ -21,7 +21,7 @@ _MAX_ORDERED = 512
 
 
 def rewrite_counts(schema: dict[str, Any], path: str) -> None:
-    """Replace the two words in place where llguidance would not take them, or not count right. Raises Refusal."""
+    """Replace the two keywords in place if llguidance would refuse or miscount them. Raises Refusal."""
     least, most = _count(schema, "minProperties"), _count(schema, "maxProperties")
     if least is None and most is None:
         return
@@ -96,9 +96,9 @@ def _count(schema: dict[str, Any], name: str) -> int | None:
 
 
 def subsets(values: list[Any], least: int, most: int | None) -> list[dict[str, Any]] | None:
-    """Return schemas of arrays without an equal pair; None where they would be too many.
+    """Return schemas of arrays without an equal pair; None if they would be too many.
 
-    In any order where these are few, else in the order of the values: every set is there, if not every way to write it.
+    A few values come in any order, more only in their own order: every set is there, but not in every order.
     """
     distinct = list({_identity(value): value for value in reversed(values)}.values())[::-1]
     lengths = range(least, (len(distinct) if most is None else min(most, len(distinct))) + 1)
@@ -117,7 +117,7 @@ def _array_of(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _identity(value: Any) -> Any:
-    """Return what is the same for equal JSON values, and for no others: 1 is 1.0, but not true."""
+    """Return a key that is equal for equal JSON values only: 1 is 1.0, but not true."""
     if isinstance(value, dict):
         return frozenset((name, _identity(one)) for name, one in value.items())
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Test of whether two schemas have no value in common, which lets `oneOf` be `anyOf`."""
+"""Test of two schemas for a common value: without one, `oneOf` can be `anyOf`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MAX_DEPTH = 8
 
 
 def are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool:
-    """Return True where no value satisfies both, as their own words show; False says nothing.
+    """Return True if their own keywords show that no value satisfies both; False says nothing.
 
-    `resolve` returns the target of a schema that is a plain reference, and any other schema as it is.
+    `resolve` returns the target of a schema that is a plain reference, and any other schema unchanged.
     """
     one, other = resolve(one), resolve(other)
     if one is False or other is False:

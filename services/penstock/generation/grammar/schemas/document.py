@@ -1,4 +1,4 @@
-"""A JSON schema as text and as plain data: numbers keep the digits they are written with."""
+"""A JSON schema as text and as plain data: numbers keep their written digits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class WrittenFloat(float):
-    """Number with a point or an exponent, which is written again as it was read."""
+    """Number with a point or an exponent; it is written again as it was read."""
 
     text: str
 

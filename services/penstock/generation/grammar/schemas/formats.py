@@ -1,18 +1,18 @@
-"""Formats that an output is held to, as regular expressions. Any other format is an annotation.
+"""Formats that outputs must match, as regular expressions. Any other format is an annotation.
 
-llguidance has some of them itself, but no calendar, and seconds up to 60: what it makes of those is not always a date.
+llguidance has some of them itself, but without a calendar and with seconds up to 60: its results are not always dates.
 """
 
 from __future__ import annotations
 
 _YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
-# Years divisible by four, but centuries only where they are by 400. There is no year 0.
+# Leap years: divisible by four, but centuries only if divisible by 400. There is no year 0.
 _LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAYS_31 = r"(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
 _DAYS_30 = r"(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
 _DAY = rf"(?:{_DAYS_31}|{_DAYS_30}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 _DATE = rf"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
-# A fraction has an end: nanoseconds.
+# A fraction of a second ends at nanoseconds.
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _N = "[0-9]{1,6}"
 _CLOCK = rf"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
@@ -36,7 +36,7 @@ PATTERNS = {
     "time": _TIME,
     "duration": _DURATION,
     **{f"uuid{version}": _uuid(version) for version in (1, 3, 4, 5, 6, 7, 8)},
-    # Pydantic's. A network's address has no bits behind its prefix: one host always is right.
+    # Pydantic's. A network's address has no bits after its prefix: one host is always valid.
     "ipv4network": rf"{_IPV4}/32",
     "ipv6network": rf"{_IPV6}/128",
     "ipv4interface": rf"{_IPV4}/(?:3[0-2]|[12]?[0-9])",
@@ -48,7 +48,7 @@ PATTERNS = {
     "base64url": r"(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?",
     "byte": r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
 }
-# Those that llguidance writes.
+# Formats that llguidance writes itself.
 NATIVE = frozenset({"email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 
 

@@ -15,20 +15,20 @@ from typing import Any
 from penstock.generation.grammar.schemas.document import WrittenFloat
 from penstock.generation.grammar.schemas.refusal import Refusal
 
-# Most multiples that are listed one by one.
+# Most multiples to list one by one.
 _MAX_LISTED = 10_000
-# Denominator of the multiples that are written beyond those: binary numbers have them.
+# Denominator of the multiples beyond those: binary numbers have them.
 _BINARY = 4
-# Most states of the automaton that tells the multiples of a number.
+# Most states of the automaton that recognises the multiples of a number.
 _MAX_STATES = 10_000
-# Largest number that is written with such a fraction: a double has it exactly.
+# Largest number with such a fraction: a double has it exactly.
 _MOST = 10**15 - 1
-# A quotient rounds to a whole number, however large, where the factor's own error is no more than this part of it.
+# A quotient of any size rounds to a whole number if the factor's own relative error is at most this.
 _SURE = Fraction(1, 2**54)
 
 
 def exact_multiples(schema: Mapping[str, Any], path: str) -> dict[str, Any] | None:
-    """Return the words that stand for `multipleOf` and the bounds of a number; None: those it has are exact.
+    """Return the keywords that replace `multipleOf` and the bounds of a number; None: the present ones are exact.
 
     Raises Refusal.
     """
@@ -44,7 +44,7 @@ def exact_multiples(schema: Mapping[str, Any], path: str) -> dict[str, Any] | No
         raise Refusal(path, "multipleOf", "is not supported with this number of digits")
     if abs(Fraction(float(factor)) / factor - 1) > _SURE:
         reason = f"of this fraction is supported between a minimum and a maximum with up to {_MAX_LISTED} multiples"
-        raise Refusal(path, "multipleOf", f"{reason}: of larger ones binary numbers tell some to be none")
+        raise Refusal(path, "multipleOf", f"{reason}: binary numbers show some larger ones as no multiples")
     beyond = {"type": "integer" if is_whole else "number", **_within(schema), "multipleOf": _written(step)}
     if is_whole:
         return beyond
@@ -53,13 +53,13 @@ def exact_multiples(schema: Mapping[str, Any], path: str) -> dict[str, Any] | No
 
 
 def only_whole(schema: Mapping[str, Any]) -> bool:
-    """True where the numbers of a schema are integers."""
+    """True when the numbers of a schema are integers."""
     named = schema.get("type")
     return named == "integer" or (isinstance(named, list) and "integer" in named and "number" not in named)
 
 
 def keep_multiples(values: Sequence[Any], factor: Any) -> list[Any] | None:
-    """Return the values of an enum that are no numbers, or multiples for validators; None: `factor` is exact."""
+    """Return the values of an enum that are not numbers, or are multiples for validators; None: `factor` is exact."""
     exact = _fraction(factor)
     if exact is None or exact <= 0 or Fraction(float(exact)) == exact:
         return None
@@ -72,7 +72,7 @@ def _listed(factor: Fraction, first: int, last: int, is_whole: bool) -> list[int
 
 
 def _nearest(low: int | None, high: int | None) -> tuple[int, int]:
-    """Return the multiples nearest to 0, as many as are listed, of those within the bounds."""
+    """Return the multiples within the bounds that are nearest to 0, up to the most that are listed."""
     first, last = -(_MAX_LISTED // 2), _MAX_LISTED // 2
     if low is not None and low > first:
         first, last = low, low + _MAX_LISTED
@@ -97,7 +97,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def _bound(schema: Mapping[str, Any], name: str, factor: Fraction) -> int | None:
-    """Return the least, or greatest, number of times that `factor` may be taken."""
+    """Return the smallest, or largest, allowed multiple of `factor`, as a number of times."""
     found = []
     for word in (name, f"exclusive{name.capitalize()}"):
         value = _fraction(schema.get(word))

@@ -1,6 +1,6 @@
-"""Ends for what a schema leaves open: a model that repeats itself does so until the request's last token.
+"""Bounds where a schema has none: a model that repeats itself would do so until the request's last token.
 
-Each is narrower than the schema, never wider: what is written with them satisfies it.
+Each makes the schema narrower, never wider: documents within the bounds satisfy the schema.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"
 
 
 def bound_number(schema: dict[str, Any], bounds: JsonBounds) -> None:
-    """Bound the digits of a number in place. Only where its type is named: without one it may be anything."""
+    """Bound the digits of a number in place, only if its type is named: without a type it may be anything."""
     named = schema.get("type")
     listed = [named] if isinstance(named, str) else named if isinstance(named, list) else []
     if not bounds.digits or not {"integer", "number"} & {*listed}:
@@ -46,7 +46,7 @@ def bound_number(schema: dict[str, Any], bounds: JsonBounds) -> None:
 
 
 def _bound_integer(schema: dict[str, Any], most: int) -> None:
-    """Bound an integer in place. Bounds of the schema that are further off than `most` widen that."""
+    """Bound an integer in place. Bounds of the schema beyond `most` widen it."""
     low = [schema[word] for word in _LOWER if _is_number(schema.get(word))]
     high = [schema[word] for word in _UPPER if _is_number(schema.get(word))]
     if any(abs(limit) >= most for limit in (*low, *high)):
@@ -70,7 +70,7 @@ def bound_text(schema: dict[str, Any], bounds: JsonBounds) -> None:
 
 
 def bound_items(schema: dict[str, Any], bounds: JsonBounds) -> None:
-    """Bound the items of an array in place, behind those that `prefixItems` names."""
+    """Bound the items of an array in place, after those in `prefixItems`."""
     if bounds.items and "array" in types_of(schema) and "type" in schema:
         least, named = schema.get("minItems", 0), len(schema.get("prefixItems") or ())
         if "maxItems" not in schema and isinstance(least, int | float) and least <= bounds.items:
@@ -109,7 +109,7 @@ def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
 
 
 def bound_names(schema: dict[str, Any], bounds: JsonBounds) -> None:
-    """Bound the characters of keys in place, where all of them are free: beside named ones llguidance takes no rule."""
+    """Bound the characters of keys in place, if all keys are free: with named keys llguidance accepts no such rule."""
     values = schema.get("additionalProperties", True)
     if not bounds.characters or values is False or "type" not in schema or "object" not in types_of(schema):
         return
@@ -119,7 +119,7 @@ def bound_names(schema: dict[str, Any], bounds: JsonBounds) -> None:
 
 
 def anything(depth: int, bounds: JsonBounds) -> dict[str, Any]:
-    """Return the schema of any value with at most `depth` values within values: its parts are any0, any1 and so on."""
+    """Return the schema of any value nested at most `depth` deep: its parts are any0, any1 and so on."""
     number: dict[str, Any] = {"type": "number"}
     # With more digits than a number that may have a point.
     whole: dict[str, Any] = {"type": "integer"}

@@ -1,8 +1,8 @@
-"""Place in a schema of what llguidance refuses: the deepest part that it refuses alone, and the keyword that is why.
+"""Place in a schema of a refusal by llguidance: the deepest part that it refuses alone, and the keyword at fault.
 
-llguidance says what is wrong, but not where. The place is found by trying the parts, within a bounded time. A part is
-tried alone first, with definitions that allow anything: that costs little, and tells a fault that is its own from one
-of a definition that it refers to.
+llguidance says what is wrong, but not where. Trying the parts finds the place, within a bounded time. A part is first
+tried alone, with definitions that allow anything: that costs little, and separates the part's own faults from those of
+a definition that it refers to.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from penstock.generation.grammar.schemas.refusal import step
 from penstock.generation.grammar.schemas.settings import NAME
 from penstock.generation.grammar.schemas.words import ASSERTIONS, parts
 
-# Name of the annotation that tells where a definition comes from.
+# Name of the annotation with the origin of a definition.
 ORIGIN = "$comment"
 # Most processor time of the search for a place, in seconds: the refusal is known already.
 MAX_SECONDS = 0.3
-# Definitions that are tried together before they are tried one by one.
+# Number of definitions to try together before they are tried one by one.
 _GROUP = 16
 
 
 class OutOfTime(Exception):
-    """No time is left for another trial."""
+    """Error when there is no time for another trial."""
 
 
 def find_place(
     schema: dict[str, Any], is_refused: Callable[[str], bool], max_seconds: float = MAX_SECONDS
 ) -> tuple[str, str]:
-    """Return the path and the keyword of what is refused in a schema that is; both may be less exact than they could.
+    """Return the path and the keyword of the refused part of a refused schema; both may be less exact than possible.
 
-    `is_refused` tries the text of a schema. Paths of definitions are those that their `$comment` has.
+    `is_refused` tries the text of a schema. Paths of definitions are those in their `$comment`.
     """
     return _Search(schema, is_refused, max_seconds).find()
 
@@ -86,7 +86,7 @@ class _Search:
 
     def _deeper(self, node: dict[str, Any], path: str) -> tuple[str, dict[str, Any]] | None:
         for steps, part in parts(node):
-            # A plain reference is refused for its target, which is looked for among the definitions.
+            # A plain reference is refused for its target; the search goes on among the definitions.
             if (
                 isinstance(part, dict)
                 and "$ref" not in part

@@ -1,7 +1,7 @@
-"""An end for a schema that refers to itself: its definitions once more for every level, and nothing below the last.
+"""A bound for a schema that refers to itself: a copy of its definitions for every level, and nothing below the last.
 
 llguidance follows a reference for ever, and a model that has begun to nest goes on until the request's last token. As
-with other ends, what is written satisfies the schema, though not every document that does is written.
+with other bounds, every document satisfies the schema, but some documents that satisfy it are never written.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from penstock.generation.grammar.schemas.document import write_json
 from penstock.generation.grammar.schemas.words import MANY, NAMED, ONE, parts
 
 _PREFIX = "#/$defs/"
-# Most definitions that are made of those that refer to themselves, and most bytes of the schema with them: beyond that
-# llguidance takes seconds, and soon has no more numbers for its symbols.
+# Most copies of definitions that refer to themselves, and most bytes of the schema with them: beyond that llguidance
+# takes seconds, and soon runs out of numbers for its symbols.
 _MOST_COPIES = 512
 _MOST_BYTES = 192 << 10
 _NONE: Mapping[str, int] = {}
@@ -52,14 +52,14 @@ def bound_recursion(schema: dict[str, Any], depth: int, depths: Mapping[str, int
 
 @dataclass(frozen=True)
 class _Copies:
-    """Definitions of one group, once for every level, without what would be too deep."""
+    """Definitions of one group, once for every level, without parts that would be too deep."""
 
     group: list[str]
     made: dict[str, Any]
 
 
 def _copies(schema: dict[str, Any], groups: list[tuple[list[str], int]]) -> list[_Copies]:
-    """Make the copies of the groups, each of a depth, that can have them: of the smallest first."""
+    """Make copies of the groups that can have them, each of a depth, the smallest first."""
     definitions = schema["$defs"]
     sizes = {name: len(write_json(definitions[name])) for group, _ in groups for name in group}
     left_bytes = _MOST_BYTES - len(write_json(schema)) if groups else 0
@@ -76,10 +76,10 @@ def _copies(schema: dict[str, Any], groups: list[tuple[list[str], int]]) -> list
 
 
 def _levels(group: dict[str, Any], depth: int) -> dict[str, Any] | None:
-    """Return the definitions of a group once for every level; None where one has deeper documents only.
+    """Return the definitions of a group once for every level; None if one has only deeper documents.
 
-    A reference back to one that stands before, in the order of the group, leads to the next level: every circle has
-    such a reference, and most have one.
+    A reference back to an earlier definition of the group leads to the next level: every circle has such a reference,
+    and most have exactly one.
     """
     place = {name: at for at, name in enumerate(group)}
 
@@ -122,9 +122,9 @@ def _names(schema: Any) -> Iterator[str]:
 
 
 def _groups(edges: dict[str, list[str]], first: list[str]) -> list[list[str]]:
-    """Return the definitions that lead to themselves, those together that lead to each other (Kosaraju).
+    """Return the definitions that lead to themselves, in groups that lead to each other (Kosaraju).
 
-    Each group begins with the one that is reached first on the way from `first`; each other stands behind one that
+    Each group begins with the definition that is reached first from `first`; each other one follows a definition that
     leads to it.
     """
     backward: dict[str, list[str]] = {name: [] for name in edges}
@@ -147,7 +147,7 @@ def _groups(edges: dict[str, list[str]], first: list[str]) -> list[list[str]]:
 
 
 def _last_first(name: str, edges: dict[str, list[str]], seen: set[str]) -> list[str]:
-    """Return what is reached from a name and not in `seen`, which it joins: each one before those that it leads to."""
+    """Return the names reached from a name and not in `seen`, and add them there: each before those it leads to."""
     finished: list[str] = []
     open_: list[tuple[str, Iterator[str]]] = []
     if name not in seen:
@@ -188,7 +188,7 @@ def _with_names(schema: Any, renamed: Callable[[str], str | None]) -> Any:
 
 
 def _dead(definitions: dict[str, Any]) -> set[str]:
-    """Return the definitions that no document satisfies, since what they ask for would be too deep."""
+    """Return the definitions that no document satisfies, since their documents would be too deep."""
     dead: set[str] = set()
     while found := {name for name, one in definitions.items() if name not in dead and _is_dead(one, dead)}:
         dead |= found

@@ -1,4 +1,4 @@
-"""References of a schema: their targets, and a definition of its own for each one and each use."""
+"""References of a schema: their targets, and a definition for each target and use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _MISSING = object()
 
 
 class Asked(NamedTuple):
-    """Definition that is asked for: a target, in one of its uses."""
+    """A wanted definition: a target, in one of its uses."""
 
     place: str
-    # Another schema is put together with it.
+    # True: another schema is combined with it.
     is_part: bool
-    # It is about values that a schema lists.
+    # True: it is about values that a schema lists.
     is_listed: bool
 
 
@@ -27,7 +27,7 @@ class References:
         self._root = root
         self._names: dict[Asked, str] = {}
         self.waiting: list[Asked] = []
-        # With names and bases of its own a document means other things by a reference; those are left as they are.
+        # In a document with names and bases of its own a reference may mean something else; those are left unchanged.
         self.are_plain = not _has_names(root)
 
     def target(self, reference: Any) -> Any:
@@ -51,7 +51,7 @@ class References:
         return found
 
     def resolve(self, schema: Any) -> Any:
-        """Return the target of a schema that is a plain reference, through any number of them; any other as it is."""
+        """Return the target of a schema that is a plain reference, through any number of them; any other unchanged."""
         seen = set()
         while isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"] not in seen:
             seen.add(schema["$ref"])
@@ -72,7 +72,7 @@ class References:
 
 
 def _has_names(schema: Any, is_root: bool = True) -> bool:
-    """True where a schema in it has a name or a base: `$anchor`, or an `$id` that is not the root's."""
+    """True when a schema in it has a name or a base: `$anchor`, or an `$id` that is not the root's."""
     if not isinstance(schema, dict):
         return False
     if "$anchor" in schema or "$dynamicRef" in schema or "$recursiveRef" in schema:

@@ -11,7 +11,7 @@ _MAX_PATH = 120
 
 
 class Refusal(Exception):
-    """A keyword that matters where it stands, and cannot be held to. The message is for the caller."""
+    """Error for a keyword that matters in its place and cannot be honoured. The message is for the caller."""
 
     def __init__(self, path: str, keyword: str, reason: str) -> None:
         """`path`: JSON pointer of the schema that has the keyword, as `#/properties/name`."""
@@ -22,7 +22,7 @@ def describe(path: str, keyword: str, reason: str) -> str:
     """Return the message about a keyword; an empty one stands for the schema as a whole."""
     if len(path) > _MAX_PATH:
         path = f"{path[: _MAX_PATH // 2]}…{path[-_MAX_PATH // 2 :]}"
-    # A name may hold anything: the message stays one line of text.
+    # A name may contain anything: the message stays one line of text.
     path = "".join(each if each.isprintable() else "…" for each in path)
     return f"at {path}: {f'`{keyword}` ' if keyword else ''}{reason}"
 

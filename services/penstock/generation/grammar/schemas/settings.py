@@ -9,8 +9,8 @@ from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.schemas.refusal import Refusal
 
 NAME = "x-guidance"
-# JSON allows any amount of white space, and real models spend it: blank lines before a comma, for ever in the worst
-# case. Here it is none before a comma and a colon, and behind one a blank, or a line break with indentation.
+# JSON allows any amount of white space, and real models use it: blank lines before a comma, for ever in the worst case.
+# Here there is none before a comma and a colon, and after one a blank, or a line break with indentation.
 _WRITTEN = {"item_separator": r",(\x20|\x0A\x20{0,32})?", "key_separator": r":\x20?", "whitespace_flexible": False}
 _COMPACT = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}
 _SPACING = frozenset({*_WRITTEN, "whitespace_pattern"})
@@ -24,20 +24,20 @@ class Settings:
     guidance: dict[str, Any]
     # No white space at all.
     is_compact: bool = False
-    # Objects have no keys but those that are named, unless the schema says so itself.
+    # Objects have only named keys, unless the schema allows others.
     is_strict: bool = False
     bounds: JsonBounds = field(default_factory=JsonBounds)
 
     @property
     def for_llguidance(self) -> dict[str, Any]:
-        """Settings with those of white space filled in: a schema that sets one of them sets all."""
+        """Settings with defaults for white space: a schema that sets one of these sets all."""
         if self.is_compact:
             return {**self.guidance, **_COMPACT}
         return self.guidance if self.guidance.keys() & _SPACING else {**_WRITTEN, **self.guidance}
 
 
 def take_settings(schema: dict[str, Any], bounds: JsonBounds) -> Settings:
-    """Take the settings out of a schema, which go before the server's `bounds`. Raises Refusal."""
+    """Remove the settings from a schema; they override the server's `bounds`. Raises Refusal."""
     given = schema.pop(NAME, {})
     if not isinstance(given, dict):
         raise Refusal("#", NAME, "must be an object")

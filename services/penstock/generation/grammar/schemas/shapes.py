@@ -1,4 +1,4 @@
-"""Shapes that the values of keywords must have: with another one a keyword says nothing that could be held to."""
+"""Shapes that the values of keywords must have: with another one a keyword has no meaning."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ _SILENT = ("$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$schema")
 
 
 class Placed(dict[str, Any]):
-    """A schema that came to stand elsewhere, and the place that its caller knows."""
+    """A schema that was moved, and its place in the caller's text."""
 
     def __init__(self, schema: dict[str, Any], path: str) -> None:
         super().__init__(schema)
@@ -63,9 +63,9 @@ class Placed(dict[str, Any]):
 def simplify(
     root: dict[str, Any], *, is_strict: bool, bounds: JsonBounds, takes_any_of: bool = False
 ) -> dict[str, Any]:
-    """Return the simple schema. Each of its definitions says in a `$comment` which place it comes from.
+    """Return the simple schema. Each of its definitions has its origin in a `$comment`.
 
-    `is_strict`: also objects without any named key are closed. `takes_any_of`: `oneOf` counts as `anyOf`. Raises
+    `is_strict`: objects without any named key are closed, too. `takes_any_of`: `oneOf` counts as `anyOf`. Raises
     Refusal, and RecursionError for a schema that is nested too deeply.
     """
     return _Simplifier(root, is_strict, bounds, takes_any_of).run()
@@ -76,7 +76,7 @@ class _Simplifier:
         self._root = root
         self._bounds = bounds
         self._has_any = False
-        # Within a schema that lists its objects or arrays: its own word goes before any end or bound of ours.
+        # Within a schema that lists its objects or arrays: its own list wins over any bound of ours.
         self._is_listed = False
         # Values within values of these.
         self._deepest = 0
@@ -111,7 +111,7 @@ class _Simplifier:
         return bound_recursion(made | ({"$defs": definitions} if definitions else {}), self._bounds.depth, depths)
 
     def _node(self, schema: Any, path: str, is_part: bool) -> Any:
-        """Return a schema made simple. `is_part`: another one is put together with it, and closes the object."""
+        """Return a simplified schema. `is_part`: another one is combined with it, and closes the object."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -145,7 +145,7 @@ class _Simplifier:
         return self._shared(made) if not is_part and self._is_common(schema, types) else made
 
     def _lists_values(self, made: dict[str, Any], seen: set[int]) -> bool:
-        """True where objects or arrays are listed, here or in another schema of the same value."""
+        """True when objects or arrays are listed, here or in another schema of the same value."""
         listed = [made["const"]] if "const" in made else made.get("enum")
         if isinstance(listed, list) and any(isinstance(value, dict | list) for value in listed):
             self._deepest = max(self._deepest, levels_of(listed))
@@ -179,7 +179,7 @@ class _Simplifier:
         self._parts(made, path, is_part=is_joined)
         rewrite_counts(made, path)
         if is_own and not is_joined and not made.keys() & {"const", "enum", *_COMPOSING}:
-            # Not before: the bound is none that the schema asks to count.
+            # Not before: the schema itself does not ask to count this bound.
             bound_keys(made, self._bounds)
             bound_names(made, self._bounds)
         if is_composed and names is not None:
@@ -209,7 +209,7 @@ class _Simplifier:
         return {"$ref": f"#/$defs/any{self._bounds.depth}"}
 
     def _bound(self, made: dict[str, Any]) -> None:
-        """Bound what a schema of its own leaves open. With another one beside it, that may ask for more."""
+        """Add bounds to a schema that stands alone. A schema combined with it could need more."""
         if made.keys() & {"const", "enum", *_COMPOSING}:
             return
         for bound in (bound_number, bound_text, bound_items):
@@ -246,11 +246,11 @@ class _Simplifier:
                 self._choose(made, word, path, is_part)
 
     def _part(self, schema: Any, path: str) -> Any:
-        """Return a schema of a value of its own made simple: `true` is anything, of bounded depth."""
+        """Return a simplified schema of a separate value: `true` is anything, of bounded depth."""
         return self._node({} if schema is True else schema, path, is_part=False)
 
     def _definitions(self, made: dict[str, Any], path: str) -> None:
-        """Make definitions simple where they stand. One that cannot be matters only if something refers to it."""
+        """Simplify definitions in place. One that cannot be simplified matters only if something refers to it."""
         for word in ("$defs", "definitions"):
             for name, one in made[word].items() if isinstance(made.get(word), dict) else ():
                 with contextlib.suppress(Refusal):
@@ -260,7 +260,7 @@ class _Simplifier:
         options = made[word]
         resolve = self._references.resolve
         if word == "oneOf":
-            # What is closed or bounded here would seem to have nothing in common: it is told before.
+            # Closed or bounded schemas would seem to have nothing in common: test this first.
             if not self._takes_any_of and not all(
                 are_disjoint(one, other, resolve) for at, one in enumerate(options) for other in options[at + 1 :]
             ):
@@ -324,7 +324,7 @@ class _Simplifier:
             made["minItems"] = max(made.get("minItems", 0), made.pop("minContains", 1))
 
     def _refuse(self, made: dict[str, Any], path: str) -> None:
-        """Raise Refusal for a word that matters and that nothing tells."""
+        """Raise Refusal for a keyword that matters and cannot be expressed."""
         for word in _UNSUPPORTED:
             if word in made:
                 raise Refusal(
@@ -334,12 +334,12 @@ class _Simplifier:
     # -- what other words tell
 
     def _rewrite_unevaluated(self, made: dict[str, Any], path: str) -> None:
-        """Tell what no other schema of the value has looked at, where there is no other. Raises Refusal."""
+        """Express `unevaluated…` keywords, if no other schema is about the same value. Raises Refusal."""
         for word in ("unevaluatedProperties", "unevaluatedItems"):
             if word in made:
                 other = "additionalProperties" if word == "unevaluatedProperties" else "items"
                 if other == "items" and isinstance(made.get("items"), list):
-                    # The list is of the first items, as in drafts before 2020-12.
+                    # The list is about the first items, as in drafts before 2020-12.
                     other = "additionalItems"
                 if made.keys() & {*_COMPOSING, "dependentSchemas", "dependencies", "contains", "if"}:
                     raise Refusal(path, word, "is not supported beside other schemas of the same value")
@@ -360,7 +360,7 @@ class _Simplifier:
             made["pattern"] = pattern
 
     def _rewrite_dependencies(self, made: dict[str, Any], path: str) -> None:
-        """Tell what a key asks for: it is absent, or what it asks for holds."""
+        """Express the dependencies of a key: it is absent, or its dependencies hold."""
         for word in ("dependentRequired", "dependentSchemas", "dependencies"):
             asked = made.pop(word, None)
             if asked is None:
@@ -373,7 +373,7 @@ class _Simplifier:
                     made["allOf"] = [*made.get("allOf", ()), one]
 
     def _rewrite_names(self, made: dict[str, Any], path: str) -> None:
-        """Tell `propertyNames` by the keys that it lists, or by a pattern of the others."""
+        """Express `propertyNames` by its listed keys, or by a pattern of the others."""
         if "propertyNames" not in made:
             return
         rule = self._references.resolve(made["propertyNames"])
@@ -409,7 +409,7 @@ class _Simplifier:
         made["additionalProperties"] = False
 
     def _split_numbers(self, made: dict[str, Any], types: frozenset[str], path: str) -> dict[str, Any] | None:
-        """Return the schema as one of its numbers and one of the rest, where `multipleOf` needs other words."""
+        """Split the schema into one for numbers and one for the rest, if `multipleOf` needs other keywords."""
         if "number" not in types or "multipleOf" not in made:
             return None
         if made.keys() & {"enum", "const"}:
@@ -431,13 +431,13 @@ class _Simplifier:
         return rest
 
     def _unique(self, made: dict[str, Any], path: str, types: frozenset[str]) -> Any:
-        """Tell `uniqueItems` of a few values by the arrays there are. Raises Refusal."""
+        """Express `uniqueItems` of a few values by the list of all arrays. Raises Refusal."""
         item = self._references.resolve(made.get("items", True))
         values = None
         if isinstance(item, dict):
             check_shapes(item, step(path, "items"))
             words = item.keys() & ASSERTIONS
-            # Other words would have to hold, too. A type is only there to say what the values show.
+            # Other keywords would have to hold, too. A type only repeats the types of the values.
             if words <= {"const", "type"} or words <= {"enum", "type"}:
                 values = [item["const"]] if "const" in item else item.get("enum")
             if words == {"type"} and item["type"] in ("boolean", ["boolean"]):
@@ -459,7 +459,7 @@ class _Simplifier:
     # -- other keys
 
     def _is_composed(self, made: dict[str, Any]) -> bool:
-        """True where several schemas are about one object: none of them may be closed without the others' keys."""
+        """True when several schemas are about one object: none of them may be closed without the others' keys."""
         joined = made.get("allOf") or ()
         if len(joined) > 1 or (joined and not _is_reference(joined[0])):
             return True
@@ -467,7 +467,7 @@ class _Simplifier:
         return len(composing) > 1 or bool(composing and made.keys() & OBJECT_WORDS)
 
     def _closed_names(self, made: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a schema of the keys that are named, and no others; None where others are spoken of, or none named."""
+        """Return a schema of the named keys only; None: other keys are mentioned, or no key is named."""
         found: dict[str, Any] = {"properties": {}, "patternProperties": {}}
         if "object" not in types_of(made) or not self._collect(made, found, set()):
             return None
@@ -485,7 +485,7 @@ class _Simplifier:
         return types_of(made) == {"object"} and not any(word in made for word in _COMPOSING)
 
     def _collect(self, schema: Any, found: dict[str, Any], seen: set[str]) -> bool:
-        """Add the keys that a schema and its parts name; False where one of them speaks of other keys."""
+        """Add the keys that a schema and its parts name; False: one of them mentions other keys."""
         if not isinstance(schema, dict):
             return True
         if schema.keys() & {"additionalProperties", "unevaluatedProperties"}:
@@ -507,7 +507,7 @@ class _Simplifier:
 
 
 def _asks_only_for_an_item(schema: dict[str, Any]) -> bool:
-    """True where `contains` is what every item is: by text, for Python takes 1 for true."""
+    """True when `contains` equals the schema of every item: by text, since 1 equals true in Python."""
     if "contains" not in schema or "items" not in schema or schema.keys() & {"prefixItems", "maxContains"}:
         return False
     return write_json(schema["contains"]) == write_json(schema["items"])
@@ -526,7 +526,7 @@ def _is_type_only(schema: Any) -> bool:
 
 
 def _name_pattern(rule: dict[str, Any]) -> str | None:
-    """Return the pattern of keys that a schema of strings means; None: it has more words than a pattern tells."""
+    """Return the pattern of keys for a schema of strings; None: a pattern cannot express all of its keywords."""
     words = rule.keys() & (ASSERTIONS - {"type"})
     if "string" not in types_of(rule):
         return None

@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema: the types that each is about, and the places where schemas stand in schemas."""
+"""Keywords of JSON Schema: the types that each is about, and the places of schemas within schemas."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", 
 
 
 def parts(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Make the steps to each schema that stands in this one, and it."""
+    """Yield the steps to each schema within this one, and the schema."""
     for word in ONE:
         if isinstance(schema.get(word), dict | bool):
             yield (word,), schema[word]
@@ -58,7 +58,7 @@ def parts(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def types_of(schema: dict[str, Any]) -> frozenset[str]:
-    """Return the types that `type` allows, integers as numbers; all where it is absent or no type."""
+    """Return the types that `type` allows, integers as numbers; all types if it is absent or invalid."""
     named = schema.get("type")
     listed = [named] if isinstance(named, str) else named
     if not isinstance(listed, list) or not listed:
@@ -68,7 +68,7 @@ def types_of(schema: dict[str, Any]) -> frozenset[str]:
 
 
 def is_of(value: Any, named: Any) -> bool:
-    """True where a JSON value is of one of the types that `type` names."""
+    """True when a JSON value is of one of the types in `type`."""
     listed = [named] if isinstance(named, str) else named
     match value:
         case bool():
@@ -83,13 +83,13 @@ def is_of(value: Any, named: Any) -> bool:
 
 
 def levels_of(value: Any) -> int:
-    """Return how many values within values a JSON value has."""
+    """Return the depth of nesting of a JSON value."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return max((1 + levels_of(one) for one in inner), default=0)
 
 
 def says_nothing(schema: Any) -> bool:
-    """True for a schema that every value satisfies, as far as its own words show."""
+    """True for a schema that every value satisfies, as far as its own keywords show."""
     if isinstance(schema, bool):
         return schema
     return isinstance(schema, dict) and not (schema.keys() & ASSERTIONS)

@@ -21,7 +21,7 @@ Rows = Callable[[Tensor], Tensor]
 
 
 class NotFinite(ValueError):
-    """Raised for a weight with NaN or infinity in row `row`, or near it, which no scale of a quantised format holds."""
+    """Error for a weight with NaN or infinity in or near row `row`: no scale of a quantised format holds it."""
 
     def __init__(self, row: int) -> None:
         super().__init__(f"row {row} of the weight is not finite")
@@ -36,7 +36,7 @@ def check_finite(scale: Tensor) -> None:
 
 
 class Weight(Protocol):
-    """A weight (out, in) of `dtype` that is read only when it is used."""
+    """A weight (out, in) of `dtype` that is read only on use."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -45,17 +45,17 @@ class Weight(Protocol):
         """Yield the rows in order; a piece is valid until the next one."""
 
     def joined(self) -> Tensor:
-        """Return all of the weight, in memory that nothing else uses."""
+        """Return the whole weight, in memory of its own."""
 
 
-# Forms of whole numbers that a product of ours has: int4's numbers mean (value - 8) * scale, those of the other form
+# Formats of whole numbers with a product of ours: int4's numbers mean (value - 8) * scale, those of int4-asymmetric
 # value * scale + offset, with an offset for each scale.
 INT8, INT4, INT4_ASYMMETRIC = "int8", "int4", "int4-asymmetric"
 
 
 @dataclass(frozen=True, slots=True)
 class WholeRows:
-    """Rows of a weight as whole numbers and scales, in a form of those above."""
+    """Rows of a weight as whole numbers and scales, in one of the formats above."""
 
     # (rows, inputs); int8: from -128 to 127, as int8; int4: from 0 to 15, as uint8.
     values: Tensor
@@ -75,7 +75,7 @@ class WholeRows:
 
 
 class WholeWeight(Protocol):
-    """A weight (out, in) that is kept as whole numbers, for x in `dtype`; read only when it is used."""
+    """A weight (out, in) kept as whole numbers, for x in `dtype`; read only on use."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class WholeWeight(Protocol):
 
 
 def all_rows(weight: WholeWeight) -> WholeRows:
-    """Return all rows in one."""
+    """Return all rows as one piece."""
     pieces = list(weight.whole_pieces())
     offsets = [one.offset for one in pieces if one.offset is not None]
     return WholeRows(
@@ -103,7 +103,7 @@ def dense(weight_OI: Tensor | Weight) -> Tensor:
 
 
 class Linear(ABC):
-    """y = x Wᵀ + b with the weight in the form that its method chose. Immutable after construction."""
+    """y = x Wᵀ + b with the weight in its method's format. Immutable after construction."""
 
     in_features: int
     out_features: int
@@ -113,7 +113,7 @@ class Linear(ABC):
         """Map (rows, in) to (rows, out), in x's dtype, contiguous."""
 
     def as_float(self, x_TI: Tensor) -> Tensor:
-        """Return the same product in float32, unrounded where the method can."""
+        """Return the same product in float32, unrounded if the method can."""
         return self(x_TI).float()
 
     def adapted(self, x_TI: Tensor, adapters: SiteAdapters) -> Tensor:
@@ -125,13 +125,13 @@ class Linear(ABC):
         return adapters.add_to(self.as_float(x_TI), x_TI)
 
     def rows(self) -> Rows | None:
-        """Return a lookup in the dense weight, for an embedding that shares it; None when the weight is not kept as it
-        was."""
+        """Return a lookup in the dense weight, for an embedding that shares it; None when the dense weight is not
+        kept."""
         return None
 
     @property
     def quantised_as(self) -> str:
-        """Form of a quantised weight, int8, int4 or int4-asymmetric; empty: it is not quantised."""
+        """Format of a quantised weight, int8, int4 or int4-asymmetric; empty: it is not quantised."""
         return ""
 
     @property
@@ -142,7 +142,7 @@ class Linear(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of memory that weight and bias take."""
+        """Bytes of weight and bias in memory."""
 
 
 class LinearMethod(ABC):
@@ -178,8 +178,8 @@ class LinearMethod(ABC):
         kernels: LayerKernels | None = None,
         activation: Activation = Activation.SILU,
     ) -> Linear:
-        """Return a linear layer of these very whole numbers and scales, in their own form; `kernels`: gated, with half
-        of the outputs, as the method of that name."""
+        """Return a linear layer of exactly these whole numbers and scales, in their own format; `kernels`: gated, with
+        half of the outputs, as the method of that name."""
         linear = self._whole(all_rows(weight), bias_O)
         return linear if kernels is None else Gated(linear, kernels.gate(activation))
 

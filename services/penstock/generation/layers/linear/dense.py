@@ -1,4 +1,4 @@
-"""Linear layers in the model's own dtype: packed once for oneDNN on CPU, or plain where that does not exist."""
+"""Linear layers in the model's own dtype: packed once for oneDNN on CPU, or plain without oneDNN."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlainLinear(Linear):
 
 
 class PlainLinearMethod(LinearMethod):
-    """Keeps the weight as it is."""
+    """Keeps the weight unchanged."""
 
     name = "plain"
 

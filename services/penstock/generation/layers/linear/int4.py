@@ -50,9 +50,9 @@ def _torch_zero(scale: Tensor, offset: Tensor, rounded: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Int4Numbers:
-    """A weight as torch's products of int4 take it, filled up to whole groups of inputs and whole blocks of outputs."""
+    """A weight in the format of torch's int4 products, padded to whole groups of inputs and whole blocks of outputs."""
 
-    # Outputs and inputs without what fills up.
+    # Outputs and inputs without padding.
     shape: tuple[int, int]
     # int4 or int4-asymmetric.
     form: str
@@ -116,7 +116,7 @@ class Int4Linear(Linear):
 
     @property
     def mean_scale(self) -> float:
-        """See Linear. Outputs that only fill up a block are left out."""
+        """See Linear. Padding outputs are left out."""
         return float(self._scale_and_zero[:, : self.out_features, 0].float().abs().mean())
 
     @property
@@ -132,7 +132,7 @@ class Int4LinearMethod(LinearMethod):
     name = "int4"
 
     def __init__(self) -> None:
-        """Make the method. Raises StartupError naming --quantization where the head's int8 is not possible."""
+        """Make the method. Raises StartupError naming --quantization if the head's int8 is not possible."""
         check_int8_product(self.name)
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:

@@ -56,7 +56,7 @@ class CudaInt4Linear(Linear):
 
     @property
     def mean_scale(self) -> float:
-        """See Linear. Outputs that only fill up a tile are left out."""
+        """See Linear. Padding outputs are left out."""
         return float(self._scale_and_zero[:, : self.out_features, 0].float().abs().mean())
 
     @property

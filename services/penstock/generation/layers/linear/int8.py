@@ -33,7 +33,7 @@ MOST = 127.0
 
 
 def check_int8_product(quantization: str) -> None:
-    """Raise StartupError naming --quantization where oneDNN has no right product of bytes."""
+    """Raise StartupError naming --quantization if oneDNN has no correct product of bytes."""
     if int8_product() is Int8Product.MISSING:
         raise StartupError(
             f"--quantization {quantization} needs oneDNN's product of bytes, which is missing or wrong here: build the "
@@ -131,7 +131,7 @@ class Int8LinearMethod(LinearMethod):
     name = "int8"
 
     def __init__(self) -> None:
-        """Make the method. Raises StartupError naming --quantization where there is no int8."""
+        """Make the method. Raises StartupError naming --quantization if there is no int8."""
         check_int8_product(self.name)
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:

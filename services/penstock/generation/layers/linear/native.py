@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from penstock.generation.layers.kernels import LayerKernels
     from penstock.generation.layers.lora import SiteAdapters
 
-# Version of the meaning of a packed weight's bytes, for files that keep them. Raise it with every change of the layout
-# in csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test holds the two
-# together.
+# Version of the meaning of a packed weight's bytes, for files that store them. Raise it with every change of the layout
+# in csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test checks that.
 LAYOUT_VERSION = 3
 # Older versions with the same bytes in dense formats; the bytes of quantised formats have changed since.
 SAME_DENSE = (2,)
@@ -69,13 +68,13 @@ def formats(dtype: torch.dtype, quantization: str) -> tuple[Format, Format]:
 
 
 def can_read(layout_version: str, quantization: str) -> bool:
-    """True when packed weights of that version mean here what they meant there."""
+    """True when packed weights of that version have the same meaning here."""
     same = SAME_DENSE if quantization == "none" else ()
     return layout_version in map(str, (LAYOUT_VERSION, *same))
 
 
 class Slabs:
-    """Memory for packed weights in large pages, many of them in one piece: 64-byte aligned, never given back singly."""
+    """Memory for packed weights in large pages, many of them in one piece: 64-byte aligned, never freed singly."""
 
     def __init__(self, arena: Arena | None = None) -> None:
         """Take memory from `arena` until it is used up."""
@@ -100,7 +99,7 @@ class Slabs:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight as the kernels read it, and facts of its dense form. The tensors are those of `part_sizes`."""
+    """A weight in the kernels' format, and facts of its dense form. The tensors are those of `part_sizes`."""
 
     # Outputs and inputs of the dense weight; gated: both halves of the outputs.
     shape: tuple[int, int]
@@ -114,11 +113,11 @@ class PackedWeight:
     scale: Tensor | None = None
     # int8: each output's sum of weights.
     sum: Tensor | None = None
-    # int4 with zeros: what is added to every number of a group, one per group and output.
+    # int4 with zeros: the offset of every number of a group, one per group and output.
     offset: Tensor | None = None
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the tensors that the format has, in the order of `part_sizes`."""
+        """Return the tensors of the format, in the order of `part_sizes`."""
         every = {
             "weight": self.weight,
             "bias": self.bias,
@@ -150,7 +149,7 @@ def part_sizes(
 
 
 def kept_format(format: Format, kept: str) -> Format:
-    """Return the format of a weight of a model of `format`: whole numbers that it keeps, of a form, are not turned."""
+    """Return the format of a weight in a model of `format`: whole numbers that it keeps are not turned."""
     return Format.INT8 if format is Format.ROTATED_INT8 and kept else format
 
 
@@ -238,7 +237,7 @@ class NativeLinear(Linear):
 
     @property
     def mean_scale(self) -> float:
-        """See Linear. Outputs that only fill up a panel have no scale."""
+        """See Linear. Padding outputs have no scale."""
         scale = self.packed.scale
         if scale is None:
             return 1.0
@@ -278,7 +277,7 @@ class NativeLinearMethod(LinearMethod):
         kernels: LayerKernels,
         activation: Activation = Activation.SILU,
     ) -> Linear:
-        """See LinearMethod: the halves meet before anything is written."""
+        """See LinearMethod: the halves are combined before anything is written."""
         return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=True), activation)
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
@@ -326,7 +325,7 @@ def _pack(
 
 
 def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gated: bool) -> PackedWeight:
-    """Write whole numbers where `pack_rows` of the kernels writes those that it rounds to."""
+    """Write whole numbers to the places where `pack_rows` of the kernels writes its rounded numbers."""
     outputs, inputs = weight.shape
     format = Format.INT8 if weight.form == INT8 else Format.INT4
     sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None, kept=weight.form)

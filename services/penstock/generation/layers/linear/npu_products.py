@@ -179,14 +179,14 @@ def _check_sizes(operator: str, argument: str, inputs: int, outputs: int) -> Non
 
 
 def _spans(outputs: int) -> Iterator[slice]:
-    """Yield the outputs of each product of a layer: all, where one may have as many."""
+    """Yield the outputs of each product of a layer: all of them, if one product may have that many."""
     step = outputs if outputs <= MOST_FEATURES else _OUTPUTS_AT_A_TIME
     for first in range(0, outputs, step):
         yield slice(first, min(first + step, outputs))
 
 
 class _Products(Linear):
-    """Products of a layer, side by side: one, but for the head of a large vocabulary."""
+    """Products of a layer, side by side: one, except for the head of a large vocabulary."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         if inputs > MOST_FEATURES:
@@ -306,7 +306,7 @@ class NPUInt4Linear(_Products):
 
     @property
     def mean_scale(self) -> float:
-        """See Linear. Outputs that only fill up a product are left out."""
+        """See Linear. Padding outputs are left out."""
         return float(torch.cat([own[1] for own in self._own], dim=1)[:, : self.out_features].float().abs().mean())
 
     @property
@@ -316,7 +316,7 @@ class NPUInt4Linear(_Products):
 
 
 def _filled(values_XO: Tensor) -> Tensor:
-    """Return the values contiguous, with zeros behind them up to a whole number of packed outputs."""
+    """Return the values contiguous, with zeros after them up to a whole number of packed outputs."""
     return F.pad(values_XO, (0, -values_XO.shape[-1] % _PACKED)).contiguous()
 
 

@@ -1,10 +1,10 @@
 """Blocks of a row turned by a Hadamard matrix before the row is rounded to bytes (QuaRot, arXiv:2404.00456, within one
-product). An outlier becomes a part of each number of its block, so that the row's scale is finer; weights are turned
-alike when they are packed, and the product is the same, times the block.
+product). An outlier is spread over all numbers of its block, so that the row's scale is finer. Weights are turned in
+the same way when they are packed, and the product is the same, times the block.
 
-The matrix is of ones and minus ones: nothing is rounded but the sums, and the scale of the weights takes the block back
-exactly, since it is a power of two. It lies within one matrix, so that every family takes it; a rank's shard has blocks
-of its own.
+The matrix consists of ones and minus ones: only the sums are rounded, and the scale of the weights cancels the block
+exactly, since it is a power of two. A rotation stays within one matrix, so it works for every family; a rank's shard
+has blocks of its own.
 """
 
 from __future__ import annotations
@@ -59,5 +59,5 @@ def halved(block: int) -> int:
 
 
 def natural_scale(scale: float, block: int) -> float:
-    """Return a weight's scale as it would be of numbers that keep their length when they are turned."""
+    """Return a weight's scale for numbers that keep their length when they are turned."""
     return scale * math.sqrt(block)
