@@ -121,7 +121,7 @@ def test_what_it_does_not_do_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "sizes", "settings", "fault"),
     [
-        ("llama", {}, {"tensor_parallel": 3}, "heads cannot be shared out evenly"),
+        ("llama", {}, {"tensor_parallel": 3}, "heads cannot be divided evenly"),
         ("qwen3_moe", {}, {}, "mixture of experts"),
         ("olmo2", {}, {}, "norms all heads together"),
         ("llama", {"intermediate_size": 33}, {}, "inner numbers of its MLP"),

@@ -1,4 +1,4 @@
-"""All that devices beside the CPU have in common: memory of their own, a number among several, a runtime in torch."""
+"""Common base of devices other than the CPU: memory of their own, a number among several, a runtime in torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Accelerator(Device):
-    """One of the accelerators of a kind that are visible to this process."""
+    """One of the accelerators of a kind visible to this process."""
 
     ranks_share_memory = False
 
@@ -56,8 +56,7 @@ class Accelerator(Device):
 
     @abstractmethod
     def _runtime(self) -> Any:
-        """Return torch's module of this kind. Raises StartupError naming --device where it, or the device, is not
-        there."""
+        """Return torch's module of this kind. Raises StartupError naming --device if it, or the device, is missing."""
 
     def _check_number(self, count: int, kind: str, variable: str) -> None:
         """Raise StartupError unless the device is one of `count`; `variable` of the environment chooses them."""

@@ -1,4 +1,4 @@
-"""The interface of a device for the rest of the engine. All that is specific to a device is behind it and Attention."""
+"""The interface of a device for the rest of the engine. Everything specific to a device is behind it and Attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.generation.layers.linear.base import LinearMethod
     from penstock.generation.sampling.kernels import SamplingKernels
 
-# Tokens of one KV block where neither the operator nor the device asks for another size.
+# Tokens of one KV block, unless the operator or the device needs another size.
 BLOCK_SIZE = 16
 
 
@@ -34,7 +34,7 @@ class DeviceMemory:
 
 
 class Device(ABC):
-    """One accelerator, or the CPU. Cheap to make; `start` is called once before anything is loaded."""
+    """One accelerator, or the CPU. Cheap to make; call `start` once before anything is loaded."""
 
     name: str
     # Ranks of --tensor-parallel share one memory.
@@ -49,10 +49,10 @@ class Device(ABC):
 
     @abstractmethod
     def start(self, *, num_threads: int | None = None, kernels: str = "auto", arena: Arena | None = None) -> None:
-        """Claim the device for this process; `num_threads` are those of host-side kernels (None: all cores allowed).
+        """Claim the device for this process; `num_threads` are those of host-side kernels (None: all allowed cores).
 
-        `kernels`: "native" insists on the C++ kernels, "auto" takes them where they are built, "torch" does without.
-        `arena`: memory that weights may be put in; a device that has no use for it closes it.
+        `kernels`: "native" requires the C++ kernels, "auto" uses them if they are built, "torch" never uses them.
+        `arena`: memory for weights; a device that does not need it closes it.
 
         Raises StartupError naming the flag that cannot be honoured.
         """
@@ -70,7 +70,7 @@ class Device(ABC):
         used."""
 
     def host_memory(self) -> DeviceMemory:
-        """Return the memory of the machine that the device is in, as `memory` does: where the host pool goes."""
+        """Return the memory of the device's machine, as `memory` does: the host pool is there."""
         return self.memory()
 
     def block_size(self, requested: int | None) -> int:
@@ -82,31 +82,31 @@ class Device(ABC):
 
     @abstractmethod
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
-        """Return the method that keeps and multiplies weights here: as `dtype`, or as int8 or int4 with activations of
+        """Return the method that stores and multiplies weights here: as `dtype`, or as int8 or int4 with activations of
         `dtype`.
 
         Raises StartupError naming --quantization when this device or dtype cannot.
         """
 
     def weight_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a large weight that is kept as it is, not initialised."""
+        """Return memory for a large unquantised weight, not initialised."""
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
     @property
     def mapped_files(self) -> tuple[MappedFile, ...]:
-        """Files with weights that are used where the page cache has them: no process may write into these."""
+        """Files of mapped weights: no process may write into these."""
         return ()
 
     def mapped_tensor(
         self, file: MappedFile, begin: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Return the tensor at offset `begin` of the file, to be read only; None where it must be copied."""
+        """Return the tensor at offset `begin` of the file, read-only; None: it must be copied."""
         return None
 
     def mapped_weights(self, file: MappedFile, name: str) -> torch.Tensor:
-        """Return (bytes,) uint8, to be read only: weights in the layout of the CPU's C++ kernels, used where they are.
+        """Return (bytes,) uint8, read-only: mapped weights in the layout of the CPU's C++ kernels.
 
-        Raises StartupError naming the flag to change where they cannot be used; the message calls them `name`.
+        Raises StartupError naming the flag to change if they cannot be used; the message calls them `name`.
         """
         raise StartupError(
             f"{name} was packed for the CPU's C++ kernels: --device {self.name} needs the checkpoint it was made of",
@@ -126,9 +126,9 @@ class Device(ABC):
         """Return the fastest operations on rows of scores that work here."""
 
     def of_rank(self, rank: int) -> str:
-        """Return the name, for --device, of the device that a rank of --tensor-parallel has where rank 0 has this one.
+        """Return the name, for --device, of the device of a rank of --tensor-parallel when rank 0 has this one.
 
-        Raises StartupError naming --tensor-parallel where a model cannot be spread.
+        Raises StartupError naming --tensor-parallel if a model cannot be sharded here.
         """
         raise StartupError(
             f"--tensor-parallel is not there with --device {self.name}: leave it out", flag="--tensor-parallel"
@@ -145,7 +145,7 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Return when all queued work is done."""
+        """Wait until all queued work is done."""
 
     def advice(self) -> str | None:
         """Advice to make this machine faster, in one line for people; None: there is none."""

@@ -52,7 +52,7 @@ class CPUDevice(Device):
         self.instruction_set: str | None = None
         self._could_be_faster: str | None = None
         self._kernels = "auto"
-        # Formats that were warned of.
+        # Formats with a warning so far.
         self._slow: set[torch.dtype] = set()
         self._arena: Arena | None = None
         self._mapped_files: list[MappedFile] = []
@@ -81,8 +81,8 @@ class CPUDevice(Device):
             arena.close()
 
     def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
-        """See Device. "auto" turns float16 into bfloat16 on a CPU that has no float16 arithmetic: same size, and fast;
-        asked for by name, float16 works everywhere, slowly."""
+        """See Device. "auto" turns float16 into bfloat16 on a CPU without float16 arithmetic: same size, and fast. A
+        requested float16 works everywhere, slowly."""
         if requested != "auto":
             return named_dtype(requested)
         if checkpoint is torch.float16 and packing_obstacle(torch.float16) is not None:
@@ -95,7 +95,7 @@ class CPUDevice(Device):
         return DeviceMemory(*host_memory(mapped=self._mapped_bytes))
 
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
-        """See Device. A warning tells of a format that is slow here, once."""
+        """See Device. A format that is slow here gets a warning, once."""
         method = cpu_method(dtype, quantization, native=self._uses_native(dtype), arena=self._arena)
         if isinstance(method, PlainLinearMethod) and dtype not in self._slow:
             self._slow.add(dtype)
@@ -130,7 +130,7 @@ class CPUDevice(Device):
     def mapped_tensor(
         self, file: MappedFile, begin: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """See Device. None where its offset in the file is no multiple of its numbers' size."""
+        """See Device. None if its offset in the file is not a multiple of its numbers' size."""
         if begin % dtype.itemsize:
             return None
         return self._view(file, begin, math.prod(shape), dtype).view(shape)

@@ -148,7 +148,7 @@ class CUDADevice(Accelerator):
 
     @cached_property
     def _has_triton(self) -> bool:
-        """True where Triton is there and can compile, which a first kernel shows: it needs a C compiler, and a folder
+        """True when Triton is installed and can compile; a first kernel shows that: it needs a C compiler, and a folder
         to write to."""
         try:
             from penstock.generation.attention import gpu_operators

@@ -1,4 +1,4 @@
-"""Check of a device's operators: each, at the shapes of a model, beside the same in float32 on the CPU."""
+"""Check of a device's operators: each, at the shapes of a model, against the same in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TOLERANCE = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One operation: the largest difference from the CPU's, relative above 1, or the error that it ended with."""
+    """One operation: the largest difference from the CPU's result, relative above 1, or its error."""
 
     name: str
     difference: float
@@ -39,7 +39,7 @@ class Finding:
 
     @property
     def is_right(self) -> bool:
-        """True when it ran, and gave the CPU's numbers up to rounding."""
+        """True when it ran and gave the CPU's numbers up to rounding."""
         return not self.error and self.difference <= _TOLERANCE
 
 
@@ -174,5 +174,5 @@ def _attention(
 
 
 def _numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Return normal numbers that every machine draws alike."""
+    """Return normal numbers, the same on every machine."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Captured graphs: the work that a call queues on a device, kept there and started again as one."""
+"""Captured graphs: the work that a call queues on a device, kept there and replayed as one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ class CapturedGraph:
 
 
 class GraphCapture(ABC):
-    """A device's way to capture graphs. They share the memory of what a call computes on its way: one runs at a
-    time."""
+    """A device's way to capture graphs. They share the memory of intermediate results: one runs at a time."""
 
-    # True where attention takes the lengths of contexts from the host: they are the one thing there that may change.
+    # True: attention takes the lengths of contexts from the host, the only numbers there that may change.
     needs_lengths = False
-    # True where no two rows of a call may write at one slot of the pool.
+    # True: no two rows of a call may write to one slot of the pool.
     needs_slots = False
 
     @abstractmethod
     def capture(self, call: Callable[[], tuple[Tensor, ...]]) -> CapturedGraph:
         """Run the call a few times and keep the work of one.
 
-        It must not depend on numbers of the host that change (see `needs_lengths`), wait for the device, or copy from
-        the host. What it reads must stay where it is for as long as the graph is used.
+        It must not depend on changing numbers of the host (see `needs_lengths`), wait for the device, or copy from the
+        host. The tensors that it reads must stay in place as long as the graph is used.
         """
 
 

@@ -14,10 +14,10 @@ from penstock.generation.devices.graph_capture import CapturedGraph, GraphCaptur
 class NPUGraphs(GraphCapture):
     """Graphs of the current NPU, which share one pool of memory.
 
-    Attention takes the lengths of contexts from the host, and a graph would keep those of its capture. Where
-    `auto_dispatch_capture` is set, torch-npu notes the attention of each layer, and `update` gives all of them others
-    (npu/graphs.py of torch-npu 2.13). It calls each operator on the host again, before the device has anything to do;
-    the operator's tasks and events are the graph's own, so that the last replay must be over.
+    Attention takes the lengths of contexts from the host, and a graph would keep those of its capture. With
+    `auto_dispatch_capture`, torch-npu notes the attention of each layer, and `update` gives all of them new lengths
+    (npu/graphs.py of torch-npu 2.13). It calls each operator on the host again, before the device has any work. The
+    operator's tasks and events belong to the graph, so the last replay must be over.
     """
 
     needs_lengths = True

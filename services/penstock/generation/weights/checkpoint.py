@@ -1,8 +1,8 @@
 """Reading a folder of safetensors: names and shapes are checked before any data is read, then tensors come in pieces.
 
 A piece is a view of a memory-mapped file until it is converted. A file is unmapped when its last tensor is read, and
-mapped anew after every RELEASE_BYTES: pages that were read take no more than that of the process's memory, however
-large a tensor is.
+mapped anew after every RELEASE_BYTES: for tensors of any size, the read pages take at most that much of the process's
+memory.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Checkpoint:
         for tensor, name in listed.items():
             if self._tensors.get(tensor, ("",))[0] != name:
                 raise StartupError(f"{folder / name} has no tensor {tensor}, which {INDEX_FILE} promises", flag="MODEL")
-        # Tensors of each file that were not read to their ends yet.
+        # Tensors of each file that have not been read completely.
         self._left = {
             name: {tensor for tensor, entry in self._tensors.items() if entry[0] == name} for name in self._files
         }
@@ -81,7 +81,7 @@ class Checkpoint:
         return STORED_DTYPES[self._tensors[tensor][2]]
 
     def stored_as(self, tensor: str) -> str:
-        """Return safetensors' name of the dtype that the tensor is stored in."""
+        """Return safetensors' name of the tensor's stored dtype."""
         return self._tensors[tensor][2]
 
     def check(
@@ -120,7 +120,7 @@ class Checkpoint:
                 )
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """Return the shape that the tensor is stored in."""
+        """Return the tensor's stored shape."""
         return self._tensors[tensor][1]
 
     def take(self, tensor: str) -> Tensor:
@@ -141,7 +141,7 @@ class Checkpoint:
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
         """Yield the tensor's rows in order, some at a time, in their stored dtype, as views of the file. Drop a piece
-        before asking for the next. The number of a piece's rows is a multiple of `multiple`, but for the last one's."""
+        before asking for the next. Each piece except the last has a multiple of `multiple` rows."""
         rows = self.shape(tensor)[0]
         size = self._size(tensor)
         some = max(1, PIECE_BYTES * rows // max(size, 1) // multiple) * multiple
@@ -154,7 +154,7 @@ class Checkpoint:
         self._read(tensor)
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
-        """Return the mapped file that holds the tensor, and the offset of its bytes there. The disk is asked for them,
+        """Return the mapped file with the tensor, and the offset of its bytes there. Reading them from the disk begins,
         without waiting."""
         name, shape, dtype = self._tensors[tensor]
         try:
@@ -178,7 +178,7 @@ class Checkpoint:
         return all(torch.equal(*pair) for pair in pairs)
 
     def is_quantised(self, tensor: str) -> bool:
-        """See TensorSource: here no tensor is."""
+        """See TensorSource: no tensor is quantised here."""
         return False
 
     def form(self, tensor: str) -> str:
@@ -206,7 +206,7 @@ class Checkpoint:
         return value
 
     def _read(self, tensor: str) -> None:
-        """Note that the tensor is read to its end, for the first time or again."""
+        """Note that the tensor is read completely, for the first time or again."""
         left = self._left[self._tensors[tensor][0]]
         if tensor in left:
             left.remove(tensor)
@@ -254,13 +254,13 @@ def _broken(path: Path, error: Exception) -> StartupError:
     return StartupError(f"{path} is no complete safetensors file: {str(error).splitlines()[0]}", flag="MODEL")
 
 
-# Bytes to read ahead of the rows that are touched now. Tensors lie nearly in the order in which they are wanted.
+# Bytes to read ahead of the rows being read. Tensors lie nearly in the order of their use.
 AHEAD_BYTES = 2**26
 
 
 class ReadAhead:
-    """Read-ahead advice to the system for safetensors files with headers that are known to be whole. Does nothing where
-    the system takes no advice."""
+    """Read-ahead advice to the system for safetensors files with complete headers. Does nothing on a system without
+    such advice."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = paths
@@ -269,8 +269,7 @@ class ReadAhead:
         self._asked: dict[str, tuple[int, int]] = {}
 
     def advise(self, file: str, tensor: str, first: int, last: int) -> None:
-        """Ask the disk for rows from `first` to `last`, which are touched next, and for the bytes that follow. Raises
-        OSError."""
+        """Begin to read rows from `first` to `last`, which are used next, and the bytes after them. Raises OSError."""
         if not hasattr(os, "posix_fadvise"):
             return
         if file not in self._tensors:

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight
 
 _log = get_logger("penstock.generation")
-# Forms of whole numbers that a quantised matrix may keep, by --quantization.
+# Formats of whole numbers that a quantised matrix may keep, by --quantization.
 _KEPT = {"auto": (INT8, INT4, INT4_ASYMMETRIC), "none": (), INT8: (INT8,), INT4: (INT4, INT4_ASYMMETRIC)}
 
 
 class TensorSource(Protocol):
-    """The tensors of a folder by Hugging Face's names, whatever they are stored as. Names were checked before."""
+    """The tensors of a folder by Hugging Face's names, stored in any format. Names were checked before."""
 
     folder: Path
 
     def __contains__(self, tensor: str) -> bool: ...
 
     def dtype(self, tensor: str) -> torch.dtype | None:
-        """Return the dtype that the tensor is stored in; None: it is a quantised matrix."""
+        """Return the tensor's stored dtype; None: it is a quantised matrix."""
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Return the tensor's shape."""
@@ -47,14 +47,14 @@ class TensorSource(Protocol):
         """Return a small tensor as a whole, to be converted or copied."""
 
     def row(self, tensor: str, number: int) -> Tensor:
-        """Return one row of a tensor that is no quantised matrix, as `take`."""
+        """Return one row of a tensor that is not a quantised matrix, as `take`."""
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """Yield the rows in order, some at a time; a piece is valid until the next one. The number of a piece's rows is
-        a multiple of `multiple`, but for the last one's."""
+        """Yield the rows in order, some at a time; a piece is valid until the next one. Each piece except the last has
+        a multiple of `multiple` rows."""
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
-        """Return the mapped file that holds a tensor with a dtype, and the offset of its bytes there."""
+        """Return the mapped file with a tensor that has a dtype, and the offset of its bytes there."""
 
     def are_equal(self, one: str, other: str) -> bool:
         """True when two tensors of one shape hold the same numbers, as stored."""
@@ -63,10 +63,10 @@ class TensorSource(Protocol):
         """True for a quantised matrix."""
 
     def form(self, tensor: str) -> str:
-        """Return the form of whole numbers that a quantised matrix has (layers.linear.base); empty: none."""
+        """Return the format of a quantised matrix's whole numbers (layers.linear.base); empty: none."""
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
-        """Yield the rows of a matrix that has a form, as `pieces`."""
+        """Yield the rows of a matrix with such a format, as `pieces`."""
 
 
 class CheckpointWeights:
@@ -84,9 +84,9 @@ class CheckpointWeights:
     ) -> None:
         """Take an open checkpoint.
 
-        `quantization` is the flag's value; "auto" keeps the whole numbers of a quantised checkpoint where a product has
-        their form. `is_tied`: config.json says that embedding and head are one. `map_embeddings`: the embedding is used
-        where the page cache has it, if the device can do that and the tensor is stored as `dtype`.
+        `quantization` is the flag's value; "auto" keeps the whole numbers of a quantised checkpoint if there is a
+        product for their format. `is_tied`: config.json says that embedding and head are one. `map_embeddings`: the
+        embedding is mapped from the page cache, if the device can do that and the tensor is stored as `dtype`.
         """
         self.dtype = dtype
         self.num_bytes = 0
@@ -106,8 +106,7 @@ class CheckpointWeights:
         self._kernels = device.layer_kernels(dtype)
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
-        """See Weights. Tied as transformers 5.x ties: a tensor that is there alone serves both; two that differ stay
-        two."""
+        """See Weights. Tied as in transformers 5.x: a single tensor serves both; two that differ stay two."""
         there = [name for name in (EMBEDDING, LM_HEAD) if name in self._checkpoint]
         stored = self._weight(there[-1:])
         head = self._made(
@@ -143,7 +142,7 @@ class CheckpointWeights:
         return self._made(stored, lambda: self._whole(stored, kept, bias, kernels, activation) or made(stored, bias))
 
     def kept_form(self, prefix: str, linear: LayerLinear) -> str:
-        """Return the form of whole numbers that `linear` will keep; empty: it does not. Opens its matrices."""
+        """Return the format of whole numbers that `linear` will keep; empty: it keeps none. Opens its matrices."""
         if linear.is_exact or linear.expert is not None:
             return ""
         return self._common_form([f"{prefix}{part}.weight" for part in linear.parts], self._kept)
@@ -156,8 +155,8 @@ class CheckpointWeights:
         return self._counted_tensor(self._owned(value))
 
     def layer_is_complete(self) -> None:
-        """See Weights. Give freed memory back: tensors that were converted before packing would otherwise keep a third
-        of a model in the heap."""
+        """See Weights. Return freed memory to the system: tensors that were converted before packing would otherwise
+        keep a third of a model in the heap."""
         trim_heap()
 
     def _table(self, name: str) -> Tensor:
@@ -171,7 +170,7 @@ class CheckpointWeights:
         return self._counted_tensor(table)
 
     def _mapped_table(self, name: str) -> Tensor | None:
-        """Return an embedding as a view of the file; None where it must be converted or copied."""
+        """Return an embedding as a view of the file; None: it must be converted or copied."""
         if not self._map_embeddings or self._checkpoint.dtype(name) != self.dtype:
             return None
         file, begin = self._checkpoint.mapped(name)
@@ -183,14 +182,14 @@ class CheckpointWeights:
         return self._forms
 
     def _made(self, weight: StoredWeight | StackedExpert, make: Callable[[], Linear]) -> Linear:
-        """Return the Linear that `make` makes of these rows. Raises StartupError naming the tensor that its format
+        """Return the Linear that `make` makes from these rows. Raises StartupError naming the tensor that its format
         cannot hold."""
         try:
             linear = make()
         except NotFinite as error:
             raise StartupError(
                 f"{self._checkpoint.folder}: tensor {weight.tensor_of(error.row)} has a NaN or an infinite number, "
-                "which no quantised weight can hold: --quantization none loads it as it is",
+                "which no quantised weight can hold: --quantization none loads it unchanged",
                 flag="MODEL",
             ) from error
         self.num_bytes += linear.num_bytes
@@ -207,13 +206,13 @@ class CheckpointWeights:
         kernels: LayerKernels | None = None,
         activation: Activation = Activation.SILU,
     ) -> Linear | None:
-        """Return the Linear of whole numbers; None where the tensors have no common form that is to be kept."""
+        """Return the Linear of whole numbers; None: the tensors have no common format to keep."""
         weight.form = self._common_form(weight.names, kept)
         method = self._whole_method(weight.form) if weight.form else None
         return None if method is None else method.whole(weight, bias, kernels, activation)
 
     def _common_form(self, names: Sequence[str], kept: tuple[str, ...]) -> str:
-        """Return the form of one product of these tensors; empty where they have none in common, or none of `kept`."""
+        """Return the format of one product of these tensors; empty: they have none in common, or none of `kept`."""
         forms = {self._checkpoint.form(name) for name in names} if kept else set()
         if forms == {INT4, INT4_ASYMMETRIC}:
             # A symmetric part gets offsets, too.
@@ -221,7 +220,7 @@ class CheckpointWeights:
         return next(iter(forms)) if len(forms) == 1 and forms <= set(kept) else ""
 
     def _whole_method(self, form: str) -> LinearMethod | None:
-        """Return the method of a form; None where this device has no such product, which nobody asked for by name."""
+        """Return the method of a format; None: this device has no such product, and nobody asked for it by name."""
         if form not in self._whole_methods:
             try:
                 self._whole_methods[form] = self._device.linear_method(self.dtype, INT8 if form == INT8 else INT4)
@@ -234,7 +233,7 @@ class CheckpointWeights:
         return StoredWeight(self._checkpoint, names, self.dtype, self._device.torch_device, order)
 
     def _joined(self, names: list[str]) -> Tensor:
-        """Join small tensors in memory of their own, even a single one: every method uses a bias as it is."""
+        """Join small tensors in memory of their own, even a single one: every method uses a bias unchanged."""
         return torch.cat([self._converted(self._checkpoint.take(name)) for name in names])
 
     def _counted_tensor(self, value: Tensor) -> Tensor:
@@ -251,8 +250,8 @@ class CheckpointWeights:
 
 
 class StoredWeight:
-    """The rows of `names`, in order, as `dtype`: a layers.linear.base.Weight, or a WholeWeight where they have a form.
-    Each use reads them anew. `order`: of the heads that the rows are."""
+    """The rows of `names`, in order, as `dtype`: a layers.linear.base.Weight, or a WholeWeight if they have a format of
+    whole numbers. Each use reads them anew. `order`: the order of the rows' heads."""
 
     def __init__(
         self,
@@ -321,8 +320,7 @@ class StoredWeight:
 
 
 class StackedExpert:
-    """One expert of a tensor that has all, as gpt-oss stores them: a layers.linear.base.Weight. Each use reads it
-    anew."""
+    """One expert of a tensor with all experts, as in gpt-oss: a layers.linear.base.Weight. Each use reads it anew."""
 
     def __init__(
         self, checkpoint: TensorSource, name: str, linear: LayerLinear, dtype: torch.dtype, device: torch.device

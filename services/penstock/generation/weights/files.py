@@ -17,7 +17,7 @@ from penstock.generation.core.model_config import CONFIG_FILE, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# `penstock pack` writes this file, under no name that other software takes for the weights.
+# File that `penstock pack` writes; other software does not take this name for weights.
 PACKED_FILE = "penstock.safetensors"
 # Files of weights in other forms, by torch.
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pth", "*.pt", "*.ckpt")
@@ -42,8 +42,8 @@ class StoredTensor:
 
 
 def read_header(path: Path, *, most_bytes: int = _MAX_HEADER_BYTES) -> dict[str, StoredTensor]:
-    """Return name -> tensor of one file. Raises OSError, and ValueError for bytes that are no header, or for one of
-    more than `most_bytes`: to parse it holds the interpreter's lock."""
+    """Return name -> tensor of one file. Raises OSError, and ValueError for bytes that are not a header, or for a
+    header of more than `most_bytes`: parsing it holds the interpreter's lock."""
     with path.open("rb") as file:
         start = file.read(8)
         if (size := header_bytes(start)) > most_bytes:
@@ -76,7 +76,7 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 def parse_header(start: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
     """Return the JSON at the beginning of a file, and the offset of the tensors' bytes. Raises ValueError for bytes
-    that are no header."""
+    that are not a header."""
     size = header_bytes(start[:8])
     try:
         header = json.loads(start[8 : 8 + size])
@@ -88,14 +88,14 @@ def parse_header(start: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
 
 
 def header_bytes(start: bytes) -> int:
-    """Return the length of a header by the first bytes of its file. Raises ValueError for one that no header has."""
+    """Return the length of a header by the first bytes of its file. Raises ValueError for an impossible length."""
     if len(start) < 8 or (size := int(struct.unpack("<Q", start)[0])) > _MAX_HEADER_BYTES:
         raise ValueError("no safetensors header")
     return size
 
 
 def is_packed(folder: Path) -> bool:
-    """True when `penstock pack` wrote the folder; also where the weights are a broken link."""
+    """True when `penstock pack` wrote the folder, even if the weights are a broken link."""
     return os.path.lexists(folder / PACKED_FILE)
 
 
@@ -116,7 +116,7 @@ def indexed_files(folder: Path) -> dict[str, str]:
 
 
 def _no_weights(folder: Path) -> StartupError:
-    """Return the error of a folder without safetensors, which tells how to convert what it has."""
+    """Return the error for a folder without safetensors; it tells how to convert the present files."""
     pickled = next((path.name for suffix in _PICKLES for path in sorted(folder.glob(suffix))), None)
     if pickled is None:
         return StartupError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", flag="MODEL")
@@ -150,8 +150,8 @@ _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def least_weight_bytes(folder: Path, dtype: str, quantization: str, *, map_embeddings: bool) -> int:
     """Lower bound on the bytes that loading `folder` as `--dtype` and `--quantization` needs for its matrices.
 
-    The embedding does not count where `map_embeddings` lets it be used in the page cache. 0 where the kernels have no
-    such format, the checkpoint is quantised, or anything is wrong with the folder: the loader names it.
+    The embedding does not count if `map_embeddings` allows mapping it. 0 if the kernels have no such format, the
+    checkpoint is quantised, or anything is wrong with the folder: the loader reports that.
     """
     try:
         tensors = {name: one for file in file_names(folder) for name, one in read_header(folder / file).items()}
@@ -171,7 +171,7 @@ def least_weight_bytes(folder: Path, dtype: str, quantization: str, *, map_embed
 
 
 def _item_bytes(matrices: dict[str, StoredTensor], named: object, dtype: str) -> int:
-    """Bytes of a number as `dtype`; for "auto" the smaller of the dtype that config.json names and the stored one."""
+    """Bytes of a number as `dtype`; for "auto" the smaller of config.json's dtype and the stored one."""
     if dtype != "auto":
         return _ITEM_BYTES[dtype]
     stored = _ITEM_BYTES[matrices[_EMBEDDING if _EMBEDDING in matrices else _LM_HEAD].dtype]
@@ -179,7 +179,7 @@ def _item_bytes(matrices: dict[str, StoredTensor], named: object, dtype: str) ->
 
 
 def _ends(matrices: dict[str, StoredTensor]) -> list[str]:
-    """Names of embedding and head, as far as they are there. The first serves as the table, the last as the head."""
+    """Names of the present ones of embedding and head. The first serves as the table, the last as the head."""
     return [name for name in (_EMBEDDING, _LM_HEAD) if name in matrices]
 
 
@@ -195,6 +195,6 @@ def _head(matrices: dict[str, StoredTensor], item: int, quantization: str) -> fl
 
 
 def _has_table(matrices: dict[str, StoredTensor], quantization: str, *, is_tied: bool) -> bool:
-    """True when a table beside the head is certain. Where embedding and head are equal and kept as they are, one serves
+    """True when a table in addition to the head is certain. If embedding and head are equal and unquantised, one serves
     as both; a config.json that unties them makes that unlikely."""
     return quantization in _QUANTISED_BYTES or (not is_tied and len(_ends(matrices)) > 1)

@@ -1,4 +1,4 @@
-"""The folder that `penstock pack` writes: no half-written file has a name that a service reads."""
+"""The folder that `penstock pack` writes: a service never sees a half-written file under a name that it reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.common.errors import StartupError
 from penstock.generation.weights.files import INDEX_FILE, is_packed
 
-# Files that say how the model may be used.
+# Files with the terms of use of the model.
 _LICENCES = ("LICENSE*", "NOTICE*")
 # Vocabularies and templates under names of their own.
 _NAMED = (
@@ -86,7 +86,7 @@ def copy_side_files(folder: Path, scratch: Path, output: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when all that was written to the file, or renamed into the folder, is on the disk."""
+    """Wait until everything written to the file, or renamed into the folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The layout of a packed file: safetensors, in which all bytes but the numbers follow from config.json and a few facts.
+"""The layout of a packed file: safetensors; all bytes except the numbers follow from config.json and a few facts.
 
 Tensors lie in the order in which a step reads them, each at a multiple of 64 bytes; `padding.N` fills the space between
 them, since safetensors allows no gaps. A reader computes the place of each tensor and does not trust the file.
@@ -37,16 +37,16 @@ _NO_DIGEST = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class PackedFacts:
-    """Facts in the header beside the tensors. All are text, as safetensors has it."""
+    """Facts in the header in addition to the tensors. All are text, as in safetensors."""
 
     dtype: str
     quantization: str
     # Name of the checkpoint, and SHA-256 of its files as JSON.
     source: str = ""
     source_sha256: str = "{}"
-    # Forms by name of the matrices that kept a quantised checkpoint's whole numbers, as JSON.
+    # Name -> format of the matrices that kept a quantised checkpoint's whole numbers, as JSON.
     kept: str = "{}"
-    # SHA-256 of all bytes behind the header.
+    # SHA-256 of all bytes after the header.
     sha256: str = _NO_DIGEST
     # Version of Penstock, for people.
     written_by: str = ""
@@ -57,7 +57,7 @@ class PackedFacts:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor, and the place of its bytes behind the header."""
+    """A tensor, and the place of its bytes after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ def layout(
 
 
 def header(places: dict[str, Place], facts: PackedFacts) -> bytes:
-    """Return the file's first bytes, of a length that does not depend on the digest; the tensors begin behind them,
+    """Return the file's first bytes; their length does not depend on the digest. The tensors begin after them,
     aligned."""
     entries: dict[str, object] = {"__metadata__": asdict(facts)}
     entries |= entries_of(places)

@@ -1,7 +1,6 @@
-"""Weights from a file that `penstock pack` wrote: used where they are, without a copy.
+"""Weights from a file that `penstock pack` wrote: mapped, without a copy.
 
-The kernels get pointers into the file. So every offset and size is computed from config.json, and the file must say the
-same.
+The kernels get pointers into the file. So every offset and size is computed from config.json, and the file must agree.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class PackedWeights:
         self._config = config
         self._layers, self._head = formats(file.dtype, file.facts.quantization)
         self._exact = formats(file.dtype, "none")[0]
-        # Rows can be looked up only in a matrix that is kept as it is.
+        # Rows can be looked up only in a matrix that is not quantised.
         has_table = EMBEDDING in file.entries or file.facts.quantization != "none"
         _check_scale(file, config)
         self._kept = file.kept
@@ -134,7 +133,7 @@ class PackedWeights:
         )
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
-        """See Weights: a view of the file, in the dtype that the layout says."""
+        """See Weights: a view of the file, in the layout's dtype."""
         place = self._places[name]
         found = self._data[place.begin : place.end].view(place.dtype).view(place.shape)
         self.num_bytes += found.nbytes
@@ -198,8 +197,7 @@ def _check_scale(file: PackedFile, config: ModelConfig) -> None:
 
 
 def _check_places(file: PackedFile, expected: dict[str, object]) -> None:
-    """Raise StartupError unless the entries are just those that config.json asks for, with vectors at aligned
-    offsets."""
+    """Raise StartupError unless the entries are exactly those of config.json, with vectors at aligned offsets."""
     for name, entry in expected.items():
         if file.entries.get(name) != entry:
             raise file.error(f"does not fit {file.folder / 'config.json'} in tensor {name}")

@@ -1,9 +1,9 @@
 """Part of a model's weights, and of an adapter's matrices, that one rank of a tensor-parallel group has.
 
-By columns and rows as in Megatron-LM (Shoeybi et al., 2019): q, k, v, gate and up give some of their outputs, the
-output projection and down take these as some of their inputs, and the results are added up. A rank has whole heads;
-key/value heads that are fewer than the ranks are there several times. The head is cut by the vocabulary; every rank has
-the whole embedding.
+The cut is by columns and rows as in Megatron-LM (Shoeybi et al., 2019): q, k, v, gate and up give some of their
+outputs, the output projection and down take these as some of their inputs, and the results are added up. A rank has
+whole heads; if there are fewer key/value heads than ranks, several ranks have the same one. The head is cut by the
+vocabulary; every rank has the whole embedding.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Shard:
             (config.experts is not None, "it has a mixture of experts, which runs in one process"),
             (config.qk_norm_is_whole, "it norms all heads together, which takes one process"),
             (config.has_sinks, "its heads have sinks, which take one process"),
-            (config.num_heads % self.count != 0, f"its {config.num_heads} heads cannot be shared out evenly"),
+            (config.num_heads % self.count != 0, f"its {config.num_heads} heads cannot be divided evenly"),
             (
                 kv % self.count != 0 and self.count % kv != 0,
-                f"its {kv} key/value heads can be neither shared out nor repeated evenly",
+                f"its {kv} key/value heads can be neither divided nor repeated evenly",
             ),
             (
                 config.intermediate_size % self.count != 0,
-                f"the {config.intermediate_size} inner numbers of its MLP cannot be shared out evenly",
+                f"the {config.intermediate_size} inner numbers of its MLP cannot be divided evenly",
             ),
         )
         for is_there, fault in faults:
@@ -69,7 +69,7 @@ class Shard:
         )
 
     def part(self, size: int) -> Range:
-        """Return this rank's part of `size` things, all but the last one's equally long."""
+        """Return this rank's part of `size` things; all parts except the last are equally long."""
         each = -(-size // self.count)
         return min(self.rank * each, size), min((self.rank + 1) * each, size)
 
@@ -95,7 +95,7 @@ class _Cut:
 
 
 class ShardedSource:
-    """TensorSource of one rank's part of a checkpoint. Matrices that are quantised there are numbers here."""
+    """TensorSource of one rank's part of a checkpoint. Quantised matrices of the checkpoint become numbers here."""
 
     def __init__(self, whole: TensorSource, config: ModelConfig, shard: Shard) -> None:
         """Take the whole checkpoint of `config`, after its names and shapes were checked."""
@@ -149,11 +149,11 @@ class ShardedSource:
         return value if cut.rows is None else torch.cat([value[begin:end] for begin, end in cut.rows])
 
     def row(self, tensor: str, number: int) -> Tensor:
-        """See TensorSource: of mixtures, which are not spread."""
+        """See TensorSource: for mixtures, which are not sharded."""
         raise TypeError(f"{tensor} has all experts")
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource. Rows that are not of this rank are not read."""
+        """See TensorSource. Rows of other ranks are not read."""
         cut, first = self._cuts.get(tensor, _Cut()), 0
         for piece in self._whole.pieces(self._stored(tensor), multiple=multiple):
             last = first + piece.shape[0]
@@ -184,7 +184,7 @@ class ShardedSource:
         raise TypeError(f"{tensor} is not kept as whole numbers")
 
     def _stored(self, tensor: str) -> str:
-        """Return the checkpoint's name of a tensor: one that is tied is there once."""
+        """Return the checkpoint's name of a tensor: a tied one has one name."""
         other = {EMBEDDING: LM_HEAD, LM_HEAD: EMBEDDING}.get(tensor)
         return tensor if other is None or tensor in self._whole else other
 
@@ -207,7 +207,7 @@ def adapter_parts(site: int, parts: Sequence[LoraPart], config: ModelConfig, sha
 
 
 def _cut_b(parts: Sequence[LoraPart], rows: tuple[Range, ...]) -> tuple[LoraPart, ...]:
-    """Return the parts with their outputs among `rows`, which ascend and lie one after the other in the rank."""
+    """Return the parts with outputs among `rows`; the rows ascend and are adjacent in the rank."""
     found = []
     for part in parts:
         last, place, first = part.first + part.b_OR.shape[0], 0, None
@@ -226,7 +226,7 @@ def _cut_b(parts: Sequence[LoraPart], rows: tuple[Range, ...]) -> tuple[LoraPart
 
 def adapter_copies(site: int | None, config: ModelConfig, count: int) -> tuple[int, int]:
     """Return the numbers of A and of B that `count` ranks have together, in wholes, of an adapter's matrices at a site;
-    None: of the embedding. Nearly: some rows of key/value heads may be there several times."""
+    None: of the embedding. Approximate: several ranks may have the same rows of key/value heads."""
     if site is None:
         return count, count
     takes_outputs = site == config.num_layers * SITES_A_LAYER or site % SITES_A_LAYER in (QKV, GATED)
@@ -234,14 +234,14 @@ def adapter_copies(site: int | None, config: ModelConfig, count: int) -> tuple[i
 
 
 def _qkv_rows(config: ModelConfig, shard: Shard) -> tuple[Range, ...]:
-    """Return the rows of q, k and v, as they lie in one product."""
+    """Return the rows of q, k and v in their joined product."""
     query, kv = (_times(part, config.head_dim) for part in (shard.part(config.num_heads), shard.kv_heads(config)))
     keys, values = config.num_heads * config.head_dim, (config.num_heads + config.num_kv_heads) * config.head_dim
     return query, _moved(kv, keys), _moved(kv, values)
 
 
 def _gated_rows(config: ModelConfig, shard: Shard) -> tuple[Range, ...]:
-    """Return the rows of gate and up, as they lie in one product."""
+    """Return the rows of gate and up in their joined product."""
     inner = shard.part(config.intermediate_size)
     return inner, _moved(inner, config.intermediate_size)
 

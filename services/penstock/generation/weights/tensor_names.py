@@ -24,12 +24,12 @@ class HeadOrder:
 
     # Rows of q and k, the first ones of the joined weight.
     rows: int
-    # For each dim of a head, the one of the checkpoint that comes there.
+    # For each dim of a head, the checkpoint's dim in its place.
     dims: tuple[int, ...]
 
     def applied(self, rows_OX: Tensor, first: int = 0) -> Tensor:
-        """Return rows of the joined weight or bias, from `first` on, in this order: whole heads, and any after q and
-        k."""
+        """Return rows of the joined weight or bias, from `first` on, in this order: whole heads of q and k, and any
+        rows after them."""
         count = min(max(self.rows - first, 0), rows_OX.shape[0])
         if not count:
             return rows_OX
@@ -54,8 +54,8 @@ class LayerLinear:
     # Not quantised by --quantization.
     is_exact: bool = False
     order: HeadOrder | None = None
-    # Not None: the weight is this one of a tensor that holds all experts', (experts, inputs, outputs), and its gates
-    # and values lie in turns.
+    # Not None: the weight is this expert's, of a tensor with all experts (experts, inputs, outputs), and its gates and
+    # values are interleaved.
     expert: int | None = None
 
     @property
@@ -72,8 +72,8 @@ def layer_prefix(index: int) -> str:
 def layer_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear, ...]:
     """Return the linear layers of a decoder layer: qkv, output, gated, down.
 
-    Of one with experts: qkv, output, the router, then gated and down of every expert, and last gated, down and gate of
-    the MLP that all rows share, where there is one.
+    With experts: qkv, output, the router, then gated and down of every expert, and last gated, down and gate of the MLP
+    that all rows share, if there is one.
     """
     attention = _qkv(config), _output(config)
     if not config.has_experts(layer):
@@ -148,7 +148,7 @@ def _stacked_expert(config: ModelConfig, module: str, number: int, inner: int) -
 
 
 def _head_order(config: ModelConfig) -> HeadOrder | None:
-    """Return the order in which q and k must be read; None: as they are."""
+    """Return the order in which q and k must be read; None: unchanged."""
     rope, half = config.rope, config.head_dim // 2
     turning = rope.rotary_dim or config.head_dim
     if turning == config.head_dim and not rope.is_interleaved:
@@ -163,7 +163,7 @@ def _head_order(config: ModelConfig) -> HeadOrder | None:
 
 
 def rounds_once(config: ModelConfig) -> bool:
-    """True when norms, and all that `layer_norms` names, are kept in float32 whatever the model's dtype is."""
+    """True when norms, and everything in `layer_norms`, are kept in float32 for any dtype of the model."""
     return config.norm_kind is not NormKind.RMS
 
 
@@ -194,7 +194,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _stored_shapes(config: ModelConfig, linear: LayerLinear) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors that the checkpoint has of a linear layer."""
+    """Return name -> shape of the checkpoint's tensors of a linear layer."""
     if linear.expert is not None and config.experts is not None:
         (name,), (outputs, inputs) = linear.parts, linear.shape
         return {name: (config.experts.count, inputs, outputs), f"{name}_bias": (config.experts.count, outputs)}

@@ -182,7 +182,7 @@ def test_a_rank_without_outputs_has_no_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"num_heads": 6, "num_kv_heads": 6}, "6 heads cannot be shared out evenly"),
+        ({"num_heads": 6, "num_kv_heads": 6}, "6 heads cannot be divided evenly"),
         ({"num_heads": 12, "num_kv_heads": 6}, "6 key/value heads can be neither"),
         ({"intermediate_size": 30}, "30 inner numbers"),
         ({"route": "fallback"}, "transformers' modules"),

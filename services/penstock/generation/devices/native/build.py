@@ -1,7 +1,7 @@
 """Builds the C++ kernels once for this machine's torch and compiler, into a folder that later starts load from.
 
-A build in a user's cache has the instruction sets that its CPU can run; one that is made to be taken elsewhere has all,
-as the wheel penstock-kernels does (prebuilt.py).
+A build in a user's cache has the instruction sets of its CPU; a build for other machines has all of them, like the
+wheel penstock-kernels (prebuilt.py).
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ _SANITIZED = (
 
 
 def is_supported() -> bool:
-    """True when there are kernels for this machine's kind of processor."""
+    """True when kernels exist for this machine's kind of processor."""
     return bool(native_sets())
 
 
 def sources_digest(torch_version: str, extra: tuple[str, ...] = (), *, machine: str | None = None) -> str:
-    """Return 16 hexadecimal digits of all that a library depends on but the compiler: sources, flags, torch, processor.
+    """Return 16 hexadecimal digits of everything that a library depends on except the compiler: sources, flags, torch,
+    processor.
 
     `machine`: the kind of processor, as uname has it; this one's by default.
     """
@@ -99,8 +100,8 @@ def _folder(cache: Path, extra: tuple[str, ...] = ()) -> Path:
 def find(cache: Path) -> Path | None:
     """Return the library of these sources and this torch that was built or used last; needs no compiler.
 
-    One that others could have written is passed over, with a warning. One without the wider instruction set, built
-    where the CPU has none, is the last choice: a cache may be shared by machines.
+    A library that others could have written is skipped, with a warning. One without the wider instruction set, built
+    on a CPU without it, is the last choice: machines may share a cache.
     """
     for extra in ((), (_NARROW_ONLY,)):
         built = sorted(
@@ -167,17 +168,17 @@ def build(
 ) -> Path:
     """Compile the kernels and return the library's path. About a minute on two cores.
 
-    `progress` gets the number of files that are compiled, from 0, and of all; linking is not counted.
+    `progress` gets the number of compiled files, from 0, and of all; linking is not counted.
 
-    Nothing is compiled when this compiler did it before, or when no compiler is left but a library of an earlier one
-    is. What others could have written is compiled anew, and folders of this user are closed to them.
+    Nothing is compiled when this compiler did it before, or when there is no compiler but a library of an earlier one.
+    Files that others could have written are compiled anew, and folders of this user are closed to them.
 
-    `sanitize`: the address and undefined-behaviour sanitizers check the library; its folder is one that `find` does not
-    know. It can only be loaded where libasan was loaded first (tools/sanitize_kernels.py). `everywhere`: the library
-    has every instruction set, for it may be taken to another CPU.
+    `sanitize`: the address and undefined-behaviour sanitizers check the library; `find` does not know its folder. It
+    can only be loaded after libasan (tools/sanitize_kernels.py). `everywhere`: the library has every instruction set,
+    since it may be used on another CPU.
 
-    Raises StartupError when there are no kernels for this machine, or the compiler is missing or fails. A build that
-    does not end well leaves nothing, whatever is raised meanwhile.
+    Raises StartupError when there are no kernels for this machine, or the compiler is missing or fails. A failed build
+    leaves nothing behind, after any error.
     """
     if not is_supported():
         raise StartupError("the native kernels are for x86-64 and arm64, on Linux", flag="--kernels")
@@ -251,8 +252,8 @@ def _compile(
         scratch,
         progress,
     )
-    # Templates that are no kernels' own, such as std::sort, may be in several objects. The linker takes the first of
-    # them: so the objects of the instruction sets that fewer CPUs have come last.
+    # Shared templates, such as std::sort, may be in several objects. The linker takes the first of them: so the objects
+    # of the less common instruction sets come last.
     ranks = {f".{namespace}": place for place, namespace in enumerate(reversed(sets), 1)}
     return sorted((target for target, _, _ in jobs), key=lambda target: ranks.get(target.suffixes[0], 0))
 

@@ -1,4 +1,4 @@
-"""Removes builds of the kernels that were not loaded for long, from any checkout or environment."""
+"""Removes builds of the kernels that were not loaded for a long time, from any checkout or environment."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def mark_used(library: Path) -> None:
 
 
 def remove_unused(cache: Path, keep: Path) -> int:
-    """Remove libraries that were neither built nor loaded for UNUSED_DAYS, all but `keep`; return the bytes that are
-    free now.
+    """Remove libraries that were neither built nor loaded for UNUSED_DAYS, except `keep`; return the freed bytes.
 
-    Remains of builds that were killed go after a day. A process that has a removed library loaded keeps it.
+    Remains of killed builds are removed after a day. A process that has loaded a removed library keeps it.
     """
     now = time.time()
     freed = 0

@@ -22,10 +22,10 @@ def run_compilers(
 ) -> None:
     """Run all `commands`, one for each core at a time. Their temporary files go to `scratch`.
 
-    `progress` gets, on this thread, the number of those that ended, from 0, and of all.
+    `progress` gets, on this thread, the number of ended ones, from 0, and of all.
 
-    Raises StartupError as soon as one fails. Whatever is raised meanwhile, KeyboardInterrupt included, compilers that
-    have not begun never do, and running ones are gone before it goes on.
+    Raises StartupError as soon as one fails. After any exception, KeyboardInterrupt included, no further compiler
+    begins, and running ones are gone before the exception goes on.
     """
     running = _Running(scratch)
     with ThreadPoolExecutor(os.cpu_count() or 1, "compiler") as pool:

@@ -20,7 +20,7 @@ DTYPES = tuple(NATIVE_DTYPES.values())
 def find_first(*folders: Path) -> Path | None:
     """Return the library that `load` takes; None when nothing was built.
 
-    A build of `folders` is for exactly this torch, so it goes before the wheel's.
+    A build of `folders` is for exactly this torch, so it wins over the wheel's.
     """
     return next((found for folder in folders if (found := find(folder)) is not None), None) or find_prebuilt()
 

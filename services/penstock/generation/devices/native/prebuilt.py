@@ -1,7 +1,7 @@
-"""Finds the library of the wheel penstock-kernels: compiled elsewhere, of these sources, for this release of torch.
+"""Finds the library of the wheel penstock-kernels: compiled elsewhere from these sources, for this release of torch.
 
-`kernels/hatch_build.py` makes it and records its digest: one that is cut short, by a full disk or a copy that was
-interrupted, would end the process that loads it.
+`kernels/hatch_build.py` makes it and records its digest: a truncated library, after a full disk or an interrupted copy,
+would end the process that loads it.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def link_arguments() -> tuple[str, ...]:
 
 
 def torch_release(version: str) -> str:
-    """Return the part of torch's version within which libraries of C++ fit: "2.13" of 2.13.0+cpu."""
+    """Return the part of torch's version that C++ libraries depend on: "2.13" of 2.13.0+cpu."""
     return ".".join(version.split(".")[:2])
 
 
 def wheel_facts(torch_version: str) -> dict[str, str]:
-    """Return what a library fits to, as its wheel records it."""
+    """Return the requirements of a library, as its wheel records them."""
     release = torch_release(torch_version)
     return {"torch": release, "sources": sources_digest(release)}
 
 
 def facts_of(library: Path, torch_version: str) -> dict[str, str]:
-    """Return what a wheel records of its library. Raises OSError."""
+    """Return a wheel's record of its library. Raises OSError."""
     return {**wheel_facts(torch_version), DIGEST: digest(library)}
 
 
 @functools.cache
 def find_prebuilt() -> Path | None:
-    """Return the library of the installed wheel; None without one, or with one that does not fit, with a warning."""
+    """Return the library of the installed wheel; None without one, or, with a warning, if it does not fit."""
     spec = importlib.util.find_spec(PACKAGE) if is_supported() else None
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -75,7 +75,7 @@ def find_prebuilt() -> Path | None:
 
 
 def _obstacle(facts: object, library: Path) -> str | None:
-    """Return why the library must not be loaded; None when it may be. Raises OSError."""
+    """Return the reason not to load the library; None: it may be loaded. Raises OSError."""
     if not isinstance(facts, dict):
         return f"{FACTS} is no object"
     release = torch_release(torch.__version__)

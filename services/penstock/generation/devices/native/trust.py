@@ -1,8 +1,8 @@
-"""Trust in a built library: to load one is to run its code with all that this process may do.
+"""Trust in a built library: loading one runs its code with all rights of this process.
 
-Whoever may write the file, or a folder from it up to the cache, could have put another in its place. So all of them
-must belong to this user, to root, or to the owner of the installed torch, which runs in this process anyway, and be
-writable for no other; and the file must be the one that the build wrote beside its digest.
+Anyone who may write the file, or a folder from it up to the cache, could have replaced it. So all of them must belong
+to this user, to root, or to the owner of the installed torch, which runs in this process anyway, and be writable for no
+other; and the file must match the digest that the build wrote beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def obstacle(library: Path, cache: Path) -> str | None:
-    """Return why `library`, a file within a folder of `cache`, must not be loaded; None when it may be."""
+    """Return the reason not to load `library`, a file within a folder of `cache`; None: it may be loaded."""
     for path in (cache, library.parent, library):
         try:
             # A cache may be a link that its user made; what is within is never one.
@@ -56,7 +56,7 @@ def digest(library: Path) -> str:
 
 
 def protect(cache: Path, folder: Path) -> None:
-    """Make `cache` and `folder` within it, writable for this user alone. Raises StartupError where that cannot be."""
+    """Make `cache` and `folder` within it, writable for this user only. Raises StartupError if that is impossible."""
     cache.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir()

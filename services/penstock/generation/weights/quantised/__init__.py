@@ -1,1 +1,1 @@
-"""Quantised checkpoints as they are found on hubs: a file a format, and the table of formats."""
+"""Quantised checkpoints as found on hubs: one file per format, and the table of formats."""

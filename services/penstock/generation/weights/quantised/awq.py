@@ -27,7 +27,7 @@ from penstock.generation.weights.quantised.base import (
 
 _BITS = 4
 _A_WORD = 32 // _BITS
-# Place in a word of each of its outputs.
+# Place of each output in its word.
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 

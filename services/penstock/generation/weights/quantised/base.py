@@ -1,6 +1,6 @@
 """Interfaces of quantised checkpoints: a format checks `quantization_config` and opens matrices.
 
-A matrix gives its rows as numbers, and as whole numbers with scales where a product of ours has that very form.
+A matrix gives its rows as numbers, and as whole numbers with scales if a product of ours has exactly that format.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INT8 = (-128, 127)
 
 
 class StoredFiles(Protocol):
-    """The tensors of a folder, as far as a format looks at them before it reads any."""
+    """The facts of a folder's tensors that a format needs before it reads any."""
 
     @property
     def metadata(self) -> Mapping[str, str]:
@@ -37,7 +37,7 @@ class StoredFiles(Protocol):
     def __contains__(self, tensor: str) -> bool: ...
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """Return the shape that the tensor is stored in."""
+        """Return the tensor's stored shape."""
 
     def stored_as(self, tensor: str) -> str:
         """Return safetensors' name of the dtype."""
@@ -45,8 +45,7 @@ class StoredFiles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stored tensor of a quantised matrix: the shape that it must have, and safetensors' names of the dtypes that it
-    may have."""
+    """A stored tensor of a quantised matrix: its required shape, and safetensors' names of its allowed dtypes."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
@@ -57,7 +56,7 @@ class Part:
 class StoredMatrix(ABC):
     """A quantised matrix (outputs, inputs)."""
 
-    # Form of `whole_rows`, int8, int4 or int4-asymmetric; empty: there is none.
+    # Format of `whole_rows`, int8, int4 or int4-asymmetric; empty: there is none.
     form: str = ""
 
     @abstractmethod
@@ -65,26 +64,26 @@ class StoredMatrix(ABC):
         """Return rows from `first` to `last` as float32."""
 
     def whole_rows(self, first: int, last: int) -> WholeRows:
-        """Return the same rows exactly, as whole numbers and scales. Call it only where there is a `form`."""
+        """Return the same rows exactly, as whole numbers and scales. Call it only if there is a `form`."""
         raise TypeError("the matrix has no form of whole numbers")
 
 
 class QuantFormat(ABC):
-    """A way to keep matrices, with the variant that `quantization_config` says. Its constructor takes that and raises
-    StartupError naming the field that is not supported."""
+    """A format of stored matrices, in the variant of `quantization_config`. Its constructor takes that and raises
+    StartupError naming the unsupported field."""
 
     # Value of quantization_config.quant_method.
     method: str
     # In words, with the variant.
     description: str
-    # Form that its matrices usually have, or empty. An estimate of memory goes by it.
+    # Usual format of its matrices, or empty; for an estimate of memory.
     form: str = ""
 
     @abstractmethod
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
-        """Return the tensors of the matrix of `module` with this shape, by their names behind `module`.
+        """Return the tensors of the matrix of `module` with this shape, by their names after `module`.
 
-        None: it is not quantised, and stored as `module`.weight. Raises StartupError for what is not supported.
+        None: it is not quantised, and stored as `module`.weight. Raises StartupError for an unsupported matrix.
         """
 
     @abstractmethod
@@ -108,7 +107,7 @@ class GroupedMatrix(StoredMatrix):
     zero: Tensor | int
     # Inputs of a group; those of the last one may be fewer.
     group: int
-    # (inputs) groups of the inputs where they are in no order; None: `group` tells.
+    # (inputs) groups of the inputs if these are not in order; None: consecutive groups of `group`.
     group_of_input: Tensor | None = None
     form: str = field(init=False)
 
@@ -116,7 +115,7 @@ class GroupedMatrix(StoredMatrix):
         least, most = (self.zero, self.zero) if isinstance(self.zero, int) else map(int, self.zero.aminmax())
         if least == most:
             object.__setattr__(self, "zero", least)
-        # A configuration may say any number.
+        # A configuration may contain any number.
         object.__setattr__(self, "group", min(self.group, self.shape[1]))
         object.__setattr__(self, "form", self._form(least, most))
 
@@ -139,7 +138,7 @@ class GroupedMatrix(StoredMatrix):
             return self._asymmetric_rows(first, last)
         values = self.unpack(first, last)
         scale = self.scale[first:last]
-        # What int8 and int4 count from.
+        # Numbers that int8 and int4 count from.
         base = 0 if self.form == INT8 else _INT4[0]
         if not isinstance(self.zero, int):
             values = values.to(torch.int16)
@@ -153,7 +152,7 @@ class GroupedMatrix(StoredMatrix):
         return WholeRows(values.to(torch.uint8), self._repeated(scale))
 
     def _asymmetric_rows(self, first: int, last: int) -> WholeRows:
-        """Return rows as they are stored, with what a zero takes off as the offset."""
+        """Return rows as stored, with a zero's subtrahend as the offset."""
         values = self.unpack(first, last)
         if self.lowest:
             values = values.to(torch.int16).sub_(self.lowest).to(torch.uint8)
@@ -162,13 +161,13 @@ class GroupedMatrix(StoredMatrix):
         return WholeRows(values, self._repeated(scale), self._repeated(scale * (self.lowest - zero)))
 
     def _repeated(self, groups: Tensor) -> Tensor:
-        """Return numbers of groups (rows, groups) as those of int4's smaller ones."""
+        """Return numbers per group (rows, groups), repeated for int4's smaller groups."""
         repeated = groups.repeat_interleave(-(-self.group // GROUP), dim=1)
         return repeated[:, : -(-self.shape[1] // GROUP)].contiguous()
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Yield views (rows, groups, inputs of one) of contiguous rows, each with its groups: whole ones, and a short
-        one at the end."""
+        """Yield views (rows, groups, inputs of a group) of contiguous rows, each with its groups: whole ones, and a
+        short one at the end."""
         whole = self.shape[1] // self.group
         if whole:
             yield rows[:, : whole * self.group].view(len(rows), whole, self.group), slice(0, whole)
@@ -176,7 +175,7 @@ class GroupedMatrix(StoredMatrix):
             yield rows[:, None, whole * self.group :], slice(whole, whole + 1)
 
     def _form(self, least: int, most: int) -> str:
-        """Return the form of numbers with zeros from `least` to `most`."""
+        """Return the format of numbers with zeros from `least` to `most`."""
         if self.group_of_input is not None:
             return ""
         low, high = self.lowest - most, self.lowest + self.levels - 1 - least
@@ -237,7 +236,7 @@ def one_of(
 
 
 def refuse(config: ConfigReader, name: str, meaning: str, advice: str = UNQUANTISED) -> None:
-    """Raise StartupError where the field asks for something: its value is there and not false or empty."""
+    """Raise StartupError if the field is set: present and neither false nor empty."""
     if config.values.get(name):
         raise config.error(name, f"is not supported ({meaning}): {advice}")
 

@@ -1,7 +1,7 @@
 """bitsandbytes: int8 with a scale of each row (SCB), and tables of 16 numbers (nf4, fp4) with a scale of each block.
 
-int8: weight int8 (outputs, inputs), which mean weight * SCB / 127. 4 bits: weight as bytes in one column, two numbers a
-byte, the high half first; absmax of each block, itself quantised where it is nested; quant_map, the table; and
+int8: weight int8 (outputs, inputs); the numbers are weight * SCB / 127. 4 bits: weight as bytes in one column, two
+numbers per byte, the high half first; absmax of each block, itself quantised if it is nested; quant_map, the table; and
 quant_state, facts as JSON in bytes.
 """
 

@@ -2,8 +2,8 @@
 
 pack-quantized: weight_packed int32 (outputs, words), whole numbers counted from the lowest; int-quantized: weight int8
 (outputs, inputs); float-quantized: weight float8 likewise. weight_scale is (1), (outputs, 1), (outputs, groups) or
-(blocks of outputs, blocks of inputs). Activations that a scheme quantises: our int8 product quantises them row by row,
-whatever the scheme says; otherwise they stay as they are, which is nearer to the model before quantisation.
+(blocks of outputs, blocks of inputs). Schemes that quantise activations: our int8 product quantises them row by row,
+for any such scheme; otherwise they stay unquantised, which is nearer to the original model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FLOAT8 = ("F8_E4M3",)
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """Form that the modules of a group are stored in."""
+    """Stored format of a group's modules."""
 
     targets: tuple[str, ...]
     is_packed: bool
@@ -101,7 +101,7 @@ class CompressedTensors(QuantFormat):
         """See QuantFormat."""
         scheme = self._scheme(module)
         if f"{module}.weight_packed" not in files and _is_plain(f"{module}.weight", files):
-            # On the list `ignore`, or such as an embedding that no target means.
+            # On the list `ignore`, or, like an embedding, without a target.
             return None
         if scheme is None:
             raise lying(

@@ -1,4 +1,4 @@
-"""fp8 by blocks, as DeepSeek and Qwen publish it, and by rows, as FBGEMM does. The activations stay as they are.
+"""fp8 by blocks, as DeepSeek and Qwen publish it, and by rows, as FBGEMM does. Activations stay unquantised.
 
 weight is float8 (outputs, inputs). Blocks: weight_scale_inv has a factor for each (of 128 times 128), or one for all.
 Rows: weight_scale has a factor for each.
@@ -75,7 +75,7 @@ class FbgemmFp8(QuantFormat):
     method = "fbgemm_fp8"
 
     def __init__(self, config: ConfigReader) -> None:
-        """See QuantFormat. `activation_scale_ub` bounds activations that are quantised, which here they are not."""
+        """See QuantFormat. `activation_scale_ub` bounds quantised activations; here activations are not quantised."""
         self.description = "fbgemm fp8, a scale a row"
 
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
@@ -93,6 +93,6 @@ class FbgemmFp8(QuantFormat):
 
 
 def _is_plain(module: str, scale: str, files: StoredFiles) -> bool:
-    """True when the weight is stored as it is."""
+    """True when the weight is stored unquantised."""
     weight = f"{module}.weight"
     return weight in files and files.stored_as(weight) in FLOATS and f"{module}.{scale}" not in files

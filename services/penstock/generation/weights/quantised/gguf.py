@@ -1,8 +1,8 @@
 """GGUF: all tensors in one file, matrices by rows of blocks of 32 or 256 numbers. Layout of llama.cpp's ggml-quants.
 
-A block has its scales in it. Q4_0, Q4_1 and Q4_K are forms of our int4 to the bit; the others become numbers of the
-dtype. In the architecture llama the rows of the query's and the key's projections have another order in the file, which
-is undone; in gemma3 norms have one more than Hugging Face's.
+A block contains its scales. Q4_0, Q4_1 and Q4_K map to our int4 to the bit; the others become numbers of the dtype. In
+the architecture llama the rows of the query's and the key's projections have another order in the file, which is
+undone; in gemma3 norms are larger by one than Hugging Face's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OWN_LAYER = {
         "post_ffw_norm": "post_feedforward_layernorm",
     }
 }
-# What is added to norms in the file.
+# Number added to norms in the file.
 _NORM_OFFSETS = {"gemma3": 1.0}
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(\w+)\.(weight|bias)")
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.\w+")
@@ -126,7 +126,7 @@ class GgufCheckpoint:
         return self._memory(), self._names[tensor].begin
 
     def are_equal(self, one: str, other: str) -> bool:
-        """See TensorSource. Blocks are equal where their bytes are."""
+        """See TensorSource. Blocks are equal if their bytes are."""
         if self._names[one].type != self._names[other].type:
             return False
         pairs = zip(self._stored(one), self._stored(other), strict=True)
@@ -179,7 +179,7 @@ class GgufCheckpoint:
         count = stored.shape[0] if is_matrix or order is not None else 1
         num_bytes = stored.end - stored.begin
         with warnings.catch_warnings():
-            # torch warns that it cannot be written; it must not be.
+            # torch warns that the memory cannot be written; it must not be.
             warnings.simplefilter("ignore", UserWarning)
             memory = self._memory().memory
             data = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=stored.begin).view(count, -1)
@@ -187,7 +187,7 @@ class GgufCheckpoint:
         for first in range(0, count, some):
             last = min(first + some, count)
             yield data[first:last].clone() if order is None else data[order[first:last]]
-        # Pages that were read are given back with the mapping.
+        # Pages that were read are freed with the mapping.
         del data, memory
         self._mapped = None
         self._read(tensor)
@@ -244,7 +244,7 @@ def _nibbles(octets: Tensor) -> Tensor:
 
 
 def _fifth_bits(octets: Tensor) -> Tensor:
-    """Return 16 where a number's fifth bit is set, in the numbers' order."""
+    """Return 16 for numbers with the fifth bit set, else 0, in the numbers' order."""
     bits = octets[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(1) << 4
 

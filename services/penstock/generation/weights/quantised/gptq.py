@@ -1,7 +1,7 @@
 """GPTQ: whole numbers of 2, 3, 4 or 8 bits, packed along the inputs; groups of inputs share a scale and a zero.
 
 Layout of AutoGPTQ and GPTQModel: qweight (inputs * bits / 32, outputs), qzeros (groups, outputs * bits / 32), scales
-(groups, outputs), g_idx (inputs). In `checkpoint_format` gptq zeros are stored less one, in gptq_v2 as they are.
+(groups, outputs), g_idx (inputs). In `checkpoint_format` gptq zeros are stored minus one, in gptq_v2 unchanged.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Gptq(QuantFormat):
         )
 
     def _zeros(self, packed: Tensor) -> Tensor:
-        """Return the zeros (groups, outputs) as int32. Those of v1 wrap around as the libraries that subtract the one
-        from a whole word let them."""
+        """Return the zeros (groups, outputs) as int32. Those of v1 wrap around, as in the libraries that subtract one
+        from a whole word."""
         if not self._is_v1:
             return unpacked(packed, self.bits).to(torch.int32)
         if 32 % self.bits:

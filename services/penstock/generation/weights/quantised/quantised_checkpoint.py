@@ -1,4 +1,4 @@
-"""A folder with quantised matrices as if it were one without: `X.weight` is there, whatever it is stored as."""
+"""A folder with quantised matrices behind the interface of one without: `X.weight` exists in any stored format."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _WEIGHT = ".weight"
 
 
 class QuantisedCheckpoint:
-    """A checkpoint_weights.TensorSource over the files of one. Matrices are opened when they are asked for, and given
-    in pieces."""
+    """A checkpoint_weights.TensorSource over the files of a folder. Matrices are opened on demand and read in
+    pieces."""
 
     def __init__(self, files: Checkpoint, format: QuantFormat) -> None:
         self.folder: Path = files.folder
@@ -29,7 +29,7 @@ class QuantisedCheckpoint:
         self._format = format
         # Names of quantised matrices, with their shape and parts.
         self._matrices: dict[str, tuple[tuple[int, int], dict[str, Part]]] = {}
-        # The one that was opened last: its form is asked for, then its rows.
+        # The matrix opened last: callers ask for its format, then for its rows.
         self._open: tuple[str, StoredMatrix] | None = None
 
     def __contains__(self, tensor: str) -> bool:
@@ -58,7 +58,7 @@ class QuantisedCheckpoint:
         self._files.check(needed, allowed, dtypes, asks=f"config.json with its {FIELD}")
 
     def dtype(self, tensor: str) -> torch.dtype | None:
-        """Return the dtype that the tensor is stored in; None: it is a quantised matrix."""
+        """Return the tensor's stored dtype; None: it is a quantised matrix."""
         return None if tensor in self._matrices else self._files.dtype(tensor)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class QuantisedCheckpoint:
         return not {one, other} & self._matrices.keys() and self._files.are_equal(one, other)
 
     def form(self, tensor: str) -> str:
-        """Return the form of whole numbers that a matrix has (layers.linear.base); empty: none."""
+        """Return the format of a matrix's whole numbers (layers.linear.base); empty: none."""
         return self._matrix(tensor).form if tensor in self._matrices else ""
 
     def is_quantised(self, tensor: str) -> bool:
@@ -90,7 +90,7 @@ class QuantisedCheckpoint:
         return self._files.row(tensor, number)
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
-        """See TensorSource: as they are stored; those of a quantised matrix as float32."""
+        """See TensorSource: in the stored dtype; rows of a quantised matrix as float32."""
         if tensor not in self._matrices:
             yield from self._files.pieces(tensor, multiple=multiple)
             return
@@ -131,7 +131,7 @@ class QuantisedCheckpoint:
         return self._open[1]
 
     def _close(self) -> None:
-        """Let the tensors go."""
+        """Drop the tensors."""
         self._open = None
 
     def _spans(self, tensor: str, multiple: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The formats that are read, by `quantization_config.quant_method`, and the way from a folder to its tensors."""
+"""The supported formats, by `quantization_config.quant_method`, and the way from a folder to its tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.generation.weights.quantised.torchao import TorchAo
 
 
 class Gguf(QuantFormat):
-    """The format as config.json names it, which `common.gguf_folder` wrote; GgufCheckpoint reads the file."""
+    """The format as named in the config.json that `common.gguf_folder` wrote; GgufCheckpoint reads the file."""
 
     method = "gguf"
 
@@ -52,7 +52,7 @@ _CLASSES = (Gptq, Awq, CompressedTensors, BitsAndBytes, TorchAo, Fp8, FbgemmFp8,
 FORMATS: dict[str, Callable[[ConfigReader], QuantFormat]] = {one.method: one for one in _CLASSES}
 # Fields of config.json that tell of a quantised checkpoint: compressed-tensors had one of its own once.
 QUANTISED_FIELDS = (FIELD, "compression_config")
-# Help for methods that are not read, where there is any but the unquantised checkpoint.
+# Advice for unsupported methods, if there is any besides the unquantised checkpoint.
 _ADVICE = {
     "auto-round": f"AutoRound exports to the format auto_gptq or llm_compressor, too; or {UNQUANTISED}",
     "modelopt": f"a checkpoint of llm-compressor has the same fp8; or {UNQUANTISED}",
@@ -95,8 +95,8 @@ def open_checkpoint(
 def read_dense(
     folder: Path, linears: Mapping[str, tuple[int, int]], dtype: torch.dtype, progress: CountBytes | None = None
 ) -> tuple[dict[str, Tensor], int]:
-    """Read all tensors of a quantised folder, matrices of `linears` (module -> outputs, inputs) as the numbers that
-    they mean, in `dtype`, the others as they are stored. Return them by name, and the number of quantised matrices.
+    """Read all tensors of a quantised folder: matrices of `linears` (module -> outputs, inputs) dequantised, in
+    `dtype`, the others as stored. Return them by name, and the number of quantised matrices.
 
     Raises StartupError naming a tensor that belongs to a quantised matrix of no linear layer, as of fused experts.
     """

@@ -2,7 +2,7 @@
 module, and in the file's header the class of each weight, with its facts as JSON.
 
 Int8Tensor and IntxUnpackedToInt8Tensor keep whole numbers, a byte each, with a scale and a zero of each block;
-Float8Tensor keeps float8 with a scale of each row, or one. Activations stay as they are, unless a product of ours
+Float8Tensor keeps float8 with a scale of each row, or one. Activations stay unquantised, unless a product of ours
 quantises them. Classes in the order of a GPU's product are refused.
 """
 
@@ -112,7 +112,7 @@ def _bits(facts: dict[str, Any]) -> int | None:
 
 
 def _facts(module: str, files: StoredFiles) -> dict[str, Any]:
-    """Return the facts of a module's weight. Raises StartupError where the files' headers have none."""
+    """Return the facts of a module's weight. Raises StartupError if the files' headers have none."""
     text = files.metadata.get(f"{module}.weight")
     try:
         found = json.loads(text or "")
