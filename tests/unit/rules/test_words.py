@@ -1,4 +1,4 @@
-"""Names and docstrings keep to the words of docs/learn/glossary.md."""
+"""Names and docstrings keep to the words of docs/learn/glossary.md, and to plain English."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ _DEFINITION = re.compile(r"\b(?:class|def)\s+(\w+)")
 # What "where" may say in the glossary's table of retired words.
 WHERE = {"names", "classes", "files", "beginnings", "engine", "csrc"}
 ENGINE = ("services/penstock/generation/engine/", "tests/unit/generation/engine/")
+# English that a reader has to read twice, with line ends and the marks of comments and strings in between.
+FOREIGN = re.compile(r"\b(?:so\W+many|whose|of\W+which)\b", re.IGNORECASE)
+PLAIN = "services/penstock/generation/"
 # config.py, app.py and their like: names that a reader finds more than twice in the package.
 MOST_COMMON_NAMES = 9
 
@@ -106,6 +109,20 @@ def questions_in(path: str, source: str) -> Iterator[str]:
                 yield f"{path}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}"
 
 
+def foreign_in(path: str, text: str) -> Iterator[str]:
+    """Yield the places of phrases that are not plain English."""
+    for found in FOREIGN.finditer(text):
+        yield f"{path}:{text.count(chr(10), 0, found.start()) + 1} {found[0]}"
+
+
+def test_the_generation_service_is_in_plain_english() -> None:
+    found = {path: text for path, text in sources().items() if path.startswith(PLAIN)}
+    kernels = (path for path in (ROOT / PLAIN).rglob("csrc/**/*") if path.suffix in {".h", ".cpp"})
+    found |= {path.relative_to(ROOT).as_posix(): path.read_text() for path in kernels}
+    assert len(found) > 300
+    assert not [place for path, text in found.items() for place in foreign_in(path, text)]
+
+
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     assert not [place for path, text in sources().items() for place in questions_in(path, text)]
 
@@ -181,6 +198,11 @@ def test_a_retired_word_would_be_seen(path: str, source: str) -> None:
 @pytest.mark.parametrize("source", ["def leave(): ...", "class EarlyStopping: ...", "def live_requests(): ..."])
 def test_plain_english_is_let_pass(source: str) -> None:
     assert not list(retired_in("services/token_healing.py", source))
+
+
+@pytest.mark.parametrize("text", ["# A request whose", '"tokens of"\n    "which"', "// Rows of so\n// many"])
+def test_a_foreign_phrase_would_be_seen(text: str) -> None:
+    assert len(list(foreign_in("services/a.py", text))) == 1
 
 
 @pytest.mark.parametrize("source", ['"""What it is."""', 'def f():\n    """Whether it runs."""'])
