@@ -1,4 +1,4 @@
-// Arguments of the attention kernels and of what writes the KV pool, and the two builds of each.
+// Arguments of the attention kernels and of the writers of the KV pool, and the two builds of each.
 #pragma once
 #include <cstddef>
 #include <cstdint>

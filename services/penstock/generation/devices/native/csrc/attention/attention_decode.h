@@ -1,5 +1,5 @@
 // Attention of fewer rows than SIMD has lanes, such as the query heads of one key/value head in a
-// decode step: lanes are keys in the scores and dims in the output. AVX-512 only. The sums are
+// decode step: lanes are keys in the scores and dims in the output. AVX-512 only. The sums equal
 // those of attention_prefill.h, bit for bit, so that a row gets the same result in a decode step
 // and in a chunk of a prompt.
 #pragma once
@@ -131,7 +131,7 @@ static void add_outputs(DecodeWork& w, int M, int units, int D, int d) {
     product<MODE, false, V>(outputs, M, units, w.o + d, D, true, AsItIs{});
 }
 
-// The first tile of what `task` reads.
+// The first tile that `task` reads.
 template <typename S>
 static void find_first(const AttentionArgs& a, const AttentionTask& task, Rows<S>& rows) {
   const int64_t query = task.first / (a.num_heads / a.num_kv_heads),

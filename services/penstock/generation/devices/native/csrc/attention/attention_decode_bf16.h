@@ -1,6 +1,6 @@
-// Attention of few rows over bf16 keys and values as they lie in the pool: what a decode step does.
-// Lanes are rows in the scores and dims in the output, so that neither keys nor values are turned
-// or copied. AVX-512 only. The sums are those of attention_prefill.h, bit for bit.
+// Attention of few rows, as in a decode step, over bf16 keys and values in place in the pool. Lanes
+// are rows in the scores and dims in the output, so that neither keys nor values are transposed or
+// copied. AVX-512 only. The sums equal those of attention_prefill.h, bit for bit.
 #pragma once
 #include "attention/attention_decode.h"
 

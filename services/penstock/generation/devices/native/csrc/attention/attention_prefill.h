@@ -1,4 +1,4 @@
-// Attention of many rows: chunks of prompts, and whatever the decode paths do not take.
+// Attention of many rows: chunks of prompts, and everything that the decode paths do not take.
 //
 // Everything is transposed so that SIMD lanes are query rows: scores S[key][row], weights
 // P[key][row], output O[dim][row]. Softmax then needs no horizontal operation, and the query heads
@@ -64,7 +64,7 @@ static void softmax_tile(PrefillWork<V, NB>& w, const float* v_scale, int b, int
       }
       high = x > high ? x : high;
     }
-    // A row that has seen nothing yet keeps -inf; 0 stands in for it, so that no inf - inf arises.
+    // A row without a key so far keeps -inf; 0 replaces it, so that no inf - inf arises.
     const vf base = high == none ? vf{} : high * scale;
     const vf shrink = exp2_nonpositive(w.high[b][v] * scale - base);
     if (any(w.high[b][v] != high)) {

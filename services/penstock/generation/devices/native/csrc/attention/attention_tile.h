@@ -2,9 +2,9 @@
 // loading.
 //
 // A unit is 32 bits: a float, a pair of bf16 (vdpbf16ps, bfdot), or four int8 (vpdpbusd, usdot).
-// Everything that sums does so in the order of keys or of dims, in the same operations, however
-// many rows there are and wherever they lie: this is compiled without reassociation or contraction,
-// and multiplies and adds at once only where fmadd says so.
+// All sums are in the order of keys or of dims, by the same operations for any number and place of
+// rows: this is compiled without reassociation or contraction, and only fmadd multiplies and adds
+// at once.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -172,9 +172,9 @@ static inline void micro(const Sides& s, int m0, int K, float* C, int64_t c_row,
 template <Mode MODE, bool A_POSITIVE, int V, typename Put>
 static void product(const Sides& s, int M, int K, float* C, int64_t c_row, bool add,
                     const Put& put) {
-  // Up to four vectors: as many sums at once as there are registers for, beside V vectors and a
-  // scalar. With more (scores of a decode step) fewer rows gain nothing. Each sum is the same
-  // whatever the step.
+  // Up to four vectors: the number of sums at once fills the registers, beside V vectors and a
+  // scalar. With more (scores of a decode step) fewer rows gain nothing. Each sum is the same with
+  // any step.
 #if defined(__AVX512F__) || defined(__aarch64__)
   constexpr int STEP = V == 1 ? 12 : V == 2 ? 8 : 6;
 #else
@@ -195,9 +195,9 @@ struct Rows {
   alignas(64) float v_scale[TILE] = {};
   int n = 0;
 
-  // Into the cache: row t of what find() found, if there is one. Blocks lie anywhere, so no
-  // hardware guesses the next one. (Inline, because a function that only prefetches is taken to
-  // have no effect, and its calls dropped.)
+  // Into the cache: row t of the rows that find() found, if there is one. Blocks lie anywhere, so
+  // no hardware guesses the next one. (Inline, because the compiler takes a function that only
+  // prefetches to have no effect, and drops its calls.)
   __attribute__((always_inline)) void fetch(int t, int head_dim) const {
     if (t >= n) return;
     for (int64_t at = 0; at < int64_t(sizeof(S)) * head_dim; at += 64) {
@@ -326,7 +326,7 @@ static inline float softmax_scale(const AttentionArgs& a, float step) {
 static inline float cap_scale(const AttentionArgs& a, float step) {
   return a.softcap > 0 ? a.scale * step / a.softcap : 0.0f;
 }
-// The highest score that a row has before it has seen a key, and its weight: its head's sink.
+// The highest score of a row before its first key, and its weight: its head's sink.
 static inline float first_high(const AttentionArgs& a, int64_t head, float scale) {
   return a.sinks == nullptr ? -INFINITY : a.sinks[head] * LOG2E / scale;
 }

@@ -1,4 +1,4 @@
-// The attention of a step as shared among threads: its tasks, and the scratch memory of one thread.
+// The attention of a step, shared among threads: its tasks, and the scratch memory of one thread.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -12,8 +12,8 @@
 
 namespace penstock {
 
-// Key/value heads of a task of few rows: those that lie side by side in memory together, where that
-// leaves every thread as much to do as the others.
+// Key/value heads of a task of few rows: adjacent ones in memory together, if every thread still
+// has an equal share.
 inline int64_t heads_together(const AttentionArgs& args, int64_t rows, int64_t sequences,
                               int64_t threads) {
   for (int64_t heads = std::min<int64_t>(args.num_kv_heads, KERNEL(most_heads)(args, rows));

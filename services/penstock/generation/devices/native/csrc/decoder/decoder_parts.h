@@ -17,8 +17,8 @@
 
 namespace penstock {
 
-// Tensors or sizes by name, as models/fused.py hands them over. Every name is asked for once, and
-// none may be left: a name that one side spells otherwise ends the start of the process.
+// Tensors or sizes by name, from models/fused.py. Every name is read once, and none may be left
+// over: a name that the two sides spell differently ends the start of the process.
 template <typename T>
 class Named {
  public:
@@ -78,7 +78,7 @@ struct Linear {
     TORCH_CHECK(panels > 0 && panels * granules * PANEL * 4 == weight.numel() &&
                     width <= panels * (gate == Gate::NONE ? PANEL : PANEL / 2),
                 "a weight has the wrong size");
-    // Numbers for every output, padded ones included; int4 has a scale for each group of inputs.
+    // One number per output, padded ones included; int4 has a scale for each group of inputs.
     const int64_t columns = panels * PANEL,
                   scales = format == Format::INT4 ? columns * (granules * 8 / GROUP) : columns;
     TORCH_CHECK(!bias || bias->numel() >= columns, "a bias is too short");
@@ -114,8 +114,8 @@ struct Factors {
 };
 
 struct Layer {
-  // The first and third are before attention and MLP, the others of what these add to the stream.
-  // A family has some of them.
+  // The first and third come before attention and MLP; the others norm what these add to the
+  // stream. A family has some of them.
   std::optional<at::Tensor> input_norm, attention_out_norm, post_attention_norm, mlp_out_norm;
   std::optional<at::Tensor> q_norm, k_norm, sinks;
   Linear qkv, output, gated, down;
@@ -137,8 +137,8 @@ constexpr int PREFETCH_LINES_A_ROW = 128;
 // Bytes of the output projection's weight that are fetched during attention.
 constexpr int64_t PREFETCH_DURING_ATTENTION = 256 << 10;
 
-// Memory that a forward pass writes on its way. Every thread may have its own `normed`, `residual`
-// and quantised rows.
+// Memory for intermediate results of a forward pass. Every thread may have its own `normed`,
+// `residual` and quantised rows.
 struct Buffers {
   at::Tensor normed, residual, qkv, q, attended, inner, added, bytes, scales, sums, shrunk;
 };
@@ -150,7 +150,7 @@ struct Inputs {
 };
 inline Inputs inputs_of(const at::Tensor& x) { return {x.data_ptr(), x.stride(0)}; }
 
-// Subject of one forward pass: the arguments of Decoder::forward, in place. The vectors and tensors
+// State of one forward pass: the arguments of Decoder::forward, in place. The vectors and tensors
 // live longer.
 struct Pass {
   at::Tensor hidden;
@@ -178,7 +178,7 @@ struct Step {
   Buffers buffers;
   at::Tensor hidden, out;
   int64_t rows;
-  // Those of `rows` with a wanted result: the others end with the last layer's keys and values.
+  // The rows of `rows` with a wanted result: the others end with the last layer's keys and values.
   // Ascending; null: all.
   const int64_t* wanted;
   int64_t num_wanted;

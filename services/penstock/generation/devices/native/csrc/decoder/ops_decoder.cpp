@@ -1,6 +1,6 @@
-// All layers of a decoder in one parallel region: torch.classes.penstock.Decoder. Same kernels as
-// the single operators, so the same bits; what it saves is waking threads some nine times a layer,
-// and Python between the operators.
+// All layers of a decoder in one parallel region: torch.classes.penstock.Decoder. It uses the
+// kernels of the single operators, so results have the same bits. It saves waking threads some nine
+// times per layer, and Python between the operators.
 #include <omp.h>
 
 #include <cmath>
@@ -15,8 +15,8 @@
 namespace penstock {
 namespace {
 
-// at::empty without its way through the dispatcher, which takes tens of microseconds where a step
-// has just been through the caches.
+// at::empty without the dispatcher, which takes tens of microseconds after a step has gone through
+// the caches.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) {
   return at::detail::empty_cpu(sizes, type);
 }
@@ -27,7 +27,7 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
   const std::string owner = "layer " + std::to_string(number) + " of the decoder";
   Named<at::Tensor> from(owner, tensors);
   Named<int64_t> own(owner, sizes);
-  // Of a quantised checkpoint some matrices may have another form than the rest.
+  // In a quantised checkpoint some matrices may have another format than the rest.
   const auto linear = [&](const char* name, int64_t inputs, int64_t width, Gate gate) {
     const int64_t format = own.take(std::string(name) + ".format");
     TORCH_CHECK(format >= 0 && format <= int(Format::ROTATED_INT8), owner, " has no such ", name);
@@ -143,7 +143,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
 
   // (T, hidden) after the final norm. `hidden_rows` are overwritten; `cos` and `sin` are looked up
   // by `positions`. With `draws` also each row's id of the highest logit, the first of equals, -1
-  // where that is none or infinite; else an empty tensor. `wanted` (R), ascending: results of these
+  // if that is NaN or infinite; else an empty tensor. `wanted` (R), ascending: results of these
   // rows only, R instead of T. `adapters`: of the rows; none: no row has one.
   std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, std::vector<at::Tensor> cos,
                                              std::vector<at::Tensor> sin, at::Tensor positions,
@@ -153,9 +153,9 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
                                              at::Tensor pool, std::optional<at::Tensor> scales,
                                              OptionalAdapters adapters) const;
 
-  // The ids that `forward` draws in a step of one token of each sequence: tokens `ids`, with which
-  // they are `lengths` long. So few arguments since everything is cold when a step begins, and each
-  // of torch's operators takes tens of microseconds then. `embedding` (vocabulary, hidden); none:
+  // The ids that `forward` draws in a step of one token of each sequence: tokens `ids`, sequences
+  // of `lengths` including them. It has few arguments: caches are cold when a step begins, and each
+  // of torch's operators then takes tens of microseconds. `embedding` (vocabulary, hidden); none:
   // the rows of the head.
   std::vector<int64_t> decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
                               at::Tensor tables, std::optional<at::Tensor> embedding,
@@ -212,8 +212,8 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   void run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention,
            const RopeArgs& rope) const;
 
-  // So few rows of `width` elements that one thread would do them all: then every thread does, for
-  // itself, and none waits.
+  // True if one thread would do all of these few rows of `width` elements: then every thread does
+  // them for itself, and none waits.
   static bool is_small(int64_t rows, int64_t width) { return rows <= grain(width); }
 
   template <typename F>
@@ -225,8 +225,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     step.barrier.wait(walk.prefetch);
   }
 
-  // Runs work that every thread does for itself, while the memory fetches the weight that comes
-  // next.
+  // Runs work that every thread does for itself, while the memory fetches the next weight.
   template <typename F>
   static void by_row(Walk& walk, F work) {
     for (int64_t row = 0; row < walk.rows; ++row) {
@@ -235,7 +234,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     }
   }
 
-  // `from`: rows of a linear layer's inputs. What it multiplies is in `args` then.
+  // `from`: rows of a linear layer's inputs. The rows to multiply are then in `args`.
   void quantise(Step& step, Walk& walk, const Linear& layer, Inputs from, bool bf16,
                 LinearArgs& args) const {
     Buffers& b = step.buffers;
@@ -348,8 +347,8 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
                : step.hidden.data_ptr();
   }
 
-  // The norm of `hidden` and what was added, which has a norm of its own in some models; where rows
-  // are few, of a copy that is the thread's own.
+  // The norm of `hidden` plus the addend, which has a norm of its own in some models; with few
+  // rows, of a copy for each thread.
   Inputs norm(Step& step, Walk& walk, const std::optional<at::Tensor>& weight, bool has_added,
               const std::optional<at::Tensor>& added_norm) const {
     Buffers& b = step.buffers;

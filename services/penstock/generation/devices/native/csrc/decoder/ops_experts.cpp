@@ -1,6 +1,6 @@
 // The products of a layer's experts in one parallel region: torch.classes.penstock.Experts. Rows
 // are sorted by expert, so that a weight is read once for all of its rows; a row's sums have one
-// order, whatever rows are beside it.
+// order, with any rows beside it.
 #include <omp.h>
 
 #include <cstring>
@@ -86,7 +86,7 @@ class ExpertInputs {
   at::Tensor rows_, scale_, sum_;
 };
 
-// Products of several weights with the rows of each, as tasks that any threads share.
+// Products of several weights with the rows of each, as tasks shared by threads.
 class Products {
  public:
   explicit Products(int64_t threads) : threads_(threads), progress_(threads) {}
@@ -97,8 +97,8 @@ class Products {
       tasks_.emplace_back(int32_t(args_.size()), share.task(i));
     args_.push_back(args);
   }
-  // One thread's part: a run of the tasks, which are in the order of the weights, then what others
-  // have left.
+  // One thread's part: a run of the tasks, which are in the order of the weights, then the rest of
+  // other threads' tasks.
   void run(int64_t thread) {
     const int64_t count = tasks_.size();
     for (int64_t i = 0; i < threads_; ++i) {

@@ -22,7 +22,7 @@ struct Adapter : torch::CustomClassHolder {
   std::vector<Site> sites;
 
   // For each site, in order: A (ranks, inputs), B (bytes), the halves of its panels (any, 3) and
-  // the scales of the ranks; all of them empty where the adapter leaves the site as it is.
+  // the scales of the ranks; all of them empty if the adapter does not change the site.
   Adapter(const std::vector<at::Tensor>& tensors, bool is_bf16);
 };
 

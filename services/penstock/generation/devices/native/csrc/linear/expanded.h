@@ -1,9 +1,9 @@
-// Products of several rows where no instruction multiplies the numbers as they are stored (AVX2):
-// what an instruction takes of them is worked out once, for all rows of a task. A part of a panel
-// becomes units of 32 bits (a float, two integers of 16 bits, or four bytes of int4), which stay in
-// the first-level cache; so do the rows in int8 and bfloat16. Then a tile of more rows has room in
-// the registers beside half a panel. float32 has only that tile to gain: its weight is read where
-// it lies. The sums have the order of linear.cpp's, and so their bits.
+// Products of several rows when no instruction multiplies the stored numbers (AVX2): they are
+// converted to an instruction's input once, for all rows of a task. A part of a panel becomes units
+// of 32 bits (a float, two integers of 16 bits, or four bytes of int4), which stay in the
+// first-level cache; so do the rows in int8 and bfloat16. Then a tile of more rows has room in the
+// registers beside half a panel. float32 gains only from that tile: its weight is read in place.
+// The sums have the order of linear.cpp's, and so their bits.
 #pragma once
 #if !defined(__aarch64__) && !defined(__AVX512F__)
 #define PENSTOCK_EXPANDS
@@ -15,9 +15,8 @@
 namespace penstock {
 namespace NS {
 
-// Whether it is worth the trouble for a task: of float32's rows four are two whole tiles of
-// linear.cpp, and no slower there; bfloat16's become twice as long, for too little where panels are
-// few.
+// True if it pays for a task: four rows of float32 are two whole tiles of linear.cpp, and no slower
+// there; rows of bfloat16 become twice as long, which gains too little with few panels.
 static inline bool is_expanded(Format format, int64_t rows, int64_t panels) {
   if (format == Format::F32) return rows >= 5;
   return format == Format::BF16 ? rows >= 4 && panels >= 3 : rows >= 3;
@@ -90,8 +89,8 @@ struct INT4Units {
   }
 };
 
-// What comes after this part of the weight: fetched while the sums are made, for the memory would
-// have nothing to do.
+// The bytes after this part of the weight: fetched during the sums, when the memory would have
+// nothing to do.
 struct Ahead {
   const char *next, *end;
   template <int LINES>

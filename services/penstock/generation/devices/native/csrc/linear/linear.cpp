@@ -1,5 +1,6 @@
-// x times a packed weight. An output is one sum over the inputs in their order, whatever rows are
-// computed beside it: the result of a row never depends on the batch, nor on the number of threads.
+// x times a packed weight. An output is one sum over the inputs in their order, with any rows
+// computed beside it: the result of a row depends neither on the batch nor on the number of
+// threads.
 #include "linear/linear.h"
 
 #include <algorithm>
@@ -74,8 +75,8 @@ static inline void fetch(const char* weight, int64_t bytes) {
   for (int64_t i = bytes - 64; i >= 0; i -= 64) __builtin_prefetch(weight + FETCH_AHEAD + i, 0, 2);
 }
 
-// Lines that a row of results fetches while the products stand still, since the memory would have
-// nothing to do.
+// Lines that a row of results fetches while no products run, when the memory would have nothing to
+// do.
 struct Beyond {
   static constexpr int64_t BYTES = 4 * 64;
   const char* weight;  // null: nothing
@@ -332,8 +333,8 @@ static void update_argmax(const LinearArgs& a, const float (*block)[PANEL], int6
     for (int v = 0; v < V; ++v) {
       const int64_t at = (row + r) * PANEL + v * L;
       const vf value = load(block[r] + v * L) + bias[v], best = load(a.highest + at);
-      // Nearly always; numbers that are not stored need no place in the first-level cache, through
-      // which the weight has just gone.
+      // Nearly always; numbers that are not stored need no place in the first-level cache, which
+      // the weight has just filled.
       if (all_less(value, best)) continue;
       const vi column = load_bits((const char*)(COLUMN_NUMBERS.data() + v * L)),
                first = load_bits((const char*)(a.highest_panel + at));
@@ -348,7 +349,7 @@ static void update_argmax(const LinearArgs& a, const float (*block)[PANEL], int6
 }
 
 // Adds an adapter's part of half a panel to the sums of M rows. A row's sum goes on in the order of
-// the ranks, whatever rows are beside it.
+// the ranks, with any rows beside it.
 template <class F, int M>
 static void expand(const char* b, int64_t count, const int32_t* shrunk, int64_t stride,
                    float (*block)[PANEL], int column) {
@@ -377,7 +378,7 @@ static Expand pick_expand(int64_t rows) {
     return rows < M ? pick_expand<F, M - 1>(rows) : expand<F, M>;
 }
 
-// The adapters' part of a tile: runs of rows with the same adapter share what is read of it.
+// The adapters' part of a tile: runs of rows with the same adapter share the reads of it.
 static void add_adapters(const AdapterRows& a, int64_t row, int64_t rows, int64_t panel,
                          float (*block)[PANEL]) {
   for (int64_t first = 0, last; first < rows; first = last) {
@@ -401,9 +402,9 @@ static void add_adapters(const AdapterRows& a, int64_t row, int64_t rows, int64_
 // Rows that a tile should have: with fewer its sums are too few to hide how long a product takes.
 constexpr int64_t ENOUGH_ROWS = 5;
 
-// The first row of tile `t` of `tiles`. The first tile waits for the memory, which has the longer
-// for the weight the more rows it has: so it gets what the others, which find the weight in the
-// cache, can spare.
+// The first row of tile `t` of `tiles`. The first tile waits for the memory; with more rows the
+// memory has more time for the weight. So it gets the rows that the others, which find the weight
+// in the cache, can spare.
 static int64_t first_of(int64_t rows, int64_t t, int64_t tiles) {
   if (t == 0 || tiles == 1) return rows * t / tiles;
   const int64_t first =
@@ -470,7 +471,7 @@ static int32_t quantize_run(const T* x, int64_t n, float most, int32_t zero, int
                             float* scale) {
   *scale = most / 127.0f;
   if (!(most > 0 && most <= 3e38f)) {
-    // Zeros, or a row that its scale makes NaN: a NaN is no integer.
+    // Zeros, or a row that its scale turns into NaN: a NaN is not an integer.
     std::memset(out, zero, n);
     return 0;
   }

@@ -15,7 +15,8 @@ constexpr int GROUP = 32;
 // Most rows of a task, which stay in the cache while the panels go by: whole tiles.
 constexpr int64_t ROW_BLOCK = 264;
 
-// ROTATED_INT8 is how a weight and its rows become numbers; their product is INT8's.
+// ROTATED_INT8 differs from INT8 only in the quantisation of a weight and its rows; the product is
+// INT8's.
 enum class Format : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, ROTATED_INT8 = 4 };
 
 inline Format product_of(Format format) {
@@ -33,7 +34,7 @@ inline int64_t rotation_of(Format format, int64_t inputs) {
 // The function of the gates of a gated weight; numbered as core/model_config.py's Activation.
 enum class Gate : int { NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED = 3 };
 
-// Columns of an adapter's B that lie side by side: a granule of them is a cache line.
+// Adjacent columns of an adapter's B: a granule of them is a cache line.
 constexpr int HALF = PANEL / 2;
 
 // Half a panel of an adapter's B: `count` granules of (HALF, 4 B) at byte `offset`, for those of

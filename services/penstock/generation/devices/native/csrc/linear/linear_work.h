@@ -25,7 +25,7 @@ inline int64_t spread(int64_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
 constexpr int64_t CROWD = 8;
 
 // Tasks are blocks of rows times runs of panels, and a thread's share is a run of tasks: it reads
-// the weight from end to end, as the hardware's prefetch likes it, and only then helps others.
+// the weight from end to end, which suits the hardware's prefetch, and only then helps others.
 struct LinearShare {
   // Small enough for all threads to end together.
   static constexpr int64_t TASK_BYTES = 64 << 10;

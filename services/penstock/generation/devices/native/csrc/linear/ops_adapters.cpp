@@ -1,4 +1,4 @@
-// LoRA adapters as torch sees them, and the work of their first half as shared by any threads.
+// LoRA adapters as classes of torch, and the work of their first half, shared by threads.
 #include <numeric>
 
 #include "linear/adapters.h"
@@ -44,7 +44,7 @@ Adapter::Adapter(const std::vector<at::Tensor>& tensors, bool is_bf16) : is_bf16
   TORCH_CHECK(tensors.size() % TENSORS_A_SITE == 0);
   for (size_t i = 0; i < tensors.size(); i += TENSORS_A_SITE)
     sites.push_back(site_of(tensors[i], tensors[i + 1], tensors[i + 2], tensors[i + 3], is_bf16));
-  // Once the vectors stay where they are.
+  // Only after the vectors have stopped moving.
   for (Site& site : sites)
     if (site.a.numel() > 0)
       site.matrices = {

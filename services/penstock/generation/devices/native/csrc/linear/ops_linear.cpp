@@ -1,4 +1,4 @@
-// The operators of linear layers that torch sees (torch.ops.penstock.*).
+// The operators of linear layers for torch (torch.ops.penstock.*).
 #include <sys/mman.h>
 
 #include <cmath>
@@ -61,7 +61,7 @@ int64_t packed_size(int64_t outputs, int64_t inputs, int64_t format, bool gated)
 // Rows that one thread packs at a time: half a panel, which is what a gated one has of either kind.
 constexpr int64_t PACKED_AT_ONCE = PANEL / 2;
 
-// Columns that no output has, in the last panel: zeros, whatever the memory held.
+// Columns without an output, in the last panel: zeros, in place of the memory's old content.
 void clear_padding(const PackArgs& args, int64_t outputs, int64_t panels, bool gated) {
   if (panels == 0 || outputs == panels * PANEL) return;
   const int64_t last = panels - 1, groups = args.granules * 8 / GROUP;
@@ -95,9 +95,8 @@ int64_t pack_kind(const PackArgs& args, const char* rows, int64_t from, int64_t 
   return bad < count ? int64_t(bad) : -1;
 }
 
-// `rows` are those from `first` on of a weight with `outputs` rows; all of them, piece by piece,
-// make the packed one. Where a piece for int8 or int4 has NaN or infinity, a row of the piece near
-// it; else -1.
+// `rows` are those from `first` on of a weight with `outputs` rows; all pieces together make the
+// packed weight. Returns a row near a NaN or infinity in a piece for int8 or int4; else -1.
 int64_t pack_rows(const at::Tensor& rows, int64_t first, int64_t outputs, at::Tensor& out,
                   at::Tensor& scale, at::Tensor& sum, int64_t format_number, bool gated) {
   const Format format = product_of(Format(format_number));

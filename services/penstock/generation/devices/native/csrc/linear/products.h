@@ -1,4 +1,4 @@
-// Products of numbers as they are stored, by the instructions that there are for them.
+// Products of stored numbers, by the instructions for them.
 #pragma once
 #include "linear/linear.h"
 #include "util/vec.h"

@@ -1,6 +1,6 @@
-// Blocks of a row turned by a Hadamard matrix, before the row is rounded: an outlier becomes a part
-// of each number of its block, and the scale of the row finer. The products of two rows that are
-// turned alike are those of the rows, times the block.
+// Blocks of a row turned by a Hadamard matrix, before the row is rounded: an outlier is spread over
+// its block, and the scale of the row becomes finer. The product of two rows turned in the same way
+// is that of the rows, times the block.
 #pragma once
 #include <utility>
 

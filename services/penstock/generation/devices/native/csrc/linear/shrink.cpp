@@ -1,5 +1,5 @@
 // The first half of a LoRA adapter's product: rows of x times A. An output is one sum in a fixed
-// order, whatever rows and ranks are computed beside it.
+// order, with any rows and ranks computed beside it.
 #include "linear/linear.h"
 #include "util/vec.h"
 

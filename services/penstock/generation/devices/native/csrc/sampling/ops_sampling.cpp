@@ -1,5 +1,5 @@
-// The operators of sampling that torch sees (torch.ops.penstock.*): rows of fp32 scores, shared
-// among threads.
+// The operators of sampling for torch (torch.ops.penstock.*): rows of fp32 scores, shared among
+// threads.
 #include "sampling/sampling.h"
 #include "util/dispatch.h"
 

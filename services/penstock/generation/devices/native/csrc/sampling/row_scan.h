@@ -1,4 +1,4 @@
-// One pass over a row of scores: what the kernels of sampling share.
+// One pass over a row of scores: the common part of the sampling kernels.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -31,8 +31,8 @@ static inline vf load_row(const float* scores, int64_t i, int64_t vocab) {
   return v;
 }
 
-// exp((score - highest) / temperature): 1 for the highest score. All the same up to the last bit
-// wherever it is computed.
+// exp((score - highest) / temperature): 1 for the highest score. The same to the last bit in every
+// place that computes it.
 struct Weights {
   vf highest, scale;
   Weights(float top, float temperature)

@@ -1,6 +1,5 @@
-// The kernels of sampling: each works on one row of V fp32 scores and keeps what it needs in a
-// scratch of its thread, so that a row's result is its own, whatever the batch and the number of
-// threads.
+// The kernels of sampling: each works on one row of V fp32 scores and keeps its data in a scratch
+// of its thread, so that a row's result is independent of the batch and of the number of threads.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -17,7 +17,7 @@ bool is_before(const Entry& a, const Entry& b) {
 // Ids per block with a known highest score: blocks that cannot have one of the highest are skipped.
 constexpr int64_t GROUP = 256;
 
-// The highest scores of groups of ids; what the highest of all is.
+// The highest scores of groups of ids, and the highest of all.
 float group_maxima(const float* scores, int64_t vocab, std::vector<float>& maxima) {
   maxima.clear();
   vi broken{};
@@ -101,8 +101,8 @@ Cut last_within(std::vector<Entry>& entries, std::vector<Entry>& others, double 
     int reached = 0;
     for (; reached < BINS - 1 && before + sums[reached] < target; ++reached)
       before += sums[reached];
-    // The sums may miss the target by their rounding: then the last bin with something in it has
-    // the last kept.
+    // The sums may miss the target by their rounding: then the last bin that is not empty has the
+    // last kept one.
     while (reached > 0 && sums[reached] == 0) before -= sums[--reached];
     others.clear();
     for (const Entry& e : entries)
@@ -188,7 +188,7 @@ Cut nucleus(const float* scores, int64_t vocab, const Weights& weights, Cut give
   while (bin > 0 && histogram.bins[bin] == 0) before -= histogram.bins[--bin];
   scratch.entries.clear();
   const vi wanted = vi{} + bin;
-  // A little more than the bin, so that only few vectors are looked at closely.
+  // A little more than the bin, so that only few vectors need a closer look.
   const float lowest = -(bin + 2) / histogram.per_bin, highest = -(bin - 1) / histogram.per_bin;
   for (int64_t i = 0; i < vocab; i += L) {
     const vf x = load_row(scores, i, vocab), exponent = weights.exponent(x);
@@ -224,7 +224,7 @@ Drawn invert(const DrawArgs& args, float highest, const Weights& weights, Cut cu
   }
   const double target = args.uniform * total;
   size_t block = std::upper_bound(sums.begin(), sums.end(), target) - sums.begin();
-  // Rounding may leave the target at the sum: the last block with something in it.
+  // Rounding may leave the target at the sum: then the last block that is not empty.
   if (block == sums.size())
     block = std::lower_bound(sums.begin(), sums.end(), total) - sums.begin();
   double sum = block ? sums[block - 1] : 0;

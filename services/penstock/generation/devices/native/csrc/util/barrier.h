@@ -14,13 +14,13 @@ namespace penstock {
 
 class Barrier {
  public:
-  // One of the threads says how many they are, before any of them waits.
+  // One of the threads sets their number, before any of them waits.
   void set_threads(int threads) { threads_ = threads; }
   int threads() const { return threads_; }
 
   // No thread goes on before all are here; each then sees the writes of the others. Waits a few µs
-  // in a loop that fetches lines of `prefetch`, then lets go of the core: another program may hold
-  // the other thread up.
+  // in a loop that fetches lines of `prefetch`, then yields the core: another program may delay the
+  // other thread.
   void wait(Prefetch& prefetch) {
     const uint32_t round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {

@@ -1,6 +1,6 @@
 // The build of the kernels that this process uses: every ops_*.cpp calls them through KERNEL.
 #pragma once
-// Of ATen's operators those called by name: ATen/ATen.h has all, and takes ten seconds a file.
+// Only the ATen operators called by name: ATen/ATen.h has all, and takes ten seconds per file.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

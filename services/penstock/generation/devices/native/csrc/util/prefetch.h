@@ -1,5 +1,4 @@
-// Memory that a thread will read next, fetched into its second-level cache while it has nothing
-// else to wait for.
+// Memory that a thread will read next, fetched into its second-level cache while the thread waits.
 #pragma once
 #include <cstdint>
 

@@ -5,7 +5,7 @@
 
 namespace penstock {
 
-// Tasks taken of a share, by whomever. On a line of its own: every task is a write to it.
+// Tasks taken from a share, by any thread. On a cache line of its own: every task is a write to it.
 struct alignas(64) Progress {
   std::atomic<int64_t> next{0};
 };

@@ -129,7 +129,7 @@ static inline bool all_less(vf a, vf b) {
   return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_LT_OQ)) == 0xFF;
 #endif
 }
-// A number kept apart from what is done with it: not contracted with that, nor reordered.
+// A number kept apart from later operations on it: not contracted with them, nor reordered.
 static inline vf apart(vf x) {
 #ifdef __aarch64__
   asm("" : "+w"(x));
