@@ -1,4 +1,4 @@
-"""The view that attention has of one step's rows, and the contract of an attention implementation.
+"""Attention's view of one step's rows, and the contract of an attention implementation.
 
 Shape suffixes used in this package: T rows (tokens of this step), S sequences, H query heads, K key/value heads,
 D head dim, N sequences of one group, C keys (context positions).
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class AttentionMetadata:
     """The rows of one step: sequence s owns rows [query_start[s], query_start[s + 1]), its newest tokens.
 
-    Tensors are on the model's device; lists and ints are copies on the host, so that no implementation has to read
+    Tensors are on the model's device; lists and ints are copies on the host, so that no implementation has to read them
     back.
     """
 
@@ -41,7 +41,7 @@ class AttentionMetadata:
     query_lens: list[int]
     kv_lens: list[int]
     max_context_len: int
-    # Values that implementations derive once a step and use in every layer (masks, gather indices), under their own
+    # Values that implementations derive once per step and use in every layer (masks, gather indices), under their own
     # keys.
     plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
     # Slot of each sequence in the pool of states; None: the model has none.
@@ -58,7 +58,7 @@ class AttentionMetadata:
         return int(self.slot_mapping.shape[0])
 
     def select(self, members: list[int]) -> tuple[AttentionMetadata, Tensor]:
-        """Return the same of some sequences only, in order, and their rows (T')."""
+        """Return the metadata of some sequences only, in order, and their rows (T')."""
         starts = np.concatenate(([0], np.cumsum(self.query_lens)))
         rows = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in members])
         query_lens = [self.query_lens[index] for index in members]
@@ -80,7 +80,7 @@ class AttentionMetadata:
         return part, rows_T
 
     def tokens(self) -> Iterator[AttentionMetadata]:
-        """Yield the same of the sequences' first rows, then of the second ones, and so on: all must have as many."""
+        """Yield the metadata of the sequences' first rows, then of the second ones, and so on: all have as many."""
         count, num_seqs = self.query_lens[0], self.num_seqs
         query_start = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.query_start.device)
         for row in range(count):
@@ -170,7 +170,7 @@ class AttentionLayer:
     norm_is_whole: bool = False
     # Scores s become softcap * tanh(s / softcap); 0: they stay.
     softcap: float = 0.0
-    # (H) float32: a score of each head that takes weight and has no value.
+    # (H) float32: a sink of each head, a score that takes weight and has no value.
     sinks: Tensor | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Attention weights of chosen rows, computed beside the attention proper from the keys in the paged pool."""
+"""Attention weights of chosen rows, computed in addition to the attention itself from the keys in the paged pool."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CapturedRow:
 class AttentionCapture(Attention):
     """Attention of one step by another implementation, which also keeps softmax(q k) of the chosen rows.
 
-    Attention never makes these weights as a whole, so this class makes them, once per layer and row.
+    Attention itself never has these weights as a whole, so this class computes them, once per layer and row.
     """
 
     name = "capture"
@@ -74,8 +74,7 @@ class AttentionCapture(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """See Attention.forward_qkv. The result has the inner implementation's own bits, so other rows stay as they
-        were."""
+        """See Attention.forward_qkv. The result has the inner implementation's own bits, so other rows keep theirs."""
         rows = [one.row for one in self._rows]
         # Before the inner implementation, which may norm the projection in place.
         q_RHD, _, _ = turned(qkv_TE[rows], cos[rows], sin[rows], layer)

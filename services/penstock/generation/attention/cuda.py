@@ -22,7 +22,7 @@ _INT32 = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, slots=True)
 class FlashLimits:
-    """Inputs that the operator takes: FlashAttention-2's, which is the one in torch."""
+    """Inputs of the operator: those of FlashAttention-2, which torch has."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     max_head_dim: int = 256
@@ -38,15 +38,15 @@ class FlashLimits:
 class FlashAttention(Attention):
     """Attention by varlen_attn over block tables: prompts, chunks and decoding sequences in one call.
 
-    It has no soft cap, no sinks and no int8 pool: such layers go to torch's general operators, as everything does that
-    is outside `limits`. Nothing is read back from the device.
+    It has no soft cap, no sinks and no int8 pool: such layers, and everything outside `limits`, go to torch's general
+    operators. Nothing is read back from the device.
     """
 
     name = "flash"
 
     def __init__(self, limits: FlashLimits | None = None, *, turn_and_write: TurnAndWrite | None = None) -> None:
-        """Take the operator's limits (None: those of torch's FlashAttention), and what turns heads and writes them into
-        the pool in one pass (None: torch's operators)."""
+        """Take the operator's limits (None: those of torch's FlashAttention), and the operator that turns heads and
+        writes them into the pool in one pass (None: torch's operators)."""
         self._limits = limits or FlashLimits()
         self._portable = SDPAAttention()
         self._turn_and_write = turn_and_write
@@ -90,8 +90,8 @@ class FlashAttention(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """Return o_THD over keys and values that are in the pool."""
-        # Imported late: the module makes an operator of its own, which a CPU's process has no use for.
+        """Return o_THD over the keys and values in the pool."""
+        # Imported late: the module makes an operator of its own, useless in a process on the CPU.
         from torch.nn.attention.varlen import varlen_attn
 
         tables = metadata.block_tables
@@ -126,7 +126,7 @@ class FlashAttention(Attention):
         return not layer.changes_scores and self._takes(dtype, layer.head_dim, kv)
 
     def _takes(self, dtype: torch.dtype, head_dim: int, kv: KVCachePool) -> bool:
-        """True when the operator has such heads, and its offsets reach all of a layer's pool."""
+        """True when the operator supports such heads, and its offsets reach all of a layer's pool."""
         if kv.dtype is not dtype or not self._limits.fits(dtype, head_dim):
             return False
         return kv.block_size % self._limits.block_multiple == 0 and kv.key(0).numel() <= _INT32

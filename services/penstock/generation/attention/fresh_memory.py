@@ -1,4 +1,4 @@
-"""Memory of pools: zeros on pages that the operating system commits as they are first written."""
+"""Memory of pools: zeros on pages that the operating system commits on their first write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ALIGNMENT = 64
 
 
 def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return zeros on fresh pages, which are zero until they are written: torch.zeros would write gigabytes at every
+    """Return zeros on fresh pages; these are zero until they are written. torch.zeros would write gigabytes at every
     start. `device` None: in the host's memory."""
     if device is not None and device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

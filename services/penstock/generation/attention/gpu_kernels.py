@@ -1,4 +1,4 @@
-"""Kernels of attention.gpu_operators in Triton, which compiles these functions for the GPU when they are first called.
+"""Kernels of attention.gpu_operators in Triton: it compiles these functions for the GPU on their first call.
 
 Arguments that are tensors arrive as pointers. Triton reads annotations, so that only its own are here.
 """
@@ -166,7 +166,7 @@ def quantise_row(
         scale = tl.div_rn(tl.maximum(largest, LEAST), MOST)
         found = tl.minimum(tl.maximum(tl.div_rn(numbers, scale), -MOST), MOST)
     tl.store(values + row * padded + places, found.to(values.dtype.element_ty), mask=places < padded)
-    # A number that is none is none of the results: the largest does not see it.
+    # A NaN is in none of the results: the maximum ignores it.
     tl.store(scales + row, scale + tl.sum(numbers * 0.0, axis=0))
 
 

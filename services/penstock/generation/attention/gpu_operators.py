@@ -1,7 +1,7 @@
-"""Small operators of a GPU in Triton, each one pass over its rows where torch's operators take several.
+"""Small operators of a GPU in Triton, each one pass over its rows; torch's operators take several.
 
-They round where torch's operators round: a result has the bits of the reference but for the order of a sum, and the
-last one of a root, an exponential and, but in int8 and fp8, a division. Triton comes with torch's builds for CUDA;
+They round where torch's operators round: a result has the bits of the reference, except for the order of a sum, and the
+last bit of a root, an exponential and, except in int8 and fp8, a division. Triton comes with torch's builds for CUDA;
 importing this module without it raises ImportError. Rows are contiguous, or are made so.
 """
 
@@ -32,7 +32,7 @@ _PIECE = 1024
 _EACH, _WARP = 16, 32
 # Outputs, and inputs at a time, of one program of a row's product: measured on an H100 (docs/guide/cuda.md).
 _OUTPUTS, _INPUTS = 4, 2048
-# Products and sums are rounded each by itself, as torch's are, where a result must have its bits.
+# Products and sums are rounded separately, as torch's are, when a result must have torch's bits.
 _UNFUSED = {"enable_fp_fusion": False}
 
 
@@ -148,8 +148,8 @@ def quantised_rows(
     """Return rows in `dtype`, int8 as int8.quantize_rows or fp8 as fp8.quantize_rows_fp8, and their scales (T, 1) in
     float32.
 
-    A row's largest magnitude, or `least`, becomes `most`. Each row has `padding` zeros behind it; undefined rows are
-    behind them all, up to `least_rows`.
+    A row's largest magnitude, or `least`, becomes `most`. `padding` zeros follow each row; undefined rows follow them
+    all, up to `least_rows`.
     """
     rows, width = x_TI.shape
     padded = width + padding

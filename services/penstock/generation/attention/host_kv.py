@@ -1,7 +1,7 @@
-"""The host pool: memory for blocks beside the device's pool, and the copies between the two.
+"""The host pool: memory for blocks in addition to the device's pool, and the copies between the two.
 
-On the CPU it is a second region of the same memory. A device that has memory of its own gets pinned memory, so that it
-can copy by itself. A block lies in one piece here, while in the device's pool each layer has a part of it.
+On the CPU it is a second region of the same memory. A device with memory of its own gets pinned memory, so that it can
+copy by itself. A block is one piece here, while in the device's pool each layer has a part of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class HostKVPool:
     """Blocks (blocks, layers, 2, block_size, kv_heads, head_dim) of a pool's dtype, and the scales of int8; zeroed.
 
-    The operating system commits the pages as blocks are first written, where memory is not pinned.
+    Unless memory is pinned, the operating system commits the pages when blocks are first written.
     """
 
     def __init__(self, kv: KVCachePool, num_blocks: int) -> None:
@@ -66,9 +66,9 @@ class HostKVPool:
 
 
 def copy_blocks(kv: KVCachePool, host: HostKVPool | None, copies: Sequence[BlockCopy]) -> tuple[float, float]:
-    """Carry out copies, each after those before it. Return the seconds that those to the host took, and from it.
+    """Carry out copies in order. Return the seconds of those to the host, and of those from it.
 
-    Raises RuntimeError for a copy from or to the host where there is none.
+    Raises RuntimeError for a copy from or to the host without a host pool.
     """
     seconds = {CopyKind.OUT: 0.0, CopyKind.IN: 0.0}
     for kind, run in groupby(copies, attrgetter("kind")):

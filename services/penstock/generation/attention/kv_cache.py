@@ -51,7 +51,7 @@ class KVCachePool:
     """Keys and values (layers, 2, blocks, block_size, kv_heads, head_dim) of `dtype`, which is the model's, or int8
     with scales (layers, 2, blocks, block_size, kv_heads); zeroed.
 
-    Zeroed rather than empty for two reasons: the operating system commits the pages only as blocks are first written,
+    Zeroed instead of empty for two reasons: the operating system commits the pages only when blocks are first written,
     and a masked position never holds a NaN.
     """
 
@@ -68,7 +68,7 @@ class KVCachePool:
         num_further_blocks: int = 0,
         has_scrap: bool = False,
     ) -> None:
-        """Allocate the pool: `num_blocks` for requests, and behind them further ones, which no request gets.
+        """Allocate the pool: `num_blocks` for requests, and after them further ones, which no request gets.
         `has_scrap`: there is one more, for rows of no sequence.
 
         Raises StartupError naming --kv-memory when the memory cannot be had.
@@ -101,7 +101,7 @@ class KVCachePool:
         self._values: list[Tensor] = [layer[1] for layer in self._data]
 
     def shallow(self, num_layers: int) -> KVCachePool:
-        """Return this pool's first layers, in the same memory, for a model that has only these."""
+        """Return this pool's first layers, in the same memory, for a model with only these."""
         twin = copy.copy(self)
         twin.num_layers = num_layers
         twin.bytes_per_block = self.bytes_per_block // self.num_layers * num_layers
@@ -112,13 +112,12 @@ class KVCachePool:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None]:
-        """The whole pool and its scales, in the shapes of the class; None where keys and values are stored as they
-        are."""
+        """The whole pool and its scales, in the shapes of the class; None for unquantised keys and values."""
         return self._data, self._scales
 
     @property
     def num_slots(self) -> int:
-        """Number of tokens of requests that the pool holds."""
+        """Number of tokens that the pool has room for, for requests."""
         return self.num_blocks * self.block_size
 
     @property
@@ -135,8 +134,7 @@ class KVCachePool:
         return self._values[layer]
 
     def key_scale(self, layer: int) -> Tensor | None:
-        """View (blocks, block_size, kv_heads) of the keys' scales, contiguous; None where keys are stored as they
-        are."""
+        """View (blocks, block_size, kv_heads) of the keys' scales, contiguous; None for unquantised keys."""
         return None if self._scales is None else self._scales[layer, 0]
 
     def value_scale(self, layer: int) -> Tensor | None:
@@ -144,8 +142,7 @@ class KVCachePool:
         return None if self._scales is None else self._scales[layer, 1]
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one row of keys and values per slot; return them as they will be read, in the dtype that they came
-        in."""
+        """Store one row of keys and values per slot; return them as they will be read, in their own dtype."""
         if self._scales is None:
             self._rows(self._keys[layer]).index_copy_(0, slots_T, k_TKD.flatten(1))
             self._rows(self._values[layer]).index_copy_(0, slots_T, v_TKD.flatten(1))
@@ -159,7 +156,7 @@ class KVCachePool:
         return _dequantised(keys, key_scales, k_TKD.dtype), _dequantised(values, value_scales, v_TKD.dtype)
 
     def read(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys and values (C, kv_heads, head_dim) of the slots: int8 as `dtype`, others as they are."""
+        """Return keys and values (C, kv_heads, head_dim) of the slots: int8 as `dtype`, others unchanged."""
         # F.embedding gathers rows several times faster than index_select or advanced indexing on CPU.
         shape = (-1, self.num_kv_heads, self.head_dim)
         rows = [F.embedding(slots_C, self._rows(x)).view(shape) for x in (self._keys[layer], self._values[layer])]

@@ -30,9 +30,9 @@ class NPUAttention(Attention):
     """Attention by npu_fused_infer_attention_score, in layout TND over block tables: prompts, chunks and decoding
     sequences in one call.
 
-    The operator has no soft cap, no sinks as these models mean them, and no scales of this pool's int8: such layers go
-    to torch's operators, as everything does that is outside `limits`. What the layers of a step share is made and
-    checked in the first of them.
+    The operator has no soft cap, no sinks in the sense of these models, and no scales of this pool's int8: such layers,
+    and everything outside `limits`, go to torch's operators. The first layer of a step makes and checks the values that
+    all its layers share.
     """
 
     name = "npu"

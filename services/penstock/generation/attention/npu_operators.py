@@ -1,8 +1,8 @@
 """The operators of torch-npu that a model needs, each behind a check of its documented limits.
 
-The operators check little themselves: a block id or a length that is wrong reads another sequence's keys without a
-word. A refusal is an error of this program, not of a request, and names the operator and its argument. Schemas are
-those of torch-npu 2.14; tests/data/npu_schemas.json holds them.
+The operators check little themselves: with a wrong block id or length they silently read another sequence's keys. A
+refusal is an error of this program, not of a request, and names the operator and its argument. Schemas are those of
+torch-npu 2.14; tests/data/npu_schemas.json has them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class OperatorLimit(ValueError):
-    """Raised for a call that is outside an operator's limits. Its text names the operator and the argument."""
+    """Error for a call outside an operator's limits. Its text names the operator and the argument."""
 
     def __init__(self, operator: str, problem: str) -> None:
         super().__init__(f"{operator}: {problem}")
@@ -59,9 +59,8 @@ class PagedCall:
     window: int | None
 
     def check(self, q_THD: Tensor, keys: Tensor, values: Tensor, limits: AttentionLimits) -> None:
-        """Raise OperatorLimit for a call over pools `keys` and `values` (blocks, block_size, kv_heads, D) that is
-        outside the limits. Ids of blocks are looked at only where they are in the host's memory: a device's would have
-        to be waited for."""
+        """Raise OperatorLimit for a call over pools `keys` and `values` (blocks, block_size, kv_heads, D) outside the
+        limits. Block ids are checked only in the host's memory: reading those of a device means waiting for it."""
         _check_pool(q_THD, keys, values, limits)
         self._check_lengths(q_THD.shape[0], keys)
         self._check_mask()
@@ -134,7 +133,7 @@ def causal_mask(device: torch.device) -> Tensor:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """True where numbers are read without waiting for a device."""
+    """True when numbers can be read without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
@@ -168,8 +167,8 @@ def _check_pool(q_THD: Tensor, keys: Tensor, values: Tensor, limits: AttentionLi
 
 
 def check_scatter(k_TKD: Tensor, v_TKD: Tensor, keys: Tensor, values: Tensor, slots_T: Tensor) -> None:
-    """Raise OperatorLimit for arguments outside npu_scatter_pa_kv_cache's limits. That slots are distinct and in the
-    pool is looked at only where they are in the host's memory, as in PagedCall.check."""
+    """Raise OperatorLimit for arguments outside npu_scatter_pa_kv_cache's limits. Slots must be distinct and in the
+    pool; that is checked only in the host's memory, as in PagedCall.check."""
     operator = "npu_scatter_pa_kv_cache"
     if keys.dim() != 4 or keys.shape != values.shape or not (keys.is_contiguous() and values.is_contiguous()):
         raise OperatorLimit(operator, "key_cache and value_cache must be contiguous (blocks, block, kv heads, D)")

@@ -1,7 +1,7 @@
 """Reference attention on torch's scaled_dot_product_attention: portable torch, so far run on CPU.
 
-Per step (not per layer) the sequences are split into groups that are attended together: short queries (decode rows) of
-equal length are padded to the longest context of their group, long queries go one sequence at a time. Masks and gather
+Per step (not per layer) the sequences are split into groups that attend together: short queries (decode rows) of equal
+length are padded to the longest context of their group, long queries go one sequence at a time. Masks and gather
 indices are made once per distinct sliding window and kept in `metadata.plans`.
 """
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Queries up to this long are batched over sequences, with the heads that share a key/value head as further rows.
 MAX_BATCHED_QUERY = 16
-# A group never pads a sequence to more than twice its context, except below this many tokens, where a further group
-# would cost more than the padding.
+# A group never pads a sequence to more than twice its context, except below this number of tokens, where a further
+# group would cost more than the padding.
 SMALL_CONTEXT = 128
 
 Rows: TypeAlias = "slice | Tensor"
@@ -212,7 +212,7 @@ def _group(
 
 
 def _rows(metadata: AttentionMetadata, members: list[int], query_len: int) -> Rows:
-    """Return the group's rows: a slice where they are adjacent, else their indices."""
+    """Return the group's rows: a slice if they are adjacent, else their indices."""
     starts = [0]
     for length in metadata.query_lens:
         starts.append(starts[-1] + length)

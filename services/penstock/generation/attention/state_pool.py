@@ -1,8 +1,8 @@
-"""States of recurrent layers, which are of one size however long a sequence is: a slot for each sequence, beside the
+"""States of recurrent layers: a slot for each sequence, of one size for sequences of any length, in addition to the
 keys and values of its blocks.
 
-A state is that after a sequence's last computed token, and no other: it cannot be cut back. So every read is checked
-against the token that follows.
+A state is always that after a sequence's last computed token: it cannot be cut back. So every read is checked against
+the next token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StateTensor:
 
 @dataclass(slots=True)
 class HeldStates:
-    """States of some slots, outside of the pool: (slots, *shape) of each StateTensor, in order."""
+    """States of some slots, outside the pool: (slots, *shape) of each StateTensor, in order."""
 
     slots: tuple[int, ...]
     tensors: list[Tensor]
@@ -55,10 +55,10 @@ class HeldStates:
 
 
 class StatePool:
-    """`num_slots` states of all tensors of a layout. Slots are given to sequences as they begin. Used by one thread.
+    """`num_slots` states of all tensors of a layout. Sequences get slots as they begin. Used by one thread.
 
     States of the last sequences that decoded together stay outside (`held`) until others need one of their slots: while
-    the same sequences decode on, nothing is copied.
+    the same sequences go on decoding, nothing is copied.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class StatePool:
         return tuple(self._place(seq_id, start) for seq_id, start in starts)
 
     def fork(self, forks: Sequence[Fork], released: Sequence[int]) -> None:
-        """Give each child its parent's state. The last child of a parent that is `released` takes its slot over, so
-        that there are never more states than sequences go on. Raises RuntimeError as `place` does."""
+        """Give each child its parent's state. The last child of a `released` parent takes over its slot, so that there
+        are never more states than live sequences. Raises RuntimeError as `place` does."""
         if not forks:
             return
         self._put_back()
@@ -137,8 +137,8 @@ class StatePool:
                     self._put_back()
 
     def restore(self, copies: Iterable[StateCopy]) -> None:
-        """Give sequences without a slot one with a snapshot's state. Raises RuntimeError when the snapshot is not that
-        after the sequence's tokens."""
+        """Give sequences without a slot one with a snapshot's state. Raises RuntimeError when the snapshot is not the
+        state after the sequence's tokens."""
         for seq_id, place, num_tokens in copies:
             snapshot = self.num_slots + place
             if seq_id in self._slots or self._lengths[snapshot] != num_tokens:
@@ -156,7 +156,7 @@ class StatePool:
             self._copy(slot, self.num_slots + place)
 
     def read(self, slots: tuple[int, ...]) -> HeldStates:
-        """Return the states of the slots. They are the reader's until `write`, which must follow."""
+        """Return the states of the slots. They belong to the reader until `write`, which must follow."""
         held = self._held
         if held is not None and held.slots == slots:
             return held
@@ -200,7 +200,7 @@ class StatePool:
             tensor[destination].copy_(tensor[source])
 
     def _put_back(self, but: Iterable[int] = ()) -> None:
-        """Store the held states, without those of the slots `but`, which have newer ones."""
+        """Store the held states, except those of the slots `but`, which have newer ones."""
         held, self._held = self._held, None
         if held is not None:
             self._store(held, [place for place, slot in enumerate(held.slots) if slot not in but])

@@ -1,13 +1,13 @@
 """The attention function that transformers' own modules call, over the paged pool.
 
-It is registered with transformers under `NAME`, and no mask function is: transformers then makes no masks. Rows of a
-step come as one sequence (1, heads, T, width). What belongs to the step is in a context variable, since not every
-model hands arguments down to its attention. Calls are told apart by their order in a forward pass: layer numbers are
-not unique in every model, and some models go through a layer twice.
+It is registered with transformers under `NAME`, without a mask function: transformers then makes no masks. Rows of a
+step come as one sequence (1, heads, T, width). A context variable has the data of the step, since not every model
+passes arguments down to its attention. The order in a forward pass identifies a call: layer numbers are not unique in
+every model, and some models go through a layer twice.
 
-Plain calls go to the device's own attention: widths that differ are padded with zeros, which change no product, and
-fewer key/value heads are repeated up to those of the pool. Calls with chunks, or with numbers of heads that do not
-divide each other, are computed here.
+Plain calls go to the device's own attention: different widths are padded with zeros, which change no product, and fewer
+key/value heads are repeated up to those of the pool. Calls with chunks, or with numbers of heads that do not divide
+each other, are computed here.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 # Name of the function in transformers' registry.
 NAME = "penstock"
-# Scores (heads, rows, keys) that are computed at once; each takes some 12 bytes for a moment.
+# Scores (heads, rows, keys) to compute at once; each takes some 12 bytes for a moment.
 _MOST_SCORES = 1 << 24
 # A group of decoding sequences pads none to more than twice its context, except below this number of keys.
 _SMALL_CONTEXT = 128
 
 
 class UnsupportedAttention(ValueError):
-    """Raised for a call of the attention function that Penstock cannot compute. Its text says what is not supported."""
+    """Error for a call of the attention function that Penstock cannot compute. Its text names the unsupported part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def paged(step: PagedStep) -> Iterator[None]:
 
 
 def positions_of_step() -> Tensor | None:
-    """Return the positions of the rows of the step that is computed on this thread; None outside of one."""
+    """Return the positions of the rows of this thread's current step; None outside a step."""
     step = _STEP.get()
     return None if step is None else step.positions_T
 
@@ -205,7 +205,7 @@ def _attend(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Attend over what is in the pool, group by group. Scores and softmax are float32."""
+    """Attend over the keys in the pool, group by group. Scores and softmax are float32."""
     heads, kv_heads = call.num_heads, call.num_kv_heads
     out_THD = q_THD.new_empty(q_THD.shape[0], heads, call.value_width)
     for group in _plan(metadata, call, kv.block_size):

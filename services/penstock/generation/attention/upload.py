@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to the device of a step's tensors."""
+"""Upload of the host's numbers to the device of a step's tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 def uploaded(values: npt.NDArray[np.generic[Any]], device: torch.device) -> Tensor:
-    """Return the numbers on `device`: on the CPU in the same memory, elsewhere a copy that does not wait for the work
-    that is queued there.
+    """Return the numbers on `device`: on the CPU in the same memory, elsewhere a copy that waits for no queued work.
 
-    Such a copy needs pinned memory, which torch keeps until the copy is done: from any other it first waits for all
+    Such a copy needs pinned memory, which torch keeps until the copy is done: from other memory it first waits for all
     work of its stream.
     """
     found = torch.from_numpy(values)
