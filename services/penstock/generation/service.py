@@ -294,7 +294,7 @@ class GenerationCore:
         await asyncio.wrap_future(self.loop.run_on_engine(lambda engine: _warm_up(engine, self.loaded, work)))
 
     async def clear_cache(self, request_ids: Sequence[str] = ()) -> int:
-        """Forget every prefix that no running request holds; with ids, what was computed for these live requests.
+        """Forget every prefix that no running request holds; with ids, the computed blocks of these live requests.
 
         Returns the number of blocks. Raises as `Engine.release_cache`.
         """

@@ -396,7 +396,7 @@ async def test_the_cache_can_be_cleared(client: Client) -> None:
 
 
 async def test_a_caller_that_names_what_to_clear_does_not_lose_the_whole_cache(client: Client) -> None:
-    """The field that named requests is gone; what an old caller sends in it is no field any more."""
+    """The field that named requests is gone; what an old caller sends in it is not a field any more."""
     prompt = range(300, 360)
     await client.generate(request(prompt))
     with pytest.raises(grpc.RpcError) as refused:

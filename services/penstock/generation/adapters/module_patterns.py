@@ -95,7 +95,7 @@ class ModulePatterns:
         if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
             raise self._too_slow()
         if done.returncode:
-            raise self._error(f"a pattern of {self.field} is no regular expression", "ADAPTER_BROKEN")
+            raise self._error(f"a pattern of {self.field} is not a regular expression", "ADAPTER_BROKEN")
         answer: list[int] = json.loads(done.stdout)
         return {module: expressions[number] for module, number in zip(modules, answer, strict=True) if number >= 0}
 

@@ -261,7 +261,7 @@ class PeftFolder:
         try:
             return read_header(self._weights, most_bytes=most)
         except (OSError, ValueError) as error:
-            raise _broken(f"{WEIGHTS_FILE} is no safetensors file of an adapter of this model") from error
+            raise _broken(f"{WEIGHTS_FILE} is not a safetensors file of an adapter of this model") from error
 
     def _check_size(self, stored: Mapping[str, StoredTensor]) -> None:
         try:
@@ -282,7 +282,7 @@ class PeftFolder:
     def _sort(self, name: str, tensor: StoredTensor, places: Mapping[str, _Place]) -> None:
         """Note a tensor of the file. Raises for one without a meaning here."""
         if not name.startswith(_PREFIX):
-            raise _broken(f"{WEIGHTS_FILE}: {name} is no name of a tensor of an adapter")
+            raise _broken(f"{WEIGHTS_FILE}: {name} is not a name of a tensor of an adapter")
         short = name.removeprefix(_PREFIX)
         # The base model's own, which PEFT saves beside an adapter of the embedding or the head; it is never trained.
         if short in (f"{_EMBEDDING}.base_layer.weight", f"{_HEAD}.base_layer.weight"):
@@ -293,7 +293,7 @@ class PeftFolder:
         found = _MATRICES.fullmatch(short)
         embedding = _EMBEDDING_MATRICES.fullmatch(short)
         if found is None and embedding is None:
-            raise _unsupported(f"{WEIGHTS_FILE}: {name} is no lora_A or lora_B")
+            raise _unsupported(f"{WEIGHTS_FILE}: {name} is neither lora_A nor lora_B")
         match = found or embedding
         assert match is not None
         module = match["module"]
@@ -376,9 +376,9 @@ def _read_config(file: Path, limits: AdapterLimits) -> dict[str, Any]:
             raise _broken(f"{CONFIG_FILE} is longer than {limits.max_config_bytes} bytes")
         config = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise _broken(f"{CONFIG_FILE} is no JSON") from error
+        raise _broken(f"{CONFIG_FILE} is not JSON") from error
     if not isinstance(config, dict):
-        raise _broken(f"{CONFIG_FILE} is no object")
+        raise _broken(f"{CONFIG_FILE} is not an object")
     kind = config.get("peft_type")
     if kind != "LORA":
         raise _unsupported(f"{CONFIG_FILE}: peft_type is not LORA")
@@ -450,22 +450,22 @@ class _Scales:
 def _entries(config: Mapping[str, Any], field: str) -> dict[str, Any]:
     given = config.get(field) or {}
     if not isinstance(given, dict):
-        raise _broken(f"{CONFIG_FILE}: {field} is no object")
+        raise _broken(f"{CONFIG_FILE}: {field} is not an object")
     return given
 
 
 def _whole(value: object, field: str) -> int:
     """Return a rank. Some writers make it a float."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= _MOST_RANK:
-        raise _broken(f"{CONFIG_FILE}: {field} is no whole number of at least 1")
+        raise _broken(f"{CONFIG_FILE}: {field} is not a whole number of at least 1")
     if value != int(value):
-        raise _broken(f"{CONFIG_FILE}: {field} is no whole number of at least 1")
+        raise _broken(f"{CONFIG_FILE}: {field} is not a whole number of at least 1")
     return int(value)
 
 
 def _alpha(value: object, field: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST_ALPHA <= value <= _MOST_ALPHA:
-        raise _broken(f"{CONFIG_FILE}: {field} is no number from -{_MOST_ALPHA:g} to {_MOST_ALPHA:g}")
+        raise _broken(f"{CONFIG_FILE}: {field} is not a number from -{_MOST_ALPHA:g} to {_MOST_ALPHA:g}")
     return float(value)
 
 

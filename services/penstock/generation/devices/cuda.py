@@ -1,4 +1,4 @@
-"""A GPU by CUDA: torch's FlashAttention over the paged pool, Triton's operators for what is small, torch's own for the
+"""A GPU by CUDA: torch's FlashAttention over the paged pool, Triton's operators for small work, torch's own for the
 rest.
 
 docs/guide/cuda.md says what has run on a GPU, and how fast.

@@ -58,7 +58,7 @@ _log = get_logger(__name__)
 
 
 class Engine:
-    """Engine over one KV pool. Every accepted request gets exactly one FinishedOutput, whatever happens.
+    """Engine over one KV pool. Every accepted request gets exactly one FinishedOutput in every case.
 
     Only `check` may be called from other threads. When the strategy of a request raises, only this request ends, with
     INTERNAL. An exception of the runner or the scheduler leaves `step`: the engine is then unusable, and `fail_all`

@@ -87,7 +87,7 @@ class FailingRunner:
         self._steps = 0
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """See core.step.Runner; the faults come first, but for numbers that are none."""
+        """See core.step.Runner; the faults come first, except outputs that are not numbers."""
         self._steps += 1
         due = {order.name: order for order in self._orders if order.fires(self._steps, output)}
         if "engine.step.kill" in due:

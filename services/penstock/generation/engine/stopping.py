@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class StopStrings:
     """Aho-Corasick automaton over the UTF-8 of the stop strings. Immutable. A state is an int, 0 at the start.
 
-    A scan costs O(bytes) amortised, whatever the number and length of the strings.
+    A scan costs O(bytes) amortised, for any number and length of the strings.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:

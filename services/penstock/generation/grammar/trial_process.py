@@ -33,7 +33,7 @@ _WALK = 4
 # Reasons in place of llguidance's, which name options of its own.
 _REASONS = {
     "oneOf": ONE_OF,
-    "patternProperties": "has patterns that may match the same key, or that are no regular expressions",
+    "patternProperties": "has patterns that may match the same key, or that are not regular expressions",
 }
 _BOUNDS = JsonBounds()
 

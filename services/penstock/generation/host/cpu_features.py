@@ -27,7 +27,7 @@ _LARGEST = 127
 # Instruction sets that the C++ kernels are compiled for, the wider first, by the kind of processor. Of Arm's: 8.2 with
 # the dot products of bytes, and that with bfloat16's and those of signed by unsigned bytes (i8mm).
 INSTRUCTION_SETS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon_bf16", "neon")}
-# What the wider of them needs, as Linux names it in /proc/cpuinfo (csrc/util/ops_dispatch.cpp asks the CPU itself).
+# Requirements of the wider of them, by Linux's names in /proc/cpuinfo (csrc/util/ops_dispatch.cpp asks the CPU itself).
 _WIDE_FLAGS = {
     "x86_64": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
     "aarch64": {"asimddp", "bf16", "i8mm"},

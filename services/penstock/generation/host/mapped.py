@@ -53,7 +53,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         """Map the file. Raises OSError, and ValueError when it is empty."""
         self.path = path
-        # Descriptor of the file itself, whatever the path leads to later.
+        # Descriptor of the file itself, even if the path leads to another one later.
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self._state = self._look()

@@ -67,7 +67,7 @@ class Sequences(Kind):
 
     def from_json(self, name: str, value: Any) -> tuple[TokenSequence, ...]:
         if not isinstance(value, list):
-            raise BadValue(f"has {name} that is no list of lists of ids")
+            raise BadValue(f"has {name} that is not a list of lists of ids")
         return tuple(TOKEN_IDS.from_json(name, entry) for entry in value)
 
     def check_ids(self, value: Iterable[TokenSequence], field: str, vocab_size: int) -> None:
@@ -131,7 +131,7 @@ class Words(Kind):
     def from_json(self, name: str, value: Any) -> tuple[Alternatives, ...]:
         """Each entry is a list of ids, or a list of alternatives."""
         if not isinstance(value, list) or not all(isinstance(entry, list) for entry in value):
-            raise BadValue(f"has {name} that is no list of lists of ids")
+            raise BadValue(f"has {name} that is not a list of lists of ids")
         return tuple(
             SEQUENCES.from_json(name, entry)
             if entry and isinstance(entry[0], list)
@@ -201,7 +201,7 @@ class SequenceBias(Kind):
     def from_json(self, name: str, value: Any) -> Biases:
         """Read JSON's form: [[[ids…], bias], …]."""
         if not isinstance(value, list) or not all(isinstance(entry, list) and len(entry) == 2 for entry in value):
-            raise BadValue(f"has {name} that is no list of [ids, bias]")
+            raise BadValue(f"has {name} that is not a list of [ids, bias]")
         return tuple((TOKEN_IDS.from_json(name, ids), FLOAT32.from_json(name, bias)) for ids, bias in value)
 
     def check(self, value: Biases, field: str) -> None:
@@ -414,7 +414,7 @@ _SYNTHID_BOUNDS = {
 def _json_keys(name: str, keys: Any) -> TokenSequence:
     """Read a list of whole numbers, of either sign."""
     if not isinstance(keys, list) or any(isinstance(key, bool) or not isinstance(key, int) for key in keys):
-        raise BadValue(f"has {name} that is no list of whole numbers")
+        raise BadValue(f"has {name} that is not a list of whole numbers")
     return tuple(keys)
 
 

@@ -88,7 +88,7 @@ def _eos(value: Any) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     entries = value if isinstance(value, list) else [] if value is None else [value]
     runs = [entry if isinstance(entry, list) else [entry] for entry in entries]
     if not all(run and all(type(token_id) is int and token_id >= 0 for token_id in run) for run in runs):
-        raise _broken("has eos_token_id that is no id, list of ids or list of sequences of ids")
+        raise _broken("has eos_token_id that is not an id, list of ids or list of sequences of ids")
     singles = dict.fromkeys(run[0] for run in runs if len(run) == 1)
     return tuple(singles), tuple(tuple(run) for run in runs if len(run) > 1)
 

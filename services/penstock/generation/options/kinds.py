@@ -266,7 +266,7 @@ class Numbers(Kind):
 
     def from_json(self, name: str, value: Any) -> TokenSequence:
         if not isinstance(value, list) or not all(type(token_id) is int and token_id >= 0 for token_id in value):
-            raise BadValue(f"has {name} that is no list of ids")
+            raise BadValue(f"has {name} that is not a list of ids")
         return tuple(value)
 
 

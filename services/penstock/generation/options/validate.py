@@ -115,7 +115,7 @@ def unsupported_option(options: RequestOptions, unsupported: Mapping[str, str]) 
 
 
 def _check_supported(request: GenerateOptions, model: ModelFacts) -> None:
-    """Refuse what the model cannot do. Raises InvalidArgument naming the field."""
+    """Refuse options that the model does not support. Raises InvalidArgument naming the field."""
     asked = {
         "inputs_embeds": request.inputs_embeds is not None,
         "output.output_hidden_states": bool(request.output.output_hidden_states),

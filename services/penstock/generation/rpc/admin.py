@@ -93,7 +93,7 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         """Forget every reusable prefix that no running request holds, or the computed blocks of the named requests."""
         unknown: Any = UnknownFieldSet(request)
         if any(field.field_number == _RETIRED_REQUEST_IDS for field in unknown):
-            raise InvalidArgument("request_ids", "is no field any more: live_request_ids names live requests")
+            raise InvalidArgument("request_ids", "is not a field any more: live_request_ids names live requests")
         core = self._lifecycle.loaded()
         ids = request.live_request_ids
         # Each is a command for the engine's thread: no more of them than may be live.

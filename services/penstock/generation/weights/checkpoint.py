@@ -251,7 +251,7 @@ def _some(names: list[str]) -> str:
 
 
 def _broken(path: Path, error: Exception) -> StartupError:
-    return StartupError(f"{path} is no complete safetensors file: {str(error).splitlines()[0]}", flag="MODEL")
+    return StartupError(f"{path} is not a complete safetensors file: {str(error).splitlines()[0]}", flag="MODEL")
 
 
 # Bytes to read ahead of the rows being read. Tensors lie nearly in the order of their use.

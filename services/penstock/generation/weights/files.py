@@ -111,7 +111,7 @@ def indexed_files(folder: Path) -> dict[str, str]:
         raise StartupError(f"{folder / INDEX_FILE} has no weight_map", flag="MODEL")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name or not _is_file_name(name):
-            raise StartupError(f"{folder / INDEX_FILE}: weight_map of {tensor} is no plain file name", flag="MODEL")
+            raise StartupError(f"{folder / INDEX_FILE}: weight_map of {tensor} is not a plain file name", flag="MODEL")
     return {tensor: name for tensor, name in weight_map.items() if not tensor.endswith(IGNORED_SUFFIX)}
 
 

@@ -55,7 +55,7 @@ class PackedFile:
         except OSError as error:
             raise self.error(f"cannot be read ({error.strerror})") from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise self.error("is no complete file of packed weights") from error
+            raise self.error("is not a complete file of packed weights") from error
         self._check_facts()
 
     def error(self, problem: str) -> StartupError:
@@ -204,4 +204,4 @@ def _check_places(file: PackedFile, expected: dict[str, object]) -> None:
     if extra := [name for name in file.entries if name not in expected]:
         raise file.error(f"has unexpected tensor {extra[0]!r}")
     if file.data_begin % ALIGNMENT:
-        raise file.error(f"has a header of {file.data_begin} bytes, which is no multiple of {ALIGNMENT}")
+        raise file.error(f"has a header of {file.data_begin} bytes, which is not a multiple of {ALIGNMENT}")

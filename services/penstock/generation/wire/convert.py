@@ -108,7 +108,7 @@ def _to_tensor(message: common_pb2.Tensor) -> TensorData:
 def to_detect_watermark(
     message: generation_pb2.DetectWatermarkRequest, limits: RequestLimits
 ) -> DetectWatermarkCommand:
-    """Return a DetectWatermarkRequest as plain data, unchecked but for the number of ids. Raises InvalidArgument."""
+    """Return a DetectWatermarkRequest as plain data, unchecked except for the number of ids. Raises InvalidArgument."""
     check_count("token_ids", message.token_ids, limits.max_watermark_tokens)
     return DetectWatermarkCommand(
         token_ids=list(message.token_ids),

@@ -19,7 +19,7 @@ from penstock.generation.core.tensors import TensorData
 
 # numpy has no bfloat16: its bits are the upper half of a float32.
 _BFLOAT16_EXPONENT = 0x7F80
-# Values that are converted at a time: what that takes fits a core's cache.
+# Values to convert at a time: their memory fits a core's cache.
 _PIECE = 1 << 15
 
 

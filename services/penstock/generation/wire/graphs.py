@@ -171,7 +171,7 @@ def to_slice(message: graphs_pb2.TensorSlice) -> TensorSlice:
 
 
 def to_sample(message: graphs_pb2.SampleRequest, limits: RequestLimits) -> SampleCommand:
-    """Return a SampleRequest as plain data, unchecked but for the sizes of lists and for unknown options.
+    """Return a SampleRequest as plain data, unchecked except for the sizes of lists and for unknown options.
 
     Raises InvalidArgument.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def to_options(config: config_pb2.GenerationConfig, limits: RequestLimits = DEFAULT_LIMITS) -> RequestOptions:
-    """Return the set fields of a GenerationConfig, unchecked but for the sizes of lists and for values without a plain
+    """Return the set fields of a GenerationConfig, unchecked except for the sizes of lists and values without a plain
     form.
 
     Raises InvalidArgument for a list beyond its bound, an unknown enum value, an empty oneof and for

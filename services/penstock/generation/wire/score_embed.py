@@ -16,7 +16,7 @@ from penstock.v1 import common_pb2, generation_pb2
 
 
 def to_score(message: generation_pb2.ScoreRequest, limits: RequestLimits) -> ScoreCommand:
-    """Return a ScoreRequest as plain data, unchecked but for the number of items. Raises InvalidArgument."""
+    """Return a ScoreRequest as plain data, unchecked except for the number of items. Raises InvalidArgument."""
     _bound("items", len(message.items), limits.max_score_items)
     return ScoreCommand(
         items=[ScoreItem(list(item.prompt_token_ids), list(item.continuation_token_ids)) for item in message.items],
@@ -29,7 +29,7 @@ def to_score(message: generation_pb2.ScoreRequest, limits: RequestLimits) -> Sco
 
 
 def to_embed(message: generation_pb2.EmbedRequest, limits: RequestLimits) -> EmbedCommand:
-    """Return an EmbedRequest as plain data, unchecked but for the number of inputs. Raises InvalidArgument."""
+    """Return an EmbedRequest as plain data, unchecked except for the number of inputs. Raises InvalidArgument."""
     _bound("inputs", len(message.inputs), limits.max_embed_inputs)
     return EmbedCommand(
         inputs=[list(entry.ids) for entry in message.inputs],

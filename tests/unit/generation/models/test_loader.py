@@ -243,12 +243,12 @@ def test_no_weights_at_all_is_said(single: Path) -> None:
 def test_a_truncated_file_is_named(single: Path, size: int) -> None:
     with (single / WEIGHTS).open("r+b") as file:
         file.truncate(size)
-    assert f"{single / WEIGHTS} is no complete safetensors file" in refused(single)
+    assert f"{single / WEIGHTS} is not a complete safetensors file" in refused(single)
 
 
 def test_a_file_of_something_else_is_named(single: Path) -> None:
     (single / WEIGHTS).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n" * 10)
-    assert f"{single / WEIGHTS} is no complete safetensors file" in refused(single)
+    assert f"{single / WEIGHTS} is not a complete safetensors file" in refused(single)
 
 
 def test_a_missing_shard_is_named(sharded: Path) -> None:

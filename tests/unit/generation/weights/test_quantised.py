@@ -239,7 +239,7 @@ def test_an_unsupported_variant_is_named_by_its_field(case: str, path: tuple[str
         ("bitsandbytes-int8", "SCB", None, "lacks tensor {}.SCB"),
         ("nf4", "weight.absmax", lambda t: t[1:], "tensor {}.weight.absmax has 63 numbers for blocks of 64"),
         ("nf4", "weight.quant_map", None, "lacks tensor {}.weight.quant_map"),
-        ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: t[:9], "bitsandbytes__nf4 is no JSON"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: t[:9], "bitsandbytes__nf4 is not JSON"),
         ("nf4-nested", "weight.nested_absmax", None, "lacks tensor {}.weight.nested_absmax"),
         ("nf4", "weight", lambda t: t[:7], "tensor {}.weight has shape [7, 1]"),
         ("torchao-int8", "_weight_scale", lambda t: t[:, 0], "tensor {}._weight_scale has shape [64]"),
@@ -277,7 +277,7 @@ def test_a_file_cut_short_and_a_tensor_too_many_are_named(tmp_path: Path) -> Non
     assert "unexpected tensor model.layers.0.mlp.extra.qweight" in refusal(folder)
     content = (folder / made.WEIGHTS).read_bytes()
     (folder / made.WEIGHTS).write_bytes(content[: len(content) // 2])
-    assert "is no complete safetensors file" in refusal(folder)
+    assert "is not a complete safetensors file" in refusal(folder)
 
 
 def test_numbers_of_more_bits_than_the_scheme_has_are_named() -> None:

@@ -77,7 +77,7 @@ def find_prebuilt() -> Path | None:
 def _obstacle(facts: object, library: Path) -> str | None:
     """Return the reason not to load the library; None: it may be loaded. Raises OSError."""
     if not isinstance(facts, dict):
-        return f"{FACTS} is no object"
+        return f"{FACTS} is not an object"
     release = torch_release(torch.__version__)
     expected = wheel_facts(torch.__version__)
     if facts.get("torch") != release:

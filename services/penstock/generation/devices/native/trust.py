@@ -25,7 +25,7 @@ def obstacle(library: Path, cache: Path) -> str | None:
     """Return the reason not to load `library`, a file within a folder of `cache`; None: it may be loaded."""
     for path in (cache, library.parent, library):
         try:
-            # A cache may be a link that its user made; what is within is never one.
+            # A cache may be a link that its user made; its content is never one.
             found = path.stat() if path == cache else path.lstat()
         except OSError as error:
             return f"{path}: {error.strerror}"

@@ -2,7 +2,7 @@
 
 Drafts and draws are coupled. Every position is drawn from the model itself, by the request's own options and with the
 uniform of (seed, position), and a draft is accepted iff it equals the drawn token. So the ids are exactly those of the
-same request without assistance, greedy or sampled, whatever the drafts. For greedy search this is transformers' rule.
+same request without assistance, greedy or sampled, for any drafts. For greedy search this is transformers' rule.
 For sampling transformers 5.23 uses speculative sampling (Leviathan et al. 2023), which has the same distribution but
 draws other ids.
 """

@@ -105,8 +105,8 @@ def draw_spec(
     taken_ids: tuple[int, ...] = (),
     is_guided: bool = False,
 ) -> DrawSpec:
-    """Return the draw that beams ask of the sampler. Guided scores are made of log-probabilities, and are none
-    themselves any more: transformers takes them as they are."""
+    """Return the draw that beams want from the sampler. Guided scores are made from log-probabilities, but are not
+    log-probabilities themselves: transformers takes them unchanged."""
     return DrawSpec(
         kind=DrawKind.CANDIDATES,
         num_candidates=num_candidates,

@@ -281,7 +281,7 @@ class _Simplifier:
             raise Refusal(path, "$ref", str(error)) from None
         return f"#/$defs/{self._references.name_of(reference, is_part, self._is_listed)}"
 
-    # -- what says nothing
+    # -- keywords without an effect
 
     def _drop_silent(self, made: dict[str, Any], types: frozenset[str]) -> None:
         empty: dict[str, Callable[[Any], bool]] = {
@@ -331,7 +331,7 @@ class _Simplifier:
                     path, word, "is not supported, and cannot be left out: it may forbid what the rest allows"
                 )
 
-    # -- what other words tell
+    # -- keywords that others can express
 
     def _rewrite_unevaluated(self, made: dict[str, Any], path: str) -> None:
         """Express `unevaluated…` keywords, if no other schema is about the same value. Raises Refusal."""
@@ -552,5 +552,5 @@ def _searcher(pattern: str, path: str) -> Callable[[str], bool]:
     try:
         found = re.compile(pattern)
     except re.error:
-        raise Refusal(path, "propertyNames", "has a pattern that is no regular expression") from None
+        raise Refusal(path, "propertyNames", "has a pattern that is not a regular expression") from None
     return lambda name: found.search(name) is not None

@@ -137,7 +137,7 @@ def _table(module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -
         block, said = int(facts["blocksize"]), tuple(facts["shape"])
         nested_block, offset = int(facts.get("nested_blocksize", 0)), float(facts.get("nested_offset", 0.0))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise lying(module, name, "is no JSON with blocksize and shape") from error
+        raise lying(module, name, "is not JSON with blocksize and shape") from error
     if max(block, nested_block) > _MOST_BLOCK or not math.isfinite(offset):
         raise lying(module, name, "has a block size or an offset that no matrix has")
     if said != shape:

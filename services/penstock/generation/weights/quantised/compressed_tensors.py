@@ -225,7 +225,7 @@ def _names(config: ConfigReader, field: str) -> tuple[str, ...]:
             try:
                 re.compile(one[3:])
             except re.error as error:
-                raise config.error(field, f"has {one!r}, which is no expression: {error}") from error
+                raise config.error(field, f"has {one!r}, which is not an expression: {error}") from error
     return tuple(value)
 
 

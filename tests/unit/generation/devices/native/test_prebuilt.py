@@ -65,7 +65,7 @@ def test_a_wheel_that_fits_is_found_after_what_was_built_here(tmp_path: Path) ->
         (json.dumps({**FITS, "sources": "0" * 16}), "they are of another version of penstock"),
         ("{}", "they are for torch None"),
         ("{", "Expecting property name"),
-        ("[]", "is no object"),
+        ("[]", "is not an object"),
         ("[" * 100_000, "recursion"),
         (json.dumps({**FITS, "digest": "0" * 128}), "is not what the wheel has"),
         (json.dumps({**FITS, "digest": None}), "is not what the wheel has"),
