@@ -13,7 +13,7 @@ from penstock.common.errors import StartupError
 class BoundAddresses:
     """Addresses at which a process answers, each `host:port`; `metrics` is None without a metrics endpoint.
 
-    `grpc` is that of the service itself, which for the gateway speaks HTTP.
+    `grpc` is the address of the service itself; the gateway's speaks HTTP.
     """
 
     grpc: str
@@ -26,7 +26,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def require_free_port(host: str, port: int, flag: str) -> None:
-    """Check that a server can listen there. Port 0 is always free. Raises StartupError naming `flag` (or --host)."""
+    """Check that a server can listen there; port 0 is always free. Raises StartupError naming `flag` or --host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

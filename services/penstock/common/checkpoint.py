@@ -14,10 +14,10 @@ from penstock.common.progress import ShowProgress, show_nothing
 
 DEMO_MODEL_NAME = "penstock-demo"
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt", "vocab.txt"]
-# Time that the hub has to tell what a model consists of; after that only its cache is asked.
+# Time for the hub to list a model's files; after that only its cache is used.
 HUB_SECONDS = 10.0
 _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
-# Of a MODEL in an error's one line.
+# Most characters of a MODEL in an error's one line.
 _SHOWN_CHARS = 80
 _PATH_PREFIXES = ("/", "./", "../", "~")
 
@@ -49,17 +49,17 @@ def source_name(folder: Path) -> str:
 
 
 def check_model(model: str | None) -> None:
-    """Look whether `model` can be there, in a moment and without the hub. Raises StartupError as `resolve_model` does.
+    """Check quickly, without the hub, that `model` can exist. Raises StartupError as `resolve_model` does.
 
-    For the start of a command, before imports that take seconds. Without the hub (HF_HUB_OFFLINE) a model that the
-    hub's cache lacks is an error, too.
+    For the start of a command, before imports that take seconds. Without the hub (HF_HUB_OFFLINE), a model that is not
+    in the hub's cache is also an error.
     """
     found = _locate(model)
     if isinstance(found, Path):
         return
     folder = Path(hub_cache_folder()) / f"models--{found['id'].replace('/', '--')}"
     if is_hub_off() and not folder.is_dir():
-        raise StartupError(_unreachable(str(model), "HF_HUB_OFFLINE keeps the hub from being asked"), flag="MODEL")
+        raise StartupError(_unreachable(str(model), "HF_HUB_OFFLINE forbids requests to the hub"), flag="MODEL")
 
 
 def resolve_model(
@@ -72,10 +72,10 @@ def resolve_model(
 ) -> Path:
     """Find the folder of `model`: None is the embedded one; then an existing folder; then a hub id.
 
-    A GGUF file, or a folder that has one and no config.json, is made a folder in the cache first (`gguf_folder`), which
-    takes seconds; not where `allow_hub` is false. A hub id is `owner/name@revision`. Only safetensors, JSON, Jinja and
-    vocabulary files are downloaded, which `show` gets the progress of; it may raise to give up. `offline`: the hub's
-    cache alone is asked. `files`: patterns of fewer files. Raises StartupError naming MODEL.
+    A GGUF file, or a folder with one and without config.json, is first made a folder in the cache (`gguf_folder`),
+    which takes seconds; not if `allow_hub` is false. A hub id is `owner/name@revision`. Only safetensors, JSON, Jinja
+    and vocabulary files are downloaded. `show` gets the progress; it may raise to give up. `offline`: use only the
+    hub's cache. `files`: patterns of fewer files. Raises StartupError naming MODEL.
     """
     found = _locate(model)
     if isinstance(found, Path):
@@ -85,7 +85,7 @@ def resolve_model(
             return made
         if allow_hub:
             return gguf_folder(found)
-        raise StartupError(f"MODEL {model}: its folder is not made yet", flag="MODEL")
+        raise StartupError(f"MODEL {model}: its folder does not exist yet", flag="MODEL")
     if not allow_hub:
         raise StartupError(f"MODEL {model}: {_missing(Path(str(model)))}, and the hub is off", flag="MODEL")
     asks_cache_only = offline or is_hub_off()
@@ -103,7 +103,7 @@ def _locate(model: str | None) -> Path | re.Match[str]:
         return path
     if path.exists():
         raise StartupError(
-            f"MODEL {model} is a file; expected a folder with config.json, or a file of the kind *{SUFFIX}",
+            f"MODEL {model} is a file; expected a folder with config.json, or a file named *{SUFFIX}",
             flag="MODEL",
         )
     match = _HUB_ID.fullmatch(model)
@@ -122,10 +122,10 @@ def _gguf_in(folder: Path) -> Path | None:
 
 
 def _path(model: str | Path) -> Path:
-    """Return MODEL as a path. Raises StartupError for what can be none."""
+    """Return MODEL as a path. Raises StartupError if it cannot be one."""
     try:
         path = Path(model).expanduser()
-        # It raises where a name is too long, or a folder on the way cannot be looked into.
+        # It raises for too long a name, or for a folder on the way that cannot be read.
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return path
@@ -178,27 +178,26 @@ def _download(
         ) from error
     except RepositoryNotFoundError as error:
         raise StartupError(
-            f"MODEL {model}: {_missing(Path(model))}, and the hub has no such model, or shows it only to the owner of "
-            "an HF_TOKEN",
+            f"MODEL {model}: {_missing(Path(model))}, and the hub has no such model, or shows it only with an HF_TOKEN",
             flag="MODEL",
         ) from error
     except LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE keeps the hub from being asked" if is_hub_off else "the hub cannot be reached"
+        why = "HF_HUB_OFFLINE forbids requests to the hub" if is_hub_off else "the hub cannot be reached"
         raise StartupError(_unreachable(model, why), flag="MODEL") from error
     except ConnectionLost as error:
-        told = f"MODEL {model}: the connection to the hub was lost again and again; another try goes on from there"
+        told = f"MODEL {model}: the connection to the hub was lost repeatedly; the next try continues from there"
         raise StartupError(told, flag="MODEL") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         response = getattr(error, "response", None)
         what = f"HTTP status {response.status_code}" if response is not None else type(error).__name__
         raise StartupError(
-            f"MODEL {model}: {_missing(Path(model))}, and the hub could not give it ({what})", flag="MODEL"
+            f"MODEL {model}: {_missing(Path(model))}, and the hub could not provide it ({what})", flag="MODEL"
         ) from error
 
 
 def _unreachable(model: str, why: str) -> str:
     return (
         f"MODEL {model}: {_missing(Path(model))}, the hub's cache does not have it, and {why}. Give a folder as MODEL "
-        "(--model), or fetch it where the hub is in reach and point HF_HOME at that cache; HF_HUB_OFFLINE=1 uses the "
-        "cache only"
+        "(--model), or fetch it where the hub can be reached and point HF_HOME at that cache; HF_HUB_OFFLINE=1 uses "
+        "only the cache"
     )

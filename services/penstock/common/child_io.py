@@ -1,4 +1,4 @@
-"""Exchange of a parent with its child processes: JSON messages, each behind four bytes of length, over pipes."""
+"""Exchange of a parent with its child processes: JSON messages over pipes, each after four bytes of length."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def claim_stdout() -> BinaryIO:
 
 
 def forbid_torch() -> None:
-    """Make transformers believe that torch is not installed: it would import it, which costs seconds and 200 MB.
+    """Hide torch from transformers, which would import it: that costs seconds and 200 MB.
 
-    None in sys.modules is how Python itself spells "cannot be imported"; this transformers has no switch for it.
+    None in sys.modules is Python's own mark for "cannot be imported"; this transformers has no switch for it.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]
     logging.disable(logging.WARNING)
@@ -67,7 +67,7 @@ class Child:
     async def spawn(cls, module: str, environment: dict[str, str]) -> Child:
         """Start `python -m module`: a new program, not a fork, since grpc's threads do not survive forks.
 
-        It has a session of its own: Ctrl-C and signals to the parent's group are for the parent, which still needs its
+        It has its own session: Ctrl-C and signals to the parent's group reach only the parent, which still needs its
         children to drain. Children end with the parent, even a killed one, because their pipe from it ends.
         """
         command = (sys.executable, "-m", module)
@@ -96,13 +96,13 @@ class Child:
 
     @property
     def ended(self) -> asyncio.Future[None]:
-        """Future that is done once it answers no more; its status follows."""
+        """Future that is done once the child stops answering; its status follows."""
         return self._wire.ended
 
     def send(self, message: bytes, on_answer: Callable[[Any], None]) -> None:
         """Send a packed message; `on_answer` is called with the answer, unless the child ends before (`ended`).
 
-        Nothing is bounded here: the caller must send no more than a few at a time.
+        Nothing is limited here: the caller must send only a few at a time.
         """
         self._wire.waiting.append(on_answer)
         self._requests.write(message)
@@ -135,7 +135,7 @@ class Child:
 
 
 class _Wire(asyncio.SubprocessProtocol):
-    """Protocol of the pipes: it takes the answers apart."""
+    """Protocol of the pipes: it splits the stream into answers."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

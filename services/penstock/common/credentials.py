@@ -21,8 +21,9 @@ def _read(path: str, flag: str) -> bytes:
     except OSError as error:
         raise StartupError(f"{flag} {path}: {error.strerror}", flag=flag) from error
     if not data:
-        # For an empty text Python's ssl takes the system's CAs, and a file that is replaced may be empty for a moment.
-        raise StartupError(f"{flag} {path}: is empty", flag=flag)
+        # For an empty text Python's ssl uses the system's CAs, and a file may be empty for a moment while it is
+        # replaced.
+        raise StartupError(f"{flag} {path} is empty", flag=flag)
     return data
 
 
@@ -62,7 +63,7 @@ def tls_context(config: ProcessConfig, alpn: Sequence[str] = ("h2",)) -> ssl.SSL
             context.load_verify_locations(cadata=roots.decode("ascii"))
         except (ValueError, ssl.SSLError) as error:
             flag = "--tls-client-ca"
-            raise StartupError(f"{flag} {config.tls_client_ca}: holds no certificates (PEM)", flag=flag) from error
+            raise StartupError(f"{flag} {config.tls_client_ca} has no certificates (PEM)", flag=flag) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -88,7 +89,7 @@ def channel_tls_context(config: ChannelConfig) -> ssl.SSLContext | None:
         context = ssl.create_default_context(cadata=_certificates(ca) if ca else None)
     except (ValueError, ssl.SSLError) as error:
         flag = "--channel-tls-ca"
-        raise StartupError(f"{flag} {ca}: holds no certificates (PEM)", flag=flag) from error
+        raise StartupError(f"{flag} {ca} has no certificates (PEM)", flag=flag) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
     for path, flag in ((cert, "--channel-tls-cert"), (key, "--channel-tls-key")):
@@ -121,7 +122,7 @@ def check_channel_files(config: ChannelConfig) -> None:
 
 
 def bearer_token(authorization: str | bytes | None) -> bytes | None:
-    """Return the token of the `authorization` metadata, however it is spelt; None where it is no `Bearer`."""
+    """Return the token of the `authorization` metadata, in any spelling; None without `Bearer`."""
     if authorization is None:
         return None
     given = authorization.encode() if isinstance(authorization, str) else authorization
@@ -142,7 +143,7 @@ class TokenFile:
         except OSError as error:
             raise StartupError(f"{flag} {path}: {error.strerror}", flag=flag) from error
         if not self._tokens:
-            raise StartupError(f"{flag} {path}: holds no token", flag=flag)
+            raise StartupError(f"{flag} {path} has no token", flag=flag)
 
     def _refresh(self) -> None:
         status = self._path.stat()
@@ -156,7 +157,7 @@ class TokenFile:
         try:
             self._refresh()
         except OSError:
-            # A file that is gone for a moment (an atomic replacement, a remount) must not lock all callers out.
+            # A file that is missing for a moment (an atomic replacement, a remount) must not lock out all callers.
             return self._tokens
         return self._tokens
 
@@ -166,16 +167,16 @@ class TokenFile:
         return token is not None and any(hmac.compare_digest(token, known) for known in self._current())
 
     def authorization(self) -> str:
-        """Metadata value to send: the first token. Raises Unauthenticated when the file holds none any more."""
+        """Metadata value to send: the first token. Raises Unauthenticated when the file has none any more."""
         tokens = self._current()
         if not tokens or not tokens[0].isascii():
-            raise Unauthenticated("the bearer token file holds no token", reason="NO_TOKEN")
+            raise Unauthenticated("the bearer token file has no token", reason="NO_TOKEN")
         return f"Bearer {tokens[0].decode()}"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFiles:
-    """Several files, each of whose tokens is taken."""
+    """Several files; the tokens of each are accepted."""
 
     files: tuple[TokenFile, ...]
 

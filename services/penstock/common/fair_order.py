@@ -1,7 +1,7 @@
-"""Order of tenants by what each was given: start-time fair queueing with counters, which needs no clock.
+"""Order of tenants by the tokens that each has received: start-time fair queueing with counters, without a clock.
 
-Each tenant has a counter of the tokens that its requests were given. The one with the lowest comes first. One that
-comes back after it had nothing waiting starts where the others are, so that nobody saves up a claim by being away.
+Each tenant has a counter of the tokens that its requests received. The tenant with the lowest comes first. A tenant
+that returns after an idle time starts level with the others, so nobody saves up a claim by being away.
 (Goyal et al. 1996, Start-time Fair Queueing; Sheng et al. 2024, Fairness in Serving Large Language Models.)
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """One tenant's counter. `number` decides between equal counters: the tenant that was first known is first."""
+    """One tenant's counter. `number` decides between equal counters: the tenant known first comes first."""
 
     tenant: str
     number: int
@@ -28,12 +28,12 @@ class _Account:
 
 
 class FairOrder:
-    """Tenants that wait, the one that was given least first. Every change is O(log tenants)."""
+    """Waiting tenants, the one that has received the least first. Every change is O(log tenants)."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._waiting: list[_Account] = []
-        # Counter of the tenant that was served last, before it was charged: where newcomers start.
+        # Counter of the tenant served last, before it was charged: newcomers start with it.
         self._floor = 0.0
         self._numbers = itertools.count()
 
@@ -42,7 +42,7 @@ class FairOrder:
         return (account.tenant for account in self._waiting)
 
     def wait(self, tenant: str, *, is_new: bool = True) -> None:
-        """Put a tenant into the order. `is_new` False: it only goes back to its place, such as after a preemption."""
+        """Put a tenant into the order. `is_new` False: it only returns to its place, as after a preemption."""
         account = self._accounts.get(tenant)
         if account is None:
             account = self._accounts[tenant] = _Account(tenant, next(self._numbers), self._floor)
@@ -72,7 +72,7 @@ class FairOrder:
             insort(self._waiting, account, key=lambda one: one.key)
 
     def forget(self, tenant: str) -> None:
-        """Forget a tenant that has no request any more, if it is known."""
+        """Forget a tenant without requests, if it is known."""
         if tenant in self._accounts:
             self.stop_waiting(tenant)
             del self._accounts[tenant]

@@ -1,4 +1,4 @@
-"""Fingerprint by which tokenizer and generation know that they belong together."""
+"""Fingerprint that shows whether tokenizer and generation belong together."""
 
 from __future__ import annotations
 

@@ -24,20 +24,21 @@ _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 # struct's letters of the types of numbers.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-# More than any file has; a broken one may say anything. Of arrays' texts, all together; of other texts their bytes.
+# More than any file has, since a broken file may claim anything: bytes of all texts of arrays together, and of one
+# other text.
 _MOST_FACTS, _MOST_TENSORS = 1 << 16, 100_000
 _MOST_ARRAY_TEXTS, _MOST_TEXT_BYTES, _MOST_NAME_BYTES = 1 << 21, 1 << 26, (1 << 16) - 1
 _MOST_DIMENSIONS, _MOST_ALIGNMENT = 4, 1 << 20
-# Numbers of a model that are outside of these are none of arithmetic in float32.
+# A model's numbers outside this range are no use in float32 arithmetic.
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
 _MOST_WHOLE = 2**63 - 1
-# Of a value in an error.
+# Most characters of a value in an error.
 _SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
 class GgufType:
-    """A way to keep numbers: `numbers` of them take `num_bytes`."""
+    """A storage format of numbers: `numbers` of them take `num_bytes`."""
 
     name: str
     numbers: int
@@ -59,7 +60,7 @@ TYPES = {
     14: GgufType("Q6_K", 256, 210),
     30: GgufType("BF16", 1, 2),
 }
-# Names of others, for their refusal.
+# Names of unsupported types, for the error.
 _OTHERS = {
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
@@ -68,7 +69,7 @@ _OTHERS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: its type, its shape with the rows first, and where its bytes begin and end."""
+    """A tensor: its type, its shape with the rows first, and the start and end of its bytes."""
 
     type: GgufType
     shape: tuple[int, ...]
@@ -78,7 +79,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufArray:
-    """An array of the facts. It stays in the file until it is asked for: most processes need none."""
+    """An array of the metadata. It stays in the file until it is needed: most processes need none."""
 
     path: Path
     # struct's letter of its numbers; empty: texts.
@@ -92,14 +93,14 @@ class GgufArray:
         return self.count * struct.calcsize(f"<{self.letter}")
 
     def numbers(self) -> Sequence[Any]:
-        """Read numbers, in as many bytes as the file has. Raises OSError, and ValueError when the file is shorter."""
+        """Read the numbers. Raises OSError, and ValueError when the file is shorter."""
         found = array("b" if self.letter == "?" else self.letter)
         with self.path.open("rb") as file:
             found.frombytes(_Reader(file, self.begin).take(self.num_bytes))
         return found
 
     def texts(self) -> list[str]:
-        """Read texts. Raises OSError, and ValueError when the file is another one now."""
+        """Read the texts. Raises OSError, and ValueError when the file has changed."""
         with self.path.open("rb") as file:
             reader = _Reader(file, self.begin)
             return [reader.text() for _ in range(self.count)]
@@ -109,19 +110,19 @@ class GgufArray:
 
 
 class GgufFile:
-    """The facts and the tensors of a file. A fact is a number, a text, true, false or a GgufArray."""
+    """The metadata and the tensors of a file. A fact is a number, a text, true, false or a GgufArray."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header. Raises StartupError naming the file, and what is broken or not supported."""
+        """Read the header. Raises StartupError naming the file, and the broken or unsupported part."""
         self.path = path
         self.facts: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
-            # Not mapped: a file that becomes shorter meanwhile would end the process.
+            # Not mapped: a file that is truncated meanwhile would kill the process.
             with path.open("rb") as file:
                 self._read(_Reader(file))
         except (OSError, ValueError, struct.error, OverflowError) as error:
-            raise self.error(f"is no complete GGUF file: {str(error).splitlines()[0]}") from error
+            raise self.error(f"is not a complete GGUF file: {str(error).splitlines()[0]}") from error
 
     def error(self, problem: str) -> StartupError:
         """Return an error that names the file."""
@@ -133,55 +134,55 @@ class GgufFile:
         return self.text("general.architecture", "")
 
     def whole(self, name: str, default: int | None = None, *, least: int = 0, most: int = _MOST_WHOLE) -> int | None:
-        """Return a fact that is a whole number; `default` where there is none. Raises StartupError naming it."""
+        """Return a whole number; `default` without the fact. Raises StartupError naming it."""
         value = self.facts.get(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             upper = "" if most == _MOST_WHOLE else f" and at most {most}"
-            raise self._wrong(name, f"is no whole number of at least {least}{upper}")
+            raise self._wrong(name, f"is not a whole number of at least {least}{upper}")
         return value
 
     def number(self, name: str) -> float | None:
-        """Return a fact that is a number above 0; None where there is none. Raises StartupError naming it."""
+        """Return a number above 0; None without the fact. Raises StartupError naming it."""
         value = self.facts.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self._wrong(name, "is no number above 0")
+            raise self._wrong(name, "is not a number above 0")
         if not _LEAST_NUMBER <= value <= _MOST_NUMBER:
             raise self._wrong(name, f"is not between {_LEAST_NUMBER:g} and {_MOST_NUMBER:g}")
         return value
 
     def text(self, name: str, default: str) -> str:
-        """Return a fact that is a text; `default` where there is none. Raises StartupError naming it."""
+        """Return a text; `default` without the fact. Raises StartupError naming it."""
         value = self.facts.get(name, default)
         if not isinstance(value, str):
-            raise self._wrong(name, "is no text")
+            raise self._wrong(name, "is not a text")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Return a fact that is true or false; `default` where there is none. Raises StartupError naming it."""
+        """Return true or false; `default` without the fact. Raises StartupError naming it."""
         value = self.facts.get(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, "is neither true nor false")
         return value
 
     def texts(self, name: str) -> list[str]:
-        """Return a fact that is an array of texts. Raises StartupError naming it."""
+        """Return an array of texts. Raises StartupError naming the fact."""
         value = self.facts.get(name)
         if not isinstance(value, GgufArray) or value.letter:
-            raise self._wrong(name, "is no array of texts")
+            raise self._wrong(name, "is not an array of texts")
         try:
             return value.texts()
         except (OSError, ValueError, struct.error) as error:
             raise self.error(f"changed while it was read: {error}") from error
 
     def numbers(self, name: str) -> Sequence[Any]:
-        """Return a fact that is an array of numbers. Raises StartupError naming it."""
+        """Return an array of numbers. Raises StartupError naming the fact."""
         value = self.facts.get(name)
         if not isinstance(value, GgufArray) or not value.letter:
-            raise self._wrong(name, "is no array of numbers")
+            raise self._wrong(name, "is not an array of numbers")
         try:
             return value.numbers()
         except (OSError, ValueError, struct.error) as error:
@@ -199,7 +200,7 @@ class GgufFile:
             raise ValueError("it does not begin with GGUF")
         version, num_tensors, num_facts = reader.numbers("IQQ")
         if version not in _VERSIONS:
-            raise self.error(f"is of version {version}; supported are {', '.join(map(str, _VERSIONS))}")
+            raise self.error(f"has version {version}; supported are {', '.join(map(str, _VERSIONS))}")
         if num_tensors > _MOST_TENSORS or num_facts > _MOST_FACTS:
             raise ValueError("it claims more entries than any file has")
         for _ in range(num_facts):
@@ -208,7 +209,7 @@ class GgufFile:
                 raise ValueError(f"it has {name[:_SHOWN_CHARS]} twice")
             self.facts[name] = reader.value(self.path, *reader.numbers("I"))
         if (self.whole("split.count", 0) or 0) > 1:
-            raise self.error("is a part of a split file: join them by llama.cpp's `llama-gguf-split --merge`")
+            raise self.error("is a part of a split file: join the parts with llama.cpp's `llama-gguf-split --merge`")
         alignment = self.whole("general.alignment", 32, least=1, most=_MOST_ALIGNMENT) or 1
         found = [(reader.text(_MOST_NAME_BYTES), *self._entry(reader)) for _ in range(num_tensors)]
         data = -(-reader.position // alignment) * alignment
@@ -220,7 +221,7 @@ class GgufFile:
         if name in self.tensors:
             raise ValueError(f"it has tensor {shown} twice")
         if not shape or shape[-1] % kind.numbers:
-            raise self.error(f"tensor {shown} has shape {list(shape)}, whose rows are no whole blocks of {kind.name}")
+            raise self.error(f"tensor {shown} has shape {list(shape)}: its rows are not whole blocks of {kind.name}")
         end = begin + math.prod(shape) // kind.numbers * kind.num_bytes
         if end > size:
             raise self.error(f"is cut short: tensor {shown} ends at byte {end}, the file at {size}")
@@ -236,13 +237,13 @@ class GgufFile:
             supported = ", ".join(one.name for one in TYPES.values())
             raise self.error(
                 f"has tensors of type {_OTHERS.get(number, number)}; supported are {supported}: "
-                "give a file quantised otherwise, or the model's safetensors"
+                "use a file with another quantization, or the model's safetensors"
             )
         return TYPES[number], shape, offset
 
 
 class _Reader:
-    """Reads one thing after the other. Raises ValueError past the end, or past what any file has."""
+    """Reads values in order. Raises ValueError past the end, or past the limits of any file."""
 
     def __init__(self, file: BufferedReader, begin: int = 0) -> None:
         self._file = file

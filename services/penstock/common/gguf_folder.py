@@ -1,6 +1,6 @@
-"""A GGUF file as a model folder: config.json and tokenizer from its facts, beside a link to it, in the cache.
+"""A GGUF file as a model folder in the cache: config.json and tokenizer from its metadata, beside a link to it.
 
-Made once for each file (its path, size and time of modification); services read it like any other folder.
+It is made once for each file (its path, size and modification time); services read it like any other folder.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from penstock.common.logging import get_logger
 SUFFIX = ".gguf"
 # Name of the link in the folder.
 GGUF_FILE = "model.gguf"
-# Raise it when other things are written into the folder.
+# Raise it when the contents of the folder change.
 _VERSION = 1
 _TOKENIZER_SECONDS = 300
-# llama.cpp's architectures, as Hugging Face calls them.
+# llama.cpp's architectures, with Hugging Face's names.
 _ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
@@ -37,7 +37,7 @@ _ARCHITECTURES = {
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 _GEMMA3 = "gemma3"
-# config.json's fields by the facts behind the architecture's name.
+# config.json's fields by the facts after the architecture's name.
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -50,7 +50,7 @@ _FIELDS = {
     "rope.freq_base": "rope_theta",
 }
 _REQUIRED = ("context_length", "embedding_length", "feed_forward_length", "block_count", "attention.head_count")
-# Of others, those that are whole numbers, and numbers.
+# Other facts that are whole numbers, and numbers.
 _WHOLE = (
     "attention.head_count_kv",
     "attention.key_length",
@@ -58,29 +58,29 @@ _WHOLE = (
     "rope.scaling.original_context_length",
 )
 _NUMBERS = ("rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.factor")
-# Facts of a model that only another implementation of its architecture can serve.
+# Facts of models that only another implementation of the architecture can serve.
 _WINDOW = "attention.sliding_window"
 _FOREIGN = ("expert_count", _WINDOW, "attn_logit_softcapping", "final_logit_softcapping", "logit_scale")
-# Those that an architecture has all the same, and what they are in config.json.
+# Exceptions by architecture, and their fields in config.json.
 _OWN_FIELDS = {_GEMMA3: {_WINDOW: "sliding_window"}}
-# Gemma 3's largest model scales its scores by another width than the others: llama.cpp knows it by its layers.
+# Gemma 3's largest model scales its scores by another width than the others; llama.cpp recognises it by its layers.
 _GEMMA3_27B_LAYERS = 62
 _EMBEDDING, _HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-# Of Llama 3.1 and later, the only models whose files have factors of frequencies.
+# For Llama 3.1 and later, the only models with frequency factors in their files.
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
 _LEAST_FACTOR, _MOST_FACTOR = 1e-3, 1e6
 # Numbers of config.json are 32 bits on the wire.
 _MOST_WHOLE = 2**31 - 1
-# Of a fact in an error, and of a file's name in that of its folder.
+# Most characters of a fact in an error, and of a file's name in its folder's name.
 _SHOWN_CHARS, _STEM_CHARS = 80, 100
 _log = get_logger("penstock.common")
 
 
 def gguf_folder(path: Path) -> Path:
-    """Return the folder of a file, made if it is not there.
+    """Return the folder of a file; make it if it does not exist.
 
-    Raises StartupError naming MODEL for a file that is broken, of an architecture or a type that is not supported, or
-    where the cache cannot be written.
+    Raises StartupError naming MODEL for a broken file, an unsupported architecture or type, or a cache that cannot be
+    written.
     """
     path = path.resolve()
     folder = made_folder(path)
@@ -93,7 +93,7 @@ def gguf_folder(path: Path) -> Path:
         scratch = Path(tempfile.mkdtemp(prefix=".gguf-", dir=target.parent))
     except OSError as error:
         raise StartupError(
-            f"MODEL {path}: {target.parent} cannot be written ({error.strerror}), where its config.json goes: "
+            f"MODEL {path}: {target.parent}, the place for its config.json, cannot be written ({error.strerror}): "
             "set XDG_CACHE_HOME to a folder that can",
             flag="MODEL",
         ) from error
@@ -110,13 +110,13 @@ def gguf_folder(path: Path) -> Path:
 
 
 def made_folder(path: Path) -> Path | None:
-    """Return the folder of a file; None where it is not made."""
+    """Return the folder of a file; None if it does not exist."""
     folder = _place(path.resolve())
     return folder if (folder / GGUF_FILE).exists() else None
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """Return config.json's values. Raises StartupError naming the fact of the file that is missing or not supported."""
+    """Return config.json's values. Raises StartupError naming a missing or unsupported fact of the file."""
     facts, name = file.facts, file.architecture
     if name not in _ARCHITECTURES:
         raise file.error(
@@ -163,7 +163,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json's fields that llama.cpp has in its code. Raises StartupError naming a fact that is missing."""
+    """Return config.json's fields that llama.cpp has in its code. Raises StartupError naming a missing fact."""
     for fact in (_WINDOW, "attention.key_length"):
         if f"{_GEMMA3}.{fact}" not in file.facts:
             raise file.error(f"has no {_GEMMA3}.{fact}")
@@ -178,14 +178,12 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json's fields of the rotary embedding beside its base."""
+    """Return config.json's fields of the rotary embedding, except its base."""
     name, facts = file.architecture, file.facts
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     turned = facts.get(f"{name}.rope.dimension_count", head_dim)
     if turned != head_dim:
-        raise file.error(
-            f"has {name}.rope.dimension_count {turned}: only that of a whole head ({head_dim}) is supported"
-        )
+        raise file.error(f"has {name}.rope.dimension_count {turned}: only a whole head ({head_dim}) is supported")
     kind = file.text(f"{name}.rope.scaling.type", "none")
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
@@ -203,7 +201,7 @@ def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Return the scaling of Llama 3.1 and later that the factors of the frequencies are of."""
+    """Return the scaling of Llama 3.1 and later that gives these frequency factors."""
     tensor = file.tensors[ROPE_FACTORS]
     size = tensor.end - tensor.begin
     if tensor.type.name != "F32" or size != 4 * (head_dim // 2) or not size:
@@ -216,13 +214,13 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
         raise file.error(f"cannot be read: {error.strerror}") from error
     factors = memoryview(data).cast("f").tolist() if len(data) == size else []
     if not factors or not all(_LEAST_FACTOR <= found <= _MOST_FACTOR for found in factors):
-        raise file.error(f"has {ROPE_FACTORS} that are no divisors of frequencies")
+        raise file.error(f"has {ROPE_FACTORS} that are not divisors of frequencies")
     factor = max(factors)
     for index, found in enumerate(factors):
         turns = _ORIGINAL * theta ** (-2 * index / head_dim) / math.tau
         smooth = min(max((turns - _LOW) / (_HIGH - _LOW), 0.0), 1.0)
         if abs(found * ((1 - smooth) / factor + smooth) - 1) > 1e-3:
-            raise file.error(f"has {ROPE_FACTORS} of a scaling that is not known: give the model's safetensors")
+            raise file.error(f"has {ROPE_FACTORS} of an unknown scaling: give the model's safetensors")
     return {
         "rope_type": "llama3",
         "factor": round(factor, 4),
@@ -239,8 +237,8 @@ def _place(path: Path) -> Path:
 
 
 def _write_tokenizer(path: Path, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, by transformers in a process of its own: it takes memory. Without
-    them a service asks for another folder of the tokenizer."""
+    """Write tokenizer.json and tokenizer_config.json with transformers, in a child process since it takes memory.
+    Without them a service asks for another folder with the tokenizer."""
     command = [sys.executable, "-m", "penstock.common.gguf_tokenizer", str(path), str(folder)]
     try:
         done = subprocess.run(
@@ -254,6 +252,6 @@ def _write_tokenizer(path: Path, folder: Path) -> None:
         for left in folder.iterdir():
             left.unlink()
         _log.warning(
-            "the GGUF file's tokenizer cannot be converted: give the folder of one as --tokenizer-path",
+            "the GGUF file's tokenizer cannot be converted: give a folder with a tokenizer as --tokenizer-path",
             cause=cause[:300],
         )

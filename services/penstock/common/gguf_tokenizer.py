@@ -27,9 +27,9 @@ _FACTS = {
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-# The largest vocabularies take a gigabyte while they are converted.
+# Converting the largest vocabularies takes a gigabyte.
 _MEMORY_BYTES = 2**32
-# More than any vocabulary has; an array of numbers becomes a list of as many objects.
+# More than any vocabulary has; an array of numbers becomes a list with an object for each.
 _MOST_NUMBERS = 1 << 22
 
 
@@ -50,7 +50,7 @@ def main(path: Path, folder: Path) -> None:
     backend, settings = convert_gguf_tokenizer(file.architecture, values)
     for name, number in special.items():
         settings[name] = None if number is None else tokens[number]
-    # llama.cpp begins a text of a sentencepiece vocabulary with bos unless the file says otherwise.
+    # llama.cpp begins a text with bos for a sentencepiece vocabulary unless the file says otherwise.
     is_llama = values.get("tokenizer_type") == "llama"
     settings["add_bos_token"] = file.flag("tokenizer.ggml.add_bos_token", default=is_llama)
     settings["add_eos_token"] = file.flag("tokenizer.ggml.add_eos_token", default=False)
@@ -70,7 +70,7 @@ def _value(file: GgufFile, name: str) -> Any:
     if not value.letter:
         return file.texts(name)
     if value.count > _MOST_NUMBERS:
-        raise file.error(f"has {name} of {value.count} numbers, and at most {_MOST_NUMBERS} are read")
+        raise file.error(f"has {name} of {value.count} numbers; at most {_MOST_NUMBERS} are supported")
     return list(file.numbers(name))
 
 

@@ -1,4 +1,4 @@
-"""The C library's heap; glibc's, elsewhere nothing is known or done."""
+"""The C library's heap: glibc's. With another library, nothing is known or done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def free_heap_bytes() -> int:
-    """Return the bytes that are free within the heap, those whose pages were given back included; 0 when unknown."""
+    """Return the free bytes in the heap, pages that were given back included; 0 when unknown."""
     try:
         ask = ctypes.CDLL("libc.so.6").mallinfo2
     except (OSError, AttributeError):
@@ -30,24 +30,24 @@ def free_heap_bytes() -> int:
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the operating system; glibc keeps it where a block above it is in use."""
+    """Give freed memory back to the operating system; glibc keeps memory below a block in use."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-# Things that have gone until their garbage is looked for: a flood's at once would hold the loop up for 10 ms and more.
+# Ended objects between two garbage collections: a flood's garbage at once would hold up the loop for over 10 ms.
 _SOME = 64
 
 
 class HeapTrimmer:
-    """Gives a process's memory back beside and behind a flood of things that have come and gone.
+    """Gives back a process's memory during and after a flood of short-lived objects.
 
-    Belongs to one event loop. What a flood took lies free in the heap, between blocks that are in use, and circles of
-    objects (asyncio's own, for one) wait for a garbage collection that a quiet process hardly has.
+    Belongs to one event loop. The flood's memory lies free in the heap, between blocks in use, and reference cycles
+    (asyncio's own, for one) wait for a garbage collection that a quiet process seldom has.
     """
 
     def __init__(self, count: int, seconds: float) -> None:
-        """Make it. `count` things that have gone are a flood; the heap is trimmed every `seconds` from then on."""
+        """Make it. `count` ended objects are a flood; from then on the heap is trimmed every `seconds`."""
         self._count, self._seconds = count, seconds
         self._gone = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -56,7 +56,7 @@ class HeapTrimmer:
         """Note that one has gone."""
         self._gone += 1
         if self._gone % _SOME == 0:
-            # The young alone: those that have gone at once are among them.
+            # Only the youngest generation, which has the short-lived objects.
             gc.collect(0)
         if self._gone >= self._count and self._timer is None:
             self._arm()
@@ -68,9 +68,9 @@ class HeapTrimmer:
     def _trim(self) -> None:
         self._timer = None
         if self._gone >= _SOME:
-            # It goes on.
+            # The flood continues.
             self._arm()
         else:
             gc.collect(1)
-        # Beside the loop: it gives up Python's lock.
+        # In a thread: it releases Python's lock.
         asyncio.get_running_loop().run_in_executor(None, trim_heap)

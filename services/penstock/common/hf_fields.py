@@ -1,4 +1,4 @@
-"""Fields of transformers' GenerationConfig, and arguments of its generate(), that are no options here, and why."""
+"""Fields of transformers' GenerationConfig, and arguments of its generate(), that are not options here, and why."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 _CACHE = "caches are the server's, see --kv-memory and --prefix-cache"
 _COMPILER = "nothing is compiled for a request"
-_RESULT = "every answer has all that was asked for"
-# Name -> reason why it changes nothing: it is taken with a warning wherever options are.
+_RESULT = "every answer has all requested outputs"
+# Name -> reason why it has no effect: it is accepted with a warning wherever options are.
 WITHOUT_EFFECT: Mapping[str, str] = {
     "use_cache": _CACHE,
     "cache_implementation": _CACHE,
@@ -22,22 +22,22 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "return_dict_in_generate": _RESULT,
     "return_dict": _RESULT,
     "decoder_start_token_id": "models that have an encoder are not served",
-    "is_assistant": "a draft model is one by its place",
+    "is_assistant": "a draft model is known by its place",
     "assistant_lookbehind": "drafts of another tokenizer are read anew as text",
     "target_lookbehind": "drafts of another tokenizer are read anew as text",
     "synced_gpus": "a model in several processes keeps them in step itself",
-    "use_model_defaults": "the model's generation_config.json always counts, and the request goes before it",
+    "use_model_defaults": "the model's generation_config.json always applies, and the request takes precedence",
 }
-# Facts about a file, of no interest to a caller: they are left out without a word.
+# Facts about a file that do not concern a caller: they are left out silently.
 FACTS = frozenset({"transformers_version", "_from_model_config", "_commit_hash", "chat_format"})
 _DRAFTS = "drafts come from assistant_model, prompt_lookup_num_tokens, ngram_memory_num_tokens or lookahead_window"
-# Name -> what helps instead: each would change the answer or its speed, so that it is refused.
+# Name -> alternative. Each would change the answer or its speed, so it is refused.
 REFUSED: Mapping[str, str] = {
     "assistant_early_exit": f"the model's own first layers do not draft here: {_DRAFTS}",
-    "assistant_ensemble_weight": "it mixes the draft model's scores into the answer, and drafts change "
-    f"no answer here: {_DRAFTS}",
+    "assistant_ensemble_weight": "it mixes the draft model's scores into the answer, but drafts never "
+    f"change an answer here: {_DRAFTS}",
     "use_mtp": f"heads for several tokens do not draft here: {_DRAFTS}",
-    "speculation_type": f"dflash and its like need a draft model trained for it, which is not read here: {_DRAFTS}",
+    "speculation_type": f"dflash and the like need a draft model trained for them, which is not read here: {_DRAFTS}",
     "custom_generate": "no decoding loop of the caller runs here: logits_processor and stopping_criteria take objects "
     "in process, and --logits-processor loads them by name",
     "encoder_outputs": "models that have an encoder are not served",

@@ -1,8 +1,8 @@
-"""Download of a model from the Hugging Face hub, with its progress. It imports huggingface_hub, which takes half a
-second: for processes that need it.
+"""Download of a model from the Hugging Face hub, with its progress. Importing huggingface_hub takes half a second, so
+only processes that need it import this module.
 
-Of several processes that want the same model one downloads, and the others wait: each byte comes once, and one of them
-can tell how much is done.
+If several processes want the same model, one downloads and the others wait: each byte comes once, and one of them can
+report the progress.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tqdm.std import tqdm  # type: ignore[import-untyped]
 from penstock.common.environment import hub_cache_folder
 from penstock.common.progress import DOWNLOAD, WAIT, ShowProgress, Stage
 
-# Between two looks whether the process that downloads has ended.
+# Seconds between two checks of the process that downloads.
 WAIT_SECONDS = 0.2
 # The only folder of a repository that serving reads.
 _TEMPLATES = "additional_chat_templates/"
 
 
 class ConnectionLost(OSError):
-    """A connection broke amid a file, again and again. What came stays, and another try goes on from there."""
+    """A connection broke repeatedly during a file. The received bytes stay, and the next try continues after them."""
 
 
 def serving_files(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Return the files of a repository that serving needs: those of `patterns` at its top, and chat templates.
 
-    Weights under a second name, as some owners add them for programs of their own, are left out.
+    Weights under a second name, which some owners add for their own programs, are left out.
     """
     known = list(patterns)
     found = [
@@ -55,9 +55,9 @@ def serving_files(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 def download(
     repo: str, revision: str | None, patterns: list[str], show: ShowProgress, *, ask_seconds: float, is_hub_off: bool
 ) -> Path:
-    """Return the folder of a snapshot in the hub's cache, after downloading the files of `patterns` that it lacks.
+    """Return the folder of a snapshot in the hub's cache, after downloading the missing files of `patterns`.
 
-    The hub has `ask_seconds` to tell what there is; after that, and with `is_hub_off`, only the cache is asked. Raises
+    The hub has `ask_seconds` to list its files; after that, and with `is_hub_off`, only the cache is used. Raises
     huggingface_hub's errors and OSError, ConnectionLost among them.
     """
 
@@ -65,21 +65,21 @@ def download(
         try:
             return Path(snapshot_download(repo, revision=revision, allow_patterns=files, **settings))
         except Exception as error:
-            # The classes of the HTTP library that huggingface_hub uses, which differs between its releases.
+            # Classes of huggingface_hub's HTTP library, which differs between its releases.
             if type(error).__module__.startswith("httpx") and not isinstance(error, OSError):
                 raise ConnectionLost(str(error)) from error
             raise
 
-    # Its warnings name addresses that may hold a signature; what lasts is an error here.
+    # Its warnings name addresses that may hold a signature; a lasting problem is an error here.
     hub_logging.set_verbosity(logging.ERROR)
     if is_hub_off:
         return snapshot(local_files_only=True)
     try:
-        # snapshot_download itself asks again and again, for as long as the system's connections take.
+        # snapshot_download itself would retry for as long as the system's connections take.
         info = HfApi().model_info(repo, revision=revision, timeout=ask_seconds, files_metadata=True)
     except (HfHubHTTPError, HFValidationError):
         raise
-    except Exception:  # errors of the connection, whose classes are the HTTP library's
+    except Exception:  # errors of the connection; their classes are the HTTP library's
         return snapshot(local_files_only=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     names = serving_files(sizes, patterns)
@@ -94,7 +94,7 @@ def download(
     with contextlib.ExitStack() as held:
         held.enter_context(_only_process(repo, lambda: Stage(show, WAIT, repo)))
         lacking = missing()
-        # None are left where another process has downloaded them meanwhile.
+        # None are left if another process has downloaded them meanwhile.
         if lacking:
             total = sum(lacking.values())
             stage = held.enter_context(Stage(show, DOWNLOAD, repo, total=total))
@@ -104,9 +104,9 @@ def download(
 
 @contextlib.contextmanager
 def _only_process(repo: str, waiting: Callable[[], Stage]) -> Iterator[None]:
-    """Be the only process that downloads `repo`; `waiting` is the stage to show until then.
+    """Lock `repo` so that only this process downloads it; `waiting` is the stage to show until then.
 
-    The lock goes with its process. Where the cache takes no lock, as a read-only one, there is none.
+    The lock ends with its process. A cache that cannot be locked, such as a read-only one, has none.
     """
     folder = Path(hub_cache_folder()) / ".locks" / f"models--{repo.replace('/', '--')}"
     descriptor = None
@@ -126,7 +126,7 @@ def _only_process(repo: str, waiting: Callable[[], Stage]) -> Iterator[None]:
 
 
 def _take(descriptor: int) -> bool:
-    """Take the lock; False when another process has it. Raises OSError where there are no locks."""
+    """Take the lock; False when another process has it. Raises OSError if there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -137,14 +137,14 @@ def _take(descriptor: int) -> bool:
 def _byte_bars(stage: Stage, total: int, in_files: Callable[[], int]) -> type[tqdm]:
     """Make the class of bars for snapshot_download: they draw nothing and count for `stage`.
 
-    Releases of huggingface_hub differ in their bars: one counts files, and bytes that came and bytes that were written
-    have one each, one together, or none. The most is shown; `in_files` returns the bytes of whole files.
+    Releases of huggingface_hub differ in their bars: one counts files, and received and written bytes have one bar
+    each, one together, or none. The highest is shown; `in_files` returns the bytes of complete files.
     """
     counted: dict[int, float] = {}
     lock = threading.RLock()
 
     class ByteBar(tqdm):  # type: ignore[misc]
-        # No thread that watches bars.
+        # No monitor thread.
         monitor_interval = 0
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""Bounds on what one fault may write into the log: lines of a kind in a while, and the size of a traceback.
+"""Limits on what one fault may write into the log: lines of one kind in a period, and the size of a traceback.
 
 A kind is the place in the code that a line comes from: logger, level and event, the type and place of an exception,
-and the service's own word for the cause (`reason`). What callers send never makes a new kind.
+and the service's own word for the cause (`reason`). Callers' input never makes a new kind.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from structlog.typing import EventDict, WrappedLogger
 
-# Field of a line that its writer tells its place by, where the event may hold what others wrote; it is not written.
+# Field by which a line's writer gives its place, if the event may hold foreign text; it is not written.
 PLACE = "_place"
-# Bytes of an exception, and of an event that a library wrote.
+# Most characters of an exception, and of a library's event.
 MOST_EXCEPTION_CHARS, MOST_EVENT_CHARS = 8 << 10, 256
-# Kinds are places in the code. Should there be more, they share one bound.
+# Most kinds, since they are places in the code. Any further ones share one limit.
 _MOST_KINDS = 1024
-# Lines of each level, as a multiple of the bound; debug has none. That all is well is told of every backend and
-# adapter that a start finds.
+# Lines of each level, as a multiple of the limit; debug has none. A start reports success for every backend and adapter
+# that it finds.
 _SHARES = {"info": 10, "warning": 1, "error": 1, "critical": 1}
 
 
 @dataclass(frozen=True)
 class LineBounds:
-    """Bounds on the log of a process. Not slotted: the configuration names the defaults."""
+    """Limits on the log of a process. Not slotted: the configuration names the defaults."""
 
-    # Lines of a kind within `seconds`; 0: as many as there are.
+    # Lines of one kind within `seconds`; 0: no limit.
     lines: int = 20
     seconds: float = 60.0
 
@@ -41,14 +41,14 @@ class _Kind:
     """Lines of one kind since a time."""
 
     since: float
-    # Component, level and event, for the line that tells of those left out.
+    # Component, level and event, for the line about the omitted ones.
     shown: tuple[str, str, str]
     written: int = 0
     left_out: int = 0
 
 
 class LineLimit:
-    """Processor of structlog that leaves out lines of a kind beyond a bound, and tells how many."""
+    """Processor of structlog that omits lines of one kind beyond a limit, and counts them."""
 
     def __init__(
         self,
@@ -57,13 +57,12 @@ class LineLimit:
         drop: type[BaseException],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make it. `write` writes a warning of these fields, past this processor; `drop` is raised for a line that is
-        left out."""
+        """Make it. `write` writes a warning with fields, past this processor; `drop` is raised for an omitted line."""
         self._bounds, self._write, self._drop, self._clock = bounds, write, drop, clock
         self._kinds: dict[Hashable, _Kind] = {}
         # A handler of a signal may write a line in the middle of another.
         self._lock = threading.RLock()
-        # Time at which kinds are looked through for those left out; a quiet log is told with its next line.
+        # Time of the next check for omitted lines; in a quiet log, its next line triggers the check.
         self._looked_at = clock()
         self._are_left_out = False
 
@@ -96,7 +95,7 @@ class LineLimit:
         return event
 
     def _begin(self, kind: Hashable, event: EventDict, level: str, now: float, told: list[dict[str, Any]]) -> _Kind:
-        """Begin to count a kind; `told` gets what it had left out."""
+        """Begin to count a kind; `told` gets the lines that it had omitted."""
         if (before := self._kinds.get(kind)) is not None and before.left_out:
             told.append(self._said(before))
         elif before is None and len(self._kinds) >= _MOST_KINDS:
@@ -108,7 +107,7 @@ class LineLimit:
         return made
 
     def _collect(self, now: float) -> list[dict[str, Any]]:
-        """Return what was left out of the kinds whose time is over."""
+        """Return the omitted lines of the kinds with an ended period."""
         self._looked_at, found = now, []
         for known in self._kinds.values():
             if known.left_out and now - known.since >= self._bounds.seconds:
@@ -147,14 +146,14 @@ def _place_of(trace: TracebackType | None) -> tuple[str, int] | None:
 
 
 def shortened(text: str, most: int = MOST_EXCEPTION_CHARS) -> str:
-    """Return a text of at most about `most` characters: its begin and its end, which tell most of a traceback."""
+    """Return a text of at most about `most` characters: its start and its end, the useful parts of a traceback."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} … {len(text) - 2 * (most // 2)} characters … {text[len(text) - most // 2 :]}"
 
 
 def causes(error: BaseException, most: int = 8) -> Iterator[BaseException]:
-    """Yield an exception and its causes, of which there may be any number."""
+    """Yield an exception and any number of causes."""
     at: BaseException | None = error
     while at is not None and most:
         yield at

@@ -1,7 +1,7 @@
 """Structured logs: JSON, or readable lines on a terminal. Never contents, token ids, keys or raw client strings.
 
 An exception is written as its types and frames. Its text may quote a user's input, so it appears only with --debug.
-Lines of a kind are bounded (log_limits.py).
+The number of lines of one kind is limited (log_limits.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.common.log_limits import (
     shortened,
 )
 
-# Absent, since rich costs every process 5 MiB and 0.05 s, and only prints tracebacks: `describe_exception` does here.
+# Hidden: rich would cost every process 5 MiB and 0.05 s only to print tracebacks, which `describe_exception` does here.
 with absent("rich"):
     import structlog
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 _DEFAULT_BOUNDS = LineBounds()
 _LEVELS = {"debug": stdlib.DEBUG, "info": stdlib.INFO, "warning": stdlib.WARNING, "error": stdlib.ERROR}
-# Libraries whose loggers write to stderr by handlers of their own, made when they are imported.
+# Libraries with loggers that write to stderr through their own handlers, made on import.
 _SELF_WRITING = ("transformers", "huggingface_hub")
-# Logger of grpc's core, and the exceptions that it calls errors where no more happened than that a caller left.
+# Logger of grpc's core, and the exceptions that it logs as errors when a caller merely left.
 _GRPC_CORE, _CALLER_LEFT = "grpc._cython.cygrpc", ("CancelledError", "ExecuteBatchError")
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
@@ -80,7 +80,7 @@ def configure_logging(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            # Before all that costs time.
+            # Before anything that takes time.
             line_limit(bounds),
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             add_service,
@@ -100,24 +100,24 @@ def configure_logging(
     def log_warning(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
     ) -> None:
-        # They are for developers, and may quote what a user sent.
+        # They are for developers, and may quote a user's input.
         told = {"text": str(message)} if debug else {}
         where = f"{_short(filename)}:{lineno}"
         get_logger("python").info(
             "a library warns", category=category.__name__, where=where, **told, **{PLACE: (where, category)}
         )
 
-    # Not into stderr, where they would stand between the lines of a start.
+    # Not to stderr, where they would mix with the lines of a start.
     warnings.showwarning = log_warning
 
 
 def line_limit(bounds: LineBounds) -> LineLimit:
-    """Make the processor that bounds lines of a kind; it writes what it left out by the logger itself."""
+    """Make the processor that limits lines of one kind; it reports the omitted ones through the logger itself."""
 
     def write_left_out(fields: dict[str, Any]) -> None:
-        # A place of its own for each kind: there are no more of them than kinds.
+        # A separate place for each kind: there are only as many as kinds.
         place = (fields["of"], fields["of_level"], fields["of_event"])
-        get_logger("penstock.log").warning("lines of a kind were left out", **fields, **{PLACE: place})
+        get_logger("penstock.log").warning("lines of one kind were left out", **fields, **{PLACE: place})
 
     return LineLimit(bounds, write_left_out, structlog.DropEvent)
 
@@ -129,26 +129,26 @@ def is_json_log() -> bool:
 
 
 def log_crashes() -> None:
-    """Write errors that nobody catches as records of the log; Python would write tracebacks to stderr."""
+    """Write uncaught errors as log records; Python would write tracebacks to stderr."""
     log = get_logger("penstock.crash")
 
     def on_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        log.error("the process ends by an error", exc_info=(kind, error, trace))
+        log.error("an error ends the process", exc_info=(kind, error, trace))
 
     def on_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
             name = args.thread.name if args.thread is not None else ""
-            log.error("a thread ended by an error", thread=name, exc_info=args.exc_value)
+            log.error("an error ended a thread", thread=name, exc_info=args.exc_value)
 
     def on_unraisable(args: sys.UnraisableHookArgs) -> None:
-        log.error("an error had nowhere to go", exc_info=args.exc_value)
+        log.error("an error could not be raised", exc_info=args.exc_value)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = on_end, on_thread, on_unraisable
 
 
 def configure_quiet_logging() -> None:
-    """Let a process that is not ours hear warnings and errors on stderr only. Nothing, where it has configured
-    structlog itself: without any configuration every line would go to its standard output."""
+    """Send only warnings and errors to stderr in a program that uses Penstock as a library; without a configuration,
+    every line would go to its standard output. Do nothing if it has configured structlog itself."""
     if structlog.is_configured():
         return
     structlog.configure(
@@ -175,7 +175,7 @@ def _as_exc_info(exc_info: Any) -> ExcInfo | None:
 def describe_exception(exc_info: ExcInfo | None, *, debug: bool) -> str:
     """Return types and frames of an exception and its causes, innermost last; with `debug` the full traceback.
 
-    What is too long loses its middle.
+    A part that is too long loses its middle.
     """
     if exc_info is None:
         return ""
@@ -199,7 +199,7 @@ def _short(filename: str) -> str:
 
 
 class _ForwardedLogger(stdlib.Logger):
-    """Logger of a library that would write by itself: its lines go where all others go."""
+    """Logger of a library that would write on its own: its lines go where all others go."""
 
     propagate = property(lambda _: True, lambda _, __: None)
 
@@ -208,7 +208,7 @@ class _ForwardedLogger(stdlib.Logger):
 
 
 class _Forward(stdlib.Handler):
-    """Handler that logs libraries' warnings in our format; arguments only with --debug, as they may hold contents."""
+    """Handler that logs libraries' warnings in Penstock's format; arguments, perhaps contents, only with --debug."""
 
     def __init__(self, *, debug: bool) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class _Forward(stdlib.Handler):
 
     def emit(self, record: stdlib.LogRecord) -> None:
         event = record.getMessage() if self._debug else str(record.msg).partition("\n")[0]
-        # A message that a library has put together by itself is of a kind by the line of code that wrote it.
+        # The kind of a message that a library has formatted itself is the line of code that wrote it.
         place = {PLACE: (record.pathname, record.lineno)}
         log = get_logger(record.name)
         write = log.error if record.levelno >= stdlib.ERROR else log.warning

@@ -29,7 +29,7 @@ class GrpcServerMetrics:
         )
         self.handling = Histogram(
             "grpc_server_handling_seconds",
-            "Time from begin to end.",
+            "Time from start to end.",
             labels,
             buckets=LATENCY_BUCKETS,
             registry=registry,

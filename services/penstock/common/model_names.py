@@ -1,4 +1,4 @@
-"""Names of models in an error: a caller that asks for another learns those that there are."""
+"""Names of models in an error: a caller that asks for another one learns the existing names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MOST = 16
 
 
 def those_there_are(names: Iterable[str]) -> str:
-    """Return words that list some names, each once; of many it tells how many are left."""
+    """Return a list of names as text, each once; a long list ends with the number of the rest."""
     known = list(dict.fromkeys(name for name in names if name))
     if not known:
         return "none is served now"

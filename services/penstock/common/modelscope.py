@@ -1,6 +1,6 @@
 """Download of a model from ModelScope by its HTTP API, into the layout of its own library's cache.
 
-A file that is not whole has the suffix `.part`: another try asks for the rest of it by a range.
+An incomplete file has the suffix `.part`: the next try requests the rest by a range.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from penstock.common.progress import DOWNLOAD, ShowProgress, Stage
 
 DEFAULT_REVISION = "master"
 DEFAULT_URL = "https://www.modelscope.cn"
-# What the files' checksums were when they came: for a later check without the hub.
+# Checksums of the files when they came, for a later check without the hub.
 CHECKSUMS = ".penstock-checksums.json"
 _PIECE = 1 << 20
 _SECONDS = 30.0
-# Tries in a row without one byte more.
+# Tries in a row without a further byte.
 _MOST_TRIES = 5
 _FIRST_WAIT_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository: path, bytes, and SHA-256 in lower-case hex (empty where the hub does not tell)."""
+    """A file of a repository: path, bytes, and SHA-256 in lower-case hex (empty if the hub has none)."""
 
     path: str
     size: int
@@ -50,10 +50,10 @@ def modelscope_folder(repo: str) -> Path:
 def download(
     repo: str, revision: str, choose: Callable[[Iterable[str]], list[str]], show: ShowProgress, *, url: str | None
 ) -> Path:
-    """Return the folder with the files of `repo` that `choose` takes of their names, after downloading what it lacks.
+    """Return the folder with the files of `repo` that `choose` selects by name, after downloading the missing ones.
 
-    A file that is there in its size stays. `url`: the hub's address (default: MODELSCOPE_DOMAIN's). Raises StartupError
-    naming MODEL.
+    An existing file of the right size stays. `url`: the hub's address (default: MODELSCOPE_DOMAIN's). Raises
+    StartupError naming MODEL.
     """
     hub = url or _default_url()
     files = {file.path: file for file in list_files(hub, repo, revision)}
@@ -72,7 +72,7 @@ def download(
 
 
 def counter(stage: Stage, before: int, total: int) -> Callable[[int], None]:
-    """Return what counts the bytes of one file for `stage`, after the `before` bytes of others."""
+    """Return a counter of one file's bytes for `stage`, after the `before` bytes of others."""
     return lambda count: stage.count(before + count, total)
 
 
@@ -90,14 +90,14 @@ def list_files(hub: str, repo: str, revision: str) -> list[RemoteFile]:
     except OSError as error:
         raise StartupError(f"MODEL {repo}: ModelScope cannot be reached at {hub}", flag="MODEL") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise StartupError(f"MODEL {repo}: {hub} does not answer as ModelScope does", flag="MODEL") from error
+        raise StartupError(f"MODEL {repo}: {hub} does not answer like ModelScope", flag="MODEL") from error
 
 
 def _file(entry: dict[str, Any]) -> RemoteFile:
     path = str(entry["Path"])
     # A hub must not choose where files are written.
     if path.startswith("/") or ".." in path.split("/") or "\\" in path:
-        raise ValueError("a path that leads out of the folder")
+        raise ValueError("a path that leaves the folder")
     return RemoteFile(path, int(entry["Size"]), str(entry.get("Sha256") or "").lower())
 
 
@@ -127,7 +127,7 @@ def _fetch(hub: str, repo: str, revision: str, file: RemoteFile, folder: Path, c
         now = part.stat().st_size if part.is_file() else 0
         tries = 0 if now > have else tries + 1
         if tries >= _MOST_TRIES:
-            told = f"MODEL {repo}: the connection was lost again and again amid {file.path}; another try goes on there"
+            told = f"MODEL {repo}: the connection was lost repeatedly during {file.path}; the next try continues there"
             raise StartupError(told, flag="MODEL")
         if tries:
             time.sleep(_FIRST_WAIT_SECONDS * 2**tries)
@@ -138,10 +138,10 @@ def _fetch(hub: str, repo: str, revision: str, file: RemoteFile, folder: Path, c
 
 
 def _append(address: str, part: Path, have: int, size: int, count: Callable[[int], None]) -> None:
-    """Append what comes of a file to the `have` bytes of `part`. Raises OSError and http.client's errors."""
+    """Append a file's incoming bytes to the `have` bytes of `part`. Raises OSError and http.client's errors."""
     request = urllib.request.Request(address, headers={"Range": f"bytes={have}-"} if have else {})
     with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
-        # A server that does not know ranges sends all of it.
+        # A server without support for ranges sends the whole file.
         goes_on = have > 0 and answer.status == http.client.PARTIAL_CONTENT
         have = have if goes_on else 0
         with part.open("ab" if goes_on else "wb") as target:

@@ -1,6 +1,6 @@
 """Configuration fields: default, flag, environment variable and help text, declared once.
 
-A service's configuration is a frozen dataclass whose fields are made by `option`; the command line, the PENSTOCK_*
+A service's configuration is a frozen dataclass with fields made by `option`; the command line, the PENSTOCK_*
 variables and docs/reference/configuration.md are generated from it.
 """
 
@@ -81,7 +81,7 @@ class BoundOption:
 
     @property
     def negative_flag(self) -> str | None:
-        """Flag such as `--no-prefix-cache`, where the default is on; else None."""
+        """Flag such as `--no-prefix-cache` if the default is on; else None."""
         return "--no-" + self.flag[2:] if self.is_bool and self.default else None
 
     @property
@@ -199,7 +199,7 @@ def options_of(config: type) -> tuple[BoundOption, ...]:
     return _options_of(cast(Any, config))
 
 
-# Cached: every command reads those of every service, and resolving a class's types takes a millisecond.
+# Cached: every command reads every service's options, and resolving a class's types takes a millisecond.
 @functools.cache
 def _options_of(config: Any) -> tuple[BoundOption, ...]:
     hints, own = get_type_hints(config), {field.name: field for field in dataclasses.fields(config)}
@@ -220,7 +220,7 @@ def values_of(part: type, config: object) -> dict[str, Any]:
 def load(config: type[C], overrides: Mapping[str, object], environ: Mapping[str, str]) -> C:
     """Make a `config` from flags (by field name; None means absent), then variables, then defaults.
 
-    Text is parsed, also each text of a list; other values are kept. Raises StartupError naming the flag.
+    Texts, also those in a list, are parsed; other values are kept. Raises StartupError naming the flag.
     """
     from penstock.common.errors import StartupError  # imports grpc, which --help must not wait for
 

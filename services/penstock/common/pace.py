@@ -1,7 +1,7 @@
-"""Forecast of a request's time at an engine, from what the engine has measured. Pure: no clock, no I/O.
+"""Forecast of a request's time at an engine, from the engine's measurements. Pure: no clock, no I/O.
 
-The engine makes the figures and checks requests by them; its load reports carry them, so that a router refuses what
-would come too late before any work is put into it.
+The engine measures the figures and checks requests against them. Its load reports carry them, so a router can refuse a
+request that would be late before any work is done for it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-# Output tokens of a sequence that are expected before any answer was seen.
+# Expected output tokens of a sequence before any answer was seen.
 FIRST_GUESS_TOKENS = 256
-# Budgets are told apart by their power of two.
+# Budgets are grouped by their power of two.
 NUM_BUDGETS = 33
 
 
@@ -33,31 +33,31 @@ class Demand:
 
 
 class Pace(NamedTuple):
-    """Speed of an engine under its present load, and what waits there. The default knows nothing and refuses nothing.
+    """Speed of an engine under its present load, and its waiting work. The default knows nothing and refuses nothing.
 
-    A token is one of a prompt or of an output: the unit of waiting work, of throughput and of fairness. A tuple, since
-    one is made in every step.
+    A token belongs to a prompt or an output: it is the unit of waiting work, of throughput and of fairness. A tuple,
+    since one is made in every step.
     """
 
-    # Throughput while requests waited; 0: none ever did.
+    # Throughput while requests waited; 0: none has waited yet.
     tokens_per_second: float = 0.0
     # Time of a step that draws, lately, and when the engine has little to do.
     step_seconds: float = 0.0
     least_step_seconds: float = 0.0
-    # Time from one step in which every tenant takes part to the next: what a tenant with waiting requests gets.
+    # Time between steps in which every tenant takes part: the pace of a tenant with waiting requests.
     full_step_seconds: float = 0.0
-    # Mean output of a sequence; and by `bucket_of` its budget, the share of it that outputs took (0: not known).
+    # Mean output of a sequence; and for each `bucket_of` a budget, the share of it that outputs took (0: unknown).
     output_tokens: float = FIRST_GUESS_TOKENS
     output_shares: Sequence[float] = ()
     # Rows of one step.
     batch_tokens: int = 512
-    # Forecasts are multiplied by this before they are held against a deadline: by more while newcomers wait.
+    # Factor of forecasts before they are compared with a deadline; larger while newcomers wait.
     headroom: float = 1.0
     # True: a newcomer waits for others.
     is_busy: bool = False
     # Tokens of waiting requests, by tenant.
     waiting: Mapping[str, float] = MappingProxyType({})
-    # Seconds by which those that run will end later than evenly: they began together, so no place is free before.
+    # Seconds by which the running requests will end later than evenly: they began together, so no place is free before.
     uneven_seconds: float = 0.0
 
     def output(self, demand: Demand) -> float:
@@ -67,13 +67,13 @@ class Pace(NamedTuple):
         return budget * share if share else min(budget, self.output_tokens)
 
     def tokens(self, demand: Demand) -> float:
-        """Tokens to expect of a request: what its tenant is charged."""
+        """Expected tokens of a request, which its tenant is charged."""
         return demand.prompt_tokens + demand.sequences * self.output(demand)
 
     def wait_seconds(self, demand: Demand, coming: Mapping[str, float] | None = None) -> float:
         """Seconds until the request starts; O(tenants). `coming`: tokens by tenant that the report does not have yet.
 
-        Tenants take turns by tokens: before this request's turn each other one gets at most as much as its own does.
+        Tenants take turns by tokens: before this request's turn each other tenant gets at most as much as its own.
         """
         if not self.tokens_per_second or not (self.is_busy or coming):
             return self.uneven_seconds
@@ -93,14 +93,14 @@ class Pace(NamedTuple):
         return self.full_step_seconds if demand.tenant in self.waiting else self.step_seconds
 
     def prompt_steps(self, demand: Demand) -> int:
-        """Steps that a prompt takes by itself."""
+        """Steps of the prompt alone."""
         return -(-demand.prompt_tokens // self.batch_tokens)
 
     def seconds_late(self, demand: Demand, left: float, coming: Mapping[str, float] | None = None) -> float:
         """Seconds by which the request would miss its deadline, `left` seconds from now; 0: it would not.
 
-        It is also 0 for a request that nobody keeps waiting and that an idle engine could not end in time either:
-        nothing is gained by refusing that.
+        It is also 0 for a request that does not wait and that even an idle engine could not end in time: refusing it
+        gains nothing.
         """
         late = (self.wait_seconds(demand, coming) + self.serving_seconds(demand)) * self.headroom - left
         if not self.is_busy and self._steps(demand) * self.least_step_seconds * self.headroom > left:

@@ -2,5 +2,5 @@
 
 ROUTER_PORT, TOKENIZER_PORT, GENERATION_PORT = 50050, 50051, 50052
 ROUTER_METRICS_PORT, TOKENIZER_METRICS_PORT, GENERATION_METRICS_PORT = 9100, 9101, 9102
-# The HTTP gateway's: the one that OpenAI clients of other servers have for theirs.
+# The HTTP gateway's port: the usual one of other servers for OpenAI clients.
 HTTP_PORT = 8000

@@ -11,7 +11,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent dies in any way; a child calls it first.
+    """Make the kernel kill this process when its parent dies in any way; a child calls this first.
 
     Linux only; elsewhere it does nothing. The parent must have started this process from a thread that lives as long
     as the parent: the kernel watches the thread. Exits at once when the parent is gone already.

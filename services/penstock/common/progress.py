@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
-# Stages, in the order of a start; the next two are of `penstock pack`, the last of a model that comes by a call.
+# Stages, in the order of a start; the next two belong to `penstock pack`, the last to a model loaded by a call.
 WAIT, DOWNLOAD, LOAD_WEIGHTS, TUNE, WARM_UP = "wait", "download", "load_weights", "tune", "warm_up"
 PACK, CHECK = "pack", "check"
 RECEIVE = "receive"
-# Of a subject: progress must be one small write into a pipe.
+# Longest subject: progress must be one small write into a pipe.
 MAX_SUBJECT_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """State of one stage. Amounts are bytes; 0 in total: there is nothing to count."""
+    """State of one stage. Amounts are bytes; a total of 0: there is nothing to count."""
 
     stage: str
     # Model that the stage is about.
@@ -29,11 +29,11 @@ class StageProgress:
 
 
 ShowProgress = Callable[[StageProgress], None]
-# Bytes that are done, and bytes in total.
+# Bytes done, and bytes in total.
 CountBytes = Callable[[int, int], None]
 
 
-# Takes a function that ends what a start waits for, to be called once the start is cancelled.
+# Takes a function that ends the wait of a start, for the time when the start is cancelled.
 IfCancelled = Callable[[Callable[[], None]], None]
 
 
@@ -46,7 +46,7 @@ def never_cancelled(_: Callable[[], None]) -> None:
 
 
 class Stage:
-    """A stage as a context: `show` gets its begin, what `count` is told, and its end unless it fails."""
+    """A stage as a context manager: `show` gets its start, the amounts from `count`, and its end unless it fails."""
 
     def __init__(self, show: ShowProgress, stage: str, subject: str = "", total: int = 0) -> None:
         self._show = show
@@ -58,7 +58,7 @@ class Stage:
         return self
 
     def count(self, done: int, total: int) -> None:
-        """Show so many bytes. May raise what `show` raises, to give up."""
+        """Show a number of bytes. May raise the error of `show`, to give up."""
         self._done, self._total = min(done, total) if total else done, total
         self._show(StageProgress(self._stage, self._subject, self._done, self._total))
 
@@ -76,11 +76,11 @@ class ReportsProgress(Protocol):
 
 
 class StartCancelled(Exception):
-    """Stop of a process while it starts; it ends the thread that loads."""
+    """A process is stopped while it starts; this ends the loading thread."""
 
 
 class CancellableProgress:
-    """ShowProgress that makes the thread that loads give up once the start is cancelled."""
+    """ShowProgress that makes the loading thread give up once the start is cancelled."""
 
     def __init__(self) -> None:
         self.show: ShowProgress = show_nothing
@@ -89,7 +89,7 @@ class CancellableProgress:
         self._endings: list[Callable[[], None]] = []
 
     def cancel(self) -> None:
-        """Let the next call raise StartCancelled, and end what the thread may wait for."""
+        """Make the next call raise StartCancelled, and end a wait of the thread."""
         with self._lock:
             self._is_cancelled.set()
             endings, self._endings = self._endings, []
@@ -97,8 +97,8 @@ class CancellableProgress:
             end()
 
     def if_cancelled(self, end: Callable[[], None]) -> None:
-        """Let `cancel` call `end`, on its own thread, which lets a wait of the loading thread fail; at once where the
-        start is cancelled already."""
+        """Make `cancel` call `end`, on its own thread, so that a wait of the loading thread fails; at once if the start
+        is already cancelled."""
         with self._lock:
             if not self._is_cancelled.is_set():
                 self._endings.append(end)

@@ -1,4 +1,4 @@
-"""Proxies of the environment: which connections go through one. Loopback never does, whatever the variables say.
+"""Proxies from the environment, and the connections that use them. Loopback never does, whatever the variables say.
 
 grpc's C core takes `grpc_proxy`, `https_proxy` and `http_proxy` for every address that `no_grpc_proxy` or `no_proxy`
 does not name, this machine's own included (https://github.com/grpc/grpc/blob/master/doc/environment_variables.md).
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from penstock.common.environment import current_environment
 
-# As grpc looks for them: the first that is set, in lower case.
+# In grpc's order: the first that is set, in lower case.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "passthrough:")
@@ -31,7 +31,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def proxy_of(address: str) -> tuple[str, str] | None:
-    """Return variable and URL of the proxy for `address` (host:port, or a gRPC target); None where there is none."""
+    """Return variable and URL of the proxy for `address` (host:port, or a gRPC target); None if there is none."""
     host = _host_of(address)
     if not host or is_this_machine(host):
         return None
@@ -43,7 +43,7 @@ def proxy_of(address: str) -> tuple[str, str] | None:
 
 
 def proxy_options(address: str) -> list[tuple[str, str | int]]:
-    """gRPC channel arguments that keep `address` off a proxy, where it has none."""
+    """gRPC channel arguments that keep `address` off a proxy, if it has none."""
     return [] if proxy_of(address) else [("grpc.enable_http_proxy", 0)]
 
 
@@ -54,17 +54,17 @@ def through_proxy(address: str) -> str:
         return ""
     name, url = found
     host = _host_of(address)
-    return f"connections to {host} go through the proxy {_shown(url)} of {name}; no_proxy={host} leaves it out"
+    return f"connections to {host} go through the proxy {_shown(url)} of {name}; set no_proxy={host} to avoid it"
 
 
 def _host_of(address: str) -> str:
-    """Return the host of an address; nothing for a socket of this machine's files."""
+    """Return the host of an address; nothing for a Unix socket."""
     if address.startswith(("unix:", "unix-abstract:", "vsock:")):
         return ""
     for scheme in _SCHEMES:
         address = address.removeprefix(scheme)
     if "," in address:
-        # Several addresses of one server, which is here where they all are.
+        # Several addresses of one server: it is on this machine if all of them are.
         hosts = [_host_of(one) for one in address.split(",")]
         return next((host for host in hosts if not is_this_machine(host)), hosts[0])
     # dns://AUTHORITY/HOST:PORT names a server to ask.
@@ -75,7 +75,7 @@ def _host_of(address: str) -> str:
 
 
 def _is_excepted(host: str, listed: str) -> bool:
-    """True where a list such as `.example.com,10.0.0.0/8,*` names a host."""
+    """True when a list such as `.example.com,10.0.0.0/8,*` names a host."""
     name = host.lower()
     for entry in (one.strip().lower() for one in listed.split(",")):
         bare = entry.removeprefix("*").lstrip(".")
@@ -98,6 +98,6 @@ def _shown(url: str) -> str:
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
     except ValueError:
-        # It may hold a password all the same.
-        return "(which is no URL)"
+        # It may still hold a password.
+        return "(not a URL)"
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"

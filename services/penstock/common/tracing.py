@@ -1,8 +1,8 @@
 """Spans of the request being handled, and the W3C trace context that travels with its calls.
 
-This module imports no OpenTelemetry, and without a tracer nothing here does anything: `serving/trace_export.py` is the
-only place that makes one, when --tracing-endpoint asks for it. No span is about a token: stages of a generation become
-spans when the request ends, from the times that are kept of it anyway.
+This module does not import OpenTelemetry, and without a tracer nothing here does anything. Only
+`serving/trace_export.py` makes one, when --tracing-endpoint asks for it. No span covers a single token: the stages of a
+generation become spans when the request ends, from times that are kept anyway.
 
 No prompt, text, token id or key may become an attribute.
 """
@@ -23,7 +23,7 @@ from penstock.common.errors import PenstockError
 
 # https://www.w3.org/TR/trace-context/
 TRACEPARENT_KEY, TRACESTATE_KEY = "traceparent", "tracestate"
-# Characters of a tracestate that is passed on; the recommendation asks for at least so many.
+# Longest tracestate that is passed on; the recommendation asks for at least this.
 MAX_STATE_CHARS = 512
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _STATE = re.compile(r"[ -~]*")
@@ -34,7 +34,7 @@ Attributes = Mapping[str, Attribute]
 
 
 class SpanKind(Enum):
-    """Side of a call that a span is of; INTERNAL: of none."""
+    """Side of a call that a span describes; INTERNAL: neither."""
 
     INTERNAL = 1
     SERVER = 2
@@ -57,7 +57,7 @@ class TraceContext:
 
 
 def parse_context(parent: object, state: object = "") -> TraceContext | None:
-    """Return the context of W3C headers; None for a traceparent that is absent or malformed, which is no error."""
+    """Return the context of W3C headers; None for an absent or malformed traceparent, which is not an error."""
     found = _TRACEPARENT.fullmatch(parent) if isinstance(parent, str) else None
     if found is None:
         return None
@@ -90,7 +90,7 @@ class Span(ABC):
 
     @abstractmethod
     def fail(self, reason: str, *, is_fault: bool = True) -> None:
-        """Note a failure by its reason. Not `is_fault`: the reason is kept, and the status is none of an error."""
+        """Note a failure by its reason. Without `is_fault` the reason is kept, but the status is not an error."""
 
     @abstractmethod
     def end(self, at: float | None = None) -> None:
@@ -98,7 +98,7 @@ class Span(ABC):
 
     @property
     def exemplar(self) -> str:
-        """Trace id for a histogram's exemplar; empty where the trace is not kept."""
+        """Trace id for a histogram's exemplar; empty if the trace is not kept."""
         return self.context.trace_id if self.context.is_sampled else ""
 
     def add(self, name: str, begin: float, end: float, attributes: Attributes | None = None) -> None:
@@ -129,16 +129,16 @@ class Tracer(Protocol):
         """Begin a span of `parent`'s trace, or of a new one."""
 
 
-# Of the call being handled, as `request_context.current_request_id`. None: traces are off, or it is no request's.
+# Span of the call being handled, as `request_context.current_request_id`. None: no traces, or no request.
 current_span: ContextVar[Span | None] = ContextVar("penstock_span", default=None)
-# For handlers whose call carries many requests. None: traces are off.
+# For handlers with many requests in one call. None: traces are off.
 current_tracer: ContextVar[Tracer | None] = ContextVar("penstock_tracer", default=None)
 
 
 @contextmanager
 def stage(name: str, kind: SpanKind = SpanKind.INTERNAL, attributes: Attributes | None = None) -> Iterator[Span | None]:
-    """Make the block a child of the present span, and calls within it children of that. Does nothing without a trace
-    that is kept."""
+    """Make the block a child of the current span, and calls in the block children of that. Does nothing without a kept
+    trace."""
     outer = current_span.get()
     if outer is None or not outer.context.is_sampled:
         yield None
@@ -156,13 +156,13 @@ def stage(name: str, kind: SpanKind = SpanKind.INTERNAL, attributes: Attributes 
 
 
 def exemplar() -> str:
-    """Return the present trace's id for a histogram's exemplar; empty where there is none that is kept."""
+    """Return the current trace's id for a histogram's exemplar; empty without a kept trace."""
     span = current_span.get()
     return "" if span is None else span.exemplar
 
 
 def outgoing(span: Span | None = None) -> tuple[tuple[str, str], ...]:
-    """Return metadata (or HTTP headers) by which a call belongs to `span`'s trace, by default the present span's."""
+    """Return metadata (or HTTP headers) that put a call into `span`'s trace, by default the current span's."""
     span = span or current_span.get()
     if span is None:
         return ()

@@ -36,11 +36,11 @@ def parse_duration(text: str) -> float:
 def format_size(size: int) -> str:
     """Format bytes as `1.5 GiB`, `260 MiB` or `2 KiB`: for people, not for parsing back.
 
-    Three digits where the unit leaves so many, never an exponent, and 1 GiB rather than 1020 MiB.
+    Three digits if the unit has that many, never an exponent, and 1 GiB rather than 1020 MiB.
     """
     value, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        # So much is shown as 1000 or more.
+        # From this value on it would show as 1000 or more.
         if abs(value) < 999.5:
             break
         value, unit = value / 1024, larger

@@ -1,7 +1,7 @@
-"""Fields that a caller set and this release does not know.
+"""Fields that a caller set and that this release does not know.
 
-Elsewhere they are ignored, as protobuf does, so that releases beside each other understand one another. Within options
-of a request they are refused: an option without effect would change the answer and say nothing.
+Elsewhere they are ignored, as in protobuf, so that different releases can work together. In the options of a request
+they are refused: an option without effect would silently change the answer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from penstock.common.errors import InvalidArgument
 
 
 def refuse_unknown_fields(message: Message, path: str) -> None:
-    """Check `message`, the request's field `path`, and all messages within it. Raises InvalidArgument with the number.
+    """Check `message`, the request's field `path`, and all messages in it. Raises InvalidArgument with the number.
 
-    Takes a copy of the message without fields that are not known, and two sizes: microseconds.
+    It copies the message without unknown fields and compares two sizes, which takes microseconds.
     """
     known: Any = type(message)()
     known.CopyFrom(message)

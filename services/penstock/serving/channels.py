@@ -68,7 +68,7 @@ def decorator(config: ChannelConfig) -> Callable[[Metadata], Metadata]:
 
 
 async def watch_health(channel: grpc.aio.Channel, service: str) -> AsyncGenerator[bool, None]:
-    """Yield True when it serves, else False, now and at every change. Close it when it is not read to its end."""
+    """Yield True when it serves, else False, now and at every change. Close it if it is not read to its end."""
     call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
     try:
         async for update in call:
@@ -80,7 +80,7 @@ async def watch_health(channel: grpc.aio.Channel, service: str) -> AsyncGenerato
 async def until_serving(
     channel: grpc.aio.Channel, service: str, on_starting: Callable[[], object] = lambda: None
 ) -> bool:
-    """Return True once it serves; False when its health ends. `on_starting`: it answers that it does not serve yet."""
+    """Return True once it serves; False when its health ends. `on_starting` is called when it does not serve yet."""
     async with contextlib.aclosing(watch_health(channel, service)) as updates:
         async for is_serving in updates:
             if is_serving:
@@ -97,7 +97,7 @@ class GrpcStreamCall(Generic[ResponseT]):
         self.write: Callable[[Message], Awaitable[None]] = call.write
 
     async def write_all(self, requests: Iterable[Message]) -> None:
-        """Send the messages one after the other."""
+        """Send the messages one by one."""
         for request in requests:
             await self.write(request)
 
@@ -130,7 +130,7 @@ class GrpcStreamCall(Generic[ResponseT]):
         return None if message is _END else cast("ResponseT | None", message)
 
     async def done_writing(self) -> None:
-        """Tell that no message follows."""
+        """Signal that no message follows."""
         try:
             await self._call.done_writing()
         except grpc.aio.InternalError:

@@ -1,6 +1,6 @@
 """Options of grpc for all of Penstock's servers and channels.
 
-grpc ignores a misspelt name silently, so tests show that each has an effect.
+grpc silently ignores a misspelt name, so tests show that each has an effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _common(config: TransportConfig, receive_bytes: int) -> Options:
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.keepalive_time_ms", int(config.keepalive_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", int(config.keepalive_timeout_seconds * 1000)),
-        # This one closes a connection whose pings go unanswered: after a minute by default, whatever is set above.
+        # This one closes a connection with unanswered pings: after a minute by default, whatever is set above.
         ("grpc.http2.ping_timeout_ms", int(config.keepalive_timeout_seconds * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         # Pings on a long quiet stream (a queued request, a slow prefill) are not limited to two.
@@ -30,11 +30,12 @@ def server_options(config: ServerConfig, *, shares_port: bool = False) -> Option
     """Options for `grpc.aio.server`. `shares_port`: other workers of this service listen on the port, too."""
     return [
         *_common(config, config.receive_limit_bytes),
-        # Two unrelated servers on one port would each get half of the calls: a taken port must be an error.
+        # Two unrelated servers on one port would each get half of the calls, so a taken port must be an error.
         ("grpc.so_reuseport", int(shares_port)),
         ("grpc.max_concurrent_streams", config.connection_rpcs),
         ("grpc.server_handshake_timeout_ms", int(config.handshake_seconds * 1000)),
-        # Least time between a client's pings; more often ends in GOAWAY too_many_pings. grpc's default is five minutes.
+        # Least time between a client's pings; more frequent ones end in GOAWAY too_many_pings. grpc's default: five
+        # minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", int(config.min_ping_interval_seconds * 1000)),
     ]
 
@@ -43,11 +44,11 @@ def channel_options(config: TransportConfig) -> Options:
     """Options for a `grpc.aio` channel."""
     return [
         *_common(config, config.max_message_bytes),
-        # Without it channels with equal options share one connection, and with it one flow-control window and one core.
+        # Without it channels with equal options share one connection, and thus one flow-control window and one core.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # Despite its name this is the time that an attempt to connect may take, up to the peer's first frame. A far or
+        # Despite its name this is the time for an attempt to connect, up to the peer's first frame. A far or
         # busy peer needs more than the 100 ms between attempts.
         ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 2000),

@@ -66,7 +66,7 @@ class GrpcServer:
 
 
 class GrpcServerCall:
-    """A ServicerContext with the methods of the seam's ServerCall; its own are bound once, so that none costs more."""
+    """A ServicerContext with the methods of the seam's ServerCall; its own methods are bound once, to cost no more."""
 
     writes_at_once: ClassVar[bool] = False
 
@@ -104,7 +104,7 @@ class GrpcServerCall:
         return str(self._context.details() or "")
 
     def try_write(self, message: Any) -> bool:
-        """Return False: grpc.aio writes in a task only."""
+        """Return False: grpc.aio writes only in a task."""
         return False
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
@@ -115,8 +115,8 @@ class GrpcServerCall:
 class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
     """Interceptor that wraps handlers and gives them a GrpcServerCall.
 
-    To grpc every method takes a stream of bytes: it would otherwise read and parse a request before any code of ours
-    has seen the call's token, and wait for it without end.
+    For grpc every method takes a stream of bytes: otherwise it would read and parse a request before Penstock's code
+    has seen the call's token, and wait for it for ever.
     """
 
     def __init__(self, config: ServerConfig, wrap: Wrap, admit: Admit | None) -> None:
@@ -177,7 +177,7 @@ class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             async with asyncio.timeout(most):
                 data = await anext(requests, None)
         except TimeoutError:
-            await call.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request was not whole within {most:g} s")
+            await call.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request did not arrive within {most:g} s")
         if data is None:
             await call.abort(grpc.StatusCode.INTERNAL, "a unary request is exactly one message")
         return parse(data) if parse is not None else data

@@ -20,7 +20,7 @@ _V1_FILE = "grpc_reflection/v1/reflection.proto"
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
     """Servicer of grpc.health.v1. A watcher that does not read holds up neither `set` nor other watchers.
 
-    grpcio's own holds a lock over every write, and its List is not there.
+    grpcio's own holds a lock during every write, and lacks List.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
         self._changed = asyncio.Event()
 
     def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        """Set the status of a service; its watchers are told."""
+        """Set the status of a service; its watchers get it."""
         if self._status.get(service) != status:
             self._status[service] = status
             self._changed.set()
@@ -63,7 +63,7 @@ class Health:
     """Health of each service and of the process as a whole (the empty name). NOT_SERVING until told otherwise.
 
     SERVING needs both: the process is up (`set_up`) and the service wants calls (`set_wanted`, e.g. not drained by an
-    operator). Of the services by which it is controlled it needs only the first.
+    operator). The services that control it need only the first.
     """
 
     def __init__(self, services: tuple[str, ...], control: tuple[str, ...] = ()) -> None:
@@ -100,7 +100,7 @@ class Health:
 
 
 def add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:
-    """Serve reflection under both names. grpcio has only v1alpha; the messages of v1 are the same on the wire."""
+    """Serve reflection under both names. grpcio has only v1alpha; v1's messages are the same on the wire."""
     _describe_v1()
     servicer: Any = ReflectionServicer((*services, HEALTH_SERVICE, *REFLECTION_SERVICES))
     method = grpc.stream_stream_rpc_method_handler(

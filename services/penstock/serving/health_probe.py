@@ -1,7 +1,7 @@
-"""Ask a service of this container for its health by its Unix socket: `python -I -S health_probe.py PATH`.
+"""Check the health of a service in this container by its Unix socket: `python -I -S health_probe.py PATH`.
 
-PATH is the service's --health-socket. Exit status 0 means SERVING; 1 comes with a line that says why not.
-For the container's health check, which runs all day: so it imports nothing that is written in Python.
+PATH is the service's --health-socket. Exit status 0 means SERVING; 1 comes with a line that gives the reason. The
+container's health check runs it all day, so it imports nothing written in Python.
 """
 
 import _socket

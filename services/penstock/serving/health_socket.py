@@ -1,7 +1,7 @@
 """Health on a Unix socket: for checks inside the process's own container, whatever its TLS and credentials.
 
-A caller connects and reads one line, SERVING or NOT_SERVING. `health_probe.py` is such a caller: it starts in the
-milliseconds that Python takes, where a gRPC client takes half a second of processor time.
+A caller connects and reads one line, SERVING or NOT_SERVING. `health_probe.py` is such a caller: it starts within
+Python's own milliseconds, while a gRPC client takes half a second of processor time.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ FLAG = "--health-socket"
 
 
 class HealthSocket:
-    """The listening socket. It belongs to one event loop: a loop that hangs does not answer, and that is an answer."""
+    """The listening socket. It belongs to one event loop: a hung loop does not answer, and that is an answer."""
 
     def __init__(self, path: str, is_serving: Callable[[], bool]) -> None:
-        """Take the file's path; nothing is opened yet. `is_serving` is asked for every caller."""
+        """Take the file's path; nothing is opened yet. `is_serving` is called for every caller."""
         self._path = os.path.expanduser(path)
         self._is_serving = is_serving
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Listen; a socket that a dead process left is replaced. Raises StartupError naming --health-socket."""
+        """Listen; replace a socket that a dead process left. Raises StartupError naming --health-socket."""
         try:
             self._remove_dead()
             self._server = await asyncio.start_unix_server(self._answer, self._path)
-            # As the user that runs the service; others of this machine have gRPC's own health.
+            # For the user that runs the service; other users of this machine have gRPC's own health.
             os.chmod(self._path, 0o600)
         except OSError as error:
             raise StartupError(f"{FLAG} {self._path}: {error.strerror or error}", flag=FLAG) from error
@@ -58,7 +58,7 @@ class HealthSocket:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(mode):
-            raise StartupError(f"{FLAG} {self._path}: is there, and no socket", flag=FLAG)
+            raise StartupError(f"{FLAG} {self._path} exists and is not a socket", flag=FLAG)
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)
             try:
@@ -68,4 +68,4 @@ class HealthSocket:
                 return
             except TimeoutError:
                 pass
-        raise StartupError(f"{FLAG} {self._path}: another process answers there", flag=FLAG)
+        raise StartupError(f"{FLAG} {self._path}: another process answers on it", flag=FLAG)

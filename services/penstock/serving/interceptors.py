@@ -1,9 +1,9 @@
 """Handling around every call of every service: request id, authentication, admission, metrics, errors.
 
-`admit` looks at a call's token before any of its request is taken, `wrap` is around its handler. It is one interceptor
-rather than a chain: each link of a chain costs a coroutine per call. Handlers raise `PenstockError`s; any other error
-becomes Internal with its traceback in the log. A handler that is an async generator is closed before its call ends, so
-its `finally` blocks run at once.
+`admit` checks a call's token before its request is read, and `wrap` surrounds its handler. It is one interceptor rather
+than a chain: each link of a chain costs a coroutine per call. Handlers raise `PenstockError`s; any other error becomes
+Internal with its traceback in the log. A handler that is an async generator is closed before its call ends, so its
+`finally` blocks run at once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from penstock.common.tracing import (
 from penstock.http2.metadata import Metadata
 from penstock.serving.message_fields import bounded
 
-# Of the bound on a message's fields, for streams of requests: a router's message has some more fields than the client's
-# that it is made of, and an error would end the stream, with the requests of all clients.
+# Multiple of the limit on a message's fields, for streams of requests: a router's message has more fields than the
+# client's message in it, and an error would end the stream with the requests of all clients.
 _STREAM_SHARE = 2
 # A serving.transport.ServerCall; handlers of generated code take it for a grpc.aio.ServicerContext.
 Context = Any
@@ -55,11 +55,11 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub on
 Wrap = Callable[[str, Handler], Handler]
 # (method's name, metadata) -> see CallInterceptor.admit.
 Admit = Callable[[str, Metadata], bool]
-# Services that answer without credentials and under any load: a probe must tell "busy" from "broken".
+# Services that answer without credentials and under any load: a probe must distinguish "busy" from "broken".
 EXEMPT_SERVICES = frozenset({"grpc.health.v1.Health"})
 OVERLOAD_RETRY_SECONDS = 0.5
-# Methods whose calls are work of a request, and spans of its trace. Others are polls, watches and commands, or carry
-# many requests, which have spans of their own.
+# Methods with calls that do the work of one request and are spans of its trace. Others are polls, watches and commands,
+# or carry many requests with their own spans.
 TRACED_METHODS = frozenset(
     ("Chat", "Generate", "Score", "Embed", "DetectWatermark", "ApplyChatTemplate", "Encode", "Decode")
 )
@@ -87,13 +87,13 @@ class _Method:
     started: Any
     handling: Any
     handled: Callable[[str], Any]
-    # Tokens that it takes; None: any call.
+    # Tokens that it accepts; None: any call.
     tokens: Tokens | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """Place of a request that was not parsed, so that its error is raised where all errors are."""
+    """Stand-in for a request that could not be parsed: its error is raised where all errors are handled."""
 
     error: Callable[[], Exception]
 
@@ -111,9 +111,8 @@ class CallInterceptor:
         max_message_fields: int,
         service_tokens: Mapping[str, Tokens] | None = None,
     ) -> None:
-        """Make it. Bounds and what they are for: ServerConfig. `service_tokens`, by the name of a service or of a
-        method ("/package.Service/Name"), which goes before it, are taken in place of `tokens`. `tracer` None: no
-        call is traced."""
+        """Make it; ServerConfig explains the limits. `service_tokens` replace `tokens` for a service, or for a method
+        ("/package.Service/Name"), which takes precedence. `tracer` None: no call is traced."""
         self._max_message_fields = max_message_fields
         self._metrics = metrics
         self._tracer = tracer
@@ -121,16 +120,16 @@ class CallInterceptor:
         self._service_tokens = service_tokens or {}
         self._max_concurrent_rpcs = max_concurrent_rpcs
         self._in_flight = 0
-        # Methods that were used, by name.
+        # Methods used so far, by name.
         self._methods: dict[str, _Method] = {}
-        # Calls of these that are not over: one that was reset holds no slot while its handler ends.
+        # Calls of these that are not over: a reset call holds no slot while its handler ends.
         self._held = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def in_flight(self) -> int:
-        """Number of calls being handled, without health checks."""
+        """Number of calls being handled, health checks excluded."""
         return self._in_flight
 
     async def wait_idle(self) -> None:
@@ -153,10 +152,10 @@ class CallInterceptor:
         return handler_like(inner, handle, deserializer if inner.request_streaming else _lenient(deserializer))
 
     def admit(self, name: str, metadata: Metadata) -> bool:
-        """Look at a call of a wrapped method before its request is taken.
+        """Check a call of a wrapped method before its request is read.
 
-        Return True for a call that was admitted by its token (or where none is asked for), False for one that needs
-        none. Raises Unauthenticated; `refusal_trailers` has what goes with it.
+        Return True for a call admitted by its token (or if none is required), False for one that needs none. Raises
+        Unauthenticated; `refusal_trailers` has its trailers.
         """
         method = self._methods[name]
         if method.service in EXEMPT_SERVICES:
@@ -215,14 +214,14 @@ class CallInterceptor:
             code = context.code()
             raise
         except grpc.aio.InternalError:
-            # A write to a call that is over: nobody is left to be told, and a log line for each would have no end.
+            # A write to a call that is over: nobody is left to tell, and there would be endless log lines.
             code = grpc.StatusCode.CANCELLED
             raise asyncio.CancelledError from None
         except Exception as raised:
             error = _as_penstock_error(raised, request_id)
             code, message, reason = error.code, error.message, error.reason
             trailers = (*trailers_of(error), (REQUEST_ID_KEY, request_id))
-            # The error's traceback has this frame, which has the request: a circle until a garbage collection.
+            # The error's traceback has this frame, which has the request: a cycle until a garbage collection.
             del error
             await context.abort(code, message, trailers)
         finally:
@@ -255,7 +254,7 @@ class CallInterceptor:
 
 
 def _begin_span(tracer: Tracer, method: _Method, metadata: Mapping[str, Any]) -> Span | None:
-    """Begin the span of a call that is work of one request; for its handler and the log. None: it is no such call."""
+    """Begin the span of a call that does the work of one request, for its handler and the log. None for other calls."""
     current_tracer.set(tracer)
     if method.name not in TRACED_METHODS:
         return None
@@ -321,7 +320,7 @@ def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], A
         except DecodeError:
             return _Refused(DecodeError)
         except InvalidArgument as error:
-            # Made anew: its traceback has all of the request's bytes.
+            # A new error: the old one's traceback has all of the request's bytes.
             return _Refused(partial(InvalidArgument, error.field or "", error.description, reason=error.reason))
 
     return parse

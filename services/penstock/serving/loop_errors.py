@@ -1,4 +1,5 @@
-"""Log lines for errors in an event loop that nobody awaits: one each, and one in a while where descriptors are out."""
+"""Log lines for errors in an event loop that nobody awaits: one each, but only an occasional one when out of
+descriptors."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from penstock.common.logging import get_logger
 
 # Shortest time between two log lines about connections that wait.
 _LOG_SECONDS = 10.0
-# What accept() says where a process or the machine has no descriptors or memory left.
+# Errors of accept() when a process or the machine has no descriptors or memory left.
 LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _log = get_logger("penstock.server")
 
@@ -19,8 +20,8 @@ _log = get_logger("penstock.server")
 class LoopErrors:
     """Exception handler of one event loop.
 
-    asyncio's own servers (the health socket) try a backlog's worth of times a second when
-    descriptors are out, and report each.
+    Without free descriptors, asyncio's own servers (the health socket) try to accept a backlog's worth of connections
+    every second, and report each failure.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class LoopErrors:
         self._told_at = -_LOG_SECONDS
 
     def __call__(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log what `context` tells, without its text: it may quote callers."""
+        """Log `context` without its text, which may quote callers."""
         error = context.get("exception")
         if "socket" in context and isinstance(error, OSError) and error.errno in LACKS:
             now = time.monotonic()
@@ -43,5 +44,5 @@ class LoopErrors:
 
 
 def _begins_to_serve(handle: object) -> bool:
-    """True of asyncio's call that lets a server accept again, a second after descriptors were out."""
+    """True for asyncio's call that lets a server accept again, a second after it ran out of descriptors."""
     return getattr(getattr(handle, "_callback", None), "__name__", "") == "_start_serving"

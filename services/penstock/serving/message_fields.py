@@ -1,7 +1,7 @@
 """Count of a message's fields on the wire, before protobuf makes objects of them.
 
-An empty entry of a list takes two bytes on the wire, a hundred in memory and microseconds of every loop over it: a few
-MiB, or a few kB compressed, would hold up all streams of a process for minutes.
+An empty entry of a list takes two bytes on the wire, a hundred in memory, and microseconds in every loop over it: a few
+MiB, or a few compressed kB, would hold up all streams of a process for minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MessageT = TypeVar("MessageT")
 _Fields: TypeAlias = "dict[int, tuple[str, Descriptor | None]]"
 # Bytes of the smallest field: its tag, and a value or a length.
 _LEAST_BYTES = 2
-# Levels whose fields are told apart: names of deeper ones would take the square of the depth.
+# Levels with separate names of fields: names of deeper ones would take the square of the depth.
 _NAMED_LEVELS = 8
 _VARINT, _FIXED64, _LENGTH, _GROUP, _GROUP_END, _FIXED32 = range(6)
 
@@ -27,7 +27,7 @@ _VARINT, _FIXED64, _LENGTH, _GROUP, _GROUP_END, _FIXED32 = range(6)
 def bounded(parse: Callable[[bytes], MessageT], limit: int) -> Callable[[bytes], MessageT]:
     """Return `parse`, a message type's FromString, for messages of at most `limit` fields. It raises InvalidArgument.
 
-    Any other function is returned as it is. A message too short for so many fields costs one comparison.
+    Any other function is returned unchanged. A message too short for that many fields costs one comparison.
     """
     descriptor: Any = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
     if not isinstance(descriptor, Descriptor):
@@ -43,10 +43,10 @@ def bounded(parse: Callable[[bytes], MessageT], limit: int) -> Callable[[bytes],
 
 
 def check_fields(data: bytes, descriptor: Descriptor, limit: int) -> None:
-    """Refuse a message with more than `limit` fields, those of messages within it included.
+    """Refuse a message with more than `limit` fields, nested ones included.
 
-    Takes up to 0.3 us a field, and looks at no more than `limit`. A list of packed numbers is one field. Bytes that are
-    no message pass: the parser refuses them. Raises InvalidArgument naming the field that holds the most.
+    It takes up to 0.3 us a field, and visits at most `limit`. A list of packed numbers is one field. Bytes that are not
+    a message pass: the parser refuses them. Raises InvalidArgument naming the field that holds the most.
     """
     fields = _fields(descriptor)
     at, end, path = 0, len(data), ""
@@ -91,7 +91,7 @@ def check_fields(data: bytes, descriptor: Descriptor, limit: int) -> None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number at `at`, and where it ends. Raises IndexError."""
+    """Return the number at `at`, and its end. Raises IndexError."""
     value = data[at]
     at += 1
     if value < 128:

@@ -1,6 +1,6 @@
 """HTTP endpoint beside gRPC: /metrics for Prometheus, /healthz and /readyz for probes, 404 elsewhere.
 
-Probes need no credentials. /metrics needs one of the server's bearer tokens where it has any.
+Probes need no credentials. /metrics needs one of the server's bearer tokens if it has any.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Copied for each answer: wsgiref adds to the list.
 _TEXT = (("Content-Type", "text/plain; charset=utf-8"),)
-# Seconds until a connection that could not be accepted is tried again.
+# Seconds before another attempt at a connection that could not be accepted.
 _ACCEPT_WAIT = 0.2
 
 
@@ -64,7 +64,7 @@ def start_metrics_server(
     `is_ready` answers /readyz. With `config` it uses its certificate, key, client CA, tokens and bounds.
     Raises StartupError naming --metrics-port or a file's flag.
     """
-    # A series more for every counter and histogram, and nothing that process_start_time_seconds does not tell.
+    # They add a series for every counter and histogram, and say no more than process_start_time_seconds.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config and config.auth_token_file else None
     context = tls_context(config, alpn=()) if config is not None and config.is_tls else None
@@ -73,7 +73,7 @@ def start_metrics_server(
         bounds = config or ServerConfig()
         places = threading.BoundedSemaphore(bounds.metrics_max_connections)
         server_class = type("_Server", (_Server,), {"address_family": family, "places": places})
-        # Of its socket, too: for every read and write.
+        # Also the limit of its socket, for every read and write.
         handler_class = type("_Handler", (_Handler,), {"timeout": bounds.metrics_request_seconds})
         server: WSGIServer = make_server(
             host.strip("[]"),
@@ -87,7 +87,7 @@ def start_metrics_server(
             f"cannot serve metrics on {join_address(host, port)}: {error.strerror or 'failed'}", flag="--metrics-port"
         ) from error
     if context is not None:
-        # The handshake is of the connection's own thread: a caller that is silent holds nobody else up.
+        # The connection's own thread does the handshake, so a silent caller holds up nobody else.
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return BoundMetrics(host, server.server_port, server)
@@ -117,7 +117,7 @@ def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: Token
 
 
 class _Server(ThreadingWSGIServer):
-    """Server with a bound on its connections: further ones are closed at once."""
+    """Server with a limit on its connections: further ones are closed at once."""
 
     places: ClassVar[threading.BoundedSemaphore]
 
@@ -125,7 +125,7 @@ class _Server(ThreadingWSGIServer):
         try:
             return super().get_request()
         except OSError as error:
-            # The connection stays where it is: trying at once, again and again, would take a whole processor.
+            # The connection stays pending: retrying without a pause would take a whole processor.
             if error.errno in LACKS:
                 time.sleep(_ACCEPT_WAIT)
             raise
@@ -153,7 +153,7 @@ class _Server(ThreadingWSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
-        """Say nothing: a caller that hangs up, is silent or speaks no TLS is not this process's error."""
+        """Log nothing: a caller that hangs up, is silent or does not speak TLS is not this process's error."""
 
 
 class _Handler(WSGIRequestHandler):
@@ -162,7 +162,7 @@ class _Handler(WSGIRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.wfile.write = _of_tls(self.wfile.write)  # type: ignore[method-assign]
-        # A caller that sends a byte now and then would keep its place for ever.
+        # A caller that sends an occasional byte would keep its place for ever.
         self._limit = threading.Timer(self.timeout, self._hang_up)
         self._limit.daemon = True
         self._limit.start()
@@ -178,7 +178,7 @@ class _Handler(WSGIRequestHandler):
 
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
-            # Not SSLSocket's own: it would take TLS from under the thread that reads.
+            # Not SSLSocket's own method: it would remove TLS under the reading thread.
             socket.shutdown(self.connection, SHUT_RDWR)
 
     def address_string(self) -> str:
@@ -190,7 +190,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def _of_tls(write: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Let a caller that left over TLS look as one that left without: of any other error wsgiref prints a traceback."""
+    """Make a caller that left over TLS look like one without TLS: for any other error wsgiref prints a traceback."""
 
     def write_or_leave(data: Any) -> int:
         try:

@@ -35,7 +35,7 @@ from penstock.serving.transport import make_transport
 if TYPE_CHECKING:
     from penstock.serving.trace_export import Tracing
 
-# Seconds after the drain for last messages to leave. Then streams that never end by themselves (health watches,
+# Seconds after the drain for the last messages to be sent. Then streams that never end on their own (health watches,
 # sessions) are cancelled.
 STOP_GRACE_SECONDS = 0.5
 # Address at which workers serve metrics to their parent.
@@ -61,7 +61,7 @@ class Service(Protocol):
         """Refuse new work (Unavailable, reason DRAINING) and return when live work is done."""
 
     async def close(self) -> None:
-        """Free everything; called once, after the server stopped, also when start() failed or was cancelled."""
+        """Free everything; called once, after the server stopped, even if start() failed or was cancelled."""
 
     def status_lines(self) -> list[str]:
         """Return facts for the start-up print, known after start(): model, KV pool, peers."""
@@ -77,14 +77,14 @@ class ControlsHealth(Protocol):
 
 @runtime_checkable
 class HasControlServices(Protocol):
-    """A service some of whose gRPC services answer as long as the process is up, whether it wants calls or not."""
+    """A service with gRPC services that answer while the process is up, even if it wants no calls."""
 
     control_services: tuple[str, ...]
 
 
 @runtime_checkable
 class HasTokens(Protocol):
-    """A service some of whose gRPC services or methods take other bearer tokens than those of --auth-token-file."""
+    """A service with gRPC services or methods that accept other bearer tokens than those of --auth-token-file."""
 
     def token_files(self) -> Mapping[str, Tokens]:
         """Read them, by the gRPC service's name, or a method's ("/package.Service/Name"); called once, before the
@@ -92,7 +92,7 @@ class HasTokens(Protocol):
 
 
 class OwnServer(ABC):
-    """A service that is its own server and speaks no gRPC: what RunningServer is for the others."""
+    """A service that is its own server, without gRPC: its counterpart to RunningServer."""
 
     name: str
     failed: asyncio.Future[BaseException]
@@ -108,7 +108,7 @@ class OwnServer(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Return when it serves. Raises StartupError."""
+        """Return once it serves. Raises StartupError."""
 
     @abstractmethod
     async def stop(self, *, drain: bool = True) -> None:
@@ -130,7 +130,7 @@ class RunningServer:
         *,
         is_worker: bool = False,
     ) -> None:
-        """Make it. `is_worker`: it shares its port with others, and its metrics are for the parent only.
+        """Make it. `is_worker`: it shares its port with others, and only the parent reads its metrics.
 
         Raises StartupError for an invalid configuration.
         """
@@ -153,7 +153,7 @@ class RunningServer:
         )
         self._server = make_transport(config).make_server(
             config,
-            # Beyond max_concurrent_rpcs calls are refused with pushback; health checks have places of their own.
+            # Calls beyond max_concurrent_rpcs are refused with pushback; health checks have their own places.
             max_calls=config.max_concurrent_rpcs + config.anonymous_rpcs,
             wrap=self.calls.wrap,
             shares_port=is_worker,
@@ -225,7 +225,7 @@ class RunningServer:
     async def stop(self, *, drain: bool = True) -> None:
         """Turn NOT_SERVING, drain within the grace, stop, close. It is safe at any point of the life.
 
-        Without `drain` live calls have STOP_GRACE_SECONDS to end by themselves.
+        Without `drain` live calls have STOP_GRACE_SECONDS to end on their own.
         """
         await self.health.set_up(False)
         if drain:
@@ -238,7 +238,7 @@ class RunningServer:
             self._metrics.close()
             self._metrics = None
         if self._tracing is not None:
-            # It sends what is left, and waits for that.
+            # It sends the remaining spans, and waits for that.
             await asyncio.to_thread(self._tracing.close)
 
     async def _drain(self) -> None:
@@ -360,7 +360,7 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 def open_tracing(config: ProcessConfig, service: str) -> Tracing | None:
     """Make the tracer of a process, None without --tracing-endpoint. OpenTelemetry is imported here.
 
-    Raises StartupError, also where it is not installed.
+    Raises StartupError, also if it is not installed.
     """
     if config.tracing_endpoint is None:
         return None
@@ -376,7 +376,7 @@ def open_tracing(config: ProcessConfig, service: str) -> Tracing | None:
 
 
 def _bind_error(config: ServerConfig) -> StartupError:
-    """Find the reason why the port could not be opened: grpc does not say, a plain socket does."""
+    """Find the reason why the port could not be opened: grpc does not give it, a plain socket does."""
     try:
         require_free_port(config.host, config.port, "--port")
     except StartupError as error:

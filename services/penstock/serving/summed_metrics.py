@@ -18,7 +18,7 @@ FETCH_SECONDS = 2.0
 _OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
 # No proxy, whatever the environment names: workers are on this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-# Metrics that are equal in all workers, or that mean the oldest one: the lowest value stands for all.
+# Metrics that are equal in all workers, or refer to the oldest one: the lowest value stands for all.
 _LOWEST = (
     "penstock_router_backend_up",
     "penstock_router_tokenizer_up",
@@ -36,7 +36,7 @@ class _Family:
     type: str
     documentation: str
     samples: dict[_Key, float] = field(default_factory=dict)
-    # Of buckets: the latest one of any worker.
+    # Exemplars of buckets: the latest one from any worker.
     exemplars: dict[_Key, Exemplar] = field(default_factory=dict)
 
     def add(self, name: str, key: _Key, value: float) -> None:
@@ -60,7 +60,7 @@ _Families = dict[str, _Family]
 class SummedMetrics(Collector):
     """Collector that reads every worker's metrics. `add` and `retire` are for the event loop, `collect` for any thread.
 
-    Counts of a worker that died stay as they were last read, so that sums never fall.
+    Counts of a dead worker stay as last read, so sums never fall.
     """
 
     def __init__(self, *, with_exemplars: bool = False) -> None:
@@ -96,7 +96,7 @@ class SummedMetrics(Collector):
         total: _Families = {}
         with self._lock:
             for name, families in fetched.items():
-                # A worker that is just dying: it is retired with its last counts.
+                # A dying worker: it is retired with its last counts.
                 if families is not None and self._addresses.get(name) == addresses[name]:
                     self._last[name] = families
             for families in [self._retired, *self._last.values()]:
@@ -111,7 +111,7 @@ def _fetch(address: str, with_exemplars: bool) -> _Families | None:
         request = urllib.request.Request(f"http://{address}/metrics", headers=_OPENMETRICS if with_exemplars else {})
         with _DIRECT.open(request, timeout=FETCH_SECONDS) as answer:
             text = answer.read().decode()
-    except (OSError, http.client.HTTPException):  # HTTPException: it died within its answer
+    except (OSError, http.client.HTTPException):  # HTTPException: it died during its answer
         return None
     families: _Families = {}
     parse = openmetrics_families if with_exemplars else text_string_to_metric_families

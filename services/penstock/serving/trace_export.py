@@ -1,6 +1,6 @@
-"""Traces by OpenTelemetry: the process's tracer, and the ways out: OTLP over HTTP, or lines of OTLP/JSON in a file.
+"""Traces with OpenTelemetry: the process's tracer, and its exporters: OTLP over HTTP, or lines of OTLP/JSON in a file.
 
-Imported only where --tracing-endpoint is given; opentelemetry-sdk is imported here and nowhere else.
+Imported only if --tracing-endpoint is given; opentelemetry-sdk is imported here and nowhere else.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = get_logger("penstock.tracing")
 
 
 class Tracing:
-    """Tracer of a process; see common.tracing.Tracer. Spans are sent by a thread; what does not fit is dropped."""
+    """Tracer of a process; see common.tracing.Tracer. A thread sends spans; those that do not fit are dropped."""
 
     def __init__(self, config: ProcessConfig, service: str, exporter: SpanExporter) -> None:
         """Make it. `service`: the process's role, for the default of service.name."""
@@ -88,8 +88,8 @@ class Tracing:
         return _Span(self._tracer, NonRecordingSpan(remote), name, kind, attributes, begin)
 
     def close(self) -> None:
-        """Send what is left; returns when that is done, or was given up after --tracing-timeout-seconds. Blocks."""
-        # The library's own limit is 30 s. An exporter that is shut down gives up its retries, and refuses the rest.
+        """Send the remaining spans; return when that is done, or given up after --tracing-timeout-seconds. Blocks."""
+        # The library's own limit is 30 s. Shutting down an exporter ends its retries and makes it refuse the rest.
         limit = threading.Timer(self._timeout_seconds, self._exporter.shutdown)
         limit.daemon = True
         limit.start()
@@ -112,7 +112,7 @@ class _Span(Span):
         begin: float | None,
     ) -> None:
         self._tracer = tracer
-        # An empty context where there is no parent: else the library looks for one in a variable of its own.
+        # An empty context without a parent: else the library looks for one in its own variable.
         self._span = tracer.start_span(
             name,
             set_span_in_context(parent) if parent is not None else Context(),
@@ -157,11 +157,11 @@ def _wall_ns(at: float | None) -> int:
 
 
 class FileExporter(SpanExporter):
-    """Exporter into a file: a line for each batch, an OTLP/JSON ExportTraceServiceRequest, as the OpenTelemetry
-    Collector's own file exporter writes and its receiver reads. Processes may share the file."""
+    """Exporter into a file: a line for each batch, an OTLP/JSON ExportTraceServiceRequest. The OpenTelemetry
+    Collector's file exporter writes the same, and its receiver reads it. Processes may share the file."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
-        """Open the file for appending. Beyond `max_bytes` spans are dropped. Raises StartupError."""
+        """Open the file to append. Beyond `max_bytes`, spans are dropped. Raises StartupError."""
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -171,7 +171,7 @@ class FileExporter(SpanExporter):
         self._lock = threading.Lock()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Write one line, by one call: lines of several processes do not mix."""
+        """Write one line in one call, so lines of several processes do not mix."""
         line = json.dumps(to_otlp_json(spans), separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if self._file < 0:
@@ -250,14 +250,14 @@ def start_tracing(config: ProcessConfig, service: str) -> Tracing:
     if endpoint.startswith(FILE_ENDPOINT):
         path = endpoint.removeprefix(FILE_ENDPOINT)
         return Tracing(config, service, FileExporter(path, config.tracing_file_bytes))
-    # Here, since it brings an HTTP client that a file needs none of.
+    # Imported here, since it brings an HTTP client, which a file does not need.
     import requests
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     parts = urlsplit(endpoint)
     url = urlunsplit(parts._replace(path=_TRACES_PATH)) if parts.path in ("", "/") else endpoint
     session = requests.Session()
-    # A collector on this machine is not behind the proxy that the environment names.
+    # A collector on this machine is not behind the environment's proxy.
     session.trust_env = not is_this_machine(parts.hostname or "")
     exporter = OTLPSpanExporter(endpoint=url, timeout=config.tracing_timeout_seconds, session=session)
     return Tracing(config, service, exporter)

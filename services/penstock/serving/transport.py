@@ -1,4 +1,4 @@
-"""Seam between services and the transport that carries their calls: grpc.aio, or our own HTTP/2 (`penstock.http2`).
+"""Seam between services and the transport of their calls: grpc.aio, or Penstock's own HTTP/2 (`penstock.http2`).
 
 `make_transport` chooses, and no other code depends on the choice. Statuses and errors are grpc's on both: a call that
 fails raises grpc.aio.AioRpcError; a write to a call that is over raises grpc.aio.InternalError on a server and
@@ -33,7 +33,7 @@ ResponseT_co = TypeVar("ResponseT_co", covariant=True)
 
 
 class ServerCall(Protocol):
-    """A call as its handler sees it. All of it belongs to the event loop of the server."""
+    """A call for its handler. It belongs to the event loop of the server."""
 
     @property
     def writes_at_once(self) -> bool:
@@ -41,12 +41,12 @@ class ServerCall(Protocol):
 
     @property
     def write(self) -> Callable[[Any], Awaitable[None]]:
-        """Send a message; returns when it is on its way. Raises grpc.aio.InternalError when the call is over."""
+        """Send a message; return when it is under way. Raises grpc.aio.InternalError when the call is over."""
 
     def try_write(self, message: Any) -> bool:
         """Send a message now, from a callback of the loop; False when `write` would wait, or raise.
 
-        The message is the caller's again when this returns. Always False before the first `write`.
+        The caller may reuse the message after this returns. Always False before the first `write`.
         """
 
     @property
@@ -72,7 +72,7 @@ class ServerCall(Protocol):
 
 
 class StreamCall(Protocol[ResponseT_co]):
-    """A bidirectional call as its client sees it: one task calls `write`, one `run`."""
+    """A bidirectional call for its client: one task calls `write`, another `run`."""
 
     @property
     def write(self) -> Callable[[Message], Awaitable[None]]:
@@ -84,17 +84,18 @@ class StreamCall(Protocol[ResponseT_co]):
     async def run(self, take: Callable[[ResponseT_co], None]) -> None:
         """Hand every message to `take`, which must not wait, until the call ends with OK.
 
-        It also returns at a message that cannot be parsed. Raises grpc.aio.AioRpcError, and the errors of `take`.
+        It also returns on a message that cannot be parsed. Raises grpc.aio.AioRpcError, and the errors of `take`.
         """
 
     async def receive(self) -> ResponseT_co | None:
-        """Return the next message, or None once the call has ended with OK. In place of `run`, for a reader that waits.
+        """Return the next message, or None once the call has ended with OK. Used instead of `run` by a reader that
+        waits.
 
-        Raises grpc.aio.AioRpcError; a message that cannot be parsed is its end, too.
+        Raises grpc.aio.AioRpcError; a message that cannot be parsed also ends the call.
         """
 
     async def done_writing(self) -> None:
-        """Tell that no message follows. Raises as `write`."""
+        """Signal that no message follows. Raises as `write`."""
 
     def cancel(self) -> object:
         """Cancel the call."""
@@ -112,13 +113,13 @@ class Channel(Protocol):
     ) -> StreamCall[ResponseT]:
         """Call the bidirectional `method` ("/package.Service/Name"). Raises grpc.aio.AioRpcError.
 
-        With `joins` the transport may join the bytes of messages that wait and hand them to `parse` as one: protobuf
+        With `joins` the transport may join the bytes of waiting messages and hand them to `parse` as one: protobuf
         merges them.
         """
 
 
 class Server(Protocol):
-    """A server. Generated code adds handlers by the first two methods."""
+    """A server. Generated code adds handlers through the first two methods."""
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
         """See grpc.aio.Server."""
@@ -147,11 +148,11 @@ class Transport(ABC):
 
         `wrap` is called once for each method, with its name and handler. It returns the handler to use: a coroutine
         that takes the request (or an async iterator of requests) and a ServerCall. `shares_port`: other processes
-        listen on the port, too.
+        also listen on the port.
 
-        `admit` is called with the method's name and the metadata of each call, before its request is taken. It returns
-        True for a call that was admitted by its credentials, False for one that needs none, and raises PenstockError
-        for any other. Without it every call is admitted.
+        `admit` is called with the method's name and the metadata of each call, before its request is read. It returns
+        True for a call admitted by its credentials, False for one that needs none, and raises PenstockError for any
+        other. Without it every call is admitted.
         """
 
     @abstractmethod
@@ -165,7 +166,7 @@ class Transport(ABC):
 
 
 def make_transport(config: ServerConfig) -> Transport:
-    """Make the configured transport, by which a process serves and calls other services."""
+    """Make the configured transport, with which a process serves and calls other services."""
     return Http2Transport() if config.transport == "asyncio" else GrpcTransport()
 
 
@@ -186,7 +187,7 @@ class GrpcTransport(Transport):
 
 
 class Http2Transport(Transport):
-    """Transport by our own HTTP/2."""
+    """Transport by Penstock's own HTTP/2."""
 
     def make_server(
         self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool, admit: Admit | None = None

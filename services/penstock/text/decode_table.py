@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """Contributions by id; for an id that contributes exactly one of the two is set."""
+    """Contributions by id; an id that contributes has exactly one of the two."""
 
-    # Text of an id that stands for whole characters, else None.
+    # Text of an id with whole characters, else None.
     text: list[str | None]
-    # Bytes of an id that holds part of a character.
+    # Bytes of an id with a part of a character.
     raw: dict[int, bytes]
 
     @classmethod
     def of(cls, pieces: Sequence[bytes], lone: Collection[int]) -> Table:
-        """Make the table from the bytes of each id. Ids in `lone` stay bytes even where they are whole characters."""
+        """Make the table from the bytes of each id. Ids in `lone` stay bytes even if they are whole characters."""
         text: list[str | None] = []
         raw: dict[int, bytes] = {}
         for index, piece in enumerate(pieces):

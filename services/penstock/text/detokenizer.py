@@ -3,12 +3,12 @@
 Two families of tokenizers decode token by token from a table: byte-level BPE (GPT-2, Llama 3, Qwen), and pieces with
 byte fallback (Llama 2, Mistral, Gemma).
 
-After `begin` the text is what the ids add to the text of a context, such as a prompt: with p the decoded context and w
-the decoded context and ids, the rest of w after p. Where w does not begin with p, the ids changed the context's end:
+After `begin` the text is the ids' addition to the text of a context, such as a prompt: with p the decoded context and w
+the decoded context and ids, the rest of w after p. If w does not begin with p, the ids changed the context's end:
 
-* They complete its last character, of which p could only show U+FFFD: the text begins with that character.
-* They make its last run of bytes invalid, which byte fallback decodes as a whole: the context's characters stay what
-  they were, and each byte of the ids is U+FFFD.
+* They complete its last character, which p could only show as U+FFFD: the text begins with that character.
+* They make its last run of bytes invalid, which byte fallback decodes as a whole: the context's characters stay
+unchanged, and each byte of the ids is U+FFFD.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal, Protocol, cast
 from penstock.text.decode_table import Table
 
 REPLACEMENT = "\ufffd"
-# A model has one or two formats of chats; each table takes as much as the vocabulary.
+# A model has one or two chat formats; each table takes as much memory as the vocabulary.
 _MAX_KEPT_TABLES = 4
 TableKind = Literal["byte_level", "byte_fallback"]
 
@@ -29,14 +29,15 @@ class Detokenizer(Protocol):
     """Decoding state of one sequence."""
 
     def begin(self, context: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False) -> str:
-        """Go on after `context`, before any other call. Return its text, without a character that it does not complete.
+        """Continue after `context`, before any other call. Return its text, without a character that it does not
+        complete.
 
-        `is_cut`: it is the end of a longer context. `with_open_end`: that character is part of the text to come, also
-        where it is never completed. Raises IndexError as `push`.
+        `is_cut`: it is the end of a longer context. `with_open_end`: that character is part of the text to come, even
+        if it is never completed. Raises IndexError as `push`.
         """
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take ids and return the text that is certain. Raises IndexError for an id at or above the table's limit."""
+        """Take ids and return the certain text. Raises IndexError for an id at or above the table's limit."""
 
     def finish(self) -> str:
         """Return the text that was held back; incomplete characters are U+FFFD, as in the one-shot decode."""
@@ -97,17 +98,17 @@ class ByteFallbackDetokenizer:
     """Detokenizer for pieces of text and runs of single bytes.
 
     tokenizers decodes a run of bytes as a whole: one invalid byte turns every byte of the run into U+FFFD. So a run is
-    held back until a piece ends it: text that was sent could not be taken back.
+    held back until a piece ends it, since sent text cannot be taken back.
     """
 
     __slots__ = ("_known", "_raw", "_run", "_strip", "_strip_left", "_text", "_whole")
 
     def __init__(self, table: Table, strip: str = "", strip_count: int = 0) -> None:
-        """Make it. Up to `strip_count` of `strip` are dropped from the beginning of the whole text."""
+        """Make it. Up to `strip_count` of `strip` are dropped from the start of the whole text."""
         self._text = table.text
         self._raw = table.raw
         self._run = b""
-        # Bytes of `_run` that are the context's, and those of them in whole characters.
+        # Bytes of `_run` from the context, and those of them in whole characters.
         self._known = self._whole = 0
         self._strip = strip
         self._strip_left = strip_count
@@ -123,11 +124,11 @@ class ByteFallbackDetokenizer:
         try:
             whole, self._whole = codecs.utf_8_decode(self._run, "strict", False)
         except UnicodeDecodeError:
-            # Whatever comes, every byte of this run is U+FFFD.
+            # In any case, every byte of this run is U+FFFD.
             return text + self._stripped(REPLACEMENT * self._known)
         text += self._stripped(whole)
         if self._whole < self._known:
-            # The text goes on with a character or U+FFFD, neither of which is stripped.
+            # The text continues with a character or U+FFFD; neither is stripped.
             self._strip_left = 0
             if with_open_end:
                 self._known = self._whole
@@ -177,7 +178,7 @@ class ByteFallbackDetokenizer:
 
 
 def _num_continuing(data: bytes) -> int:
-    """Count the bytes at the beginning of `data` that continue a character of UTF-8."""
+    """Count the bytes at the start of `data` that continue a UTF-8 character."""
     return next((place for place, byte in enumerate(data) if byte & 0xC0 != 0x80), len(data))
 
 
@@ -187,7 +188,7 @@ class DecodeTable:
     def __init__(
         self, kind: TableKind, table: Table, special_ids: Sequence[int], strip: str = "", strip_count: int = 0
     ) -> None:
-        """Make it. `special_ids` contribute nothing where they are skipped.
+        """Make it. `special_ids` contribute nothing when they are skipped.
 
         Byte fallback: up to `strip_count` of `strip` are dropped from the beginning of the text. Raises IndexError for
         special ids that are not in the table.
@@ -198,16 +199,16 @@ class DecodeTable:
         self.strip = strip
         self.strip_count = strip_count
         self._skipping = table.without(special_ids)
-        # Tables in which some special tokens stay, by their texts.
+        # Tables that keep some special tokens, by their texts.
         self._keeping: dict[tuple[str, ...], Table] = {}
 
     def context(self, ids: Sequence[int], skip_special_tokens: bool) -> Sequence[int]:
-        """Return the end of `ids` that a decoder's state depends on: from its last id of whole characters on."""
+        """Return the end of `ids`, on which a decoder's state depends: from its last id of whole characters on."""
         text = (self._skipping if skip_special_tokens else self.table).text
         begin = len(ids)
         while begin:
             begin -= 1
-            # An id outside of the table is left in, for the decoder to refuse.
+            # An id outside the table is left in, for the decoder to refuse.
             if ids[begin] >= len(text) or text[ids[begin]]:
                 break
         return ids[begin:]
@@ -222,7 +223,7 @@ class DecodeTable:
         return ByteFallbackDetokenizer(table, self.strip, self.strip_count)
 
     def _keep(self, kept: tuple[str, ...]) -> Table:
-        """Return the table in which the special tokens `kept` stay; the few of a model are made once."""
+        """Return the table that keeps the special tokens `kept`; a model's few tables are made once."""
         known = tuple(sorted({text for index in self.special_ids if (text := self.table.text[index]) in kept if text}))
         if not known:
             return self._skipping

@@ -1,4 +1,4 @@
-"""Prompts that ask for the text between two others, for models that were trained with tokens for that."""
+"""Prompts that ask for the text between two others, for models trained with fill-in-the-middle tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.common.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class FillInMiddle:
-    """Tokens of one family: they stand before the two texts, and before the answer where there is one for it."""
+    """Tokens of one family: they stand before the two texts, and before the answer if there is one for it."""
 
     prefix: str
     suffix: str
@@ -19,13 +19,13 @@ class FillInMiddle:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Return those that there are."""
+        """Return the existing ones."""
         return tuple(filter(None, (self.prefix, self.suffix, self.middle)))
 
     def arranged(
         self, ids: Mapping[str, int], begin: Sequence[int], prefix: Sequence[int], suffix: Sequence[int]
     ) -> list[int]:
-        """Return the prompt's ids. `begin`: what the tokenizer puts before any text."""
+        """Return the prompt's ids. `begin`: ids that the tokenizer puts before any text."""
         before, after = [ids[self.prefix], *prefix], [ids[self.suffix], *suffix]
         parts = [*after, *before] if self.suffix_first else [*before, *after]
         return [*begin, *parts, *([ids[self.middle]] if self.middle else [])]
@@ -46,9 +46,9 @@ TOKENS = tuple(dict.fromkeys(token for form in FORMS for token in form.tokens))
 
 
 def form_of(ids: Mapping[str, int]) -> FillInMiddle:
-    """Return the form whose tokens a tokenizer has. Raises InvalidArgument naming `suffix` where it has none's."""
+    """Return the form with tokens that a tokenizer has. Raises InvalidArgument naming `suffix` if it has no form's."""
     for form in FORMS:
-        # One id for several of them is that of an unknown token.
+        # One id for several of them means an unknown token.
         if len({ids[token] for token in form.tokens if token in ids}) == len(form.tokens):
             return form
     raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""Stop strings: text that may be the beginning of one is held back, and not one character more."""
+"""Stop strings: text that may be the start of one is held back, and not one character more."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NOTHING = ReadyText("")
 class StopStrings:
     """Stop strings of one sequence, and its text that is held back.
 
-    The result does not depend on how the text is split: the stop string that is complete first wins, and of those that
-    are complete at the same character the longest.
+    The result does not depend on how the text is split: the stop string that is complete first wins, and the longest of
+    those that are complete at the same character.
     """
 
     __slots__ = ("_begins", "_gate", "_held", "_include", "_reach", "_stops", "matched")
@@ -55,7 +55,7 @@ class StopStrings:
         if stop is not None:
             self.matched, self._held = stop, ""
             return ReadyText(pending[: end if self._include else end - len(stop)], stop)
-        # Only what begins with a stop string's first character can be held back.
+        # Only text that begins with a stop string's first character can be held back.
         if self._begins.isdisjoint(pending[-self._reach :]):
             self._held = ""
             return ReadyText(pending)
@@ -64,7 +64,7 @@ class StopStrings:
         return ReadyText(pending[: len(pending) - held])
 
     def finish(self, text: str, matched: str | None) -> ReadyText:
-        """Return the rest. `matched`: a stop string that the engine found at the end; it is cut even if not ours."""
+        """Return the rest. `matched`: a stop string that the engine found at the end; cut even if unknown here."""
         before = self.matched
         ready = self.push(text)
         if self._gate is not None:

@@ -25,13 +25,13 @@ class TextDecoder:
         self._include_stop = include_stop
         # Takes ids and returns text; raises IndexError for ids outside the vocabulary.
         self.push = detokenizer.push
-        # None for most sequences: their text passes as it is.
+        # None for most sequences: their text passes unchanged.
         self.stops = StopStrings(stop_strings, include_stop, thought) if stop_strings else None
 
     def replay(
         self, prefix: Sequence[int], resumed: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False
     ) -> None:
-        """Restore the state after `prefix`, a context as in Detokenizer.begin, and `resumed`, whose text was sent."""
+        """Restore the state after `prefix`, a context as in Detokenizer.begin, and `resumed`, ids with sent text."""
         if prefix:
             self._detokenizer.begin(prefix, is_cut=is_cut, with_open_end=with_open_end)
         text = self.push(resumed)

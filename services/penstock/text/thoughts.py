@@ -1,4 +1,4 @@
-"""Thoughts before an answer, in text as it comes: what is about the answer, such as stop strings, begins behind."""
+"""Thoughts before an answer, in text as it comes: rules for the answer, such as stop strings, apply after them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import AnyStr, Generic
 class Thought:
     """A thought that comes, or may come, before an answer."""
 
-    # The text that begins it. An output that begins otherwise has none.
+    # The text that begins it. An output with another start has no thought.
     opens: str
-    # It ends behind the first of these.
+    # It ends after the first of these.
     closes: tuple[str, ...]
-    # The prompt ends inside it: the output needs no beginning of one.
+    # The prompt ends inside it: the output has no start of one.
     is_open: bool = False
 
     def gate(self) -> ThoughtGate[str]:
@@ -34,11 +34,11 @@ class ThoughtGate(Generic[AnyStr]):
     def __init__(self, opens: AnyStr, closes: tuple[AnyStr, ...], *, is_open: bool) -> None:
         self._opens: AnyStr = opens
         self._closes: tuple[AnyStr, ...] = closes
-        # Of a marker that ends a thought, as much as may be in what came before.
+        # The end of the earlier output that may be part of a marker that ends a thought.
         self._reach = max(map(len, closes)) - 1
         # True once the output is known to begin with a thought.
         self.has_thought = is_open
-        # White space and the beginning of a thought's marker; within one, its last characters.
+        # White space and the start of a thought's marker; inside one, its last characters.
         self._held: AnyStr = opens[:0]
 
     def copy(self) -> ThoughtGate[AnyStr]:
@@ -48,9 +48,9 @@ class ThoughtGate(Generic[AnyStr]):
         return twin
 
     def feed(self, data: AnyStr) -> tuple[AnyStr, AnyStr | None]:
-        """Take more of the output. Return what belongs to the thought, and what begins the answer; None: nothing yet.
+        """Take more of the output. Return the part of the thought, and the start of the answer; None: nothing yet.
 
-        What may be either comes later. Once the answer has begun the gate is not to be fed any more.
+        Undecided text comes later. Once the answer has begun, the gate must not be fed any more.
         """
         none, text = data[:0], self._held + data
         if not self.has_thought:
@@ -69,5 +69,5 @@ class ThoughtGate(Generic[AnyStr]):
         return data[: len(data) - len(answer)], answer
 
     def finish(self) -> AnyStr:
-        """Return what was held back as neither: the output is over, and it was no thought."""
+        """Return the undecided text that was held back: the output is over, and it was not a thought."""
         return self._held[:0] if self.has_thought else self._held

@@ -58,8 +58,8 @@ class TokenBytes:
     ) -> None:
         """Make it. `tokens`: bytes by id, gaps allowed. `special` are skipped on request; `byte_tokens` are `<0xNN>`.
 
-        `first` has the tokens whose bytes at the start of a text do not follow from `leading`; `beyond` are ids that
-        were left out, since a model has no rows for them.
+        `first` has the tokens with bytes at the start of a text that do not follow from `leading`; `beyond` are ids
+        that were left out because a model has no rows for them.
         """
         self.beyond = tuple(sorted(beyond))
         self.leading = leading
@@ -74,7 +74,7 @@ class TokenBytes:
     def from_folder(cls, folder: Path, vocab_size: int | None = None) -> TokenBytes:
         """Read `folder`/tokenizer.json (and tokenizer_config.json's added tokens). Raises UnsupportedTokenizer.
 
-        Added tokens that a model of `vocab_size` has no rows for are left out, as of images in a model of text.
+        Added tokens without a row in a model of `vocab_size` are left out, such as image tokens in a text model.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -119,7 +119,7 @@ class TokenBytes:
         return numbers
 
     def bytes_at_start(self, token_id: int, data: bytes) -> bytes:
-        """Bytes that are left of the token's `data` when it is the first of a text that is not skipped."""
+        """Bytes of the token's `data` when it is the first token of a text that is not skipped."""
         match self.leading:
             case Leading.STRIP_ONE:
                 return data.removeprefix(b" ")
@@ -153,12 +153,12 @@ class TextCursor:
         return twin
 
     def begin(self, context: Sequence[int]) -> bytes:
-        """Go on after `context`, before any other call. Return the bytes of a character that it does not complete.
+        """Continue after `context`, before any other call. Return the bytes of a character that it does not complete.
 
         The text of a context is that of all its ids. O(length of its last whole character).
         """
         table, begin, found = self._table, len(context), 0
-        # As far back as the state depends on: to a piece of text before the last run, or to a character of bytes.
+        # As far back as the state depends: to a piece of text before the last run, or to a character of bytes.
         while begin and found < _MAX_CHARACTER_BYTES:
             begin -= 1
             if context[begin] not in table.byte_tokens:
@@ -181,7 +181,7 @@ class TextCursor:
         return data
 
     def _in_run(self, token_id: int, data: bytes) -> bytes:
-        """Take a byte token. ByteFallback decodes a run as a whole: with one bad byte none of the run is text."""
+        """Take a byte token. ByteFallback decodes a run as a whole: with one bad byte, none of the run is text."""
         if token_id not in self._table.byte_tokens:
             self._partial, self._invalid = b"", False
             return data
@@ -198,7 +198,7 @@ class TextCursor:
 
 @dataclass(slots=True)
 class _Decoder:
-    """Decoder of a tokenizer.json, as far as it works token by token."""
+    """Decoder of a tokenizer.json that works token by token."""
 
     byte_level: bool = False
     byte_fallback: bool = False
@@ -218,7 +218,7 @@ def _build(document: dict[str, Any], config: dict[str, Any], vocab_size: int | N
         if entry.get("special"):
             special.add(entry["id"])
     beyond = {entry["id"] for entry in added if vocab_size is not None and entry["id"] >= vocab_size}
-    # They may be entries of the vocabulary, too.
+    # They may also be entries of the vocabulary.
     texts = {token_id: text for token_id, text in texts.items() if token_id not in beyond} if beyond else texts
     if texts and max(texts) > _MAX_TOKEN_ID:
         raise UnsupportedTokenizer("tokenizer.json has a token id above 2^24")
@@ -307,7 +307,7 @@ def _replacing(replacements: list[tuple[str, str]]) -> Callable[[str], bytes]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for every byte: its own where that is printable, else the next free from U+0100."""
+    """GPT-2's printable character for every byte: its own if printable, else the next free one from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if byte not in set(printable)]
@@ -332,28 +332,28 @@ class TokenPrefixes:
     """
 
     def __init__(self, table: TokenBytes) -> None:
-        """Make it of whole texts only: no special tokens, and none that begin or end inside a character."""
+        """Make it from whole texts only: no special tokens, and none that begin or end inside a character."""
         self._bytes_of = table.bytes_of
         whole = array("I", (token_id for token_id, data in table.texts() if _is_text(data)))
         self._ids = _sorted(np.frombuffer(whole, dtype=np.uint32), table)
 
     def extensions(self, token_id: int) -> frozenset[int]:
-        """Return ids whose text begins with that of `token_id`, itself included; none when that is no whole text."""
+        """Return ids with a text that begins with that of `token_id`, itself included; none if it is not whole text."""
         beginning = self._bytes_of(token_id)
         if not _is_text(beginning):
             return frozenset()
-        # The end of that range: no byte of UTF-8 is 0xff.
+        # The end of the range: no byte of UTF-8 is 0xff.
         end = beginning[:-1] + bytes([beginning[-1] + 1])
         first = bisect_left(self._ids, beginning, key=self._bytes_of)
         return frozenset(self._ids[first : bisect_left(self._ids, end, lo=first, key=self._bytes_of)])
 
     def added_text(self, token_id: int, extension: int) -> str:
-        """Return the text that `extension`, one of the extensions of `token_id`, has beyond that of `token_id`."""
+        """Return the rest of the text of `extension`, an extension of `token_id`, after the text of `token_id`."""
         return self._bytes_of(extension)[len(self._bytes_of(token_id)) :].decode()
 
 
 def _sorted(ids: npt.NDArray[np.uint32], table: TokenBytes) -> array[int]:
-    """Sort tokens by their bytes, without an object for each: such objects would cost the process megabytes for good.
+    """Sort tokens by their bytes, without an object for each: such objects would cost the process megabytes for ever.
 
     The first eight bytes as one number decide nearly everything.
     """
@@ -361,7 +361,7 @@ def _sorted(ids: npt.NDArray[np.uint32], table: TokenBytes) -> array[int]:
     order = np.argsort(first_bytes, kind="stable")
     result = array("I", ids[order].tobytes())
     is_tie = np.diff(first_bytes[order]) == 0
-    # Beginnings and ends of runs of equal numbers.
+    # Starts and ends of runs of equal numbers.
     edges = np.flatnonzero(np.diff(is_tie, prepend=False, append=False)).reshape(-1, 2)
     for first, last in edges.tolist():
         result[first : last + 1] = array("I", sorted(result[first : last + 1], key=table.bytes_of))

@@ -1,4 +1,4 @@
-"""Text of one token alone, and its bytes where they are parts of characters: for log-probabilities."""
+"""Text of one token alone, and its bytes if they are parts of characters, for log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class TokenText(NamedTuple):
     """A token alone."""
 
     text: str
-    # Its bytes where they are no whole characters, else nothing: `text` says it all.
+    # Its bytes if they are not whole characters, else nothing: `text` is enough.
     raw: bytes
 
     @classmethod
     def of(cls, piece: bytes) -> TokenText:
-        """Make it of the bytes that the token contributes to a text."""
+        """Make it from the bytes that the token contributes to a text."""
         try:
             return cls(piece.decode(), b"")
         except UnicodeDecodeError:

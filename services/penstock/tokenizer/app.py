@@ -40,7 +40,8 @@ class TokenizerApp:
 
     async def start(self) -> None:
         """Load the tokenizer, start threads and template processes. Raises StartupError naming the file and MODEL."""
-        # Otherwise all requests share one pool of tokenizers' threads, and small texts wait behind large ones.
+        # Otherwise all requests would share one pool of tokenizers' threads, and small texts would wait behind large
+        # ones.
         prepare_environment()
         try:
             self._service = await load_service(self._config, self._metrics, self._progress)
@@ -50,14 +51,14 @@ class TokenizerApp:
         self._servicer.open(self._service)
 
     def bind_progress(self, show: ShowProgress) -> None:
-        """Let the start show its progress by `show`."""
+        """Make the start show its progress through `show`."""
         self._progress.show = show
 
     def register(self, server: grpc.aio.Server) -> None:
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self._servicer, server)
 
     async def drain(self) -> None:
-        """Refuse new calls; return when no call is at work and no sequence is being decoded."""
+        """Refuse new calls; return when no call is running and no sequence is being decoded."""
         await self._servicer.activity.drain()
 
     async def close(self) -> None:

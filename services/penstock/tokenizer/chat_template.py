@@ -1,4 +1,4 @@
-"""Choice of a chat template, and its rendering with the origin of every control token known."""
+"""Choice of a chat template, and rendering that keeps track of the origin of every control token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jinja2 import Environment, TemplateError
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.tokenizer.control_tokens import TRUSTED_ROLES, ControlMarks
 
-# Variables that the request sets by fields of its own.
+# Variables that the request sets by its own fields.
 _RESERVED = {
     "messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
@@ -34,7 +34,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Rendered:
-    """Result of a rendering: `text` as transformers has it; `marked` has the template's control tokens as marks."""
+    """Result of a rendering: `text` as in transformers; `marked` has the template's control tokens as marks."""
 
     text: str
     marked: str | None
@@ -46,7 +46,7 @@ class ChatTemplates:
     def __init__(
         self, templates: Mapping[str, str], special_tokens: Mapping[str, str], marks: ControlMarks, *, protect: bool
     ) -> None:
-        """Make it. With `protect`, control tokens come from the template alone."""
+        """Make it. With `protect`, control tokens come only from the template."""
         self._templates = dict(templates)
         self._marks = marks
         self._protect = protect
@@ -68,7 +68,7 @@ class ChatTemplates:
 
     @property
     def for_tools(self) -> str:
-        """Text of the template of conversations with tools; empty where it is the default one."""
+        """Text of the template for conversations with tools; empty if it is the default one."""
         return self._templates.get("tool_use", "")
 
     @property
@@ -84,7 +84,7 @@ class ChatTemplates:
             raise InvalidArgument("continue_final_message", "cannot be combined with add_generation_prompt")
         for name in conversation.variables:
             if name in _RESERVED:
-                raise InvalidArgument("chat_template_kwargs", "names a variable that has a field of its own")
+                raise InvalidArgument("chat_template_kwargs", "must not set a variable that has its own field")
         return {
             "template": self._select(conversation.template_name, bool(conversation.tools)),
             "mark": self._protect,
@@ -118,7 +118,7 @@ class ChatTemplates:
         return Rendered(text, self._joints.join(marked))
 
     def _select(self, name: str, has_tools: bool) -> str:
-        """Select a template as transformers does."""
+        """Select a template like transformers."""
         if not self._templates:
             raise FailedPrecondition("this model has no chat template", reason="NO_CHAT_TEMPLATE")
         if name:
@@ -132,16 +132,16 @@ class ChatTemplates:
         return "default"
 
     def _refusal(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
-        """Text of a refusal: the template's own when it is a literal of it, since any other may quote messages."""
+        """Text of a refusal: the template's own if it is one of its literals, since any other may quote messages."""
         message = answer.get("message", "")
         if answer.get("kind") == "TemplateError" and message and message in self._templates[request["template"]]:
             return f"the chat template refused them: {message}"
         return f"the chat template cannot render them ({answer.get('kind')})"
 
     def _mark_source(self, source: str) -> str:
-        """Return `source` with marks for its control tokens, and for the parts that it builds them from.
+        """Return `source` with marks for its control tokens, and for the parts that build them.
 
-        Only texts and string literals may change: a token whose marking would change the program stays as it is.
+        Only texts and string literals may change: a token stays as it is if marking it would change the program.
         """
         tokens = [token for token in self._marks.control_tokens.values() if token in source]
         marked = _replace(source, tokens, self._marks)
@@ -155,7 +155,7 @@ class ChatTemplates:
         try:
             original = _lex(source, str)
         except TemplateError:
-            return True  # it will not compile either, and the pool reports that
+            return True  # it will not compile, and the pool reports that
         try:
             return _lex(marked, self._marks.unmark) == original
         except TemplateError:
@@ -179,7 +179,7 @@ class _Joints:
         self._pattern: re.Pattern[str] | None = None
 
     def mark(self, source: str) -> str:
-        """Mark ends of literals that stand where an expression begins or ends."""
+        """Mark ends of literals next to the start or end of an expression."""
         heads = {head for head, _, tail in self._built if self._has_joint(source, head, tail)}
         tails = {tail for head, _, tail in self._built if head in heads}
         if not heads:
@@ -226,7 +226,7 @@ def _replace(source: str, tokens: Sequence[str], marks: ControlMarks) -> str:
 
 
 def _lex(source: str, unmark: Any) -> list[tuple[str, str]]:
-    """Split a template into tokens; texts and string literals pass through `unmark`, all others stay."""
+    """Split a template into tokens; texts and string literals pass through `unmark`, all other tokens stay."""
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
     )

@@ -1,9 +1,9 @@
 """Control tokens that no request can spell.
 
-Every control token gets a *mark*: a short run of private-use characters that holds 64 random bits, made when the
-process starts. The template's own control tokens are rewritten to their marks before it is rendered, and a second
-tokenizer knows the control tokens by their marks only. So a control id can only come from the template, whatever the
-template does with a message: trims it, upper-cases it, splits it or joins two of them.
+Every control token gets a *mark*: a short run of private-use characters with 64 random bits, made when the process
+starts. The template's own control tokens are replaced with their marks before it is rendered, and a second tokenizer
+knows the control tokens only by their marks. So a control id can only come from the template, whatever it does with a
+message: trim it, upper-case it, split it or join two of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenizers.models import BPE, Model
 
 _FIRST_INDEX = 0xF0000
 _MAX_MARKS = 0xFFFE
-# Roles that a template may build a control token from, as in '<|' + message.role + '|>'.
+# Roles from which a template may build a control token, as in '<|' + message.role + '|>'.
 TRUSTED_ROLES = (
     "system", "user", "assistant", "tool", "developer", "function", "observation", "ipython", "model", "environment",
     "document", "documents", "context", "tools",
@@ -28,7 +28,7 @@ TRUSTED_ROLES = (
 
 
 class ControlMarks:
-    """Marks of a fixed list of literals: the control tokens first, then what templates build them from."""
+    """Marks of a fixed list of literals: the control tokens first, then the parts from which templates build them."""
 
     def __init__(self, control_tokens: dict[int, str], nonce: str | None = None) -> None:
         """Make marks for `control_tokens` by id. A nonce is four private-use characters; tests pass their own."""
@@ -61,7 +61,7 @@ class ControlMarks:
 
 
 def is_control(token: AddedToken) -> bool:
-    """True for a special token of the vocabulary. White space is text even where a vocabulary calls it special."""
+    """True for a special token of the vocabulary. White space is text even if a vocabulary calls it special."""
     return bool(token.special and not token.content.isspace())
 
 
@@ -74,7 +74,7 @@ def control_tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
 def copy_tokenizer(
     base: Tokenizer, *, model: Any = None, rename: Callable[[str], str] = str, without: Collection[str] = ()
 ) -> Tokenizer:
-    """Make a tokenizer of its own that shares `base`'s vocabulary and merges, which nothing changes after loading.
+    """Make a separate tokenizer that shares `base`'s vocabulary and merges, which nothing changes after loading.
 
     `rename` gives each control token another text; those in `without` are left out. Raises ValueError when an added
     token would change its id.
@@ -89,7 +89,7 @@ def copy_tokenizer(
         for index, token in sorted(base.get_added_tokens_decoder().items())
         if token.content not in without
     ]
-    # In one call: each builds the matcher of all added tokens anew, of which Gemma 3 has 6,384.
+    # In one call: each call rebuilds the matcher of all added tokens, and Gemma 3 has 6,384.
     copy.add_tokens([_with_text(token, content) for _, content, token in added])
     for index, content, _ in added:
         if copy.token_to_id(content) != index:
@@ -99,7 +99,7 @@ def copy_tokenizer(
 
 
 def _with_text(token: AddedToken, content: str) -> AddedToken:
-    """Return a token like `token` whose text is `content`."""
+    """Return a token like `token` with the text `content`."""
     if token.content == content:
         return token
     return AddedToken(
@@ -114,14 +114,14 @@ def _with_text(token: AddedToken, content: str) -> AddedToken:
 
 @dataclass(frozen=True)
 class ContentTokenizer:
-    """A tokenizer that knows control tokens by their marks only, and the control tokens' own ids."""
+    """A tokenizer that knows control tokens only by their marks, and the control tokens' own ids."""
 
     tokenizer: Tokenizer
-    # Control tokens' ids by the ids that their marks have here. Empty where both are the same.
+    # Ids of marks here -> ids of their control tokens. Empty if both are the same.
     own_ids: Mapping[int, int]
 
     def copy(self) -> ContentTokenizer:
-        """Return one of its own for another thread."""
+        """Return a separate one for another thread."""
         return ContentTokenizer(copy_tokenizer(self.tokenizer), self.own_ids)
 
     def ids_of(self, encoding: Encoding) -> list[int]:
@@ -132,7 +132,7 @@ class ContentTokenizer:
 
 
 def content_tokenizer(base: Tokenizer, marks: ControlMarks) -> ContentTokenizer:
-    """Make a copy of `base` that knows its control tokens by their marks only; the ids are the same.
+    """Make a copy of `base` that knows its control tokens only by their marks; the ids are the same.
 
     Raises ValueError when the vocabulary does not allow it.
     """
@@ -154,12 +154,12 @@ def content_tokenizer(base: Tokenizer, marks: ControlMarks) -> ContentTokenizer:
 
 
 def _may_spell(model: Model, tokens: Collection[str]) -> bool:
-    """False when no text at all makes the model itself emit one of `tokens`, which are entries of its vocabulary.
+    """False when no text makes the model itself emit one of `tokens`, which are entries of its vocabulary.
 
-    BPE merges within a token in the order in which it merges the same characters alone: what it makes anywhere, it
-    makes of them alone. This is not so where a place in a word changes an entry (prefixes, suffixes), where chance has
-    a part (dropout), and where entries stand for bytes. Merges that make no control token are all that a model of
-    Gemma 3 has; to make another model without them would be a good part of its start.
+    BPE merges the characters of a token in the same order inside a text as alone: a token that it makes anywhere, it
+    also makes from its characters alone. Exceptions are entries that depend on their place in a word (prefixes,
+    suffixes), dropout, and entries that stand for bytes. Gemma 3 has no merges that make a control token; building
+    another model without such merges would take a good part of its start.
     """
     if not tokens:
         return False
@@ -170,14 +170,16 @@ def _may_spell(model: Model, tokens: Collection[str]) -> bool:
             "<0x" in token or model.token_to_id(token) in [piece.id for piece in model.tokenize(token)]
             for token in tokens
         )
-    except Exception:  # tokenizers raises no other kind, as for a character that has no entry where unk_token has none
+    except (
+        Exception
+    ):  # tokenizers raises no other kind, such as for a character without an entry when unk_token has none
         return True
 
 
 def _beside_model(base: Tokenizer, marks: ControlMarks, inside: Collection[str]) -> ContentTokenizer | None:
-    """Return a tokenizer with `base`'s own model, where marks of the entries `inside` get ids behind all others.
+    """Return a tokenizer with `base`'s own model; marks of the entries `inside` get ids after all others.
 
-    None when `base` has such ids itself.
+    None if `base` has such ids itself.
     """
     content = copy_tokenizer(base, rename=marks.add, without=inside)
     kept = [pair for pair in sorted(base.get_added_tokens_decoder().items()) if pair[1].content in inside]
@@ -208,7 +210,7 @@ def _renamed_model(base: Tokenizer, tokens: Collection[str], marks: ControlMarks
     if model.get("unk_token"):
         model["unk_token"] = rename(model["unk_token"])
     if "merges" in model:
-        # What a merge makes has a prefix at most at its beginning.
+        # The result of a merge has a prefix only at its start.
         skipped = len(model.get("continuing_subword_prefix") or "")
         model["merges"] = [pair for pair in model["merges"] if not _makes(pair, tokens, skipped)]
     bare = {"version": "1.0", "added_tokens": [], "model": model}

@@ -1,4 +1,4 @@
-"""Conversion between messages and plain values. Whole numbers of a Struct become int, as JSON had them."""
+"""Conversion between messages and plain values. Whole numbers of a Struct become int, as in JSON."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PADDINGS: dict[int, Literal["", "longest", "max_length"]] = {
     pb.PADDING_STRATEGY_LONGEST: "longest",
     pb.PADDING_STRATEGY_MAX_LENGTH: "max_length",
 }
-# A Struct does not keep the order of its fields, and templates print schemas. So these names come first, in the order
-# that people write; others follow alphabetically.
+# A Struct does not keep the order of its fields, and templates print schemas. So these names come first, in people's
+# usual order; others follow alphabetically.
 _SCHEMA_ORDER = (
     "type",
     "title",
@@ -41,7 +41,7 @@ _RANK = {name: rank for rank, name in enumerate(_SCHEMA_ORDER)}
 
 
 def encode_options(request: pb.EncodeRequest) -> EncodeOptions:
-    """Convert the options. Raises InvalidArgument for values of enums that this release does not know."""
+    """Convert the options. Raises InvalidArgument for unknown values of enums."""
     return EncodeOptions(
         add_special_tokens=_default(request, "add_special_tokens", True),
         truncation=request.truncation if request.HasField("truncation") else None,
@@ -75,7 +75,7 @@ def conversation(request: pb.ApplyChatTemplateRequest) -> Conversation:
         messages=[_message(message, f"messages[{place}]") for place, message in enumerate(request.messages)],
         tools=[_tool(tool) for tool in request.tools],
         documents=[{"title": document.title, "text": document.text} for document in request.documents],
-        # A request to continue the last message implies that no new one is begun.
+        # A request to continue the last message implies that no new one begins.
         add_generation_prompt=_default(request, "add_generation_prompt", not continues),
         continue_final_message=continues,
         variables=struct_to_dict(request.chat_template_kwargs),
@@ -103,7 +103,7 @@ def _content(message: pb.Message, path: str) -> str:
     if not message.parts:
         return message.content
     if message.content:
-        raise InvalidArgument(f"{path}.parts", "must be empty beside content")
+        raise InvalidArgument(f"{path}.parts", "cannot be combined with content")
     for place, part in enumerate(message.parts):
         kind = part.WhichOneof("part")
         if kind is None:
@@ -126,11 +126,11 @@ def _tool_call(call: pb.ToolCall, path: str) -> dict[str, Any]:
 def _arguments(text: str) -> dict[str, Any]:
     """Return a call's arguments as the object that templates show.
 
-    A model's call may have been cut, or be no JSON, and comes back with the history: its text is then all it has.
+    A model's call in the history may have been cut, or not be JSON: then its text is returned.
     """
     try:
         arguments = json.loads(text.strip() or "{}")
-        if "\\u" in text:  # an escape can spell half a surrogate pair, which is JSON but not text
+        if "\\u" in text:  # an escape can spell a lone surrogate, which is JSON but not text
             json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return {"arguments": text}
@@ -146,7 +146,7 @@ def _tool(tool: pb.Tool) -> dict[str, Any]:
 
 
 def struct_to_dict(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """Convert a Struct to a dict with its fields in a stable order: a Struct has none."""
+    """Convert a Struct to a dict with its fields in a stable order, which a Struct lacks."""
     names = sorted(struct.fields, key=lambda name: (_RANK.get(name, len(_RANK)), name))
     return {name: _value(struct.fields[name]) for name in names}
 
@@ -169,12 +169,12 @@ def _default(request: Any, name: str, default: bool) -> bool:
 
 def _known(values: Mapping[int, Any], number: int, field: str) -> Any:
     if number not in values:
-        raise InvalidArgument(field, "is not a value this release knows")
+        raise InvalidArgument(field, "is not a value that this release knows")
     return values[number]
 
 
 def decode_table(table: DecodeTable | None) -> Iterator[pb.GetDecodeTableResponse]:
-    """Yield a decoder's table in parts; a single empty part when it is no table."""
+    """Yield a decoder's table in parts; a single empty part if it has none."""
     if table is None:
         yield pb.GetDecodeTableResponse()
         return
@@ -184,7 +184,7 @@ def decode_table(table: DecodeTable | None) -> Iterator[pb.GetDecodeTableRespons
         strip=table.strip,
         strip_count=table.strip_count,
         special_token_ids=table.special_ids,
-        # At byte level exactly the pieces that are not text are bytes, so the list is not needed.
+        # At byte level the pieces that are not text are exactly the bytes, so the list is not needed.
         lone_byte_ids=() if is_byte_level else table.table.raw,
     )
     pieces = table.table.pieces()

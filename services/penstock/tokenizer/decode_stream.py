@@ -1,4 +1,4 @@
-"""Decoding of many sequences on one DecodeStream: a request message is an engine step, and has one response."""
+"""Decoder of many sequences on one DecodeStream: a request message is an engine step, and has one response."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DecodeSession:
     def __init__(
         self, factory: DetokenizerFactory, limits: DecodeLimits, *, serves: Callable[[str], bool], id_limit: int
     ) -> None:
-        """Make it. `serves(name)` is True when the model's name is ours; ids below `id_limit` can be decoded."""
+        """Make it. `serves(name)` is True for this model's names; ids below `id_limit` can be decoded."""
         self._factory = factory
         self._limits = limits
         self._serves = serves
@@ -92,7 +92,7 @@ class DecodeSession:
         sequence = self._sequences.get(stream_id)
         if sequence is None or item.HasField("open"):
             if item.drop and not item.HasField("open"):
-                return None  # the caller drops a sequence that has failed here
+                return None  # the caller drops a sequence that failed here
             sequence = self._open(stream_id, item)
         text = sequence.push(item.token_ids)
         if item.drop:

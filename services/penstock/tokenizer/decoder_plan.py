@@ -1,4 +1,4 @@
-"""Decoder of a tokenizer as a table of each id's contribution, if it is no more than that."""
+"""Decoder of a tokenizer as a table of each id's contribution, if it is nothing more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.text.detokenizer import DecodeTable, TableKind
 
 @dataclass(frozen=True)
 class Plan:
-    """Split of a decoder's work into a table and the rest, which is done between ids."""
+    """Split of a decoder's work into a table and the work between ids."""
 
     kind: TableKind
     replacements: tuple[tuple[str, str], ...] = ()
@@ -70,7 +70,7 @@ def plan_of(decoder: dict[str, Any] | None) -> Plan | None:
 
 
 def piece_of(tokenizer: Tokenizer, decoder: dict[str, Any] | None, added: Container[int], index: int) -> bytes:
-    """Bytes that an id contributes inside a text, by a decoder that is no table: what it would do to this token alone.
+    """Bytes that an id contributes inside a text, for a decoder without a table: its output for this token alone.
 
     `added`: ids of added tokens. Empty for an id without a token.
     """
@@ -120,7 +120,7 @@ _BYTE_OF = {ord(character): byte for character, byte in _byte_characters().items
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Bytes that ByteLevel decodes `token` to: one for each character, or its UTF-8 when one stands for no byte."""
+    """Bytes of `token` decoded by ByteLevel: one for each character, or its UTF-8 if a character stands for no byte."""
     try:
         return codecs.charmap_encode(token, "strict", _BYTE_OF)[0]
     except UnicodeEncodeError:
@@ -128,7 +128,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def byte_level_text(token: str) -> str | bytes:
-    """Text that ByteLevel decodes `token` to, or its bytes where they are no whole characters."""
+    """Text of `token` decoded by ByteLevel, or its bytes if they are not whole characters."""
     piece = byte_level_bytes(token)
     try:
         return piece.decode()

@@ -1,4 +1,4 @@
-"""Decoding a few ids at a time, for any tokenizer: by the decoder's table if it has one (penstock.text.detokenizer),
+"""Decoding of a few ids at a time, for any tokenizer: by the decoder's table if it has one (penstock.text.detokenizer),
 else by running the decoder again over a short window of ids.
 """
 
@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from penstock.text.detokenizer import REPLACEMENT, DecodeTable, Detokenizer
 from penstock.tokenizer.decoder_plan import piece_of, plan_of
 
-# Ids of a context that a window begins with: enough for the characters before it, which later text depends on.
+# Ids of a context at the start of a window: enough for the preceding characters, on which later text depends.
 _MAX_CONTEXT_IDS = 64
-# Ids at the end of a context that may hold one character between them.
+# Ids at the end of a context that together may hold one character.
 _MAX_CHARACTER_IDS = 8
 
 
@@ -31,8 +31,8 @@ class WindowDetokenizer:
         self._start = 0
         self._read = 0
         self._emitted = ""
-        # Set while the window is a context that ends inside a character: its text without that, and the text that the
-        # ids add to, if they do not complete it.
+        # Set while the window is a context that ends inside a character: its text without that character, and the text
+        # that the ids extend if they do not complete it.
         self._settled: str | None = None
         self._known = ""
 
@@ -77,7 +77,7 @@ class WindowDetokenizer:
         return after[self._num_returned(after) :]
 
     def _num_returned(self, after: str) -> int:
-        """Number of characters of the window's text that were returned before, or are the context's."""
+        """Number of characters of the window's text that were returned before, or belong to the context."""
         if self._settled is None:
             return len(self._decode(self._ids[self._start : self._read]))
         return len(self._known if after.startswith(self._known) else self._settled)
@@ -86,7 +86,7 @@ class WindowDetokenizer:
 class CleanedUpDetokenizer:
     """Detokenizer with transformers' clean-up of spaces before punctuation, on text that comes in portions.
 
-    Every space that it removes opens one of its patterns, and only " ' " ends in one. So text can be cut for the
+    Every space that it removes begins one of its patterns, and only " ' " ends with one. So text can be cut for the
     clean-up before any space that follows neither a space nor an apostrophe.
     """
 
@@ -96,7 +96,7 @@ class CleanedUpDetokenizer:
         self._inner = inner
         self._clean_up = clean_up
         self._text = ""
-        # Characters of `_text` that are the context's.
+        # Characters of `_text` that belong to the context.
         self._known = 0
 
     def begin(self, context: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False) -> str:
@@ -116,7 +116,7 @@ class CleanedUpDetokenizer:
         return self._cleaned(text)
 
     def _cleaned(self, text: str) -> str:
-        """Clean up, and leave out what is the context's. The clean-up removes spaces only."""
+        """Clean up, and leave out the context's part. The clean-up removes only spaces."""
         cleaned = self._clean_up(text)
         if not self._known or not text:
             return cleaned
@@ -132,7 +132,7 @@ class CleanedUpDetokenizer:
 
 
 def _last_cut(text: str) -> int:
-    """Find the last place at which `text` can be cut for the clean-up; 0 without one."""
+    """Find the last place where `text` can be cut for the clean-up; 0 without one."""
     place = text.rfind(" ")
     while place > 0 and text[place - 1] in " '":
         place = text.rfind(" ", 0, place)
@@ -145,17 +145,17 @@ class DetokenizerFactory:
     def __init__(
         self, tokenizer: Tokenizer, *, id_limit: int, special_ids: Sequence[int], clean_up: Callable[[str], str] | None
     ) -> None:
-        """Make it. `clean_up` is applied to decoded text where transformers would apply it."""
+        """Make it. `clean_up` is applied to decoded text wherever transformers would apply it."""
         self._tokenizer = tokenizer
         self._id_limit = id_limit
         self._clean_up = clean_up
         self._special_ids = special_ids
-        # Its own state: the whole tokenizer's is megabytes of JSON to write and to read.
+        # Only the decoder's state: the whole tokenizer's is megabytes of JSON to write and to read.
         decoder = tokenizer.decoder
         self._decoder = None if decoder is None else json.loads(decoder.__getstate__())
         plan = plan_of(self._decoder)
         self._table = None if plan is None else plan.table(tokenizer, id_limit, special_ids)
-        # The tokenizer makes all of them anew when it is asked.
+        # The tokenizer makes new objects for all of them on each request.
         self._added = frozenset(tokenizer.get_added_tokens_decoder()) if plan is None else frozenset()
 
     @property
@@ -165,7 +165,7 @@ class DetokenizerFactory:
 
     @property
     def table(self) -> DecodeTable | None:
-        """Table of the whole decoder; None when it is no table."""
+        """Table of the whole decoder; None if it has none."""
         return self._table if self._clean_up is None else None
 
     def piece(self, index: int) -> bytes:

@@ -1,9 +1,9 @@
 """Child process that loads a tokenizer folder with transformers and writes the result.
 
-Ids are equal to transformers' own because it does the loading: it rebuilds some tokenizers from their class, adds
-tokens from the configuration and sets the post-processor. A process keeps transformers, and the copies that it makes,
-out of the service's memory. It ends when nothing more is asked; or, since the import of transformers takes more than
-a second, it goes on as the first template process.
+Ids equal transformers' own because transformers does the loading: it rebuilds some tokenizers from their class, adds
+tokens from the configuration and sets the post-processor. A child process keeps transformers and its copies out of the
+service's memory. It ends when there are no more requests. Or, since importing transformers takes over a second, it
+continues as the first template process.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from penstock.common import child_io
 from penstock.common.heap import trim_heap
 from penstock.tokenizer.bundle import LARGE_INTEGER, TokenizerBundle, checked
 
-# Limit of ids. Each has a place in the decoding tables: a wrong number in a file must not take all memory.
+# Limit of ids. Each has a place in the decoding tables, and a wrong number in a file must not take all memory.
 MAX_IDS = 1 << 24
 
 
 def read_sources_once() -> None:
-    """Give transformers.models what `import transformers` has read already: the sources of all models.
+    """Give transformers.models the sources of all models, which `import transformers` has already read.
 
-    transformers 5 reads them twice, for itself and for transformers.models, to know the names that they export. Once
-    takes a fifth of this process's time.
+    transformers 5 reads them twice, for itself and for transformers.models, to find the names that they export. One
+    reading takes a fifth of this process's time.
     """
     import transformers
     from transformers.utils import import_utils
@@ -39,7 +39,7 @@ def read_sources_once() -> None:
     utils: Any = import_utils
     define = utils.define_import_structure
     models = Path(transformers.__file__).parent / "models"
-    # From its cache, to which `import transformers` has added names of its own.
+    # From its cache; `import transformers` has added its own names to it.
     found = define(models, prefix="models")
     named = {
         backends: {
@@ -108,7 +108,7 @@ def load(folder: Path) -> TokenizerBundle:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[Path]:
-    """Yield the folder, or one like it where config.json has runs of ids as ends, which transformers refuses."""
+    """Yield the folder, or a copy if config.json has runs of ids as ends, which transformers refuses."""
     config = _json(folder / "config.json")
     ends = config.get("eos_token_id")
     if not isinstance(ends, list) or not any(isinstance(one, list) for one in ends):
@@ -116,7 +116,7 @@ def _readable(folder: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="penstock-tokenizer-") as scratch:
         for path in folder.iterdir():
-            # Chat templates with names are in a folder of their own.
+            # Named chat templates are in their own folder.
             if path.name != "config.json" and path.suffix != ".safetensors":
                 (Path(scratch) / path.name).symlink_to(path.resolve())
         text = json.dumps({name: value for name, value in config.items() if name != "eos_token_id"})
@@ -125,14 +125,14 @@ def _readable(folder: Path) -> Iterator[Path]:
 
 
 def _limit(value: object) -> int | None:
-    """The longest text; None: there is no limit, or a number that is none. Raises TypeError."""
+    """Limit on the length of a text; None without one, or for a number that means none. Raises TypeError."""
     if isinstance(value, bool) or not isinstance(value, int | float | None):
-        raise TypeError("tokenizer_config.json has a model_max_length that is no number")
+        raise TypeError("tokenizer_config.json has a model_max_length that is not a number")
     return int(value) if value is not None and 1 <= value < LARGE_INTEGER else None
 
 
 def _json_text(value: object) -> str:
-    """JSON text of a value that a folder may have; empty without one, or where it is none."""
+    """JSON text of an optional value of a folder; empty without one, or if it is not JSON."""
     try:
         return json.dumps(value) if value else ""
     except (TypeError, ValueError):
@@ -140,15 +140,15 @@ def _json_text(value: object) -> str:
 
 
 def _id_limit(tokenizer: Any, folder: Path) -> int:
-    """Find the limit of ids: a vocabulary with holes has ids beyond its length. Raises ValueError past MAX_IDS."""
+    """Find the limit of ids; a vocabulary with holes has ids beyond its length. Raises ValueError past MAX_IDS."""
     limit: int = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0), _embedding_rows(folder))
     if limit > MAX_IDS:
-        raise ValueError(f"tokenizer.json or config.json speaks of {limit} ids, and at most {MAX_IDS} are served")
+        raise ValueError(f"tokenizer.json or config.json has {limit} ids; at most {MAX_IDS} are supported")
     return limit
 
 
 def _cleans_up(tokenizer: Any, backend: Any) -> bool:
-    """True when transformers cleans up spaces: for BPE, where that would destroy text, only when it is forced."""
+    """True when transformers cleans up spaces: for BPE, where that would destroy text, only if forced."""
     forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     return bool(tokenizer.clean_up_tokenization_spaces and (type(backend.model).__name__ != "BPE" or forced))
 
@@ -174,12 +174,12 @@ def main() -> None:
     answers = child_io.claim_stdout()
     child_io.forbid_torch()
     folder = Path(child_io.read(sys.stdin.buffer)["folder"])
-    # What is read is kept until all is read, so that looks for garbage find none: they are costly among the lists of a
-    # tokenizer.json, which transformers parses several times.
+    # Garbage collections are off until everything is read: they would find nothing, and they are costly with the lists
+    # of a tokenizer.json, which transformers parses several times.
     gc.disable()
     try:
-        # It saves time only: another release of transformers may do without. Where transformers itself cannot be
-        # imported, `load` says why.
+        # It only saves time, and another release of transformers may not have it. If transformers itself cannot be
+        # imported, `load` gives the reason.
         with contextlib.suppress(Exception):
             read_sources_once()
             copy_added_tokens_directly()
@@ -188,7 +188,7 @@ def main() -> None:
         answer = {"error": f"{type(error).__name__}: {error}"}
     answers.write(child_io.pack(answer))
     answers.flush()
-    # What was loaded is garbage now: a template process lives as long as the service.
+    # The loaded objects are garbage now, and a template process lives as long as the service.
     del answer
     gc.enable()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Loading of a model folder as a TokenizerBundle, or one clear line about its fault."""
+"""Loader of a model folder as a TokenizerBundle, or one clear line about its fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def load_bundle(folder: Path, *, timeout_seconds: float) -> TokenizerBundl
 
 
 async def load_in_child(folder: Path, *, timeout_seconds: float) -> tuple[TokenizerBundle, Child]:
-    """Load the bundle, and return the child that did: it can go on as a template process, or is to be killed.
+    """Load the bundle, and return the child that did: it can continue as a template process, or must be killed.
 
     Raises StartupError naming the file and MODEL.
     """
@@ -49,7 +49,7 @@ async def _ask(child: Child, folder: Path, timeout_seconds: float) -> TokenizerB
     except ChildEnded as error:
         raise _broken(folder, f"the loading process ended with status {child.returncode}") from error
     if "error" in answer:
-        # Perhaps by a clearer line.
+        # Perhaps with a clearer line.
         check_folder(folder)
         raise _broken(folder, answer["error"])
     return TokenizerBundle(**answer["bundle"])
@@ -58,7 +58,7 @@ async def _ask(child: Child, folder: Path, timeout_seconds: float) -> TokenizerB
 def check_folder(folder: Path, *, whole: bool = True) -> None:
     """Check the folder as far as possible without transformers. Raises StartupError naming the file and MODEL.
 
-    `whole` False: without parsing tokenizer.json, which may be large, and which transformers does anyhow.
+    `whole` False: do not parse tokenizer.json, which may be large and which transformers parses anyway.
     """
     if not folder.is_dir():
         raise StartupError(f"{folder} is not a folder; {MODEL_FLAG} names a model folder", flag=MODEL_FLAG)

@@ -40,11 +40,11 @@ class TokenizerService:
     detokenizers: DetokenizerFactory
     tokenizer_fingerprint: str
     fingerprint: str
-    # The chat template leaves tools out without a word.
+    # The chat template silently leaves out tools.
     hides_tools: bool = False
 
     def serves(self, model: str) -> bool:
-        """True when a request that names `model` is for us; the empty name always is."""
+        """True when a request that names `model` is for this tokenizer; the empty name always is."""
         return not model or model == self.model or model in self.config.served_model_name
 
     def check_model(self, model: str) -> None:
@@ -79,7 +79,7 @@ async def load_service(
             bundle.templates,
             bundle.special_tokens,
             vocabulary.marks,
-            # A tokenizer that splits special tokens makes no control id from any text, not even the template's own.
+            # A tokenizer that splits special tokens makes no control ids from text, not even from the template's own.
             protect=not (config.allow_control_tokens_in_content or bundle.split_special_tokens),
         )
         pool = TemplatePool(templates.renderer_settings, _template_limits(config), metrics)
@@ -106,7 +106,7 @@ async def load_service(
         raise
     own = tokenizer_fingerprint(folder)
     if hides:
-        _log.warning("the chat template does not show tools: models are not told of them", model=config.model)
+        _log.warning("the chat template does not show tools to models", model=config.model)
     return TokenizerService(
         config=config,
         model=(*config.served_model_name, model_name(config.model))[0],
@@ -150,7 +150,7 @@ def _template_limits(config: TokenizerConfig) -> TemplateLimits:
 
 
 def _fingerprint(tokenizer: str, vocabulary: Vocabulary) -> str:
-    """Hash (sha256) of the loaded tokenizer and its templates, each behind its name."""
+    """Hash (sha256) of the loaded tokenizer and its templates, each after its name."""
     digest = hashlib.sha256(tokenizer.encode() or vocabulary.bundle.backend.encode())
     for name, source in sorted(vocabulary.bundle.templates.items()):
         digest.update(f"\0{name}\0{source}".encode("utf-8", "surrogatepass"))

@@ -1,4 +1,4 @@
-"""Handlers of TokenizerService: they check bounds, hand work to threads and processes, and count."""
+"""Handlers of TokenizerService: they check limits, hand work to threads and processes, and count."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Handlers of TokenizerService. They run on the event loop; encoding, decoding and rendering do not.
 
-    The exception is work that costs less than handing it to a thread: a DecodeStream message, which is one engine step
-    and takes microseconds an item, and encoding a few sentences. Larger requests go to a thread.
+    The exception is work that costs less than handing it to a thread: encoding a few sentences, and a DecodeStream
+    message, which is one engine step and takes microseconds an item. Larger requests go to a thread.
     """
 
     def __init__(self, metrics: TokenizerMetrics) -> None:
@@ -122,8 +122,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         session = service.decode_session()
         inline = service.config.inline_decode_bytes if service.detokenizers.kind != "window" else -1
         self._metrics.streams.inc()
-        # The number that was counted: the session of a call that is cancelled may still change, while a thread works
-        # on its message.
+        # The number counted before: the session of a cancelled call may still change while a thread works on its
+        # message.
         live = 0
         try:
             async for request in request_iterator:
@@ -209,7 +209,7 @@ def _process(session: DecodeSession, request: pb.DecodeStreamRequest, _: TextTok
 
 
 def _padded(service: TokenizerService, request: pb.EncodeRequest, options: EncodeOptions) -> int:
-    """Estimate the number of ids that padding makes. They take as long as so many bytes of text."""
+    """Estimate the number of ids that padding makes. Each takes as long as a byte of text."""
     if not options.padding:
         return 0
     limit = options.max_length if options.max_length is not None else service.vocabulary.bundle.model_max_length
@@ -234,7 +234,7 @@ def _checked(response: M) -> M:
 
 
 class Activity:
-    """Counts of calls at work and of live sequences. Belongs to the event loop."""
+    """Counts of running calls and live sequences. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._live = 0
@@ -244,7 +244,7 @@ class Activity:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Count one call while it works."""
+        """Count one call while it runs."""
         self.add(1)
         try:
             yield
@@ -260,6 +260,6 @@ class Activity:
             self._idle.set()
 
     async def drain(self) -> None:
-        """Refuse new calls; return when nothing is live. Open DecodeStreams may go on until then."""
+        """Refuse new calls; return when nothing is live. Open DecodeStreams may continue until then."""
         self.draining = True
         await self._idle.wait()

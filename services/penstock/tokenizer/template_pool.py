@@ -1,8 +1,8 @@
 """Processes that render chat templates; one that dies or overruns its time is replaced.
 
-A process renders one request after the other. It gets the next few before it has answered the first: one by one they
-would cost many times as much, with a wake-up of both processes for each. Requests behind one that overran are sent to
-another process.
+A process renders one request at a time. It gets the next few before it has answered the first: sent singly they would
+cost many times as much, with a wake-up of both processes for each. Requests behind one that overran are sent to another
+process.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.common.errors import Internal, PenstockError, ResourceExhausted, S
 from penstock.common.logging import get_logger
 from penstock.tokenizer.metrics import TokenizerMetrics
 
-# Seconds before another try at starting a process that did not start: doubled each time, from the first to the second.
+# Seconds before the next attempt to start a process: doubled each time, from the first number to the second.
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
-# No request is put behind a rendering that has taken so many seconds already, or into a busy process when it has so
-# many bytes.
+# No request is queued behind a rendering that has already taken this many seconds, and none of this many bytes is given
+# to a busy process.
 _SLOW_SECONDS, _LARGE_BYTES = 0.01, 64 << 10
 _log = get_logger("penstock.tokenizer.template_pool")
 T = TypeVar("T")
@@ -46,11 +46,11 @@ class TemplateLimits:
 
 @dataclass(eq=False, slots=True)
 class _Ask:
-    """A packed request and the future of its answer, which a caller that gave up has cancelled."""
+    """A packed request and the future of its answer; a caller that gives up cancels it."""
 
     message: bytes
     answer: asyncio.Future[dict[str, Any]]
-    # True when it may be sent to another process after this one died: it may not be the cause.
+    # True when it may be sent to another process after this one died: it is probably not the cause.
     again: bool = True
 
     def fail(self, error: PenstockError) -> None:
@@ -60,7 +60,7 @@ class _Ask:
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """A process and its requests, in order. It works at the first."""
+    """A process and its requests, in order. It works on the first."""
 
     child: Child
     asked: deque[_Ask] = field(default_factory=deque)
@@ -69,7 +69,7 @@ class _Worker:
 
 
 class TemplatePool:
-    """Pool that renders with the process that has least to do. Belongs to one event loop."""
+    """Pool that renders with the least busy process. Belongs to one event loop."""
 
     def __init__(self, settings: Mapping[str, Any], limits: TemplateLimits, metrics: TokenizerMetrics) -> None:
         """Make it. `settings` are Renderer's."""
@@ -79,7 +79,7 @@ class TemplatePool:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Ask] = deque()
         self._workers: list[_Worker] = []
-        # Processes that start, or that are to be killed.
+        # Processes that are starting, or that must be killed.
         self._others: set[Child] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting: list[asyncio.Task[None]] = []
@@ -96,7 +96,7 @@ class TemplatePool:
         return [worker.child.pid for worker in self._workers]
 
     async def start(self, first: Child) -> None:
-        """Let `first`, of load_process.py, be a process and start, behind it, the others.
+        """Use `first`, from load_process.py, as a process, and start the others in the background.
 
         Raises StartupError naming a template that does not compile.
         """
@@ -117,7 +117,7 @@ class TemplatePool:
         try:
             return await ask.answer
         except asyncio.CancelledError:
-            # A request that a process has is answered all the same, and the answer dropped.
+            # A process still answers the request, and the answer is dropped.
             with contextlib.suppress(ValueError):
                 self._waiting.remove(ask)
             raise
@@ -138,7 +138,7 @@ class TemplatePool:
         await asyncio.gather(*(child.kill() for child in (*self._others, *(worker.child for worker in workers))))
 
     def _dispatch(self) -> None:
-        """Send waiting requests to processes that have room."""
+        """Send waiting requests to processes with room."""
         alive = [worker for worker in self._workers if not worker.child.ended.done()]
         while self._waiting and alive:
             worker = min(alive, key=_length)
@@ -185,7 +185,7 @@ class TemplatePool:
         self._replace(worker)
 
     def _replace(self, worker: _Worker) -> None:
-        """Kill a process and start another; its requests without an answer are sent again."""
+        """Kill a process and start another; its unanswered requests are sent again."""
         self._stop_timer(worker)
         self._workers.remove(worker)
         self._others.add(worker.child)
@@ -202,7 +202,7 @@ class TemplatePool:
         self._spawn(self._keep_starting())
 
     def _ended(self, worker: _Worker, _: object) -> None:
-        """Replace a process that ended by itself."""
+        """Replace a process that ended on its own."""
         if worker in self._workers and not self._closed:
             self._stop_timer(worker)
             self._spawn(self._bury(worker))
@@ -213,7 +213,7 @@ class TemplatePool:
             return
         if worker.asked:
             first, status = worker.asked[0], worker.child.returncode
-            # The process may have ended while it waited, which is not this request's fault: one more try.
+            # The process may have ended while it was idle, which is not this request's fault: try once more.
             if not first.again or status == -signal.SIGXCPU:
                 worker.asked.popleft()
                 first.fail(_died(status))
@@ -221,7 +221,7 @@ class TemplatePool:
         self._replace(worker)
 
     async def _keep_starting(self) -> None:
-        """Start one process, trying until it works: a pool that shrinks would end with no process."""
+        """Start one process, and retry until it works: a shrinking pool would end without processes."""
         delay = RESTART_SECONDS
         while not self._closed:
             try:
@@ -245,7 +245,7 @@ class TemplatePool:
             await child.kill()
             self._others.discard(child)
             if known is not None and isinstance(error, ChildEnded):
-                # It may have ended since it loaded, which says nothing about the templates.
+                # It may have ended after it loaded, which says nothing about the templates.
                 await self._start_one()
                 return
             raise StartupError("the chat template process did not start") from error
@@ -270,9 +270,9 @@ def _length(worker: _Worker) -> int:
 
 
 def _died(status: int | None) -> PenstockError:
-    if status == -signal.SIGXCPU:  # the kernel's clock ran faster than ours
+    if status == -signal.SIGXCPU:  # the kernel's clock ran faster than this process's
         return _over("time")
-    if status == -signal.SIGKILL:  # not ours: the kernel, for lack of memory
+    if status == -signal.SIGKILL:  # not sent from here: by the kernel, for lack of memory
         return _over("memory")
     _log.error("template process died", status=status)
     return Internal("the process rendering the chat template died", reason="TEMPLATE_PROCESS_DIED")

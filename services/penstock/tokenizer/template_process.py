@@ -1,7 +1,7 @@
 """Child process that renders chat templates with transformers' own renderer, within CPU and memory limits.
 
-A template is a program from the model's folder. transformers runs it in Jinja's sandbox, which bounds its access but
-not its time or its memory. The limits here do, and the parent kills this process when the time is over.
+A template is a program from the model's folder. transformers runs it in Jinja's sandbox, which limits its access but
+not its time or memory. The limits here do that, and the parent kills this process when the time is over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.common.child_limits import limit_cpu, limit_memory
 
 
 class Renderer:
-    """Templates of one tokenizer, each in its own form and with its control tokens marked."""
+    """Templates of one tokenizer, each in its plain form and with its control tokens marked."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         """Make it. `settings`: templates {name: [plain, marked]}, special_tokens and marked_special_tokens."""
@@ -52,14 +52,14 @@ class Renderer:
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return {text, marked}: the same rendering, without and with marks; marked is None when not asked for.
 
-        Text is None when it is sure to be the marked one without its marks.
+        Text is None when it certainly equals the marked one without its marks.
         """
         name = request["template"]
         plain, marked = self._templates[name]
         if not request["mark"]:
             return {"text": self._render(plain, self._special_tokens, request), "marked": None}
         with_marks = self._render(marked, self._marked_special_tokens, request)
-        # The part that is cut behind a continued message may be different.
+        # The part that is cut after a continued message may be different.
         if self._can_derive_plain(name) and not request["continue_final_message"]:
             return {"text": None, "marked": with_marks}
         return {"text": self._render(plain, self._special_tokens, request), "marked": with_marks}
@@ -97,7 +97,9 @@ def answer_to(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
         return renderer.render(request)
     except MemoryError:
         return {"failure": "memory"}
-    except Exception as error:  # any error that a template raises is about the template and the messages, not about us
+    except (
+        Exception
+    ) as error:  # any error that a template raises is about the template and the messages, not about this code
         return {"failure": "refused", "kind": type(error).__name__, "message": str(error)}
 
 
@@ -108,7 +110,7 @@ def main() -> None:
 
 
 def serve(settings: dict[str, Any], answers: BinaryIO) -> None:
-    """Answer requests of stdin until it ends. `settings`: Renderer's, cpu_seconds and memory_bytes, the limits."""
+    """Answer requests from stdin until it ends. `settings`: Renderer's, and the limits cpu_seconds and memory_bytes."""
     renderer = Renderer(settings)
     limit_memory(settings["memory_bytes"])
     # Compiling takes longer than rendering and happens once.
@@ -125,7 +127,7 @@ def serve(settings: dict[str, Any], answers: BinaryIO) -> None:
         answers.flush()
 
 
-# Place of a node: text written straight to the result, a part of an expression that is, or any other.
+# Place of a node: text written straight to the result, a part of such an expression, or any other.
 _Place = Literal["body", "shown", "used"]
 _BODIES = frozenset({"body", "else_", "elif_"})
 
@@ -134,7 +136,7 @@ def are_only_shown(plain: nodes.Node, marked: nodes.Node, variables: Collection[
     """True when the differences between a template and its marked form, and `variables`, are only written out.
 
     Then nothing that the template decides, cuts, counts or keeps depends on them, and for any input both forms render
-    the same but for the marks. False when in doubt: for text that a macro, a filter or a block could look at.
+    the same except for the marks. False when in doubt: for text that a macro, a filter or a block could read.
     """
     return _is_sound(plain, marked, frozenset(variables), "body")
 

@@ -1,6 +1,7 @@
 """Encoding and decoding of text, with transformers' results.
 
-There is one TextTokenizer per thread: truncation is set on the tokenizer itself, which refuses it while others use it.
+There is one TextTokenizer per thread: truncation is a setting of the tokenizer itself, which refuses changes while
+others use it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.control_tokens import ControlMarks, content_tokenizer, control_tokens_of, copy_tokenizer
 
 SideName = Literal["left", "right"]
-# Most padded positions of one request. Each takes a byte of id, a byte of mask and perhaps two of an offset at least,
-# in an answer below 4 MiB.
+# Most padded positions of one request. In an answer below 4 MiB each takes at least one byte of id, one of mask and
+# perhaps two of an offset.
 MAX_PADDED_IDS = 2 << 20
-# Control tokens that one text is told to spell.
+# Most control tokens that are reported for one text.
 _MOST_SPELLED = 4
 # Characters of a control token that a text is searched for.
 _FIRST = 2
@@ -37,18 +38,18 @@ class EncodeOptions:
     padding: Literal["", "longest", "max_length"] = ""
     padding_side: SideName | None = None
     return_offsets: bool = False
-    # False: text that spells a control token stays text.
+    # False: a control token that is spelled out stays text.
     parse_special_tokens: bool = True
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids; the mask when padded; (start, end) offsets in code points when asked for."""
+    """Ids; the mask if padded; (start, end) offsets in code points if asked for."""
 
     ids: list[int]
     attention_mask: list[int] | None = None
     offsets: list[tuple[int, int]] | None = None
-    # Control tokens that the text spells, where they stay text.
+    # Control tokens that the text spells out, if they stay text.
     spelled: tuple[str, ...] = ()
 
 
@@ -84,7 +85,7 @@ class SpelledTokens:
 
 
 class Vocabulary:
-    """State that all threads share: the loaded tokenizer, which never changes again, and its special ids."""
+    """State shared by all threads: the loaded tokenizer, which never changes again, and its special ids."""
 
     def __init__(self, bundle: TokenizerBundle, nonce: str | None = None) -> None:
         """Make it. Raises ValueError when control tokens cannot be kept apart from text."""
@@ -96,7 +97,7 @@ class Vocabulary:
         self._spelling = SpelledTokens(self.marks.control_tokens.values())
 
     def spelled_in(self, text: str) -> tuple[str, ...]:
-        """Return the control tokens that a text spells, the first few of them."""
+        """Return the first few control tokens that a text spells out."""
         found: dict[str, None] = {}
         for token in self._spelling.find(text):
             found[token] = None
@@ -113,8 +114,8 @@ class Vocabulary:
     def special_ids(self) -> list[int]:
         """All ids that skip_special_tokens skips, in order.
 
-        tokenizers compares an id's text with the special tokens as they were added. The text of a token that is added
-        with normalized=True is normalized: where that changes it, the token is not skipped, nor by transformers.
+        tokenizers compares an id's text with the special tokens as they were added. The text of a token added with
+        normalized=True is normalized; if that changes it, the token is not skipped, as in transformers.
         """
         added = self.tokenizer.get_added_tokens_decoder()
         special = {token.content for token in added.values() if token.special}
@@ -146,13 +147,13 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str], options: EncodeOptions) -> list[Encoded]:
         """Encode texts, one Encoded each. Raises InvalidArgument for options that the tokenizer cannot honour."""
-        # Without marks, which are refused, the content tokenizer makes no ids of its own.
+        # Texts with marks are refused; without marks the content tokenizer makes no ids of its own.
         tokenizer = self._plain if options.parse_special_tokens else self._content.tokenizer
         if not options.parse_special_tokens and any(self._nonce in text for text in texts):
-            raise InvalidArgument("texts", "holds characters that are reserved")
+            raise InvalidArgument("texts", "must not have reserved characters")
         self._set_truncation(tokenizer, options)
-        # encode_batch lets other threads run meanwhile, encode does not. One text at a time, since a batch would be
-        # spread over every core. The fast form leaves offsets out.
+        # encode_batch lets other threads run meanwhile, encode does not. One text at a time, since a batch would spread
+        # over every core. The fast form leaves out offsets.
         run = tokenizer.encode_batch if options.return_offsets else tokenizer.encode_batch_fast
         encodings = [run([text], add_special_tokens=options.add_special_tokens)[0] for text in texts]
         padded = self._pad(encodings, options)
@@ -167,7 +168,7 @@ class TextTokenizer:
         ]
 
     def encode_rendered(self, text: str, marked: str | None) -> list[int]:
-        """Encode a rendered chat. With `marked`, only its marks become control ids; without, `text` is parsed."""
+        """Encode a rendered chat. With `marked`, only its marks become control ids; without it, `text` is parsed."""
         tokenizer = self._plain if marked is None else self._content.tokenizer
         tokenizer.no_truncation()
         encoding = tokenizer.encode_batch_fast([text if marked is None else marked], add_special_tokens=False)[0]
@@ -192,7 +193,7 @@ class TextTokenizer:
             tokenizer.no_truncation()
             return
         if options.add_special_tokens and length < tokenizer.num_special_tokens_to_add(False):
-            raise InvalidArgument("max_length", "leaves no room for the special tokens that are added")
+            raise InvalidArgument("max_length", "leaves no room for the added special tokens")
         side = options.truncation_side or self._bundle.truncation_side
         tokenizer.enable_truncation(length, stride=0, strategy="longest_first", direction=side)
 
@@ -224,7 +225,7 @@ class TextTokenizer:
 
 
 def clean_up(text: str) -> str:
-    """Remove spaces that word-piece decoders leave before punctuation, as transformers' clean_up_tokenization."""
+    """Remove the spaces before punctuation that word-piece decoders leave, like transformers' clean_up_tokenization."""
     for spaced, joined in CLEAN_UPS:
         text = text.replace(spaced, joined)
     return text

@@ -1,7 +1,7 @@
-"""Test of whether a chat template shows tools to the model: rendered with one, and looked for it.
+"""Test of a chat template for showing tools to the model: it renders one and searches for it.
 
-Many templates know nothing of tools, and leave them out without a word. A model then never calls one, or where calls
-are forced invents their arguments.
+Many templates know nothing of tools and silently leave them out. Then a model never calls one, or invents the arguments
+of forced calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.tokenizer.metrics import TokenizerMetrics
 from penstock.tokenizer.template_pool import TemplateLimits, TemplatePool
 
 Render = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-# A name that no template has of its own.
+# A name that no template contains.
 _NAME = "penstock_tells_the_weather"
 _TOOL = {
     "type": "function",
@@ -35,12 +35,12 @@ _USER, _SYSTEM = {"role": "user", "content": "Hello"}, {"role": "system", "conte
 
 
 async def hides_tools(templates: ChatTemplates, render: Render) -> bool:
-    """True when the template takes tools and leaves them out; `render` is TemplatePool's.
+    """True when the template accepts tools and leaves them out; `render` is TemplatePool's.
 
-    False when it refuses them, which callers are told, and where it cannot be rendered at all.
+    False when it refuses them, since callers get that error, and when it cannot be rendered at all.
     """
     is_silent = False
-    # Some add tools to a system message alone.
+    # Some add tools only to a system message.
     for messages in ([_USER], [_SYSTEM, _USER]):
         try:
             answer = await render(templates.request(Conversation(messages, tools=[_TOOL])))
@@ -54,7 +54,7 @@ async def hides_tools(templates: ChatTemplates, render: Render) -> bool:
 
 
 async def folder_hides_tools(folder: Path, config: TokenizerConfig) -> bool | None:
-    """Return `hides_tools` of a model's folder, in a process of its own; None where that does not tell."""
+    """Return `hides_tools` of a model's folder, found in a child process; None if that fails."""
     try:
         bundle, child = await load_in_child(folder, timeout_seconds=config.load_timeout_seconds)
     except StartupError:

@@ -1,8 +1,8 @@
-"""Threads that encode and decode, each with a tokenizer of its own, in two lanes.
+"""Threads that encode and decode, each with its own tokenizer, in two lanes.
 
-tokenizers works outside the interpreter lock, so threads are enough to keep the event loop free. Large texts have a
-lane of their own: a small one never queues behind a 200 k-character prompt, it only shares the cores with it. Texts of
-a few sentences are encoded on the event loop: the way to a thread and back costs several times as much as encoding.
+tokenizers works outside the interpreter lock, so threads are enough to keep the event loop free. Large texts have their
+own lane: a small text never queues behind a 200 k-character prompt, it only shares the cores with it. Texts of a few
+sentences are encoded on the event loop: handing them to a thread and back costs several times as much as encoding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Runs functions that need a tokenizer. The number is bounded: further ones are refused at once."""
+    """Runs functions that need a tokenizer. Their number is limited: further ones are refused at once."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Workers:
         self._queued: dict[Lane, int] = {"small": 0, "large": 0}
 
     async def encode(self, size_bytes: int, work: Callable[[TextTokenizer], T]) -> T:
-        """Return `work`'s result, for work that takes little time for few bytes. Raises as `run`."""
+        """Return `work`'s result; work on few bytes is expected to be quick. Raises as `run`."""
         if self._inline is not None and size_bytes <= self._inline_bytes and size_bytes < self._large_bytes:
             return work(self._inline)
         return await self.run(size_bytes, work)
@@ -58,7 +58,7 @@ class Workers:
     async def run(self, size_bytes: int, work: Callable[[TextTokenizer], T]) -> T:
         """Return `work`'s result. Raises ResourceExhausted when too many wait or run, and the errors of `work`.
 
-        Cancelling the caller takes waiting work out of the queue; running work is left to end.
+        Cancelling the caller removes waiting work from the queue; running work may end.
         """
         lane: Lane = "large" if size_bytes >= self._large_bytes else "small"
         if self._queued[lane] >= self._max_queued:

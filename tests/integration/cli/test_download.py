@@ -140,7 +140,7 @@ def test_modelscope_names_what_is_wrong(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="differ"):
         run_download("owner/x@v1", {"revision": "v2"})
     hub.files["../evil.json"] = b"{}"
-    with pytest.raises(StartupError, match="does not answer as ModelScope does"):
+    with pytest.raises(StartupError, match="does not answer like ModelScope"):
         fetch(hub)
 
 

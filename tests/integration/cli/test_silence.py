@@ -44,7 +44,7 @@ def open_aio(address: str, config: ClientConfig) -> grpc.aio.Channel:
     [
         (TLS, False, None, None, "--tls-ca", "speaks TLS"),
         (MUTUAL, False, None, None, "--tls-ca", "speaks TLS"),
-        (PLAIN, True, CA, None, "--tls-ca", "speaks no TLS"),
+        (PLAIN, True, CA, None, "--tls-ca", "does not speak TLS"),
         (TLS, True, None, None, "--tls-ca", "is not accepted"),
         (TLS, True, CA, "elsewhere", "--server-name", "is not for elsewhere"),
         (MUTUAL, True, CA, None, "--client-cert", "wants a client certificate"),

@@ -83,7 +83,7 @@ async def test_a_socket_of_a_dead_process_is_replaced_and_one_of_a_living_is_not
     config = ServerConfig(health_socket=path)
     async with tiny(config):
         assert await asyncio.to_thread(probe, path) == (0, "SERVING")
-        with pytest.raises(StartupError, match="another process answers there") as caught:
+        with pytest.raises(StartupError, match="another process answers on it") as caught:
             async with tiny(config):
                 pass
         assert caught.value.flag == "--health-socket"

@@ -147,9 +147,9 @@ fail()
         "a library's words",
         "another's, %s",
         "a library warns",
-        "a thread ended by an error",
-        "an error had nowhere to go",
-        "the process ends by an error",
+        "an error ended a thread",
+        "an error could not be raised",
+        "an error ends the process",
     ]
     assert "secret" not in done.stderr
     assert done.returncode == 1

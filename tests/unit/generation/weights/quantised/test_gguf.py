@@ -308,9 +308,9 @@ def test_broken_files_are_named(tmp_path: Path, model: tuple[dict[str, Entry], P
     write_gguf(path, FACTS, found)
     content = path.read_bytes()
     for size, named in (
-        (0, "no complete GGUF"),
-        (3, "no complete GGUF"),
-        (100, "no complete GGUF"),
+        (0, "not a complete GGUF"),
+        (3, "not a complete GGUF"),
+        (100, "not a complete GGUF"),
         (-999, "is cut short"),
     ):
         path.write_bytes(content[:size])
