@@ -3,9 +3,9 @@
 Run `python protos/generate.py` after changing a proto; `--check` writes nothing and exits 1 when a checked-in file
 differs from what the protos give.
 
-The compiler is an old one on purpose: stubs run on the protobuf and grpcio of their compiler and on later releases,
-never on earlier ones, and clients live beside packages that hold protobuf back. Stubs of this one run on protobuf 5
-to 7. It has a folder of its own (build/stub-compiler), since it does not go with the services' protobuf.
+The compiler is an old one on purpose: stubs run with the protobuf and grpcio of their compiler and with later releases,
+never with earlier ones, and clients may have packages that hold protobuf back. Stubs of this one run with protobuf 5
+to 7. It has its own folder (build/stub-compiler), since it does not work with the services' protobuf.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = PROTOS.parent
 TARGET = ROOT / "services" / "penstock"
 DESCRIPTORS = PROTOS / "penstock.binpb"
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
-# The last release whose stubs ask for protobuf 5.26 and grpcio 1.63 and no more; wheels are for Python 3.11 and 3.12.
+# The last release with stubs that need only protobuf 5.26 and grpcio 1.63; wheels are for Python 3.11 and 3.12.
 COMPILER = "grpcio-tools==1.63.2"
 
 
@@ -45,12 +45,12 @@ def generate(out: Path) -> dict[str, bytes]:
     folder = compiler()
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("penstock/*/*.proto"))
     flags = [f"--{plugin}={out}" for plugin in ("python_out", "grpc_python_out")]
-    # Named, since an environment that is not activated has its programs on no PATH.
+    # Named by path: the programs of an environment that is not activated are not on PATH.
     for plugin in ("mypy", "mypy_grpc"):
         program = Path(sys.executable).parent / f"protoc-gen-{plugin}"
         flags += [f"--plugin=protoc-gen-{plugin}={program}", f"--{plugin}_out=quiet:{out}"]
     flags += ["--include_imports", f"--descriptor_set_out={out / DESCRIPTORS.name}"]
-    # -P and a line of code: the folder goes before site-packages, for this program and not for its plugins.
+    # -P and a line of code put the folder before site-packages for this program, but not for its plugins.
     program_text = f"import sys; sys.path.insert(0, {str(folder)!r}); from grpc_tools import protoc; "
     program_text += "sys.exit(protoc.main(['protoc', *sys.argv[1:]]))"
     well_known = folder / "grpc_tools" / "_proto"

@@ -121,21 +121,21 @@ class GRPCInferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfer(self, request, context):
-        """One text in, the whole answer out.
+        """One text in, the complete answer out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Triton's extension: requests in, pieces of their answers out, told apart by `id`.
+        """Triton's extension: requests in, pieces of their answers out, identified by `id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelConfig(self, request, context):
-        """Triton's extension: tensors of a model once more, and that one request has many responses.
+        """Triton's extension: tensors of a model again, and the fact that one request has many responses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,7 +53,7 @@ class Load(_message.Message):
     running_sequences: _builtins.int
     kv_blocks_total: _builtins.int
     kv_blocks_free: _builtins.int
-    """Free and never to be reused as a prefix."""
+    """Free, without a reusable prefix."""
     kv_blocks_used: _builtins.int
     kv_blocks_evictable: _builtins.int
     """Free but still holding a reusable prefix."""
@@ -64,23 +64,23 @@ class Load(_message.Message):
     state: _common_pb2.ModelState.ValueType
     max_queued_requests: _builtins.int
     process_start_id: _builtins.str
-    """Drawn when the process started: another one at the same address is another process."""
+    """Random number of the process: a different one at the same address means another process."""
     step_seconds: _builtins.float
-    """Seconds that the step in progress has run, if that is longer than a heartbeat; 0: none has. Absent: an older release."""
+    """Seconds that the step in progress has run, if longer than a heartbeat; 0: it is not. Absent: an older release."""
     step_overdue: _builtins.bool
-    """It has run far longer than steps of its size do: the engine makes no progress now."""
+    """It has run far longer than steps of its size take: the engine makes no progress now."""
     step_hung: _builtins.bool
-    """So long that it counts as hung: health is NOT_SERVING until it ends."""
+    """It has run long enough to count as hung: health is NOT_SERVING until it ends."""
     host_blocks_total: _builtins.int
     """The host pool; all 0: there is none. Free ones keep no prefix, evictable ones keep one that no swapped request holds."""
     host_blocks_free: _builtins.int
     host_blocks_used: _builtins.int
     host_blocks_evictable: _builtins.int
     swapped_requests: _builtins.int
-    """Waiting requests whose blocks are in the host pool."""
+    """Waiting requests with their blocks in the host pool."""
     adapters_version: _builtins.int
-    """Changes whenever an adapter becomes known, is replaced or forgotten: then ListAdapters tells something else. 0: none
-    was ever known.
+    """Changes whenever an adapter is added, replaced or unloaded, and so the answer of ListAdapters. 0: there was never an
+    adapter.
     """
     @_builtins.property
     def pace(self) -> Global___Pace: ...
@@ -123,8 +123,8 @@ Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class Pace(_message.Message):
-    """Speed of an engine as it measures it, and what waits there: what a router needs to tell how long a request would take.
-    A token is one of a prompt or of an output.
+    """Measured speed of an engine, and its waiting work: a router forecasts a request's time from them. A token is one of a
+    prompt or of an output.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -141,29 +141,29 @@ class Pace(_message.Message):
     FULL_STEP_SECONDS_FIELD_NUMBER: _builtins.int
     UNEVEN_SECONDS_FIELD_NUMBER: _builtins.int
     tokens_per_second: _builtins.float
-    """Throughput while requests waited; 0: none ever did."""
+    """Throughput while requests waited; 0: none has waited yet."""
     step_seconds: _builtins.float
-    """Time of a step that draws, lately, and when there is little to do; 0: not known."""
+    """Time of a step that draws, recently, and under little load; 0: unknown."""
     least_step_seconds: _builtins.float
     output_tokens: _builtins.float
     """Mean output of a sequence."""
     batch_tokens: _builtins.int
     """Rows of one step."""
     headroom: _builtins.float
-    """Forecasts are multiplied by this before they are held against a deadline: by more while newcomers wait."""
+    """Factor of forecasts before they are compared with a deadline; larger while newcomers wait."""
     is_busy: _builtins.bool
     """A newcomer waits for others."""
     full_step_seconds: _builtins.float
     """Time from one step in which every tenant takes part to the next."""
     uneven_seconds: _builtins.float
-    """Seconds by which requests that run will end later than if they had begun one after the other."""
+    """Seconds by which the running requests will end later than if they had begun one after the other."""
     @_builtins.property
     def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantWaiting]:
-        """The tenants with the most that waits, at most 64."""
+        """The tenants with the most waiting tokens, at most 64."""
 
     @_builtins.property
     def output_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """By the bit length of a sequence's largest output: the share of it that outputs took; 0: not known."""
+        """By the bit length of a sequence's largest output: the share of it that outputs took; 0: unknown."""
 
     def __init__(
         self,
@@ -297,8 +297,8 @@ class WarmUpRequest(_message.Message):
     INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     ITERATIONS_FIELD_NUMBER: _builtins.int
     prefill_tokens: _builtins.int
-    """None set: as at start-up. Otherwise those that are unset have MindIE's defaults, and all are cut to what a step computes
-    (--max-batch-tokens), the pool holds and --max-warm-up-steps allows. At least 1 each.
+    """None set: as at start-up. Otherwise unset fields have MindIE's defaults, and all are limited to the size of a step
+    (--max-batch-tokens), the size of the pool, and --max-warm-up-steps. At least 1 each.
     Prompt tokens of one step, over all sequences; default 4096.
     """
     sequence_tokens: _builtins.int
@@ -367,9 +367,9 @@ class ClearCacheRequest(_message.Message):
     LIVE_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def live_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Live requests, by their ids in this process: what was computed for them is forgotten, as far as no other request uses
-        it. They keep their tokens, wait at their old places and compute it again. An id that is not live: NOT_FOUND, and none
-        of them is touched. Empty: the reusable prefixes.
+        """Live requests, by their ids in this process: their computed blocks are forgotten, except blocks that other requests
+        use. They keep their tokens, wait in their old places and compute the blocks again. With an id that is not live:
+        NOT_FOUND, and no request is touched. Empty: the reusable prefixes.
         """
 
     def __init__(
@@ -445,7 +445,7 @@ class GetPoolStatsResponse(_message.Message):
     evictions: _builtins.int
     copy_on_write_blocks: _builtins.int
     swaps: _builtins.int
-    """Preemptions that copied blocks to the host pool; computed tokens that the others gave up."""
+    """Preemptions that copied blocks to the host pool; computed tokens that the other preemptions gave up."""
     preempted_tokens: _builtins.int
     host_out_blocks: _builtins.int
     """Blocks that were copied to the host pool and from it, for swaps, for prefixes and by SwapBlocks."""
@@ -457,7 +457,7 @@ class GetPoolStatsResponse(_message.Message):
     host_prefix_hit_tokens: _builtins.int
     """Of prefix_hit_tokens, those that came from the host pool."""
     host_evictions: _builtins.int
-    """Prefixes that the host pool gave away."""
+    """Prefixes evicted from the host pool."""
     @_builtins.property
     def load(self) -> Global___Load: ...
     def __init__(
@@ -706,7 +706,7 @@ class ReloadRequest(_message.Message):
 
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
     grace_seconds: _builtins.float
-    """Seconds until running requests are aborted, which a router moves; unset waits for all."""
+    """Seconds until running requests are aborted (a router moves them); unset waits for all."""
     def __init__(
         self,
         *,
@@ -755,7 +755,7 @@ class DumpStateRequest(_message.Message):
 
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     wait_seconds: _builtins.float
-    """Seconds that the engine's thread has to answer between two steps; unset: --dump-wait-seconds. Past it the state is read from outside."""
+    """Seconds for the engine's thread to answer between two steps; unset: --dump-wait-seconds. After that the state is read from outside."""
     def __init__(
         self,
         *,
@@ -793,7 +793,7 @@ Global___DumpStateResponse: _TypeAlias = DumpStateResponse  # noqa: Y015
 
 @_typing.final
 class EngineState(_message.Message):
-    """Lists are bounded (--dump-groups, --dump-sequences); `more_` says how many are left out."""
+    """Lists are limited (--dump-groups, --dump-sequences); `more_` has the number of omitted entries."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -859,7 +859,7 @@ class EngineState(_message.Message):
     def pool(self) -> Global___PoolState: ...
     @_builtins.property
     def last_step(self) -> Global___StepState:
-        """The step that was scheduled last."""
+        """The last scheduled step."""
 
     @_builtins.property
     def running(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
@@ -867,7 +867,7 @@ class EngineState(_message.Message):
     def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
     @_builtins.property
     def stack(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Stack of the engine's thread, innermost last, when it did not answer in time; other fields may be of half a step."""
+        """Stack of the engine's thread, innermost last, if it did not answer in time; other fields may be from the middle of a step."""
 
     @_builtins.property
     def host_pool(self) -> Global___HostPoolState: ...
@@ -951,7 +951,7 @@ class PoolState(_message.Message):
     reserve: _builtins.int
     """Blocks that admission leaves free."""
     references: _builtins.int
-    """Holders of used blocks, of shared ones several."""
+    """Holders of used blocks; a shared block has several."""
     def __init__(
         self,
         *,
@@ -987,7 +987,7 @@ class StepState(_message.Message):
     rows: _builtins.int
     rows_left: _builtins.int
     ended_by: _builtins.str
-    """The limit that kept something out of it: nothing, budget, sequences, blocks."""
+    """The limit that kept work out of it: nothing, budget, sequences, blocks."""
     more_groups: _builtins.int
     admitted: _builtins.int
     preempted: _builtins.int
@@ -1165,15 +1165,15 @@ class Adapter(_message.Message):
     LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
-    """Folder below --adapter-root. Empty: it lies elsewhere, as one of --lora may."""
+    """Folder below --adapter-root. Empty: it is elsewhere, as one of --lora may be."""
     rank: _builtins.int
     """Its largest rank, and the modules that it changes."""
     bytes: _builtins.int
-    """What it takes in memory, or took."""
+    """Its memory while it is, or was, loaded."""
     loaded: _builtins.bool
-    """False: it left its place to another while no request had it. The next request with its name reads it again."""
+    """False: another one took its place while no request used it. The next request with its name reads it again."""
     live_requests: _builtins.int
-    """Requests that have it and are not over."""
+    """Unfinished requests that use it."""
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1203,11 +1203,11 @@ class LoadAdapterRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What requests will name: letters, digits and ._-/ as in a hub id; no name of a model that is served."""
+    """Its name in requests: letters, digits and ._-/ as in a hub id; not the name of a served model."""
     path: _builtins.str
     """Folder below --adapter-root, links followed. Empty: the folder of the adapter's own name."""
     replace: _builtins.bool
-    """A name that is known gets this adapter: requests that run end with the old weights, later ones have the new."""
+    """Allow a known name and give it this adapter: running requests end with the old weights, later ones use the new ones."""
     def __init__(
         self,
         *,
@@ -1277,7 +1277,7 @@ class UnloadAdapterResponse(_message.Message):
     LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     live_requests: _builtins.int
-    """Requests that go on with it."""
+    """Requests that still use it."""
     def __init__(
         self,
         *,

@@ -123,21 +123,21 @@ class GenerationAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """A report at once, then whenever it changed, at most once an interval.
+        """A report at once, then after each change, at most once in an interval.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WarmUp(self, request, context):
-        """Runs the model as at start-up, or as far as the request asks, while nothing else runs.
+        """Runs the model as at start-up, or to the sizes of the request, while nothing else runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearCache(self, request, context):
-        """Forgets every reusable prefix that no running request holds, or what was computed for the named requests.
+        """Forgets every reusable prefix that no running request holds, or the computed blocks of the named requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,7 +151,7 @@ class GenerationAdminServiceServicer(object):
 
     def CopyBlocks(self, request, context):
         """Copies blocks of the KV pool, in order, between two steps. FAILED_PRECONDITION, BLOCK_IN_USE: requests hold some of them;
-        nothing is copied then. A block that only keeps a prefix may be read; written, it keeps that prefix no more.
+        then nothing is copied. A block that only keeps a prefix may be read; after a write it no longer keeps that prefix.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,8 +165,8 @@ class GenerationAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DumpState(self, request, context):
-        """The engine's state, for the search for a fault: sizes and states, never a token, a text or a request id.
-        Changes nothing. Answers also when the engine's thread does not.
+        """The engine's state, for finding faults: sizes and states, never a token, a text or a request id.
+        Changes nothing. It also answers when the engine's thread does not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,17 +186,17 @@ class GenerationAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Reload(self, request, context):
-        """Reads the model's weights again from the same folder and forgets all that was computed with the old ones. The process, its
-        connections and its counters live on. Drains first and resumes afterwards, unless it was drained before. Needs memory for
-        both weights for a moment. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload is
-        under way (BUSY). Whatever the error, the process goes on as it was.
+        """Reads the model's weights again from the same folder and forgets everything computed with the old ones. The process, its
+        connections and its counters stay. Drains first and resumes afterwards, unless it was drained before. Briefly needs
+        memory for both sets of weights. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload
+        is under way (BUSY). After an error, the process continues as before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests that come after the answer may name it.
+        """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests after the answer may name it.
         FAILED_PRECONDITION NO_ADAPTER_ROOT without that flag. INVALID_ARGUMENT: ADAPTER_EXISTS, ADAPTER_PATH, ADAPTER_RANK,
         ADAPTER_UNSUPPORTED, ADAPTER_BROKEN. RESOURCE_EXHAUSTED: ADAPTER_SLOTS_FULL, ADAPTER_MEMORY_FULL.
         """
@@ -205,7 +205,7 @@ class GenerationAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Forgets an adapter. Requests that have it go on to their end. NOT_FOUND ADAPTER_NOT_FOUND.
+        """Unloads an adapter. Requests that use it run to their end. NOT_FOUND ADAPTER_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,38 +35,38 @@ class GenerationAdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> GenerationAdminServiceAsyncStub: ...
     GetLoad: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetLoadRequest, _admin_pb2.GetLoadResponse]
     WatchLoad: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchLoadRequest, _admin_pb2.WatchLoadResponse]
-    """A report at once, then whenever it changed, at most once an interval."""
+    """A report at once, then after each change, at most once in an interval."""
     WarmUp: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WarmUpRequest, _admin_pb2.WarmUpResponse]
-    """Runs the model as at start-up, or as far as the request asks, while nothing else runs."""
+    """Runs the model as at start-up, or to the sizes of the request, while nothing else runs."""
     ClearCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ClearCacheRequest, _admin_pb2.ClearCacheResponse]
-    """Forgets every reusable prefix that no running request holds, or what was computed for the named requests."""
+    """Forgets every reusable prefix that no running request holds, or the computed blocks of the named requests."""
     GetPoolStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetPoolStatsRequest, _admin_pb2.GetPoolStatsResponse]
     CopyBlocks: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CopyBlocksRequest, _admin_pb2.CopyBlocksResponse]
     """Copies blocks of the KV pool, in order, between two steps. FAILED_PRECONDITION, BLOCK_IN_USE: requests hold some of them;
-    nothing is copied then. A block that only keeps a prefix may be read; written, it keeps that prefix no more.
+    then nothing is copied. A block that only keeps a prefix may be read; after a write it no longer keeps that prefix.
     """
     SwapBlocks: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SwapBlocksRequest, _admin_pb2.SwapBlocksResponse]
     """The same between the KV pool and the host pool. FAILED_PRECONDITION, NO_HOST_POOL: there is none (--host-kv-memory)."""
     DumpState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]
-    """The engine's state, for the search for a fault: sizes and states, never a token, a text or a request id.
-    Changes nothing. Answers also when the engine's thread does not.
+    """The engine's state, for finding faults: sizes and states, never a token, a text or a request id.
+    Changes nothing. It also answers when the engine's thread does not.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
     Reload: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]
-    """Reads the model's weights again from the same folder and forgets all that was computed with the old ones. The process, its
-    connections and its counters live on. Drains first and resumes afterwards, unless it was drained before. Needs memory for
-    both weights for a moment. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload is
-    under way (BUSY). Whatever the error, the process goes on as it was.
+    """Reads the model's weights again from the same folder and forgets everything computed with the old ones. The process, its
+    connections and its counters stay. Drains first and resumes afterwards, unless it was drained before. Briefly needs
+    memory for both sets of weights. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload
+    is under way (BUSY). After an error, the process continues as before.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
-    """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests that come after the answer may name it.
+    """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests after the answer may name it.
     FAILED_PRECONDITION NO_ADAPTER_ROOT without that flag. INVALID_ARGUMENT: ADAPTER_EXISTS, ADAPTER_PATH, ADAPTER_RANK,
     ADAPTER_UNSUPPORTED, ADAPTER_BROKEN. RESOURCE_EXHAUSTED: ADAPTER_SLOTS_FULL, ADAPTER_MEMORY_FULL.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
-    """Forgets an adapter. Requests that have it go on to their end. NOT_FOUND ADAPTER_NOT_FOUND."""
+    """Unloads an adapter. Requests that use it run to their end. NOT_FOUND ADAPTER_NOT_FOUND."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
 
 @_typing.type_check_only
@@ -76,38 +76,38 @@ class GenerationAdminServiceAsyncStub(GenerationAdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetLoad: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetLoadRequest, _admin_pb2.GetLoadResponse]  # type: ignore[assignment]
     WatchLoad: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchLoadRequest, _admin_pb2.WatchLoadResponse]  # type: ignore[assignment]
-    """A report at once, then whenever it changed, at most once an interval."""
+    """A report at once, then after each change, at most once in an interval."""
     WarmUp: _aio.UnaryUnaryMultiCallable[_admin_pb2.WarmUpRequest, _admin_pb2.WarmUpResponse]  # type: ignore[assignment]
-    """Runs the model as at start-up, or as far as the request asks, while nothing else runs."""
+    """Runs the model as at start-up, or to the sizes of the request, while nothing else runs."""
     ClearCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ClearCacheRequest, _admin_pb2.ClearCacheResponse]  # type: ignore[assignment]
-    """Forgets every reusable prefix that no running request holds, or what was computed for the named requests."""
+    """Forgets every reusable prefix that no running request holds, or the computed blocks of the named requests."""
     GetPoolStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetPoolStatsRequest, _admin_pb2.GetPoolStatsResponse]  # type: ignore[assignment]
     CopyBlocks: _aio.UnaryUnaryMultiCallable[_admin_pb2.CopyBlocksRequest, _admin_pb2.CopyBlocksResponse]  # type: ignore[assignment]
     """Copies blocks of the KV pool, in order, between two steps. FAILED_PRECONDITION, BLOCK_IN_USE: requests hold some of them;
-    nothing is copied then. A block that only keeps a prefix may be read; written, it keeps that prefix no more.
+    then nothing is copied. A block that only keeps a prefix may be read; after a write it no longer keeps that prefix.
     """
     SwapBlocks: _aio.UnaryUnaryMultiCallable[_admin_pb2.SwapBlocksRequest, _admin_pb2.SwapBlocksResponse]  # type: ignore[assignment]
     """The same between the KV pool and the host pool. FAILED_PRECONDITION, NO_HOST_POOL: there is none (--host-kv-memory)."""
     DumpState: _aio.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]  # type: ignore[assignment]
-    """The engine's state, for the search for a fault: sizes and states, never a token, a text or a request id.
-    Changes nothing. Answers also when the engine's thread does not.
+    """The engine's state, for finding faults: sizes and states, never a token, a text or a request id.
+    Changes nothing. It also answers when the engine's thread does not.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
     Reload: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]  # type: ignore[assignment]
-    """Reads the model's weights again from the same folder and forgets all that was computed with the old ones. The process, its
-    connections and its counters live on. Drains first and resumes afterwards, unless it was drained before. Needs memory for
-    both weights for a moment. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload is
-    under way (BUSY). Whatever the error, the process goes on as it was.
+    """Reads the model's weights again from the same folder and forgets everything computed with the old ones. The process, its
+    connections and its counters stay. Drains first and resumes afterwards, unless it was drained before. Briefly needs
+    memory for both sets of weights. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload
+    is under way (BUSY). After an error, the process continues as before.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests that come after the answer may name it.
+    """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests after the answer may name it.
     FAILED_PRECONDITION NO_ADAPTER_ROOT without that flag. INVALID_ARGUMENT: ADAPTER_EXISTS, ADAPTER_PATH, ADAPTER_RANK,
     ADAPTER_UNSUPPORTED, ADAPTER_BROKEN. RESOURCE_EXHAUSTED: ADAPTER_SLOTS_FULL, ADAPTER_MEMORY_FULL.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Forgets an adapter. Requests that have it go on to their end. NOT_FOUND ADAPTER_NOT_FOUND."""
+    """Unloads an adapter. Requests that use it run to their end. NOT_FOUND ADAPTER_NOT_FOUND."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
 
 class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -126,7 +126,7 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WatchLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchLoadResponse], _abc.AsyncIterator[_admin_pb2.WatchLoadResponse]]:
-        """A report at once, then whenever it changed, at most once an interval."""
+        """A report at once, then after each change, at most once in an interval."""
 
     @_abc_1.abstractmethod
     def WarmUp(
@@ -134,7 +134,7 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WarmUpRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.WarmUpResponse, _abc.Awaitable[_admin_pb2.WarmUpResponse]]:
-        """Runs the model as at start-up, or as far as the request asks, while nothing else runs."""
+        """Runs the model as at start-up, or to the sizes of the request, while nothing else runs."""
 
     @_abc_1.abstractmethod
     def ClearCache(
@@ -142,7 +142,7 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ClearCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ClearCacheResponse, _abc.Awaitable[_admin_pb2.ClearCacheResponse]]:
-        """Forgets every reusable prefix that no running request holds, or what was computed for the named requests."""
+        """Forgets every reusable prefix that no running request holds, or the computed blocks of the named requests."""
 
     @_abc_1.abstractmethod
     def GetPoolStats(
@@ -158,7 +158,7 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CopyBlocksResponse, _abc.Awaitable[_admin_pb2.CopyBlocksResponse]]:
         """Copies blocks of the KV pool, in order, between two steps. FAILED_PRECONDITION, BLOCK_IN_USE: requests hold some of them;
-        nothing is copied then. A block that only keeps a prefix may be read; written, it keeps that prefix no more.
+        then nothing is copied. A block that only keeps a prefix may be read; after a write it no longer keeps that prefix.
         """
 
     @_abc_1.abstractmethod
@@ -175,8 +175,8 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DumpStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DumpStateResponse, _abc.Awaitable[_admin_pb2.DumpStateResponse]]:
-        """The engine's state, for the search for a fault: sizes and states, never a token, a text or a request id.
-        Changes nothing. Answers also when the engine's thread does not.
+        """The engine's state, for finding faults: sizes and states, never a token, a text or a request id.
+        Changes nothing. It also answers when the engine's thread does not.
         """
 
     @_abc_1.abstractmethod
@@ -200,10 +200,10 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ReloadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ReloadResponse, _abc.Awaitable[_admin_pb2.ReloadResponse]]:
-        """Reads the model's weights again from the same folder and forgets all that was computed with the old ones. The process, its
-        connections and its counters live on. Drains first and resumes afterwards, unless it was drained before. Needs memory for
-        both weights for a moment. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload is
-        under way (BUSY). Whatever the error, the process goes on as it was.
+        """Reads the model's weights again from the same folder and forgets everything computed with the old ones. The process, its
+        connections and its counters stay. Drains first and resumes afterwards, unless it was drained before. Briefly needs
+        memory for both sets of weights. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload
+        is under way (BUSY). After an error, the process continues as before.
         """
 
     @_abc_1.abstractmethod
@@ -212,7 +212,7 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
-        """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests that come after the answer may name it.
+        """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests after the answer may name it.
         FAILED_PRECONDITION NO_ADAPTER_ROOT without that flag. INVALID_ARGUMENT: ADAPTER_EXISTS, ADAPTER_PATH, ADAPTER_RANK,
         ADAPTER_UNSUPPORTED, ADAPTER_BROKEN. RESOURCE_EXHAUSTED: ADAPTER_SLOTS_FULL, ADAPTER_MEMORY_FULL.
         """
@@ -223,7 +223,7 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
-        """Forgets an adapter. Requests that have it go on to their end. NOT_FOUND ADAPTER_NOT_FOUND."""
+        """Unloads an adapter. Requests that use it run to their end. NOT_FOUND ADAPTER_NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListAdapters(

@@ -80,7 +80,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """One of GenerationConfig.stopping_criteria held."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """The reason for which a returned sequence ended."""
+    """The reason why a returned sequence ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP_EOS: FinishReason.ValueType  # 1
@@ -149,7 +149,7 @@ class _ModelStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelState
     MODEL_STATE_DRAINING: _ModelState.ValueType  # 3
     MODEL_STATE_UNAVAILABLE: _ModelState.ValueType  # 4
     MODEL_STATE_EMPTY: _ModelState.ValueType  # 5
-    """The process has no model: ModelService.LoadModel brings one."""
+    """The process has no model: ModelService.LoadModel loads one."""
 
 class ModelState(_ModelState, metaclass=_ModelStateEnumTypeWrapper):
     """Lifecycle of a model in a process or behind the router."""
@@ -160,7 +160,7 @@ MODEL_STATE_READY: ModelState.ValueType  # 2
 MODEL_STATE_DRAINING: ModelState.ValueType  # 3
 MODEL_STATE_UNAVAILABLE: ModelState.ValueType  # 4
 MODEL_STATE_EMPTY: ModelState.ValueType  # 5
-"""The process has no model: ModelService.LoadModel brings one."""
+"""The process has no model: ModelService.LoadModel loads one."""
 Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
 
 @_typing.final
@@ -216,7 +216,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Thought(_message.Message):
-    """A thought that comes, or may come, before an answer. Stop strings and a constraint are about the answer behind it."""
+    """A thought that comes, or may come, before an answer. Stop strings and a constraint apply to the answer after it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -225,14 +225,14 @@ class Thought(_message.Message):
     IS_OPEN_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     opens: _builtins.str
-    """The text that begins it. An output that begins otherwise has none."""
+    """The text that begins it. An output with another start has no thought."""
     is_open: _builtins.bool
-    """The prompt ends inside it: the output needs no beginning of one."""
+    """The prompt ends inside it: the output does not start with `begin`."""
     grammar: _builtins.str
-    """Lark text of an output of which @answer is the constraint's part. Empty: the constraint is for the whole output."""
+    """Lark text of an output; the constraint applies to its part @answer. Empty: the constraint applies to the whole output."""
     @_builtins.property
     def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """It ends behind the first of these."""
+        """It ends after the first of these."""
 
     def __init__(
         self,
@@ -252,8 +252,8 @@ Global___Thought: _TypeAlias = Thought  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
-    """Log-probability of one token at one position. Natural logarithm; of output tokens after the logits processors, of
-    prompt tokens by the model alone.
+    """Log-probability of one token at one position. Natural logarithm; for output tokens after the logits processors, for
+    prompt tokens from the model alone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -270,7 +270,7 @@ class TokenLogprob(_message.Message):
     text: _builtins.str
     """The token as text (router only; incomplete characters are shown as U+FFFD)."""
     raw: _builtins.bytes
-    """The token's bytes where `text` is not all of it: parts of characters (router only)."""
+    """The token's bytes when `text` cannot hold them: parts of characters (router only)."""
     def __init__(
         self,
         *,
@@ -318,7 +318,7 @@ Global___PositionLogprobs: _TypeAlias = PositionLogprobs  # noqa: Y015
 
 @_typing.final
 class StepTensors(_message.Message):
-    """Tensors of one output position; those that were not asked for are absent."""
+    """Tensors of one output position; those not asked for are absent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

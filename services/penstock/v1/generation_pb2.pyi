@@ -53,11 +53,11 @@ class GenerateRequest(_message.Message):
     attempt_epoch: _builtins.int
     """Number of the attempt, from 0; frames carry it back."""
     seed: _builtins.int
-    """Set by the router always; config.seed counts when this is unset."""
+    """The router always sets it; config.seed is used when this is unset."""
     cache_salt: _builtins.str
     """Prefix blocks are shared only under an equal salt."""
     adapter: _builtins.str
-    """Name of a LoRA adapter (ListAdapters); empty: none. NOT_FOUND where it is not known."""
+    """Name of a LoRA adapter (ListAdapters); empty: none. NOT_FOUND if it is unknown."""
     priority: _builtins.int
     """Higher runs first."""
     tokenizer_fingerprint: _builtins.str
@@ -65,23 +65,23 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Empty means the only model served."""
     timeout_seconds: _builtins.float
-    """Seconds left of the caller's deadline when this was sent; work that is older is ended DEADLINE_EXCEEDED and never
-    prefilled. Unset: the call's own deadline, if it is not a Session.
+    """Seconds left to the caller's deadline when this was sent; older work ends with DEADLINE_EXCEEDED and is never prefilled.
+    Unset: the call's own deadline, if it is not a Session.
     """
     fair_share_key: _builtins.str
-    """Stands for the tenant that the request is from: waiting requests are served fairly between these. A derived id that
-    says nothing about the tenant. Empty: all such callers are one tenant.
+    """Stands for the request's tenant: waiting requests are served fairly between tenants. A derived id that reveals nothing
+    about the tenant. Empty: all such callers are one tenant.
     """
     begins_text: _builtins.bool
-    """The text of the answer begins anew, as in a chat, and not after the prompt's: stop strings are matched in that."""
+    """The text of the answer starts afresh, as in a chat, instead of after the prompt's text: stop strings are matched in it."""
     inputs_embeds_before_ids: _builtins.bool
-    """inputs_embeds come before prompt_token_ids, of which the model looks up embeddings as ever."""
+    """inputs_embeds precede prompt_token_ids; the model looks up the embeddings of these as usual."""
     adapter_digest: _builtins.str
-    """Started.adapter_digest of the attempt that `resumed_token_ids` came from; empty: the adapter's weights may be any. NOT_FOUND
-    ADAPTER_DIFFERS where its name stands for others.
+    """Started.adapter_digest of the attempt that emitted `resumed_token_ids`; empty: any weights of the adapter will do. NOT_FOUND
+    ADAPTER_DIFFERS if its name stands for other weights.
     """
     traceparent: _builtins.str
-    """W3C trace context of the caller's span, as in HTTP headers: spans of this request become its children. Malformed: as empty."""
+    """W3C trace context of the caller's span, as in HTTP headers: spans of this request become its children. A malformed one counts as empty."""
     tracestate: _builtins.str
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -89,7 +89,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resumed_token_ids(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]:
-        """Emitted by an earlier attempt, per returned sequence; generation goes on after them."""
+        """Emitted by an earlier attempt, per returned sequence; generation continues after them."""
 
     @_builtins.property
     def config(self) -> _config_pb2.GenerationConfig: ...
@@ -106,13 +106,13 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def inputs_embeds(self) -> _common_pb2.Tensor:
         """Embeddings of prompt tokens, as generate()'s inputs_embeds: (tokens, hidden size), float32, float16 or bfloat16, finite.
-        They become the model's dtype, and it reads them in place of ids. prompt_token_ids are then what options that look at
-        ids take for the prompt: none, or at most one for each row.
+        They are converted to the model's dtype and replace the ids for it. Then prompt_token_ids are the prompt only for options
+        that read ids: none, or at most one for each row.
         """
 
     @_builtins.property
     def thought(self) -> _common_pb2.Thought:
-        """What comes before the answer. Unset: all of the output is the answer."""
+        """The thought before the answer. Unset: all of the output is the answer."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Started(_message.Message):
     """Digest of the adapter's files; empty: there is no adapter."""
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Faults of the request that transformers only warns about."""
+        """Problems of the request that transformers only warns about."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
@@ -193,7 +193,7 @@ class Started(_message.Message):
 
     @_builtins.property
     def healed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token healing: the token that replaced the prompt's last one, and its text beyond that one's."""
+        """Token healing: the token that replaced the prompt's last one, and its text beyond the text of the old one."""
 
     def __init__(
         self,
@@ -394,8 +394,8 @@ Global___SessionAbort: _TypeAlias = SessionAbort  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
-    """All output of one engine step for this session. A session with live requests that has had no message for a heartbeat
-    gets one without events while the engine makes progress, also amid a long step; none comes while a step is overdue.
+    """All output of one engine step for this session. A session with live requests and no message for a heartbeat gets one
+    without events while the engine makes progress, even during a long step; none comes while a step is overdue.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -406,7 +406,7 @@ class SessionResponse(_message.Message):
     step: _builtins.int
     """Engine steps so far."""
     heartbeat: _builtins.bool
-    """Such a message: a sign of life alone."""
+    """Such a message: only a sign of life."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent]: ...
     def __init__(
@@ -445,7 +445,7 @@ class SessionEvent(_message.Message):
     def finished(self) -> Global___Finished: ...
     @_builtins.property
     def error(self) -> Global___RequestError:
-        """This request failed or was refused; the session goes on."""
+        """This request failed or was refused; the session continues."""
 
     @_builtins.property
     def tokens(self) -> Global___SessionTokens:
@@ -474,8 +474,8 @@ Global___SessionEvent: _TypeAlias = SessionEvent  # noqa: Y015
 
 @_typing.final
 class SessionTokens(_message.Message):
-    """Deltas with nothing but one token of returned sequence 0, of requests with a handle: a column for each field, all
-    equally long. Reading a row takes a fraction of the time for a delta.
+    """Deltas with only one token of returned sequence 0, for requests with a handle: a column for each field, all of equal
+    length. Reading a row takes a fraction of the time of a delta.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -755,8 +755,8 @@ class DetectWatermarkRequest(_message.Message):
 
     @_builtins.property
     def watermarking_config(self) -> _config_pb2.WatermarkingConfig:
-        """The watermark of the requests that the text may come from. Unset: that of the model's generation_config.json, or
-        transformers' defaults where it has none.
+        """The watermark of the requests that may have made the text. Unset: the one in the model's generation_config.json, or
+        else transformers' defaults.
         """
 
     def __init__(
@@ -797,16 +797,16 @@ class WatermarkEvidence(_message.Message):
     green_fraction: _builtins.float
     """SynthID: the mean g value, which is 1/2 without the watermark. A token is green there when most of its values are 1."""
     z_score: _builtins.float
-    """Standard deviations between the number of green tokens and what text without the watermark has on average."""
+    """Standard deviations between the number of green tokens and the average for text without the watermark."""
     p_value: _builtins.float
-    """Probability of so many green tokens without the watermark (one-sided)."""
+    """Probability of at least this number of green tokens without the watermark (one-sided)."""
     prediction: _builtins.bool
     """z_score is above the threshold."""
     first_scored_position: _builtins.int
     """The first position that is scored; those before it are context only."""
     @_builtins.property
     def green_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Positions in token_ids, from 0, of the green tokens, repeated n-grams included."""
+        """Positions of the green tokens in token_ids, from 0, repeated n-grams included."""
 
     def __init__(
         self,

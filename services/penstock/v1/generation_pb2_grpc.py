@@ -105,7 +105,7 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DetectWatermark(self, request, context):
-        """Judges whether tokens were generated under a watermark.
+        """Tests tokens for a watermark.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class GenerationServiceStub:
     Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
     """Pooled hidden states."""
     DetectWatermark: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetectWatermarkRequest, _generation_pb2.DetectWatermarkResponse]
-    """Judges whether tokens were generated under a watermark."""
+    """Tests tokens for a watermark."""
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Ends requests; their blocks are free after the next step."""
 
@@ -60,7 +60,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
     """Pooled hidden states."""
     DetectWatermark: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetectWatermarkRequest, _generation_pb2.DetectWatermarkResponse]  # type: ignore[assignment]
-    """Judges whether tokens were generated under a watermark."""
+    """Tests tokens for a watermark."""
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests; their blocks are free after the next step."""
 
@@ -105,7 +105,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.DetectWatermarkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.DetectWatermarkResponse, _abc.Awaitable[_generation_pb2.DetectWatermarkResponse]]:
-        """Judges whether tokens were generated under a watermark."""
+        """Tests tokens for a watermark."""
 
     @_abc_1.abstractmethod
     def Abort(

@@ -68,10 +68,10 @@ class KvGeometry(_message.Message):
     bytes_per_block: _builtins.int
     total_bytes: _builtins.int
     num_states: _builtins.int
-    """States of recurrent layers, one for each running sequence, beside the blocks; 0: the model's layers keep none."""
+    """States of recurrent layers, one for each running sequence, besides the blocks; 0: the model's layers keep none."""
     bytes_per_state: _builtins.int
     prefix_cache: _builtins.bool
-    """Blocks of equal beginnings are computed once. With states: up to a block whose state is kept."""
+    """Blocks of equal prefixes are computed once. With states: up to a block with a kept state."""
     num_state_snapshots: _builtins.int
     """Further states, kept for the prefix cache (--state-snapshots)."""
     def __init__(
@@ -100,7 +100,7 @@ Global___KvGeometry: _TypeAlias = KvGeometry  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
-    """Bounds of one process; a request over a bound is refused with a status that names it."""
+    """Limits of one process; a request over a limit is refused with a status that names it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -223,7 +223,7 @@ class GetModelInfoResponse(_message.Message):
     assistant_model: _builtins.str
     """Draft model that a request may name in config.assistant_model; empty when there is none."""
     load_number: _builtins.int
-    """Number of the load among those of this process, from 1: another number is another model, or the same one loaded again."""
+    """Number of the load in this process, from 1: a different number means another model, or the same one loaded again."""
     load_stage: _builtins.str
     """Stage of a load under way: receive, load_weights, tune, warm_up; empty when there is none."""
     can_load: _builtins.bool
@@ -231,9 +231,9 @@ class GetModelInfoResponse(_message.Message):
     model_route: _builtins.str
     """"native": Penstock's own layers run it; "fallback": transformers' modules (--model-route)."""
     model_route_reason: _builtins.str
-    """Field of config.json, and its fault, for which transformers' modules run a model whose type has a native family; empty otherwise."""
+    """Field of config.json, and its fault, because of which transformers' modules run a model with a native family; else empty."""
     checkpoint_format: _builtins.str
-    """Format of a quantised checkpoint, in words, such as `gptq of 4 bits, symmetric, groups of 128`; empty for one that is not quantised."""
+    """Format of a quantized checkpoint, in words, such as `gptq of 4 bits, symmetric, groups of 128`; empty for any other checkpoint."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -248,23 +248,23 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the adapters that are known now; ListAdapters tells more."""
+        """Names of the adapters known now; ListAdapters has more facts."""
 
     @_builtins.property
     def default_stop(self) -> _config_pb2.StopConfig:
-        """Ends from generation_config.json besides eos_token_ids: they hold for requests that name none."""
+        """Ends from generation_config.json besides eos_token_ids, for requests that name none."""
 
     @_builtins.property
     def forward_graphs(self) -> _containers.RepeatedCompositeFieldContainer[_graphs_pb2.GraphInfo]:
-        """Graphs that Forward runs; none where it may not be called (--model-access)."""
+        """Graphs that Forward runs; none if it may not be called (--model-access)."""
 
     @_builtins.property
     def weight_forms(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Number of its quantised matrices by the form that they run in: int4, int4-asymmetric, int8, or the name of the dtype that they became numbers of."""
+        """Number of its quantized matrices by the form that they run in: int4, int4-asymmetric, int8, or the dtype that they were converted to."""
 
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Further names of the model, which requests may use as well."""
+        """Further names of the model, which requests may also use."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class LoadModelStart(_message.Message):
     UPLOAD_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name that callers use; by default --served-model-name, else the folder's own. Files have none. At most 128 letters, digits and ./:@_-"""
+    """Name that callers use; by default --served-model-name, else the folder's own name, which files lack. At most 128 letters, digits and ./:@_-"""
     path: _builtins.str
     """A folder below --model-root, absolute or relative to it."""
     @_builtins.property
@@ -383,7 +383,7 @@ Global___LoadModelStart: _TypeAlias = LoadModelStart  # noqa: Y015
 
 @_typing.final
 class ModelUpload(_message.Message):
-    """The files of a model, all of them, in the order in which their bytes come."""
+    """All files of a model, in the order in which their bytes come."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -428,7 +428,7 @@ Global___ModelFile: _TypeAlias = ModelFile  # noqa: Y015
 
 @_typing.final
 class ModelFileChunk(_message.Message):
-    """The next bytes of the present file; the one after it begins when that one has all of its bytes. Keep messages below 4 MiB."""
+    """The next bytes of the current file; the next file begins when this one has all of its bytes. Keep messages below 4 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -452,7 +452,7 @@ Global___ModelFileChunk: _TypeAlias = ModelFileChunk  # noqa: Y015
 
 @_typing.final
 class LoadModelOptions(_message.Message):
-    """Flags of the process, for this model; by default what the process was started with."""
+    """Flags of the process, for this model; by default those that the process was started with."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -583,7 +583,7 @@ Global___LoadModelResponse: _TypeAlias = LoadModelResponse  # noqa: Y015
 
 @_typing.final
 class LoadModelProgress(_message.Message):
-    """Newest state of one stage; states that come faster than they are read are left out."""
+    """Newest state of one stage; states that come faster than they are read are skipped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -594,7 +594,7 @@ class LoadModelProgress(_message.Message):
     stage: _builtins.str
     """receive, load_weights, tune, warm_up."""
     done_bytes: _builtins.int
-    """0 in total: there is nothing to count."""
+    """A total of 0: there is nothing to count."""
     total_bytes: _builtins.int
     ended: _builtins.bool
     def __init__(
@@ -619,7 +619,7 @@ class UnloadModelRequest(_message.Message):
 
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
     grace_seconds: _builtins.float
-    """Seconds that live requests have to finish before they are aborted. Unset: BUSY while there are some."""
+    """Seconds for live requests to finish before they are aborted. Unset: BUSY while there are some."""
     def __init__(
         self,
         *,
@@ -643,7 +643,7 @@ class UnloadModelResponse(_message.Message):
     RESIDENT_BYTES_BEFORE_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_AFTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model that is gone."""
+    """The unloaded model."""
     resident_bytes_before: _builtins.int
     """Memory of the process (resident) before and after."""
     resident_bytes_after: _builtins.int

@@ -139,19 +139,19 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadModel(self, request_iterator, context):
-        """Loads a model into a process that has none (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
-        its files in the order of `start.upload.files`, if it has some. Progress comes back at once, and the model's facts at the end. The
-        call is the load: a caller that leaves before the end cancels it, and a load that fails leaves the process as it was.
+        """Loads a model into a process without one (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
+        its files, if any, in the order of `start.upload.files`. Progress comes back at once, and the model's facts at the end. The call is
+        the load: a caller that leaves before the end cancels it, and a failed load leaves the process as it was.
         FAILED_PRECONDITION: MODEL_ACCESS_OFF, MODEL_ROOT_OFF, MODEL_LOADED, LOAD_IN_PROGRESS (one at a time). INVALID_ARGUMENT,
-        MODEL_REFUSED: the files are no model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, each message is answered by progress; a
-        sender that waits for it (grpc.aio should: it loses the status of a call that ends while it writes) sees every refusal.
+        MODEL_REFUSED: the files are not a model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, progress answers each message; a
+        sender that waits for it sees every refusal (grpc.aio should wait: it loses the status of a call that ends while it writes).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadModel(self, request, context):
-        """Ends the model: live requests finish, weights and KV pool are freed, and another one can be loaded.
+        """Unloads the model: live requests finish, weights and KV pool are freed, and another model can be loaded.
         FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

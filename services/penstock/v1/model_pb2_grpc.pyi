@@ -47,15 +47,15 @@ class ModelServiceStub:
     FreeTensors: _grpc.UnaryUnaryMultiCallable[_graphs_pb2.FreeTensorsRequest, _graphs_pb2.FreeTensorsResponse]
     Sample: _grpc.UnaryUnaryMultiCallable[_graphs_pb2.SampleRequest, _graphs_pb2.SampleResponse]
     LoadModel: _grpc.StreamStreamMultiCallable[_model_pb2.LoadModelRequest, _model_pb2.LoadModelResponse]
-    """Loads a model into a process that has none (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
-    its files in the order of `start.upload.files`, if it has some. Progress comes back at once, and the model's facts at the end. The
-    call is the load: a caller that leaves before the end cancels it, and a load that fails leaves the process as it was.
+    """Loads a model into a process without one (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
+    its files, if any, in the order of `start.upload.files`. Progress comes back at once, and the model's facts at the end. The call is
+    the load: a caller that leaves before the end cancels it, and a failed load leaves the process as it was.
     FAILED_PRECONDITION: MODEL_ACCESS_OFF, MODEL_ROOT_OFF, MODEL_LOADED, LOAD_IN_PROGRESS (one at a time). INVALID_ARGUMENT,
-    MODEL_REFUSED: the files are no model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, each message is answered by progress; a
-    sender that waits for it (grpc.aio should: it loses the status of a call that ends while it writes) sees every refusal.
+    MODEL_REFUSED: the files are not a model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, progress answers each message; a
+    sender that waits for it sees every refusal (grpc.aio should wait: it loses the status of a call that ends while it writes).
     """
     UnloadModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.UnloadModelRequest, _model_pb2.UnloadModelResponse]
-    """Ends the model: live requests finish, weights and KV pool are freed, and another one can be loaded.
+    """Unloads the model: live requests finish, weights and KV pool are freed, and another model can be loaded.
     FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
     """
 
@@ -77,15 +77,15 @@ class ModelServiceAsyncStub(ModelServiceStub):
     FreeTensors: _aio.UnaryUnaryMultiCallable[_graphs_pb2.FreeTensorsRequest, _graphs_pb2.FreeTensorsResponse]  # type: ignore[assignment]
     Sample: _aio.UnaryUnaryMultiCallable[_graphs_pb2.SampleRequest, _graphs_pb2.SampleResponse]  # type: ignore[assignment]
     LoadModel: _aio.StreamStreamMultiCallable[_model_pb2.LoadModelRequest, _model_pb2.LoadModelResponse]  # type: ignore[assignment]
-    """Loads a model into a process that has none (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
-    its files in the order of `start.upload.files`, if it has some. Progress comes back at once, and the model's facts at the end. The
-    call is the load: a caller that leaves before the end cancels it, and a load that fails leaves the process as it was.
+    """Loads a model into a process without one (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
+    its files, if any, in the order of `start.upload.files`. Progress comes back at once, and the model's facts at the end. The call is
+    the load: a caller that leaves before the end cancels it, and a failed load leaves the process as it was.
     FAILED_PRECONDITION: MODEL_ACCESS_OFF, MODEL_ROOT_OFF, MODEL_LOADED, LOAD_IN_PROGRESS (one at a time). INVALID_ARGUMENT,
-    MODEL_REFUSED: the files are no model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, each message is answered by progress; a
-    sender that waits for it (grpc.aio should: it loses the status of a call that ends while it writes) sees every refusal.
+    MODEL_REFUSED: the files are not a model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, progress answers each message; a
+    sender that waits for it sees every refusal (grpc.aio should wait: it loses the status of a call that ends while it writes).
     """
     UnloadModel: _aio.UnaryUnaryMultiCallable[_model_pb2.UnloadModelRequest, _model_pb2.UnloadModelResponse]  # type: ignore[assignment]
-    """Ends the model: live requests finish, weights and KV pool are freed, and another one can be loaded.
+    """Unloads the model: live requests finish, weights and KV pool are freed, and another model can be loaded.
     FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
     """
 
@@ -152,12 +152,12 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_model_pb2.LoadModelRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_model_pb2.LoadModelResponse], _abc.AsyncIterator[_model_pb2.LoadModelResponse]]:
-        """Loads a model into a process that has none (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
-        its files in the order of `start.upload.files`, if it has some. Progress comes back at once, and the model's facts at the end. The
-        call is the load: a caller that leaves before the end cancels it, and a load that fails leaves the process as it was.
+        """Loads a model into a process without one (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
+        its files, if any, in the order of `start.upload.files`. Progress comes back at once, and the model's facts at the end. The call is
+        the load: a caller that leaves before the end cancels it, and a failed load leaves the process as it was.
         FAILED_PRECONDITION: MODEL_ACCESS_OFF, MODEL_ROOT_OFF, MODEL_LOADED, LOAD_IN_PROGRESS (one at a time). INVALID_ARGUMENT,
-        MODEL_REFUSED: the files are no model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, each message is answered by progress; a
-        sender that waits for it (grpc.aio should: it loses the status of a call that ends while it writes) sees every refusal.
+        MODEL_REFUSED: the files are not a model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, progress answers each message; a
+        sender that waits for it sees every refusal (grpc.aio should wait: it loses the status of a call that ends while it writes).
         """
 
     @_abc_1.abstractmethod
@@ -166,7 +166,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.UnloadModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.UnloadModelResponse, _abc.Awaitable[_model_pb2.UnloadModelResponse]]:
-        """Ends the model: live requests finish, weights and KV pool are freed, and another one can be loaded.
+        """Unloads the model: live requests finish, weights and KV pool are freed, and another model can be loaded.
         FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
         """
 

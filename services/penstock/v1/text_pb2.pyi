@@ -59,11 +59,11 @@ class GenerateTextRequest(_message.Message):
     session_id: _builtins.str
     """Requests of one session prefer one backend."""
     add_special_tokens: _builtins.bool
-    """Default true: as the tokenizer's own post-processor does it."""
+    """Default true, like the tokenizer's own post-processor."""
     parse_special_tokens: _builtins.bool
-    """A text that spells a control token becomes that token. Default: as the router is set up, which is false."""
+    """Encode a control token that is spelled out in text as that token. Default: the router's setting, which is false by default."""
     suffix: _builtins.str
-    """The answer is to stand between `text` and this, by the tokenizer's own tokens for that; empty: it stands at the end."""
+    """The answer stands between `text` and this, by the tokenizer's own fill-in-the-middle tokens; empty: it stands at the end."""
     inputs_embeds_before_ids: _builtins.bool
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
@@ -79,7 +79,7 @@ class GenerateTextRequest(_message.Message):
     def metadata(self) -> _struct_pb2.Struct: ...
     @_builtins.property
     def inputs_embeds(self) -> _common_pb2.Tensor:
-        """As in GenerateRequest. No prompt need be set with them."""
+        """As in GenerateRequest. They need no prompt."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class ChatRequest(_message.Message):
     request_id: _builtins.str
     session_id: _builtins.str
     parallel_tool_calls: _builtins.bool
-    """Default true. False: at most one call is returned, and a forced choice allows one only."""
+    """Default true. False: at most one call is returned, and a forced choice allows only one."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_tokenizer_pb2.Message]: ...
     @_builtins.property
@@ -223,7 +223,7 @@ Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
 
 @_typing.final
 class ToolChoice(_message.Message):
-    """A choice that is made for the model, enforced by a grammar: not together with a constraint."""
+    """A choice made for the model, enforced by a grammar: not together with a constraint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -235,7 +235,7 @@ class ToolChoice(_message.Message):
     function: _builtins.str
     """Calls of the tool of this name."""
     none: _builtins.bool
-    """Text only: calls are not taken apart (must be true)."""
+    """Text only: calls are not parsed (must be true)."""
     def __init__(
         self,
         *,
@@ -627,7 +627,7 @@ class DetectWatermarkTextResponse(_message.Message):
     def evidence(self) -> _generation_pb2.WatermarkEvidence: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids that were judged; positions of `evidence` refer to them."""
+        """The tested ids; positions of `evidence` refer to them."""
 
     def __init__(
         self,
@@ -843,7 +843,7 @@ class Model(_message.Message):
     vocab_size: _builtins.int
     tokenizer_fingerprint: _builtins.str
     backends: _builtins.int
-    """Ready backends; of an adapter those that have it."""
+    """Ready backends; for an adapter, those that have it."""
     def __init__(
         self,
         *,

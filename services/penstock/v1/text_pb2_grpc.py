@@ -131,7 +131,7 @@ class TextServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DetectWatermark(self, request, context):
-        """Judges whether a text was generated under a watermark.
+        """Tests a text for a watermark.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
@@ -140,21 +140,21 @@ class TextServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Encodes texts, as Generate does it.
+        """Encodes texts, as Generate does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Decodes runs of ids, each at once.
+        """Decodes runs of ids, each in one go.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenderChat(self, request, context):
-        """Renders a conversation into the prompt that Chat makes of it.
+        """Renders a conversation into the prompt that Chat would make of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

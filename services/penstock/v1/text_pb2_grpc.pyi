@@ -51,16 +51,16 @@ class TextServiceStub:
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     DetectWatermark: _grpc.UnaryUnaryMultiCallable[_text_pb2.DetectWatermarkTextRequest, _text_pb2.DetectWatermarkTextResponse]
-    """Judges whether a text was generated under a watermark.
+    """Tests a text for a watermark.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_text_pb2.TokenizeRequest, _text_pb2.TokenizeResponse]
-    """Encodes texts, as Generate does it."""
+    """Encodes texts, as Generate does."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_text_pb2.DetokenizeRequest, _text_pb2.DetokenizeResponse]
-    """Decodes runs of ids, each at once."""
+    """Decodes runs of ids, each in one go."""
     RenderChat: _grpc.UnaryUnaryMultiCallable[_text_pb2.RenderChatRequest, _text_pb2.RenderChatResponse]
-    """Renders a conversation into the prompt that Chat makes of it."""
+    """Renders a conversation into the prompt that Chat would make of it."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_text_pb2.ListModelsRequest, _text_pb2.ListModelsResponse]
     GetModel: _grpc.UnaryUnaryMultiCallable[_text_pb2.GetModelRequest, _text_pb2.GetModelResponse]
 
@@ -87,16 +87,16 @@ class TextServiceAsyncStub(TextServiceStub):
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     DetectWatermark: _aio.UnaryUnaryMultiCallable[_text_pb2.DetectWatermarkTextRequest, _text_pb2.DetectWatermarkTextResponse]  # type: ignore[assignment]
-    """Judges whether a text was generated under a watermark.
+    """Tests a text for a watermark.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_text_pb2.TokenizeRequest, _text_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Encodes texts, as Generate does it."""
+    """Encodes texts, as Generate does."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_text_pb2.DetokenizeRequest, _text_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Decodes runs of ids, each at once."""
+    """Decodes runs of ids, each in one go."""
     RenderChat: _aio.UnaryUnaryMultiCallable[_text_pb2.RenderChatRequest, _text_pb2.RenderChatResponse]  # type: ignore[assignment]
-    """Renders a conversation into the prompt that Chat makes of it."""
+    """Renders a conversation into the prompt that Chat would make of it."""
     ListModels: _aio.UnaryUnaryMultiCallable[_text_pb2.ListModelsRequest, _text_pb2.ListModelsResponse]  # type: ignore[assignment]
     GetModel: _aio.UnaryUnaryMultiCallable[_text_pb2.GetModelRequest, _text_pb2.GetModelResponse]  # type: ignore[assignment]
 
@@ -150,7 +150,7 @@ class TextServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _text_pb2.DetectWatermarkTextRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_text_pb2.DetectWatermarkTextResponse, _abc.Awaitable[_text_pb2.DetectWatermarkTextResponse]]:
-        """Judges whether a text was generated under a watermark.
+        """Tests a text for a watermark.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
@@ -161,7 +161,7 @@ class TextServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _text_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_text_pb2.TokenizeResponse, _abc.Awaitable[_text_pb2.TokenizeResponse]]:
-        """Encodes texts, as Generate does it."""
+        """Encodes texts, as Generate does."""
 
     @_abc_1.abstractmethod
     def Detokenize(
@@ -169,7 +169,7 @@ class TextServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _text_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_text_pb2.DetokenizeResponse, _abc.Awaitable[_text_pb2.DetokenizeResponse]]:
-        """Decodes runs of ids, each at once."""
+        """Decodes runs of ids, each in one go."""
 
     @_abc_1.abstractmethod
     def RenderChat(
@@ -177,7 +177,7 @@ class TextServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _text_pb2.RenderChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_text_pb2.RenderChatResponse, _abc.Awaitable[_text_pb2.RenderChatResponse]]:
-        """Renders a conversation into the prompt that Chat makes of it."""
+        """Renders a conversation into the prompt that Chat would make of it."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -68,17 +68,17 @@ class _DecodeTableKind:
 class _DecodeTableKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DecodeTableKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DECODE_TABLE_KIND_UNSPECIFIED: _DecodeTableKind.ValueType  # 0
-    """This tokenizer's decoder is no table: use DecodeStream."""
+    """This tokenizer's decoder is not a table: use DecodeStream."""
     DECODE_TABLE_KIND_BYTE_LEVEL: _DecodeTableKind.ValueType  # 1
     """All bytes are one UTF-8 text; invalid bytes become U+FFFD (maximal subparts, Unicode 3.9)."""
     DECODE_TABLE_KIND_BYTE_FALLBACK: _DecodeTableKind.ValueType  # 2
     """A run of ids in lone_byte_ids is one UTF-8 text, or as many U+FFFD as it has bytes; all others are text."""
 
 class DecodeTableKind(_DecodeTableKind, metaclass=_DecodeTableKindEnumTypeWrapper):
-    """The rule by which bytes of a table's ids become text."""
+    """The rule that turns the bytes of a table's ids into text."""
 
 DECODE_TABLE_KIND_UNSPECIFIED: DecodeTableKind.ValueType  # 0
-"""This tokenizer's decoder is no table: use DecodeStream."""
+"""This tokenizer's decoder is not a table: use DecodeStream."""
 DECODE_TABLE_KIND_BYTE_LEVEL: DecodeTableKind.ValueType  # 1
 """All bytes are one UTF-8 text; invalid bytes become U+FFFD (maximal subparts, Unicode 3.9)."""
 DECODE_TABLE_KIND_BYTE_FALLBACK: DecodeTableKind.ValueType  # 2
@@ -111,7 +111,7 @@ class EncodeRequest(_message.Message):
     padding_side: Global___Side.ValueType
     return_offsets: _builtins.bool
     parse_special_tokens: _builtins.bool
-    """Encode text that spells a control token as that token. Default true, as in transformers; the router sends
+    """Encode a control token that is spelled out in text as that token. Default true, as in transformers; the router sends
     false for user text unless the operator allows it.
     """
     @_builtins.property
@@ -197,7 +197,7 @@ class Encoding(_message.Message):
 
     @_builtins.property
     def spelled_control_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """With parse_special_tokens false: control tokens that the text spells and that stay text, a few at most."""
+        """With parse_special_tokens false: the first few control tokens that the text spells out and that stay text."""
 
     def __init__(
         self,
@@ -248,9 +248,9 @@ class DecodeRequest(_message.Message):
     skip_special_tokens: _builtins.bool
     """Default true."""
     without_open_end: _builtins.bool
-    """Leave out a character that a sequence begins at its end and does not complete; else it is U+FFFD."""
+    """Leave out an incomplete character at the end of a sequence; else it is U+FFFD."""
     with_pieces: _builtins.bool
-    """Answer with pieces, too. Each sequence is one id."""
+    """Also answer with pieces. Each sequence is one id."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]: ...
     def __init__(
@@ -351,7 +351,7 @@ class Message(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """In place of content: texts, which are joined."""
+        """Texts to join, in place of content."""
 
     def __init__(
         self,
@@ -374,7 +374,7 @@ Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
 class ContentPart(_message.Message):
-    """A part of a message's content. Parts that are no text are refused by name."""
+    """A part of a message's content. Parts other than text are refused by name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -664,20 +664,20 @@ class DecodeStreamOpen(_message.Message):
     prefix_is_cut: _builtins.bool
     """prefix_token_ids are the end of a longer context, and may begin inside a character."""
     return_open_end: _builtins.bool
-    """A character that prefix_token_ids begin at their end and do not complete is part of the text, also as U+FFFD. Else
-    it is only where token_ids complete it.
+    """An incomplete character at the end of prefix_token_ids is part of the text, even as U+FFFD. Else it is part of the text
+    only if token_ids complete it.
     """
     @_builtins.property
     def kept_special_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Special tokens that stay in the text where others are skipped: markers of tool calls and reasoning."""
+        """Special tokens that stay in the text when others are skipped: markers of tool calls and reasoning."""
 
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Text that may be the beginning of one of these is held back."""
+        """Text that may be the start of one of these is held back."""
 
     @_builtins.property
     def prefix_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids just before the first token_ids, such as a prompt: the text is what token_ids add to theirs."""
+        """Ids just before the first token_ids, such as a prompt: the text is the addition of token_ids to theirs."""
 
     @_builtins.property
     def resumed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -685,7 +685,7 @@ class DecodeStreamOpen(_message.Message):
 
     @_builtins.property
     def thought(self) -> _common_pb2.Thought:
-        """Text of it passes the stop strings. Unset: there is none."""
+        """Stop strings do not apply to its text. Unset: there is none."""
 
     def __init__(
         self,
@@ -806,15 +806,15 @@ class GetDecodeTableResponse(_message.Message):
     LONE_BYTE_IDS_FIELD_NUMBER: _builtins.int
     kind: Global___DecodeTableKind.ValueType
     strip: _builtins.str
-    """Dropped from the beginning of the whole text, strip_count times at most."""
+    """Dropped from the start of the whole text, at most strip_count times."""
     strip_count: _builtins.int
     @_builtins.property
     def special_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids that contribute nothing with skip_special_tokens."""
+        """Ids that contribute nothing under skip_special_tokens."""
 
     @_builtins.property
     def pieces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Bytes that ids contribute, in order of ids; those of a part follow those of the part before."""
+        """Bytes that ids contribute, in order of ids; each part continues the previous one."""
 
     @_builtins.property
     def lone_byte_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -890,11 +890,11 @@ class GetTokenizerResponse(_message.Message):
     """Lower-case hex sha256 over the tokenizer alone; a model's is compared with it."""
     model_max_length: _builtins.int
     tool_template: _builtins.str
-    """The chat template of requests with tools, where it is not the default one."""
+    """The chat template for requests with tools, if it is not the default one."""
     response_template: _builtins.str
     """transformers' response_template as JSON text; empty when the model has none."""
     hides_tools: _builtins.bool
-    """The template, rendered with tools and without, is the same: models are not told of tools."""
+    """The template renders the same with and without tools: models do not see tools."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

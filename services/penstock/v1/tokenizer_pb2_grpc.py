@@ -84,7 +84,7 @@ class TokenizerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request, context):
-        """Decodes a batch of id lists, each at once.
+        """Decodes a batch of id lists, each in one go.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,7 +105,7 @@ class TokenizerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetDecodeTable(self, request, context):
-        """The decoder as a table, in parts, for callers that turn ids into text themselves.
+        """The decoder as a table, in parts, for callers that decode ids themselves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,13 +36,13 @@ class TokenizerServiceStub:
     Encode: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeRequest, _tokenizer_pb2.EncodeResponse]
     """Encodes a batch of texts."""
     Decode: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.DecodeRequest, _tokenizer_pb2.DecodeResponse]
-    """Decodes a batch of id lists, each at once."""
+    """Decodes a batch of id lists, each in one go."""
     ApplyChatTemplate: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.ApplyChatTemplateRequest, _tokenizer_pb2.ApplyChatTemplateResponse]
     """Renders messages and encodes the result in one hop."""
     DecodeStream: _grpc.StreamStreamMultiCallable[_tokenizer_pb2.DecodeStreamRequest, _tokenizer_pb2.DecodeStreamResponse]
     """Incremental detokenisation of many sequences on one stream. One response per request message, in order."""
     GetDecodeTable: _grpc.UnaryStreamMultiCallable[_tokenizer_pb2.GetDecodeTableRequest, _tokenizer_pb2.GetDecodeTableResponse]
-    """The decoder as a table, in parts, for callers that turn ids into text themselves."""
+    """The decoder as a table, in parts, for callers that decode ids themselves."""
     GetTokenizer: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerRequest, _tokenizer_pb2.GetTokenizerResponse]
     """Facts about this tokenizer."""
 
@@ -54,13 +54,13 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
     Encode: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeRequest, _tokenizer_pb2.EncodeResponse]  # type: ignore[assignment]
     """Encodes a batch of texts."""
     Decode: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.DecodeRequest, _tokenizer_pb2.DecodeResponse]  # type: ignore[assignment]
-    """Decodes a batch of id lists, each at once."""
+    """Decodes a batch of id lists, each in one go."""
     ApplyChatTemplate: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.ApplyChatTemplateRequest, _tokenizer_pb2.ApplyChatTemplateResponse]  # type: ignore[assignment]
     """Renders messages and encodes the result in one hop."""
     DecodeStream: _aio.StreamStreamMultiCallable[_tokenizer_pb2.DecodeStreamRequest, _tokenizer_pb2.DecodeStreamResponse]  # type: ignore[assignment]
     """Incremental detokenisation of many sequences on one stream. One response per request message, in order."""
     GetDecodeTable: _aio.UnaryStreamMultiCallable[_tokenizer_pb2.GetDecodeTableRequest, _tokenizer_pb2.GetDecodeTableResponse]  # type: ignore[assignment]
-    """The decoder as a table, in parts, for callers that turn ids into text themselves."""
+    """The decoder as a table, in parts, for callers that decode ids themselves."""
     GetTokenizer: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerRequest, _tokenizer_pb2.GetTokenizerResponse]  # type: ignore[assignment]
     """Facts about this tokenizer."""
 
@@ -81,7 +81,7 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tokenizer_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.DecodeResponse, _abc.Awaitable[_tokenizer_pb2.DecodeResponse]]:
-        """Decodes a batch of id lists, each at once."""
+        """Decodes a batch of id lists, each in one go."""
 
     @_abc_1.abstractmethod
     def ApplyChatTemplate(
@@ -105,7 +105,7 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tokenizer_pb2.GetDecodeTableRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_tokenizer_pb2.GetDecodeTableResponse], _abc.AsyncIterator[_tokenizer_pb2.GetDecodeTableResponse]]:
-        """The decoder as a table, in parts, for callers that turn ids into text themselves."""
+        """The decoder as a table, in parts, for callers that decode ids themselves."""
 
     @_abc_1.abstractmethod
     def GetTokenizer(
