@@ -1,7 +1,7 @@
-"""Files of the wheel penstock-client that live elsewhere in the repository: stubs, what they share with errors, protos.
+"""Files of the wheel penstock-client from other places in the repository: stubs, modules shared with them, protos.
 
-The wheel `penstock` has none of these and depends on this one, so that every file has one owner. The client alone has
-no `penstock/__init__.py`: `penstock` is a namespace package there.
+The wheel `penstock` has none of these and depends on this one, so every file has one owner. In the client alone there
+is no `penstock/__init__.py`: `penstock` is a namespace package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-# Modules of the services that the client stands on: path below `services` and in the wheel.
+# Modules of the services that the client needs: path below `services` and in the wheel.
 SHARED = (
     "penstock/v1",
     "penstock/common/environment.py",
@@ -31,14 +31,14 @@ PROTOS = {
 
 
 class SharedFiles(BuildHookInterface[Any]):
-    """Adds the files, from the repository or from a source distribution, which has them where the wheel has."""
+    """Adds the files, from the repository or from a source distribution, where they lie as in the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Name them to the builder, but for an editable install, which finds them by path."""
+        """Name them to the builder, except for an editable install, which finds them by path."""
         if version == "editable":
             return
         if not (REPOSITORY / "services" / SHARED[0]).is_dir():
-            # A source distribution: the protos are in the package's own folder there.
+            # In a source distribution the protos are in the package's own folder.
             build_data["force_include"].update({str(HERE / path): path for path in SHARED})
             return
         for here, there in {**{f"services/{path}": path for path in SHARED}, **PROTOS}.items():

@@ -1,4 +1,4 @@
-"""Connections of both kinds, and the reading of a stream from them: all that the two clients do not share.
+"""Connections of both kinds, and reading a stream from them: everything that the two clients do not share.
 
 `_sync.py` is made from `_async.py`, so both classes here have the same methods.
 """
@@ -25,7 +25,7 @@ from penstock_client.config import ClientConfig
 END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
-# Details of the status that grpc.aio makes up where a call ends while it writes.
+# Details of the status that grpc.aio invents when a call ends while it writes.
 _MADE_UP = "Internal error from Core"
 
 
@@ -91,8 +91,8 @@ class Events:
 
 
 class AsyncExchange:
-    """A call with messages both ways. Errors have the call's own status, whatever it did when it ended: grpc.aio puts
-    one of its own before that or over it."""
+    """A call with messages both ways. Errors have the call's own status, which grpc.aio may precede or replace with its
+    own if the call ends during an operation."""
 
     def __init__(self, method: Any, **options: Any) -> None:
         """Begin the call; `options` are gRPC's."""
@@ -102,15 +102,15 @@ class AsyncExchange:
         self._call.add_done_callback(self._note_status)
 
     async def send(self, message: Any) -> None:
-        """Send a message; one that comes after the end is dropped. Raises grpc.RpcError for a bad end."""
+        """Send a message; after the end it is dropped. Raises grpc.RpcError for a failed call."""
         try:
             await self._call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             await self._raise_error()
 
     async def end(self) -> None:
-        """Tell that no message follows."""
-        # The call is over: `read` tells how.
+        """Signal that no message follows."""
+        # The call is over: `read` has its status.
         with contextlib.suppress(grpc.aio.InternalError):
             await self._call.done_writing()
 
@@ -131,7 +131,7 @@ class AsyncExchange:
             raise error
 
     def _note_status(self, call: Any) -> None:
-        """Keep a status; called for each one that the call gets."""
+        """Keep a status; called for each status of the call."""
         details = _value(call.details())
         if self._error.done() or details == _MADE_UP:
             return
@@ -143,7 +143,7 @@ class AsyncExchange:
 
 
 def _value(known: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that does not wait."""
+    """Return the result of a coroutine that never waits."""
     try:
         known.send(None)
     except StopIteration as done:
@@ -153,7 +153,7 @@ def _value(known: Coroutine[Any, Any, Any]) -> Any:
 
 
 class AsyncChannel:
-    """A connection that is used from one event loop."""
+    """A connection for one event loop."""
 
     def __init__(self, address: str, config: ClientConfig, channel: Any = None) -> None:
         """Open it, or use a `channel` that another closes. Raises ValueError and OSError for the files of
@@ -277,7 +277,7 @@ class Channel:
         def answer(request: Any) -> Any:
             with open_stream(request) as stream:
                 streams.add(stream)
-                # It may have opened after the streams were closed.
+                # It may have been opened after the streams were closed.
                 if is_over.is_set():
                     return None
                 try:
@@ -291,7 +291,7 @@ class Channel:
         try:
             return list(pool.map(answer, requests))
         except BaseException:
-            # An interrupted caller must not wait for answers that nobody reads.
+            # An interrupted caller must not wait for unread answers.
             is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for stream in tuple(streams):

@@ -1,4 +1,4 @@
-"""Conversion of transformers' Python values of options to messages, by their forms, and of structured output to a
+"""Conversion of options from transformers' Python values to messages, by their forms, and of structured output to a
 Constraint."""
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SCHEDULES = {
 
 
 def set_option(message: Any, name: str, form: str, value: Any) -> None:
-    """Set field `name` of GenerationConfig, StopConfig or OutputConfig to transformers' `value` for it.
+    """Set field `name` of GenerationConfig, StopConfig or OutputConfig from transformers' `value`.
 
-    `form` is that of the option table. Raises TypeError, ValueError or AttributeError.
+    `form` is the option table's. Raises TypeError, ValueError or AttributeError.
     """
     _SETTERS[form](message, name, value)
 
 
 def set_constraint(constraint: config_pb2.Constraint, options: Mapping[str, Any]) -> None:
-    """Set the one kind of structured output that `options` ask for. Raises ValueError for two of them."""
+    """Set the kind of structured output that `options` ask for. Raises ValueError for two kinds."""
     asked = [name for name in CONSTRAINTS if options.get(name) is not None]
     if len(asked) > 1:
         raise ValueError(f"options {asked[0]!r} and {asked[1]!r} do not go together")
@@ -64,7 +64,7 @@ def token_ids(ids: Ids) -> common_pb2.TokenIds:
 
 
 def _not_empty(value: Any) -> Any:
-    """Refuse an empty list, as transformers does here; on the wire it would be as good as unset."""
+    """Refuse an empty list, as transformers does; on the wire it would look unset."""
     if len(value) == 0:
         raise WrongValue("must not be empty")
     return value
@@ -76,7 +76,7 @@ def _word(words: Words) -> config_pb2.WordAlternatives:
 
 
 def _constraint(words: Any) -> config_pb2.DecodingConstraint:
-    """Convert a phrase, alternatives, or an object that has them as `token_ids`, like transformers' constraints."""
+    """Convert a phrase, alternatives, or an object with them as `token_ids`, like transformers' constraints."""
     word = _word(getattr(words, "token_ids", words))
     if len(word.alternatives) == 1:
         return config_pb2.DecodingConstraint(phrasal=word.alternatives[0])
@@ -138,12 +138,12 @@ def _set_ids(config: Any, name: str, value: int | Ids) -> None:
 
 
 def has_runs(value: Any) -> bool:
-    """True for end-of-sequence ids of which some are runs of several ids."""
+    """True for end-of-sequence ids with runs of several ids among them."""
     return isinstance(value, Sequence) and any(isinstance(entry, list | tuple) for entry in value)
 
 
 def set_ends(config: Any, stop: Any, value: Sequence[int | Ids]) -> None:
-    """Set end-of-sequence ids, and runs of ids that end a sequence as they do; the model's own count no more."""
+    """Set end-of-sequence ids, and runs of ids that also end a sequence, in place of the model's own."""
     runs: list[list[Any]] = [list(entry) if isinstance(entry, list | tuple) else [entry] for entry in value]
     singles = [run[0] for run in runs if len(run) == 1]
     for run in runs:

@@ -50,16 +50,16 @@ __all__ = [
     "truncated_stream",
 ]
 
-# What gRPC says where a server takes a connection and ends it before it has said a word.
+# gRPC's texts when a server accepts a connection and closes it without a word.
 _NO_CONNECTION, _HUNG_UP = "failed to connect to all addresses", "Socket closed"
-# What it says of a way on which no server has answered, a proxy's refusal among them.
+# gRPC's texts when no server was reached, a proxy's refusal among them.
 _UNREACHED = (_NO_CONNECTION, "DNS resolution failed", "HTTP proxy", _HUNG_UP)
-_TLS_HINT = "a server with TLS does so to clients without, or without their certificate: see ClientConfig.tls"
+_TLS_HINT = "a server with TLS closes connections without TLS or a client certificate: see ClientConfig.tls"
 
 
 def stream_error(error: grpc.RpcError, last_seq: int | None, through: str = "") -> PenstockError:
     """Return the error of a broken stream: Unavailable when it was lost before anything arrived, Aborted after a
-    delta. `through`: words of the proxy on the way, for an error without an answer."""
+    delta. `through`: text about the proxy on the way, for an error without an answer."""
     mapped = from_rpc_error(error)
     if isinstance(mapped, Unavailable):
         if last_seq is not None:

@@ -1,4 +1,4 @@
-"""LoadModel and UnloadModel: requests made of a folder or a path, and answers made into plain values."""
+"""LoadModel and UnloadModel: requests from a folder or a path, and answers as plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock_client._exceptions import Internal
 
 # gRPC's own limit on a message is 4 MiB.
 CHUNK_BYTES = 2 << 20
-# Before fields of a load's first message, which is no argument of anybody.
+# Prefix of fields in a load's first message, which is not an argument of the caller.
 _START = "start."
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TEXTS = (
@@ -36,7 +36,7 @@ TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """State of one stage of a load: receive, load_weights, tune, warm_up. 0 in total: there is nothing to count."""
+    """State of one stage of a load: receive, load_weights, tune, warm_up. A total of 0: there is nothing to count."""
 
     stage: str
     done_bytes: int
@@ -46,7 +46,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """A model that is gone, and the memory (resident) of its process before and after."""
+    """An unloaded model, and the memory (resident) of its process before and after."""
 
     name: str
     resident_bytes_before: int
@@ -56,7 +56,7 @@ class UnloadedModel:
 def load_requests(
     folder: Path | str | None, path: str | None, name: str, options: Mapping[str, Any] | None
 ) -> Iterator[model_pb2.LoadModelRequest]:
-    """Return the messages of a load: the start, and the bytes of the folder's files as they are asked for.
+    """Return the messages of a load: the start, and the bytes of the folder's files on demand.
 
     Raises ValueError unless exactly one of `folder` and `path` is given, and for an unknown option; OSError.
     """
@@ -76,7 +76,7 @@ def load_requests(
 
 @contextmanager
 def naming_path() -> Iterator[None]:
-    """Name the argument in errors about the message's `start`: path for start.path."""
+    """Name the caller's argument in errors about the message's `start`: path for start.path."""
     try:
         yield
     except PenstockError as error:
@@ -102,23 +102,23 @@ def model_files(folder: Path) -> list[Path]:
 
 
 class LoadState:
-    """State of a load: what was sent, and what the server has answered to it."""
+    """State of a load: the messages sent, and the server's answers."""
 
     def __init__(self, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
         self._on_progress = on_progress
         self._info: model_pb2.GetModelInfoResponse | None = None
         self._sent_bytes = 0
-        # True until the server has answered the message that was sent last.
+        # True until the server has answered the last message.
         self.waits = False
         self.is_over = False
 
     def sent(self, request: model_pb2.LoadModelRequest) -> None:
-        """Note a message; those of an upload are answered by progress."""
+        """Note a message; progress answers those of an upload."""
         self._sent_bytes += len(request.chunk.data)
         self.waits = request.HasField("chunk") or request.start.HasField("upload")
 
     def take(self, answer: Any, end: Any) -> None:
-        """Take an answer; `end` is the one behind the last."""
+        """Take an answer; `end` follows the last one."""
         if answer is end:
             self.is_over, self.waits = True, False
         elif answer.HasField("info"):

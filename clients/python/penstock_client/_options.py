@@ -1,4 +1,4 @@
-"""Keyword options of a call, and the request messages made of them."""
+"""Keyword options of a call, and the request messages made from them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from penstock_client._wrong_values import WrongType, expected, found, naming, na
 
 
 class GenerationOptions(OptionKeywords, total=False):
-    """Options of one request. Names, meanings and types are transformers' GenerationConfig's where it has them.
+    """Options of one request. Names, meanings and types are those of transformers' GenerationConfig, if it has them.
 
-    An option that is left out, or None, is the server's: the model's generation_config.json, then Penstock's defaults.
+    The server decides an option that is left out or None: the model's generation_config.json, then Penstock's defaults.
     docs/reference/options.md describes every option. An unknown one raises TypeError.
     """
 
     # Fields of GenerationConfig that are not given as keywords.
     config: config_pb2.GenerationConfig
-    # Structured output: one of these. A schema is a JSON text or what json.dumps makes one of.
+    # Structured output: one of these. A schema is a JSON text, or a value for json.dumps.
     json_schema: str | bool | Mapping[str, Any]
     json_object: bool
     regex: str
@@ -50,7 +50,7 @@ class GenerationOptions(OptionKeywords, total=False):
     # Not with a conversation. Embeddings in place of the prompt's ids, (tokens, hidden size): a torch tensor, a numpy
     # array, or rows of numbers. The prompt is then left out, or the ids that penalties and the like take for it.
     inputs_embeds: Any
-    # With inputs_embeds. True: they come before the prompt, which the model reads as well.
+    # With inputs_embeds. True: they precede the prompt, which the model also reads.
     inputs_embeds_before_ids: bool
     # Of a conversation alone. True, or left out: the prompt ends where an answer begins. False: the last message goes
     # on.
@@ -77,10 +77,10 @@ _REQUEST = {"model", "adapter", "request_id", "session_id", "priority", "cache_s
 _COMPLETION = {"add_special_tokens", "parse_special_tokens", "suffix", "inputs_embeds", "inputs_embeds_before_ids"}
 _CHAT = {"add_generation_prompt", "continue_final_message"}
 
-# Frames between a warning and somebody's call, about.
+# Approximate number of frames between a warning and the user's call.
 _CALLER = 4
 _LEAST_SEED = -(1 << 63)
-# Types of OpenAI's content parts: those that are text, and those that are named as what is not.
+# Types of OpenAI's content parts: text, and the others, which errors name.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "input_file")
 
@@ -109,7 +109,7 @@ def _apply(request: TextRequest, options: Mapping[str, Any]) -> None:
 
 
 def _expected(request: TextRequest, name: str) -> str:
-    """Return what an option takes."""
+    """Return an option's value in the form for the message."""
     for message, table in ((request.config, CONFIG), (request.stop, STOP), (request.output, OUTPUT)):
         if name in table:
             return expected(message, name, "stop_ids" if name == "eos_token_id" else table[name])
@@ -118,7 +118,7 @@ def _expected(request: TextRequest, name: str) -> str:
 
 def _set(request: TextRequest, name: str, value: Any) -> None:
     if name == "seed" and isinstance(value, int) and _LEAST_SEED <= value < 0:
-        # OpenAI's are signed. Half of the range has no number of its own: -1 is the same seed as 2**63 - 1.
+        # OpenAI's seeds are signed. They map onto half the range: -1 is the same seed as 2**63 - 1.
         value -= _LEAST_SEED
     if name == "eos_token_id" and has_runs(value):
         set_ends(request.config, request.stop, value)
@@ -171,7 +171,7 @@ def is_conversation(prompt: Any) -> bool:
 
 
 def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) -> text_pb2.GenerateTextRequest:
-    """Return a GenerateTextRequest for text or token ids; an empty text beside `inputs_embeds` is none."""
+    """Return a GenerateTextRequest for text or token ids; an empty text with `inputs_embeds` means no text."""
     request = text_pb2.GenerateTextRequest()
     if not hasattr(prompt, "__len__"):
         raise TypeError(f"prompt: must be a text, a list of ids or a list of messages, found {found(prompt)}")
@@ -239,7 +239,7 @@ def _add_tool(request: text_pb2.ChatRequest, tool: Any, where: str, structs: Str
         raise InvalidArgument(f"{where}.name", "must be a text")
     for name in ("name", "description"):
         _set_text(made, name, function.get(name), where)
-    # Set, if empty: a template is told of a tool without parameters.
+    # Set even if empty: a template then sees a tool without parameters.
     made.parameters.SetInParent()
     structs.set(made.parameters, function.get("parameters", {}), f"{where}.parameters")
 
@@ -254,7 +254,7 @@ def _set_text(message: Any, name: str, value: Any, where: str) -> None:
     """Set a field that holds text; None leaves it empty. Raises InvalidArgument naming it."""
     try:
         setattr(message, name, value or "")
-    # Not the words of these: they may repeat the value.
+    # Not their own texts, which may repeat the value.
     except (TypeError, ValueError):
         raise InvalidArgument(f"{where}.{name}", "must be a text") from None
 
@@ -284,14 +284,14 @@ def render_request(
     chat_template_kwargs: Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> text_pb2.RenderChatRequest:
-    """Return a RenderChatRequest: the fields that it shares with ChatRequest, made in the same way."""
+    """Return a RenderChatRequest: the fields shared with ChatRequest, made in the same way."""
     chat = chat_request(messages, tools, documents, chat_template_kwargs, options)
     return text_pb2.RenderChatRequest(**{field.name: value for field, value in chat.ListFields()})
 
 
 def _message(message: Mapping[str, Any], where: str) -> tokenizer_pb2.Message:
     """Return a Message from an OpenAI-like mapping. Raises ValueError for an unknown key, InvalidArgument naming
-    `where` for a content that is no text."""
+    `where` for a content that is not text."""
     made = tokenizer_pb2.Message()
     for key, value in _object(message, where).items():
         if key == "tool_calls":

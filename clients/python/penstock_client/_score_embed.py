@@ -1,4 +1,4 @@
-"""Score, Embed and DetectWatermark: requests made of plain values, and answers made into them."""
+"""Score, Embed and DetectWatermark: requests from plain values, and answers as plain values."""
 
 from __future__ import annotations
 

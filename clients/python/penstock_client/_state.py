@@ -28,7 +28,7 @@ class StreamState:
     """Folds events into choices and checks the protocol: gapless seq, Finished exactly once and last."""
 
     def __init__(self, retry: RetryConfig, timeout: float | None = None, through: str = "") -> None:
-        """Begin empty; `timeout` in seconds is for all tries together. `through`: words of the proxy on the way."""
+        """Begin empty; `timeout` in seconds is for all tries together. `through`: text about the proxy on the way."""
         self._through = through
         self.started: generation_pb2.Started | None = None
         self.finished: generation_pb2.Finished | None = None
@@ -66,7 +66,7 @@ class StreamState:
             reasoning = proto.reasoning
             if proto.tool_calls:
                 calls = tuple(ToolCall(c.index, c.id, c.name, c.arguments) for c in proto.tool_calls)
-        # Most have text alone, and there is one for every token.
+        # Most have only text, and there is one for every token.
         ids: Any = proto.token_ids
         logprobs: Any = proto.logprobs
         tensors: Any = proto.tensors
@@ -124,7 +124,7 @@ class StreamState:
         return Completion(tuple(self.choices[i] for i in sorted(self.choices)), self.started, self.finished)
 
     def retry_delay(self, error: grpc.RpcError) -> float:
-        """Return the seconds to wait before another try; raise the mapped error when there is to be none."""
+        """Return the seconds to wait before another try; raise the mapped error if there must be none."""
         mapped: PenstockError = stream_error(error, self.last_seq, self._through)
         if not isinstance(mapped, Unavailable) or self.started or self._attempts >= self._retry.max_attempts:
             raise mapped from error

@@ -1,4 +1,4 @@
-"""JSON objects of a request as google.protobuf.Struct, within the depth that every protobuf reader takes."""
+"""JSON objects of a request as google.protobuf.Struct, within the depth that every protobuf parser accepts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from google.protobuf import struct_pb2
 from penstock.common.errors import InvalidArgument
 
-# An object within an object takes three levels of a message, and readers refuse a message of more than a hundred.
+# A nested object takes three levels of a message, and parsers refuse a message with more than a hundred.
 MOST_DEPTH = 32
-# Values of all objects of a request, names not counted: each takes microseconds here, and again at the server.
+# Values of all objects of a request, without names: each takes microseconds here, and again at the server.
 MOST_VALUES = 1 << 14
 
 
 class Structs:
-    """Writer of the objects of one request, which have one bound together."""
+    """Writer of the objects of one request, which share one limit."""
 
     def __init__(self) -> None:
         """Make it for a new request."""
@@ -28,12 +28,12 @@ class Structs:
         self._count(value, MOST_DEPTH, where)
         try:
             struct.update(value)
-        # Their words may repeat the value.
+        # Their texts may repeat the value.
         except (TypeError, ValueError, OverflowError, AttributeError):
             raise InvalidArgument(where, "has a value that is not JSON's, or out of range") from None
 
     def _count(self, value: Any, deeper: int, where: str) -> None:
-        """Count a value and those within it; `deeper` levels may be."""
+        """Count a value and those in it; `deeper` further levels are allowed."""
         if not isinstance(value, Mapping | list | tuple):
             return
         if not deeper:

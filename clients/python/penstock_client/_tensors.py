@@ -1,4 +1,4 @@
-"""Tensors of output positions as plain values, and tensors of requests from anyone's, without numpy or torch."""
+"""Tensors of output positions as plain values, and tensors of requests from any library, without numpy or torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _FLOATS = {
     "float16": common_pb2.D_TYPE_FLOAT16,
     "bfloat16": common_pb2.D_TYPE_BFLOAT16,
 }
-# Size of an element -> the code of an unsigned number of as many bytes.
+# Size of an element -> the code of an unsigned number of the same size.
 _UNSIGNED = {4: "I", 2: "H"}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Row-major values. `numpy.asarray(tensor.values)` and `torch.frombuffer(...)` take `values` as they are."""
+    """Row-major values. `numpy.asarray(tensor.values)` and `torch.frombuffer(...)` accept `values` directly."""
 
     shape: tuple[int, ...]
     # A buffer of the shape; `values[i, j]` and `values.tolist()` work.
@@ -58,15 +58,15 @@ def step_tensors(message: common_pb2.StepTensors) -> StepTensors:
 
 
 def score_of(tensors: StepTensors, token_id: int, *, normalize: bool) -> float:
-    """Return a token's score in one step; `normalize`: its log-probability. Raises ValueError where it is not known."""
+    """Return a token's score in one step; `normalize`: its log-probability. Raises ValueError if it is unknown."""
     if tensors.scores is None:
-        raise ValueError("the scores of a token are not there: ask with output_scores=True")
+        raise ValueError("a token has no scores: set output_scores=True")
     scores = tensors.scores.values.tolist()
     if tensors.score_ids is None:
         place = token_id
     else:
         if normalize:
-            raise ValueError("all scores are needed to normalise them: ask without scores_top_k")
+            raise ValueError("all scores are needed to normalize them: leave out scores_top_k")
         ids = tensors.score_ids.values.tolist()
         if token_id not in ids:
             raise ValueError("the token is not among the scores_top_k highest")
@@ -89,15 +89,15 @@ def _tensor(message: common_pb2.Tensor) -> Tensor:
         values.byteswap()
     shape = tuple(message.shape)
     if prod(shape) != len(values):
-        raise ValueError("a tensor whose shape is not that of its data")
+        raise ValueError("a tensor with a shape that does not fit its data")
     flat = memoryview(values)
     return Tensor(shape, flat.cast("B").cast(code, list(shape)) if shape and len(values) else flat)
 
 
 def set_rows(message: common_pb2.Tensor, values: Any) -> None:
-    """Fill in a tensor (rows, columns) of a torch tensor, a numpy array, rows of numbers, or another message.
+    """Fill in a tensor (rows, columns) from a torch tensor, a numpy array, rows of numbers, or another message.
 
-    A first dimension of 1 more is left out, and float64 becomes float32. Raises TypeError for values that are no
+    An additional first dimension of 1 is dropped, and float64 becomes float32. Raises TypeError for values other than
     floating-point numbers, ValueError for another shape.
     """
     if isinstance(values, common_pb2.Tensor):
@@ -120,7 +120,7 @@ def _from_torch(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
         tensor = tensor.float()
     tensor = tensor.detach().cpu().contiguous()
     item = tensor.element_size()
-    # numpy, which torch would go by, has no bfloat16.
+    # torch would convert through numpy, which has no bfloat16.
     data = ctypes.string_at(tensor.data_ptr(), tensor.numel() * item)
     return _name(tensor), tuple(tensor.shape), _little_endian(data, item)
 

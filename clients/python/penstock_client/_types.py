@@ -13,7 +13,7 @@ from penstock_client._tensors import StepTensors, score_of
 
 
 def _own_fields(kind: type[Any]) -> list[str]:
-    """Names of the fields that a message of the same names fills."""
+    """Names of the fields that come from the message's fields of the same names."""
     return [each.name for each in fields(kind) if each.name != "proto"]
 
 
@@ -54,7 +54,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds spent in each stage of a request; None for one that did not run. `str()` is a line for people."""
+    """Seconds spent in each stage of a request; None for a stage that did not run. `str()` is a line for people."""
 
     template_seconds: float | None
     tokenize_seconds: float | None
@@ -95,7 +95,7 @@ class LogprobEntry:
     logprob: float
     rank: int
     top: tuple[LogprobEntry, ...] = ()
-    # The token's bytes where they are parts of characters, which `text` shows as U+FFFD; else empty.
+    # The token's bytes if they are parts of characters, which `text` shows as U+FFFD; else empty.
     raw: bytes = b""
 
     @property
@@ -106,7 +106,7 @@ class LogprobEntry:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A piece of (in a Delta) or a whole (in a Choice) call of a function; `arguments` is JSON text."""
+    """A piece of a function call (in a Delta) or a complete one (in a Choice); `arguments` is JSON text."""
 
     index: int
     id: str
@@ -166,11 +166,11 @@ class WatermarkEvidence:
     green_fraction: float
     # Standard deviations between the number of green tokens and its mean in text without the watermark.
     z_score: float
-    # Probability of so many green tokens without the watermark (one-sided).
+    # Probability of at least this number of green tokens without the watermark (one-sided).
     p_value: float
     # z_score is above the threshold.
     prediction: bool
-    # The ids that were judged. Those at `green_positions` are green; those before `first_scored_position` are context.
+    # The tested ids. Those at `green_positions` are green; those before `first_scored_position` are context.
     token_ids: tuple[int, ...]
     green_positions: tuple[int, ...]
     first_scored_position: int
@@ -206,11 +206,11 @@ class Choice:
     def transition_scores(self, *, normalize_logits: bool = False) -> list[float]:
         """Return the score of each token, as transformers' compute_transition_scores: with output_scores=True.
 
-        `normalize_logits`: the log-probability among all tokens, where the scores are none. Raises ValueError where a
-        token's score was not asked for.
+        `normalize_logits`: the log-probability among all tokens, if scores are not log-probabilities. Raises ValueError
+        if a token's score was not asked for.
         """
         if len(self.tensors) != len(self.token_ids):
-            raise ValueError("option 'output_scores': the answer has no score of each token, ask with it true")
+            raise ValueError("option 'output_scores': the answer does not have each token's score, set it to true")
         return [
             score_of(tensors, token_id, normalize=normalize_logits)
             for tensors, token_id in zip(self.tensors, self.token_ids, strict=True)
@@ -237,7 +237,7 @@ class Completion:
             raise TypeError("this is the whole answer: stream() yields its deltas")
 
     def best(self, count: int) -> Completion:
-        """Return the answer with its `count` best choices by mean log-probability, best first, numbered anew.
+        """Return the answer with its `count` best choices by mean log-probability, best first, renumbered.
 
         Choices without log-probabilities, which must be asked for, come last.
         """
@@ -256,7 +256,7 @@ class Completion:
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids of the first sequence, where the answer carries ids."""
+        """Ids of the first sequence, if the answer carries ids."""
         return self.choices[0].token_ids if self.choices else []
 
     @property
@@ -266,7 +266,7 @@ class Completion:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Faults of the request that transformers only warns about."""
+        """Problems of the request that transformers only warns about."""
         return tuple(self.started.warnings)
 
     @property

@@ -1,4 +1,4 @@
-"""Errors of an option's value, in words about what it takes: never in those of Python or protobuf."""
+"""Errors about an option's value, which say what it takes; never in Python's or protobuf's words."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 class WrongType(TypeError):
-    """A value of a wrong type, told in the client's own words."""
+    """A value has a wrong type; the text is the client's own."""
 
 
 class WrongValue(ValueError):
-    """A value that cannot be, told in the client's own words."""
+    """A value is not allowed; the text is the client's own."""
 
 
 _IDS = "whole numbers from 0 to 4294967295"
-# Form of the option table -> what it takes.
+# Form of the option table -> the values that it takes.
 _FORMS: Mapping[str, str] = {
     "plugins": "a name, a list of names or of (name, parameters), or a mapping of names to parameters",
     "early_stopping": "True, False or 'never'",
@@ -38,10 +38,10 @@ _FORMS: Mapping[str, str] = {
     "strings": "a text, or a list of texts",
     "stop_sequences": f"an id, or a list of ids and of lists of ids: {_IDS}",
 }
-# Names of options that are no fields of a table -> what they take.
+# Names of options outside the table -> the values that they take.
 _NAMES: Mapping[str, str] = {
     "choice": "a list of texts",
-    "json_schema": "a JSON text, or what json.dumps makes one of",
+    "json_schema": "a JSON text, or a value for json.dumps",
     "inputs_embeds": "floating-point numbers of the shape (tokens, hidden size)",
     "config": "a penstock.v1.GenerationConfig",
     "json_object": "True or False",
@@ -60,7 +60,7 @@ _RANGES = {
 
 
 def expected(message: Any, name: str, form: str = "plain") -> str:
-    """Return what the option `name`, a field of `message` in the form of the option table, takes."""
+    """Return a description of the values of the option `name`, a field of `message` in a form of the option table."""
     if name in _NAMES:
         return _NAMES[name]
     if form in _FORMS:
@@ -85,7 +85,7 @@ def _kind(field: Any) -> str:
 
 
 def found(value: Any) -> str:
-    """Return words about a value: a number itself, of anything else the type."""
+    """Describe a value: a number by itself, anything else by its type."""
     if value is None:
         return "None"
     if isinstance(value, bool | int | float) and abs(value) < 1 << 70:
@@ -95,7 +95,7 @@ def found(value: Any) -> str:
 
 @contextmanager
 def naming(name: str, wanted: str | Callable[[], str] = "another value", value: Any = None) -> Iterator[None]:
-    """Put the option's name into the error that refuses its value, and what it takes in place of others' words."""
+    """Put the option's name into the error about its value, and the values that it takes in place of foreign texts."""
     try:
         yield
     except (WrongType, WrongValue) as error:
@@ -108,7 +108,7 @@ def naming(name: str, wanted: str | Callable[[], str] = "another value", value: 
 
 @contextmanager
 def naming_prompt() -> Iterator[None]:
-    """Say what a prompt is where its ids cannot be sent."""
+    """Describe a valid prompt in the error about ids that cannot be sent."""
     try:
         yield
     except (TypeError, ValueError, OverflowError):
@@ -116,6 +116,6 @@ def naming_prompt() -> Iterator[None]:
 
 
 def unknown(name: str, known: Any) -> WrongType:
-    """Return the error of an option that there is not, with the known one that it may be."""
+    """Return the error for an unknown option, with the known one that was probably meant."""
     near = get_close_matches(name, list(known), 1, 0.75)
     return WrongType(f"unknown, did you mean {near[0]!r}?" if near else "unknown, see GenerationOptions")

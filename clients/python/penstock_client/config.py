@@ -14,12 +14,12 @@ from penstock.common.proxies import proxy_options
 class TLSConfig:
     """TLS of the connection. With all fields None the system's roots verify the server."""
 
-    # PEM bundle that the server's certificate is verified with.
+    # PEM bundle that verifies the server's certificate.
     ca_file: Path | None = None
     # Client certificate chain and key (PEM), for mutual TLS: both or neither.
     cert_file: Path | None = None
     key_file: Path | None = None
-    # Name expected in the server's certificate, where it differs from the address.
+    # Name expected in the server's certificate, if it differs from the address.
     server_name: str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
@@ -43,7 +43,7 @@ class RetryConfig:
 
 @dataclass(frozen=True, slots=True)
 class KeepAliveConfig:
-    """HTTP/2 pings that notice a dead peer on a quiet connection. Seconds."""
+    """HTTP/2 pings that detect a dead peer on a quiet connection. Seconds."""
 
     # Between pings. Penstock's servers accept one every 10 s.
     interval: float = 30.0
@@ -77,16 +77,17 @@ class ClientConfig:
     max_receive_bytes: int = 4 << 20
     # Prompts of one `generate_many` that are with the server at once.
     max_concurrent_prompts: int = 16
-    # Called for each call: more metadata for it, such as the W3C trace context of the caller's span (traceparent).
+    # Function that is called for each call: it returns more metadata, such as the caller's W3C trace context
+    # (traceparent).
     call_metadata: Callable[[], Iterable[tuple[str, str]]] = tuple
 
     def channel_options(self, address: str = "") -> list[tuple[str, str | int]]:
-        """gRPC channel arguments of this configuration; `address` is where they lead, by which a proxy is chosen."""
+        """gRPC channel arguments of this configuration; `address` is the server's, which decides on a proxy."""
         options: list[tuple[str, str | int]] = [
             ("grpc.keepalive_time_ms", int(self.keepalive.interval * 1000)),
             ("grpc.keepalive_timeout_ms", int(self.keepalive.timeout * 1000)),
             ("grpc.max_receive_message_length", self.max_receive_bytes),
-            # Retries are ours: gRPC's own would not know whether an event had arrived.
+            # Retries are this client's: gRPC's own would not know whether an event had arrived.
             ("grpc.enable_retries", 0),
             *proxy_options(address),
         ]
@@ -95,13 +96,13 @@ class ClientConfig:
         return options
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
-        """Call metadata. Raises ValueError for a token that is none, or in the clear to another machine."""
+        """Call metadata. Raises ValueError for an invalid token, or for a token without TLS to another machine."""
         if self.token is None:
             return ()
         if not self.token.strip() or self.token != self.token.strip() or not self.token.isascii():
             raise ValueError("ClientConfig.token must be a token without spaces around it; None sends none")
         if not self.token.isprintable():
-            raise ValueError("ClientConfig.token has characters that no token has")
+            raise ValueError("ClientConfig.token has characters that are not allowed")
         host = address.rsplit(":", 1)[0].removeprefix("dns:///").strip("[]")
         if self.tls is None and host not in ("localhost", "127.0.0.1", "::1") and not address.startswith("unix:"):
             raise ValueError("ClientConfig.token needs ClientConfig.tls for an address that is not loopback")

@@ -1,4 +1,4 @@
-"""The connection of an EngineLLM: calls of ModelService, and one Forward stream that is opened when it is needed."""
+"""The connection of an EngineLLM: calls of ModelService, and one Forward stream, opened when needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock_client._channel import END, Channel, Exchange
 from penstock_client._exceptions import Internal
 from penstock_client.config import ClientConfig
 
-# Data of a message: below the 4 MiB that every gRPC takes by default.
+# Data of a message: below the 4 MiB that gRPC accepts by default.
 PART_BYTES = 2 << 20
 
 
@@ -33,7 +33,7 @@ class Input:
 
 @dataclass(slots=True)
 class Output:
-    """An output of a call as it came back."""
+    """A returned output of a call."""
 
     dtype: int
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Output:
 
 
 class GraphCalls:
-    """Calls of one service. Threads may share it: calls of graphs are made one after the other."""
+    """Calls of one service. Threads may share it: calls of graphs run one after the other."""
 
     def __init__(self, address: str, config: ClientConfig, backend: str | None) -> None:
         """Connect to `address`. Raises ValueError and OSError as `Client`."""
@@ -70,7 +70,7 @@ class GraphCalls:
     ) -> dict[int, Output]:
         """Run a graph; return the outputs that came in messages, by index.
 
-        Raises PenstockError. The stream has ended then: tensors and sequences of a lease are still there.
+        Raises PenstockError. Then the stream has ended, but tensors and sequences of a lease are still there.
         """
         with self._lock:
             self._last_call += 1
@@ -86,12 +86,12 @@ class GraphCalls:
                 self._end()
                 raise from_rpc_error(error) from error
             except BaseException:
-                # Whatever comes would be of this call.
+                # Further messages would belong to this call.
                 self._end()
                 raise
 
     def end_stream(self) -> None:
-        """End the Forward stream, if there is one: what belongs to it at the service ends."""
+        """End the Forward stream, if there is one: its tensors and sequences at the service end."""
         with self._lock:
             self._end()
 
@@ -119,7 +119,7 @@ class GraphCalls:
 
 
 def _messages(request: graphs_pb2.ForwardRequest, inputs: list[Input]) -> Iterator[graphs_pb2.ForwardRequest]:
-    """Yield the messages of a call, each with a bounded part of the data."""
+    """Yield the messages of a call, each with a limited part of the data."""
     message, room = request, PART_BYTES
     for one in inputs:
         at = 0
@@ -144,6 +144,6 @@ def _messages(request: graphs_pb2.ForwardRequest, inputs: list[Input]) -> Iterat
 
 
 def model_info(calls: GraphCalls, model: str) -> model_pb2.GetModelInfoResponse:
-    """Return the facts of the served model. Raises PenstockError."""
+    """Return the facts about the served model. Raises PenstockError."""
     answer: model_pb2.GetModelInfoResponse = calls.unary("GetModelInfo", model_pb2.GetModelInfoRequest(model=model))
     return answer

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(enum.Enum):
-    """Element type of a tensor, by SAIL's name. numpy has no bfloat16: its numbers are the upper halves of float32, as
+    """Element type of a tensor, by SAIL's name. numpy has no bfloat16: such numbers are the upper halves of float32 in
     uint16."""
 
     BM_FLOAT32 = common_pb2.D_TYPE_FLOAT32
@@ -27,14 +27,14 @@ class Dtype(enum.Enum):
 
 
 class BmrtFlag(enum.IntFlag):
-    """Flags of loading, by SAIL's names. A service shares a model's memory among all callers, and checks none more."""
+    """Flags of loading, by SAIL's names. A service shares a model's memory among all callers, and checks nothing more."""
 
     BM_RUNTIME_AUTO = 0
     BM_RUNTIME_SHARE_MEM = 1
     BM_RUNTIME_CHECK_MEM = 2
 
 
-# numpy's types, little-endian as the wire.
+# numpy's types, little-endian as on the wire.
 _STORED = {
     Dtype.BM_FLOAT32: "<f4",
     Dtype.BM_FLOAT16: "<f2",
@@ -70,19 +70,19 @@ def number_array() -> type:
 
 
 def zeros(shape: Sequence[int], dtype: Dtype) -> Array:
-    """Return an array of zeros as a tensor of `dtype` is stored."""
+    """Return an array of zeros in the storage form of `dtype`."""
     made: Array = numpy().zeros(tuple(shape), dtype=_STORED[dtype])
     return made
 
 
-# Where a row does not see a token.
+# Mask value for a token that a row does not see.
 _HIDDEN = -10000.0
 
 
 def initial(name: str, shape: Sequence[int]) -> Array | None:
-    """Return what a new input of a graph holds, so that the graph takes it as it is; None: zeros do.
+    """Return the initial values of a graph's new input that make it valid; None: zeros.
 
-    A mask sees all columns before the rows' own, and of these the causal ones; positions count from behind them.
+    A mask sees all columns before the rows' own, and the causal ones of these; positions start after them.
     """
     np = numpy()
     made: Array
@@ -101,10 +101,10 @@ def initial(name: str, shape: Sequence[int]) -> Array | None:
 
 
 def stored(values: Any, dtype: Dtype) -> Array:
-    """Return values as a tensor of `dtype` is stored: contiguous, little-endian, converted where that loses no kind.
+    """Return values in the storage form of `dtype`: contiguous, little-endian, converted if the kind of number allows.
 
-    uint16 stands for the bits of a 16-bit float; other numbers are rounded to it. Raises TypeError for fractions where
-    whole numbers are wanted, ValueError for whole numbers that do not fit.
+    uint16 stands for the bits of a 16-bit float; other numbers are rounded to it. Raises TypeError for fractions in
+    place of whole numbers, ValueError for whole numbers that do not fit.
     """
     np = numpy()
     array = np.asarray(values)
@@ -128,7 +128,7 @@ def stored(values: Any, dtype: Dtype) -> Array:
 
 
 def element_bits(values: Any, dtype: Dtype, count: int) -> Any:
-    """Return `values`, or what they are the bits of: drivers give any tensor's bytes as numbers of 16 bits."""
+    """Return `values`, or the numbers with these bits: drivers pass any tensor's bytes as 16-bit numbers."""
     np = numpy()
     array = np.asarray(values)
     wanted = np.dtype(_STORED[dtype])
@@ -139,7 +139,8 @@ def element_bits(values: Any, dtype: Dtype, count: int) -> Any:
 
 
 def read_into(target: Array, data: Array, dtype: Dtype) -> None:
-    """Write a tensor's stored elements into an array of as many, converted to its type; bfloat16 as bits into uint16.
+    """Write a tensor's stored elements into an array of equal size, converted to its type; bfloat16 as bits into
+    uint16.
 
     Raises ValueError for another number of elements.
     """
@@ -161,17 +162,17 @@ def from_bfloat16(bits: Array) -> Array:
 
 
 def _bfloat16(values: Any) -> Array:
-    """Return numbers rounded to bfloat16, of two to the even one, as uint16."""
+    """Return numbers rounded to bfloat16, ties to even, as uint16."""
     np = numpy()
     numbers = np.ascontiguousarray(values, dtype=np.float32)
     bits = numbers.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-    # Rounded bits of a NaN may be those of a number.
+    # The rounded bits of a NaN may be a number's.
     found: Array = np.where(np.isnan(numbers), np.uint16(0x7FC0), rounded).reshape(np.shape(values))
     return found
 
 
 def from_bytes(data: bytes, shape: Sequence[int], dtype: Dtype) -> Array:
-    """Return a tensor's bytes as an array of its own memory."""
+    """Return a tensor's bytes as an array with its own memory."""
     found: Array = numpy().frombuffer(bytearray(data), dtype=_STORED[dtype]).reshape(tuple(shape))
     return found

@@ -1,4 +1,4 @@
-"""Tensor that stays at the server, as SAIL's Tensor: EngineLLM's `process` takes it in place of an array."""
+"""Tensor that stays at the server, like SAIL's Tensor: EngineLLM's `process` accepts it in place of an array."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ServerTensor:
-    """A tensor of a lease. Its elements travel only when they are asked for."""
+    """A tensor of a lease. Its elements travel only on request."""
 
     def __init__(
         self, calls: GraphCalls, model: str, lease_id: str, handle: int, shape: Sequence[int], dtype: Dtype
@@ -37,7 +37,7 @@ class ServerTensor:
         return self._dtype
 
     def reshape(self, shape: Sequence[int]) -> None:
-        """See the same elements in another shape. Raises ValueError for another number of them."""
+        """Change the shape of the same elements. Raises ValueError for another number of elements."""
         if prod(shape) != prod(self._shape):
             raise ValueError(f"the tensor has {prod(self._shape)} elements")
         self._shape = list(shape)
