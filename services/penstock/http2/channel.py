@@ -1,4 +1,4 @@
-"""Channel of a client to one address: it opens connections of client_calls and client_stream, and stubs call by it."""
+"""Channel of a client to one address: it opens connections of client_calls and client_stream, and stubs use it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from penstock.http2.metadata import Metadata
 
 ProtocolT = TypeVar("ProtocolT", bound=asyncio.Protocol)
 AnswerT = TypeVar("AnswerT")
-# A function that a channel applies to a call's metadata before it is sent.
+# A function that a channel applies to a call's metadata before sending.
 Decorate = Callable[[Metadata], Metadata]
 
-# Seconds until a name's next address is tried beside one that is silent (RFC 8305, section 5).
+# Seconds before a name's next address is tried in parallel with a silent one (RFC 8305, section 5).
 _NEXT_ADDRESS_SECONDS = 0.25
 
 
 class Peer:
-    """An address and the facts that a call to it needs."""
+    """An address and the facts for calls to it."""
 
     def __init__(self, address: str, tls: ssl.SSLContext | None = None, server_name: str | None = None) -> None:
         """Make it. `address`: host:port. `server_name`: the name in the certificate, if it is not the host."""
@@ -41,7 +41,7 @@ class Peer:
         self._heads: dict[str, bytes] = {}
 
     def head(self, method: str, metadata: Metadata) -> bytes:
-        """Return the header block of a call of `method`; all of it but the metadata is made once."""
+        """Return the header block of a call of `method`; everything but the metadata is made once."""
         head = self._heads.get(method)
         if head is None:
             head = self._heads[method] = frames.request_headers(
@@ -78,7 +78,7 @@ class Peer:
 
 
 class Answers(Generic[AnswerT]):
-    """Messages of an answer, for one task; the call begins with the first that is asked for."""
+    """Messages of an answer, for one task; the call begins when the first is requested."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Answers(Generic[AnswerT]):
         return self._waiting.popleft()
 
     async def read_all(self) -> list[AnswerT]:
-        """Return the messages that wait, at least one; none after OK. In place of iteration. Raises as it does.
+        """Return the waiting messages, at least one; none after OK. Used instead of iteration, and raises as it does.
 
         Cancelling it cancels the call.
         """
@@ -120,10 +120,10 @@ class Answers(Generic[AnswerT]):
         return list(map(self._parsed, messages))
 
     async def run(self, take: Callable[[list[AnswerT]], bool]) -> bool:
-        """Hand the messages that wait to `take` in the turn of the event loop that they arrive in: no task is woken.
+        """Hand the waiting messages to `take` in the turn of the event loop in which they arrive: no task is woken.
 
-        In place of iteration. Returns True after OK, and False once `take` has: it may be run again. Raises as
-        iteration does, and the errors of `take`. Cancelling it cancels the call.
+        Used instead of iteration. Returns True after OK, and False after `take` returned it: it may be run again.
+        Raises as iteration does, and the errors of `take`. Cancelling it cancels the call.
         """
         stream = self._stream if self._stream is not None else await self._open()
         return await stream.run(lambda messages: take(list(map(self._parsed, messages))))
@@ -153,7 +153,7 @@ class Answers(Generic[AnswerT]):
 
 
 class Http2Channel:
-    """Part of a grpc.aio.Channel that stubs use for calls of one request; `open_stream` is for the others.
+    """Part of a grpc.aio.Channel that stubs use for calls with one request; `open_stream` is for the others.
 
     It connects when first used, and again after a loss. Belongs to one event loop.
     """
@@ -172,7 +172,7 @@ class Http2Channel:
         """Make it. `address`: host:port. A call waits `timeout` seconds for a connection, or until its own deadline.
 
         `tls` and `server_name` as in Peer. `decorate` makes the metadata of every call. `stream_window`: bytes of each
-        answer that may be here or on their way before they are taken.
+        answer that may be here or in flight before they are taken.
         """
         self._limits = limits
         self._timeout = timeout
@@ -191,7 +191,7 @@ class Http2Channel:
     async def open_stream(
         self, method: str, parse: Callable[[bytes], ResponseT], *, joins: bool = False
     ) -> StreamCall[ResponseT]:
-        """Call the bidirectional `method` ("/package.Service/Name") on a connection of its own.
+        """Call the bidirectional `method` ("/package.Service/Name") on its own connection.
 
         `parse` and `joins` as in StreamCall. The stream outlives this channel. Raises grpc.aio.AioRpcError
         (UNAVAILABLE) without an answer in time.
@@ -286,7 +286,7 @@ class Http2Channel:
         return connection
 
     async def _connect(self) -> CallsConnection:
-        """Connect once for all calls that wait; the attempt goes on when one of them gives up."""
+        """Connect once for all waiting calls; the attempt continues when one of them gives up."""
         if self._is_closed:
             raise _closed()
         if self._dialing is None or self._dialing.done():

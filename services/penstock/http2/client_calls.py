@@ -1,6 +1,6 @@
-"""Calls of one request, many at a time on one HTTP/2 connection, on asyncio; answers are one message or many.
+"""Calls with one request, many at a time on one HTTP/2 connection, on asyncio; an answer is one message or many.
 
-grpc.aio takes a thread switch or two and several system calls for each call, besides the server's own work.
+grpc.aio takes one or two thread switches and several system calls for each call, besides the server's own work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.http2.limits import ChannelLimits
 
 # Part of the connection's window that may be owed to the peer before it is given back.
 _OWED = frames.STREAM_WINDOW // 4
-# Bytes that a message which waits takes besides its own.
+# Overhead in bytes of a waiting message.
 _MESSAGE_OVERHEAD = 48
 # A message's flag and length.
 _HEAD = struct.Struct(">BI")
@@ -37,9 +37,9 @@ class _Call(ABC):
 
     def __init__(self, window: int) -> None:
         self.body = bytearray()
-        # Bytes of the stream's window that were not given back to the peer yet.
+        # Bytes of the stream's window not yet given back to the peer.
         self.owed = 0
-        # Bytes that the peer lets us send on the stream, and the bytes that wait for it.
+        # Bytes that the peer allows on the stream, and the bytes that wait for that.
         self.window = window
         self.unsent = _ALL_SENT
 
@@ -108,7 +108,7 @@ class AnswerStream(_Call):
     def __init__(
         self, connection: CallsConnection, stream: int, window: int, most_waiting: int, deadline: float | None
     ) -> None:
-        """Make it. The peer is held up while more than `most_waiting` bytes wait for the reader.
+        """Make it. The peer must wait while more than `most_waiting` bytes wait for the reader.
 
         `deadline` is a time of the event loop.
         """
@@ -120,7 +120,7 @@ class AnswerStream(_Call):
         self._waiting_bytes = 0
         self._status: grpc.aio.AioRpcError | None = None
         self._reader: asyncio.Future[None] | None = None
-        # While `run` waits: the receiver of messages; a flag that it wants no more, and its error.
+        # While `run` waits: the receiver of messages; a flag that it wants no more; and its error.
         self._take: Callable[[list[bytes]], bool] | None = None
         self._has_refused = False
         self._failure: Exception | None = None
@@ -128,8 +128,7 @@ class AnswerStream(_Call):
         self._timer = connection.loop.call_at(deadline, self._expire) if deadline is not None else None
 
     def waiting(self) -> list[bytes] | None:
-        """Remove and return the messages that wait: none after OK; None until `more` is done. Raises
-        grpc.aio.AioRpcError."""
+        """Remove and return the waiting messages: none after OK; None until `more` is done. Raises AioRpcError."""
         messages = self._messages
         if messages:
             self._messages = []
@@ -148,10 +147,10 @@ class AnswerStream(_Call):
         return self._reader
 
     async def run(self, take: Callable[[list[bytes]], bool]) -> bool:
-        """Hand the messages that wait to `take` in the turn of the event loop that they arrive in: no task is woken.
+        """Hand the waiting messages to `take` in the turn of the event loop in which they arrive: no task is woken.
 
-        Returns True after OK, and False once `take` has: it may be run again. Raises grpc.aio.AioRpcError, and the
-        errors of `take`. Cancelling it cancels the call.
+        Returns True after OK, and False after `take` returned it: it may be run again. Raises grpc.aio.AioRpcError, and
+        the errors of `take`. Cancelling it cancels the call.
         """
         while (messages := self.waiting()) is None or messages:
             if messages is not None:
@@ -173,7 +172,7 @@ class AnswerStream(_Call):
         return True
 
     def deliver(self) -> None:
-        """Hand on what has come to the receiver of `run`."""
+        """Hand on received messages to the receiver of `run`."""
         if self._take is None or not (messages := self.waiting()):
             return
         try:
@@ -189,7 +188,7 @@ class AnswerStream(_Call):
         if self._take is None:
             wake(self._reader)
         else:
-            # Once all that came together has been taken apart: several messages are handed on as one list.
+            # After all that came together has been parsed: several messages are handed on as one list.
             self._connection.touched.append(self)
 
     def cancel(self) -> None:
@@ -207,7 +206,7 @@ class AnswerStream(_Call):
         body, at = self.body, 0
         size = len(data) - frames.MESSAGE_HEAD
         if not body and 0 <= size <= limit and data[: frames.MESSAGE_HEAD] == _HEAD.pack(0, size):
-            # One whole message, as most are.
+            # One complete message, the common case.
             self._messages.append(data[frames.MESSAGE_HEAD :])
             self._waiting_bytes += size + _MESSAGE_OVERHEAD
             self._arrived()
@@ -241,7 +240,7 @@ class CallsConnection(ClientConnection):
     """Connection for many calls. Belongs to one event loop."""
 
     def __init__(self, limits: ChannelLimits, *, stream_window: int = frames.STREAM_WINDOW) -> None:
-        """Make it. The peer may send `stream_window` bytes of an answer that nobody has taken."""
+        """Make it. The peer may send `stream_window` bytes of an answer beyond those taken."""
         super().__init__(limits, stream_window=stream_window)
         self._calls: dict[int, _Call] = {}
         self._next_stream = 1
@@ -253,7 +252,7 @@ class CallsConnection(ClientConnection):
         self._out: list[bytes] = []
         # Streams with new messages for `run`.
         self.touched: list[AnswerStream] = []
-        # True once the peer takes no new calls; those that it has go on.
+        # True once the peer takes no new calls; its present calls continue.
         self._is_leaving = False
         self._error = rpc_error(grpc.StatusCode.UNAVAILABLE, "the connection is closed")
 
@@ -300,7 +299,7 @@ class CallsConnection(ClientConnection):
             self._gone()
 
     def give_back(self, call: AnswerStream) -> None:
-        """Let the peer send on: some of the answer was taken."""
+        """Let the peer send more: some of the answer was taken."""
         if call.stream in self._calls:
             self._let_send(call.stream, call)
 
@@ -378,7 +377,7 @@ class CallsConnection(ClientConnection):
             self._let_send(stream, call)
 
     def _let_send(self, stream: int, call: _Call) -> None:
-        """Let the peer send on; one frame is sent for many messages."""
+        """Let the peer send more; one frame serves many messages."""
         if call.owed >= self._stream_window // 4 and call.may_go_on:
             self._send(frames.window_update(stream, call.owed))
             call.owed = 0
@@ -392,7 +391,7 @@ class CallsConnection(ClientConnection):
         call = self._calls.get(stream)
         if call is not None:
             if call.unsent:
-                # Half of a request, which is not wanted any more.
+                # Half of a request that is not wanted any more.
                 self._reset(stream)
             self._end_call(stream, error)
 
@@ -443,7 +442,7 @@ class CallsConnection(ClientConnection):
         call = self._calls.pop(stream)
         call.end(error)
         if isinstance(call, AnswerStream):
-            # No caller waits for its end, as one does for a unary call's.
+            # No caller waits for its end, unlike a unary call's.
             self._gone()
 
     def _wake_turns(self) -> None:
@@ -469,7 +468,7 @@ class CallsConnection(ClientConnection):
             self._send(frames.frame(frames.DATA, flags, stream, part))
 
     def _send(self, data: bytes) -> None:
-        """Queue bytes; bytes that are queued in one turn of the event loop leave together."""
+        """Queue bytes; all bytes queued in one turn of the event loop are sent together."""
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(data)

@@ -1,4 +1,4 @@
-"""HTTP/2 connection of a gRPC client, on asyncio: the part that streams and unary calls have in common."""
+"""HTTP/2 connection of a gRPC client, on asyncio: the common part of streams and unary calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RESETS = {
     frames.CANCEL: grpc.StatusCode.CANCELLED,
     frames.ENHANCE_YOUR_CALM: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-# Most bytes of GOAWAY's text that are kept.
+# Most bytes kept of GOAWAY's text.
 _MAX_GOODBYE_BYTES = 200
 
 
@@ -47,7 +47,7 @@ _OK = rpc_error(grpc.StatusCode.OK, "")
 
 
 class ClientConnection(asyncio.Protocol, ABC):
-    """Connection whose subclasses handle the frames of streams. Belongs to one event loop."""
+    """Connection; subclasses handle the frames of streams. Belongs to one event loop."""
 
     def __init__(self, limits: ChannelLimits, *, stream_window: int = frames.STREAM_WINDOW) -> None:
         self._max_message_bytes = limits.max_message_bytes
@@ -58,7 +58,7 @@ class ClientConnection(asyncio.Protocol, ABC):
         self._decoder = HeaderDecoder(MAX_METADATA_BYTES)
         self._received = b""
         self._needs_settings = True
-        # A header block that CONTINUATION goes on with: its stream, a flag that it ends the stream, and its bytes.
+        # A header block that CONTINUATION continues: its stream, a flag that it ends the stream, and its bytes.
         self._open_block: tuple[int, bool, bytes] | None = None
         self._initial_window = self._connection_window = frames.DEFAULT_WINDOW
         self._is_paused = False
@@ -96,11 +96,11 @@ class ClientConnection(asyncio.Protocol, ABC):
         """Take a GOAWAY: streams above `last_stream` were not served and will not be."""
 
     def _taken(self) -> None:
-        """Go on after all frames that came together have been taken."""
+        """Continue after a batch of frames that came together."""
 
     @abstractmethod
     def _end_all(self, error: grpc.aio.AioRpcError) -> None:
-        """End all calls with `error`, and `_hang_up`: the connection is of no use any more."""
+        """End all calls with `error`, and `_hang_up`: the connection is unusable."""
 
     # Methods that asyncio calls.
 
@@ -250,7 +250,7 @@ class ClientConnection(asyncio.Protocol, ABC):
         self.is_over = True
         self._keepalive.stop()
         if self._transport is not None and self._transport.get_write_buffer_size():
-            # A peer that does not read: a close would wait for it, and there are no pings any more to find it dead.
+            # A peer that does not read: a close would wait for it, and no more pings would find it dead.
             self._transport.abort()
         elif self._transport is not None:
             self._transport.close()
@@ -265,7 +265,7 @@ class ClientConnection(asyncio.Protocol, ABC):
 
 
 def _goodbye(goaway: bytes) -> str:
-    """Text behind "hung up on"; empty without an error."""
+    """Text after "hung up on"; empty without an error."""
     code, text = int.from_bytes(goaway[4:8], "big"), goaway[8 : 8 + _MAX_GOODBYE_BYTES].decode("ascii", "replace")
     if code == frames.NO_ERROR:
         return ""

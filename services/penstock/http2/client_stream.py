@@ -1,6 +1,6 @@
-"""Bidirectional stream of gRPC on an HTTP/2 connection of its own, on asyncio.
+"""Bidirectional stream of gRPC on its own HTTP/2 connection, on asyncio.
 
-It is for streams that live long and carry many small messages: grpc.aio pays system calls and thread switches for each.
+It is for long-lived streams of many small messages: grpc.aio pays system calls and thread switches for each message.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from penstock.http2.limits import ChannelLimits
 ResponseT = TypeVar("ResponseT")
 END: object = cast("Any", grpc.aio).EOF
 _STREAM = 1
-# Bytes that may be owed to the peer, of both windows: the connection's is as large as the stream's.
+# Bytes of both windows that may be owed to the peer: the connection's is as large as the stream's.
 _OWED = frames.STREAM_WINDOW // 4
-# Bytes of messages that are parsed as one, and that are taken in one turn of the event loop: bounds its length.
+# Bytes of messages that are parsed as one, and taken in one turn of the event loop: this limits its length.
 _JOINED_BYTES = 64 << 10
 
 
@@ -34,7 +34,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
     ) -> None:
         """Make it. `head`: the header block of the request.
 
-        `joins`: messages that wait are parsed as one. protobuf merges a message with the bytes of another behind it.
+        `joins`: waiting messages are parsed as one. protobuf merges a message with the bytes of another after it.
         """
         super().__init__(limits)
         self._head = head
@@ -43,7 +43,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         self._body = bytearray()
         self._messages: deque[bytes] = deque()
         self._waiting_bytes = 0
-        # Bytes of both windows, the stream's and the connection's, that were not given back to the peer yet.
+        # Bytes of both windows, the stream's and the connection's, not yet given back to the peer.
         self._owed = 0
         self._window = frames.DEFAULT_WINDOW
         # Set once the call is over: AioRpcError has the status, OK included.
@@ -51,7 +51,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._has_waited = True
-        # While `run` runs: the receiver of messages, a flag that a later turn goes on with them, and the error.
+        # While `run` runs: the receiver of messages, a flag that a later turn continues with them, and the error.
         self._on_message: Callable[[ResponseT], None] | None = None
         self._goes_on = False
         self._failure: Exception | None = None
@@ -82,7 +82,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         return None if message is END else cast("ResponseT | None", message)
 
     async def run(self, take: Callable[[ResponseT], None]) -> None:
-        """Hand every message to `take` in the turn of the event loop that it arrives in, until OK.
+        """Hand every message to `take` in the turn of the event loop in which it arrives, until OK.
 
         It replaces `read`: a message wakes no task. It also returns when a message cannot be parsed. Raises
         grpc.aio.AioRpcError, and the errors of `take`.
@@ -101,14 +101,14 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
             self._end()
 
     async def write(self, request: Message) -> None:
-        """Send a message; returns when it is on its way. Raises asyncio.InvalidStateError when the call is over.
+        """Send a message; return when it is under way. Raises asyncio.InvalidStateError when the call is over.
 
-        Cancelling it amid a message cancels the call: nothing could follow half of a message.
+        Cancelling it during a message cancels the call: nothing could follow half of a message.
         """
         await self.write_all((request,))
 
     async def write_all(self, requests: Iterable[Message]) -> None:
-        """Send several messages, which leave together as far as there is room."""
+        """Send several messages, together as far as there is room."""
         out: list[bytes] = []
         for request in requests:
             data = request.SerializeToString()
@@ -182,7 +182,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         self._window += change
 
     def _take_goaway(self, last_stream: int) -> None:
-        # A later GOAWAY leaves this stream alone: it ends by itself or with the connection.
+        # A later GOAWAY does not affect this stream: it ends on its own or with the connection.
         if last_stream < _STREAM:
             self._fail(grpc.StatusCode.UNAVAILABLE, "the peer takes no calls")
 
@@ -211,7 +211,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         return END
 
     def _deliver(self) -> None:
-        """Hand on messages that have arrived, a bounded number of bytes in one turn of the event loop."""
+        """Hand on messages that have arrived, a limited number of bytes in one turn of the event loop."""
         self._goes_on = False
         done = 0
         while self._messages and self._on_message is not None:
@@ -246,7 +246,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         return data
 
     def _give_back(self) -> None:
-        """Let the peer send on, unless the reader is behind; one frame is sent for many messages."""
+        """Let the peer send more, unless the reader is behind; one frame serves many messages."""
         if self._waiting_bytes > frames.STREAM_WINDOW // 2 or self._owed < _OWED or self._status is not None:
             return
         self._send(frames.window_update(0, self._owed) + frames.window_update(_STREAM, self._owed))

@@ -25,7 +25,7 @@ _SIZES = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
 _LEAST_GOAWAY = 8
 _PRIORITY_BYTES = 5
 _LARGEST_FRAME_SIZE = 2**24 - 1
-# An answer that a client of HTTP/1 understands.
+# An answer that an HTTP/1 client understands.
 NOT_HTTP_1 = (
     b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-type: text/plain\r\nconnection: close\r\n"
     b"content-length: 36\r\n\r\nThis is a gRPC server: HTTP/2 only.\n"
@@ -39,7 +39,7 @@ _STATUS_200 = b"\x88"
 _CONTENT_TYPE = b"\x0f\x10\x10application/grpc"
 RESPONSE_HEADERS = _STATUS_200 + _CONTENT_TYPE
 _MESSAGE_SAFE = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
-# Most bytes of grpc-message: a longer one is cut, since clients bound the size of headers.
+# Most bytes of grpc-message: a longer one is cut, since clients limit the size of headers.
 _MAX_MESSAGE_BYTES = 2048
 
 
@@ -62,7 +62,7 @@ def check(kind: int, flags: int, stream: int, size: int) -> None:
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """Return the settings of a SETTINGS frame in their order. Raises Violation for a value that none may have."""
+    """Return the settings of a SETTINGS frame in order. Raises Violation for a value that is not allowed."""
     values = list(struct.iter_unpack(">HI", payload))
     for key, value in values:
         if key == INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
@@ -81,14 +81,14 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def message_frame(stream: int, message: bytes) -> bytes:
-    """Make a DATA frame with one whole gRPC message."""
+    """Make a DATA frame with one complete gRPC message."""
     size = len(message)
     total = size + MESSAGE_HEAD
     return _MESSAGE.pack(total >> 16, total & 0xFFFF, DATA, 0, stream, 0, size) + message
 
 
 def content(flags: int, payload: bytes, *, prioritised: bool) -> bytes:
-    """Return a frame's payload without its padding and, where `prioritised`, its priority. Raises Violation."""
+    """Return a frame's payload without its padding and, if `prioritised`, its priority. Raises Violation."""
     begin, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
@@ -151,7 +151,7 @@ def trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]
     """Make the header block that ends a call."""
     fields = [_literal("grpc-status", str(code).encode())]
     if message:
-        # Cut by bytes, since an escaped character may take twelve of them, and between characters.
+        # Cut by bytes, since an escaped character may take twelve of them, but between characters.
         short = message.encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
         fields.append(_literal("grpc-message", quote(short, safe=_MESSAGE_SAFE).encode()))
     fields += [_field(name, value) for name, value in metadata]

@@ -1,8 +1,8 @@
-"""Decoding of header blocks, and the rules that fields of requests keep (RFC 9113, 8.2 and 8.3).
+"""Decoding of header blocks, and the rules for fields of requests (RFC 9113, 8.2 and 8.3).
 
 The hpack package takes 9 µs for a field, and for some blocks a time that grows with the square of their size. This
-module takes 1.5 µs for blocks as this transport and other plain clients send them: literals that neither use nor change
-the dynamic table and have no Huffman code. It reads every other block with hpack's table and Huffman code.
+module takes 1.5 µs for the blocks of this transport and other plain clients: literals that neither use nor change the
+dynamic table and have no Huffman code. It reads every other block with hpack's table and Huffman code.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hpack.table import HeaderTable
 
 Headers = list[tuple[str, str]]
 _STATIC = [("", ""), *((name.decode(), value.decode()) for name, value in HeaderTable.STATIC_TABLE)]
-# Bytes that a field counts for beyond its name and value (RFC 9113, 6.5.2).
+# Bytes that a field counts besides its name and value (RFC 9113, 6.5.2).
 _FIELD_BYTES = 32
 # Bits of a field's first byte: an entry of a table; a literal that goes into the table, or a new size of the table.
 _INDEXED, _CHANGES_TABLE = 0x80, 0x60
 _NAME_BITS = 0x0F
-# Blocks up to so many times the limit are still decoded: a peer that sends one loses a call, not the connection.
+# Multiple of the limit up to which blocks are still decoded: a peer that sends one loses a call, not the connection.
 _READ_BEYOND = 4
 # Most new sizes of the table in one block (an encoder sends at most two), and most bytes of an integer.
 _MAX_RESIZES, _MAX_INTEGER = 64, 8
@@ -29,35 +29,34 @@ _MAX_DIGITS = 18
 # Fields that belong to a connection of HTTP/1 (RFC 9113, 8.2.2).
 _OF_HTTP_1 = frozenset(("connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade"))
 _PSEUDO = frozenset((":method", ":scheme", ":path", ":authority"))
-# Characters that no name, and no value, may have (RFC 9113, 8.2.1).
+# Characters that are not allowed in names, and in values (RFC 9113, 8.2.1).
 _NOT_IN_NAMES = re.compile("[\x00-\x20A-Z:\x7f-\U0010ffff]")
 _NOT_IN_VALUES = re.compile("[\x00\r\n]|^[ \t]|[ \t]$")
 _BAD_VALUE = "a field's value has a character that none may have, or begins or ends with a space"
 
 
 class HeadersTooLarge(Exception):
-    """Headers are larger than the limit; the blocks that follow can still be read."""
+    """Headers are larger than the limit; later blocks can still be read."""
 
 
 class MalformedError(ValueError):
-    """Fields are not those of a request; a stream error of PROTOCOL_ERROR (RFC 9113, 8.1.1)."""
+    """Fields do not make a request; a stream error of PROTOCOL_ERROR (RFC 9113, 8.1.1)."""
 
 
 class OddFieldError(MalformedError):
-    """A field's value is not one that a request may have, and it is clear what the request was: it can be answered,
-    and the stream reset then."""
+    """A field's value is not allowed, but the request is clear: it can be answered, and then the stream is reset."""
 
 
 class OddCredentialsError(OddFieldError):
-    """Credentials that are none, such as a scheme with nothing behind its space."""
+    """Credentials are invalid, such as a scheme with nothing after its space."""
 
 
 class OddPathError(OddFieldError):
-    """A path that is none: no method has such a name."""
+    """A path is invalid: no method has such a name."""
 
 
 def check_request(fields: Headers) -> None:
-    """Check the fields that begin a request. Raises MalformedError."""
+    """Check the first fields of a request. Raises MalformedError."""
     pseudo: dict[str, str] = {}
     at = 0
     for name, value in fields:
@@ -85,7 +84,7 @@ def check_request(fields: Headers) -> None:
 
 
 def check_trailers(fields: Headers) -> None:
-    """Check fields that are no pseudo-header fields. Raises MalformedError."""
+    """Check fields other than pseudo-header fields. Raises MalformedError."""
     for name, value in fields:
         if not name or _NOT_IN_NAMES.search(name):
             raise MalformedError("a field's name has a character that none may have, or stands behind others")
@@ -102,7 +101,7 @@ def content_length(fields: Headers) -> int | None:
         return None
     value = values.pop()
     if values or not (value.isascii() and value.isdigit()) or len(value) > _MAX_DIGITS:
-        raise OddFieldError("content-length is no number")
+        raise OddFieldError("content-length is not a number")
     return int(value)
 
 
@@ -113,11 +112,11 @@ class HeaderDecoder:
         """Make it. At most `max_bytes` of headers are allowed, counted as in RFC 9113."""
         self._max_bytes = max_bytes
         self._table = HeaderTable()
-        # The last plain block without its last field, and its size: a peer's blocks begin alike.
+        # The last plain block without its last field, and its size: a peer's blocks begin the same way.
         self._begin: tuple[bytes, Headers, int] = (b"", [], 0)
 
     def decode(self, block: bytes) -> Headers:
-        """Return the headers in their order, repeated ones too; bytes that are not UTF-8 are replaced.
+        """Return the headers in order, including repeated ones; bytes that are not UTF-8 are replaced.
 
         Raises HeadersTooLarge, hpack.HPACKError.
         """
@@ -219,7 +218,7 @@ class HeaderDecoder:
 
 
 def _integer(block: bytes, at: int, most: int) -> tuple[int, int]:
-    """Read an integer of the first byte's bits `most`; return the place behind it, too (RFC 7541, 5.1)."""
+    """Read an integer from the first byte's bits `most`; also return the place after it (RFC 7541, 5.1)."""
     value = block[at] & most
     at += 1
     if value < most:
@@ -234,7 +233,7 @@ def _integer(block: bytes, at: int, most: int) -> tuple[int, int]:
 
 
 def _string(block: bytes, at: int) -> tuple[bytes, int]:
-    """Read a string literal; return the place behind it, too (RFC 7541, 5.2)."""
+    """Read a string literal; also return the place after it (RFC 7541, 5.2)."""
     is_huffman = block[at] & 128
     size, at = _integer(block, at, 127)
     raw = block[at : at + size]

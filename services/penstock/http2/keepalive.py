@@ -1,4 +1,4 @@
-"""Keepalive pings: they find that the other end of a connection is gone without a word."""
+"""Keepalive pings: they detect that the other end of a connection has silently gone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class KeepAlive:
-    """Pings a connection that is silent, and gives up one that does not answer. Belongs to one event loop."""
+    """Pings a silent connection, and gives up one that does not answer. Belongs to one event loop."""
 
     def __init__(
         self, silence_seconds: float, timeout_seconds: float, ask: Callable[[], None], give_up: Callable[[], None]
@@ -38,7 +38,7 @@ class KeepAlive:
 
     def _look(self) -> None:
         # Data that arrived meanwhile was noted first, since a turn of the loop reads sockets before it runs timers.
-        # So a stop of this process itself is not taken for the peer's silence.
+        # So a pause of this process itself is not taken for the peer's silence.
         if self._is_asked:
             self._give_up()
             return

@@ -1,4 +1,4 @@
-"""Limits of the memory and the work that one connection may take."""
+"""Limits on the memory and the work of one connection."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Limits:
     keepalive_seconds: float
     keepalive_timeout_seconds: float
     min_ping_interval_seconds: float
-    # Bytes that a client may have on their way: of one stream of requests, and of all calls.
+    # Bytes that a client may have in flight: in one stream of requests, and in all calls.
     stream_window_bytes: int
     connection_window_bytes: int
-    # Seconds until the first bytes have come, and until the request of a call that needs no credentials is whole.
+    # Seconds for the first bytes to arrive, and for the request of a call that needs no credentials.
     handshake_seconds: float
-    # Seconds until the only request of any other call is whole.
+    # Seconds for the only request of any other call to arrive.
     request_seconds: float
-    # Bytes of answers that may wait in the process for a connection that is not read.
+    # Bytes of answers that may wait in the process for a client that does not read.
     write_buffer_bytes: int
-    # Frames that cost work and carry no data: the most at once, and the rate at which more are allowed.
+    # Frames that cost work and carry no data: the most in a burst, and the further ones a second.
     idle_frames: int
     idle_frames_per_second: float
-    # A reset counts as one while its call is younger than this and has no answer.
+    # A reset counts as such a frame while its call is younger than this and unanswered.
     early_reset_seconds: float
     # Calls at once that need no credentials.
     max_probes: int
@@ -42,14 +42,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of a server: of all connections together."""
+    """Limits of a server, over all connections."""
 
-    # Calls at once, and besides them calls that need no credentials.
+    # Calls at once, and further calls that need no credentials.
     max_calls: int
     max_probes: int
     # Bytes of requests that no handler has taken.
     request_bytes: int
-    # Connections that have shown no credentials yet (and as many amid TLS handshakes), and their share of a
+    # Connections that have shown no credentials yet (and again this many in TLS handshakes), and their share of a
     # processor's time.
     max_strangers: int
     strangers_share: float
@@ -60,7 +60,7 @@ class ChannelLimits(Protocol):
 
     @property
     def max_message_bytes(self) -> int:
-        """Largest message that is received."""
+        """Largest message to receive."""
 
     @property
     def keepalive_seconds(self) -> float:
@@ -68,7 +68,7 @@ class ChannelLimits(Protocol):
 
     @property
     def keepalive_timeout_seconds(self) -> float:
-        """Seconds that the answer to a ping may take."""
+        """Seconds for a ping to be answered."""
 
 
 class IdleFrames:
@@ -81,7 +81,7 @@ class IdleFrames:
         self._filled_at = time.monotonic()
 
     def spend(self, what: str = "frames that do nothing", *, count: int = 1) -> None:
-        """Count `count` frames. Raises Violation, which names it by `what`, when there were too many."""
+        """Count `count` frames. Raises Violation, with the name `what`, when there were too many."""
         now = time.monotonic()
         self.refund((now - self._filled_at) * self._per_second)
         self._filled_at = now
@@ -108,7 +108,7 @@ class Pings:
         if is_idle and now - self._last < self._min_interval_seconds:
             self._strikes += 1
             if self._strikes >= _PING_STRIKES:
-                # grpc's own words: its clients then ping less often.
+                # grpc's own words, which make its clients ping less often.
                 raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too_many_pings")
         elif not is_idle:
             self._strikes = 0

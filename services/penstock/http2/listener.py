@@ -1,4 +1,4 @@
-"""Listening socket that survives a lack of file descriptors: it waits instead of trying, and of logging, on and on."""
+"""Listening socket that survives a lack of file descriptors: it waits instead of retrying and logging endlessly."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import Any
 from penstock.common.logging import get_logger
 from penstock.http2.strangers import network_of_peer
 
-# Connections that may wait to be accepted; beyond asyncio's 100 they would come a second later.
+# Connections that may wait to be accepted; with asyncio's 100, further ones would come a second later.
 _BACKLOG = 1024
-# Connections accepted in one turn of the event loop: live streams have their turn, too.
+# Connections accepted in one turn of the event loop, since live streams need their turn, too.
 _PER_TURN = 16
 # First and longest wait for descriptors or memory; waits double up to this.
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
-# Bytes that a connection over TLS reads at once: a record.
+# Bytes that a TLS connection reads at once: one record.
 _TLS_READ_BYTES = 16 << 10
-# Shortest time between two log lines about it.
+# Shortest time between two log lines about a lack of descriptors.
 _LOG_SECONDS = 10.0
 _LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _log = get_logger("penstock.http2")
 
 
 def let_go(transport: Any) -> None:
-    """Cut the circle in which asyncio's transport holds itself, once it is lost: else only a garbage collection frees
-    it, a kilobyte each."""
+    """Break the reference cycle of a lost asyncio transport: else only a garbage collection frees it, a kilobyte
+    each."""
     if getattr(transport, "_read_ready_cb", None) is not None:
         transport._read_ready_cb = None
 
@@ -39,7 +39,7 @@ def let_go(transport: Any) -> None:
 class Listener:
     """One socket and the connections that it accepts. Belongs to one event loop.
 
-    asyncio's own server tries a backlog's worth of times when descriptors are out, and logs each.
+    Without free descriptors asyncio's own server retries a backlog's worth of times, and logs each.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class Listener:
         most_handshakes: int,
         most_handshakes_each: int | None = None,
     ) -> None:
-        """Make it of a bound socket, which is its own from now on.
+        """Make it from a bound socket, which it owns from now on.
 
-        `handshake_seconds`: the time that TLS may take. Of more than `most_handshakes` at once the oldest is given up,
-        of more than `most_handshakes_each` of one network (`network_of`; None: no such bound) the oldest of that one.
+        `handshake_seconds`: time for TLS. With more than `most_handshakes` at once the oldest is given up; with more
+        than `most_handshakes_each` from one network (`network_of`; None: no limit), the oldest of that network.
         """
         self._socket = sock
         self._make_protocol = make_protocol
         self._tls = tls
         self._handshake_seconds = handshake_seconds if tls is not None else None
         self._loop = asyncio.get_running_loop()
-        # What asyncio's own servers call: without TLS there is nothing to wait for, and a task is a turn of the loop
-        # more.
+        # asyncio's own servers call the same: without TLS there is nothing to wait for, and a task would add a turn of
+        # the loop.
         self._begin_plain = getattr(self._loop, "_make_socket_transport", None) if tls is None else None
         self._most_handshakes = most_handshakes
         self._most_handshakes_each = most_handshakes if most_handshakes_each is None else most_handshakes_each
-        # Networks of those that open, and those of each; from the oldest.
+        # Handshakes with their networks, and those of each network; the oldest first.
         self._opening: dict[asyncio.Task[None], str] = {}
         self._opening_of: dict[str, dict[asyncio.Task[None], None]] = {}
         self._retry: asyncio.TimerHandle | None = None
@@ -85,17 +85,17 @@ class Listener:
         most_handshakes_each: int | None = None,
         shares_port: bool = False,
     ) -> tuple[list[Listener], int]:
-        """Bind all addresses of a host; return a listener each, and the port. Raises OSError.
+        """Bind all addresses of a host; return a listener for each, and the port. Raises OSError.
 
         `shares_port`: other processes may bind it too.
         """
         if tls is not None:
-            # Of each connection from its first byte on; asyncio takes 256 KiB, sixteen times what a record can have.
+            # For each connection from its first byte on; asyncio takes 256 KiB, sixteen times the largest record.
             sslproto.SSLProtocol.max_size = _TLS_READ_BYTES
         loop, host = asyncio.get_running_loop(), host.strip("[]")
         where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         if host == "::" and socket.has_dualstack_ipv6():
-            # With IPv4, as grpc does; asyncio would take IPv6 alone.
+            # With IPv4, like grpc; asyncio would take only IPv6.
             kind: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
             where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind)}
         # asyncio finds the addresses and binds the sockets; it never listens on them itself.
@@ -120,7 +120,7 @@ class Listener:
         self._socket.close()
 
     def _accept(self) -> None:
-        # No more than handshakes: those that make room are of earlier turns, whose tasks have begun.
+        # At most the number of handshakes: those that make room are from earlier turns, so their tasks have begun.
         for _ in range(min(_PER_TURN, self._most_handshakes, self._most_handshakes_each)):
             try:
                 connection, peer = self._socket.accept()
@@ -159,7 +159,7 @@ class Listener:
         oldest.cancel()
 
     async def _open(self, connection: socket.socket) -> None:
-        # Whoever hangs up during the TLS handshake is nobody's error.
+        # A peer that hangs up during the TLS handshake is not an error.
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             await self._loop.connect_accepted_socket(
                 self._make_protocol, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_seconds
@@ -174,7 +174,7 @@ class Listener:
             del self._opening_of[network]
 
     def _pause(self, error: OSError) -> None:
-        """Leave connections in the backlog for a while: accepting fails until something is closed."""
+        """Leave connections in the backlog for a while: accepting fails until a descriptor is closed."""
         self._loop.remove_reader(self._socket)
         self._retry = self._loop.call_later(self._wait, self._resume)
         self._wait = min(2 * self._wait, _LONGEST_WAIT)

@@ -19,18 +19,18 @@ from penstock.http2.server_connection import Connection
 from penstock.http2.strangers import Strangers
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
-# (method's name, metadata of the call) -> True when the call was admitted by its credentials (where none are asked for,
-# as well), False when it needs none. Raises Refused.
+# (method's name, metadata of the call) -> True when the call was admitted by its credentials (or if none are required),
+# False when it needs none. Raises Refused.
 Admit = Callable[[str, Metadata], bool]
-# Largest message of a call that needs no credentials, and the work that one is, in seconds.
+# Largest message of a call that needs no credentials, and its work in seconds.
 _PROBE_MESSAGE_BYTES, _PROBE_SECONDS = 4096, 0.0003
-# Seconds that connections may take to send their last bytes after the server stopped.
+# Seconds for connections to send their last bytes after the server stopped.
 _LINGER_SECONDS = 0.5
 _log = get_logger("penstock.http2")
 
 
 class _Details(grpc.HandlerCallDetails):
-    """Details by which generic handlers look a method up."""
+    """Details with which generic handlers look up a method."""
 
     def __init__(self, call: Call) -> None:
         self.method = call.method
@@ -41,7 +41,7 @@ class Http2Server:
     """Server for the handlers that generated code adds to a grpc.aio.Server. Belongs to one event loop.
 
     A handler gets its request, or an async iterator of requests, and its `Call`. It writes to the call itself, or
-    returns the only answer. It is a coroutine: `wrap` has to run async generators.
+    returns the only answer. It is a coroutine: `wrap` must run async generators.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Http2Server:
         wrap: Callable[[str, Handler], Handler] | None = None,
         admit: Admit | None = None,
     ) -> None:
-        """Make it. More calls at once than `server_limits` says are refused with RESOURCE_EXHAUSTED.
+        """Make it. Calls beyond those of `server_limits` are refused with RESOURCE_EXHAUSTED.
 
         `wrap` is called once for each method that is used, with its name ("/package.Service/Name") and its handler, and
-        returns the handler to use. `admit` is called for each call of a method that exists, before any of its request
-        has come; without it every call is admitted.
+        returns the handler to use. `admit` is called for each call of an existing method, before its request arrives;
+        without it every call is admitted.
         """
         self._limits = limits
         self._server_limits = server_limits
@@ -64,14 +64,14 @@ class Http2Server:
         self._admit = admit
         self._request_bytes = RequestBytes(server_limits.request_bytes)
         self._strangers = Strangers(server_limits.max_strangers, server_limits.strangers_share)
-        # Calls that need no credentials, from the oldest.
+        # Calls that need no credentials, the oldest first.
         self._probes: dict[Call, None] = {}
         self._generic: list[Any] = []
         # Wrapped handlers by method; only methods that exist.
         self._handlers: dict[str, Handler] = {}
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        # Calls that are not over; the task of one that was reset may take a moment longer.
+        # Calls that are not over; the task of a reset call may take a moment longer.
         self._num_live = 0
         self._listeners: list[Listener] = []
         self._is_stopping = False
@@ -116,7 +116,7 @@ class Http2Server:
             await asyncio.wait(list(self._tasks))
         for connection in list(self._connections):
             connection.close()
-        # A client that does not read holds nobody up.
+        # A client that does not read holds up nobody.
         asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._abort_all)
 
     def _abort_all(self) -> None:
@@ -156,16 +156,16 @@ class Http2Server:
         self._tasks.add(call.task)
         call.task.add_done_callback(self._tasks.discard)
         if call.is_probe:
-            # Not in the task itself: one that is cancelled before its first step never runs.
+            # Not in the task itself: a task that is cancelled before its first step never runs.
             call.task.add_done_callback(lambda _: self._probes.pop(call, None))
 
     def _take_place(self, call: Call) -> None:
-        """Count a call. Raises Refused where there are too many."""
+        """Count a call. Raises Refused when there are too many."""
         if call.is_of_a_stranger:
             call.become_probe(_PROBE_MESSAGE_BYTES, _PROBE_SECONDS)
             self._probes[call] = None
             if len(self._probes) > self._server_limits.max_probes:
-                # The oldest goes: whoever asks for the health of a server is answered, however many watch it.
+                # The oldest goes: a health check is always answered, however many clients watch.
                 oldest = next(iter(self._probes))
                 del self._probes[oldest]
                 oldest.finish(grpc.StatusCode.RESOURCE_EXHAUSTED, "newer calls without credentials take its place")
@@ -198,7 +198,7 @@ class Http2Server:
         if handler.request_streaming:
             request: Any = call.requests(handler.request_deserializer)
         else:
-            # Its bytes, perhaps megabytes, are not kept beside it for as long as a stream lasts.
+            # Its bytes, perhaps megabytes, must not be kept beside it for the life of a stream.
             request = await call.request()
             if handler.request_deserializer is not None:
                 request = handler.request_deserializer(request)
@@ -208,7 +208,7 @@ class Http2Server:
         call.finish(call.code(), call.details())
 
     def _find(self, call: Call) -> Handler:
-        """Find the handler of a method that is called for the first time. Raises Refused when there is none."""
+        """Find the handler of a method on its first call. Raises Refused when there is none."""
         details = _Details(call)
         found = (generic.service(details) for generic in self._generic)
         handler: Handler | None = next((one for one in found if one is not None), None)

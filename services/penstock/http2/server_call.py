@@ -18,7 +18,7 @@ from penstock.http2.metadata import Metadata, parse_metadata
 
 # Messages that a handler takes in one turn of the event loop, unless it waits itself.
 _MESSAGES_PER_TURN = 256
-# A reset before this age counts against the client, however short the call's deadline is.
+# A reset before this age counts against the client, however short the call's deadline.
 _LEAST_SECONDS = 0.01
 # zlib's wbits for each encoding.
 _ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -46,7 +46,7 @@ class CallConnection(Protocol):
         """True until a call of the connection was admitted by its credentials."""
 
     def send(self, data: bytes) -> None:
-        """Queue bytes; what is queued in one turn of the event loop leaves together."""
+        """Queue bytes; all bytes queued in one turn of the event loop are sent together."""
 
     def give_back(self, stream: int, size: int) -> None:
         """Let the client send `size` more bytes on `stream`."""
@@ -70,7 +70,7 @@ class Call:
     # True: `try_write` may succeed.
     writes_at_once: ClassVar[bool] = True
 
-    # Python keeps no more than thirty attributes of an object where they are found fast.
+    # Python finds only thirty attributes of an object fast.
     __slots__ = (
         "_allowance",
         "_arrived",
@@ -115,7 +115,7 @@ class Call:
     ) -> None:
         """Make it. `headers` are `fields` without repeated ones.
 
-        Raises Refused for headers that make no call, MalformedError for a content-length that is none.
+        Raises Refused for headers that do not make a call, MalformedError for an invalid content-length.
         """
         self.stream = stream
         self.method = headers.get(":path", "")
@@ -128,9 +128,9 @@ class Call:
         # The handler, and how the server counts the call: one that needs no credentials is a probe.
         self.handler: Any = None
         self.is_probe = False
-        # True when its only request has to be whole before its handler runs.
+        # True when its only request must be complete before its handler runs.
         self.awaits_request = True
-        # Bytes of the message that a write waits with.
+        # Bytes of the message of a waiting write.
         self.wants = 0
         self._connection = connection
         self._flow = connection.flow
@@ -141,17 +141,17 @@ class Call:
         self._metadata: Metadata = _metadata(fields)
         self._encoding = headers.get("grpc-encoding", "identity")
         self._deadline = _deadline(headers.get("grpc-timeout"))
-        # Bytes that the handler has not taken: whole messages, and perhaps the beginning of one. Kept as they came,
-        # since a small message may be large once it is unpacked, and many small objects larger than their bytes.
+        # Bytes that the handler has not taken: complete messages, and perhaps the start of one. Kept as received, since
+        # a small message may be large when unpacked, and many small objects larger than their bytes.
         self._body = bytearray()
-        # Bytes of the first message by its own head, head included; 0 before the head has arrived.
+        # Bytes of the first message according to its head, head included; 0 before the head has arrived.
         self._size = 0
-        # Bytes that the client may still send, and bytes that may lie here: the first window, until a larger message is
-        # let in or the handler turns out to take a stream.
+        # Bytes that the client may still send, and bytes that may wait here: the first window, until a larger message
+        # is let in or the handler turns out to take a stream.
         self._credit = self._allowance = self._base = frames.DEFAULT_WINDOW
         # Bytes counted in the connection's budget, and a flag that the first message waits for its part of it.
         self._reserved, self._waits_for_bytes = 0, False
-        # Bytes of the body that are still to come by its own account.
+        # Bytes of the body still to come according to content-length.
         self._length = content_length(fields)
         self._arrived = asyncio.Event()
         self._has_headers = False
@@ -163,7 +163,7 @@ class Call:
         self._timer: asyncio.TimerHandle | None = None
         if self._deadline is not None:
             left = max(0.0, self._deadline - self._began)
-            # A client whose time is over gives up by a reset, too, which may come before our own timer. But no client
+            # At its deadline a client also sends a reset, which may come before this side's timer. But no client
             # expects an answer in no time at all.
             self._early_reset_seconds = min(self._early_reset_seconds, max(left / 2, _LEAST_SECONDS))
             self._timer = asyncio.get_running_loop().call_later(left, self._expire)
@@ -199,14 +199,14 @@ class Call:
         return self._details
 
     async def write(self, message: Any) -> None:
-        """Send a message; returns when it is on its way. Raises grpc.aio.InternalError when the call is over."""
+        """Send a message; return when it is under way. Raises grpc.aio.InternalError when the call is over."""
         data = self.serializer(message) if self.serializer is not None else message
         connection = self._connection
         size = len(data) + frames.MESSAGE_HEAD
         if not self._has_headers and not self.is_over:
             self._has_headers = True
             connection.send(frames.header_frames(self.stream, frames.RESPONSE_HEADERS, end=False, limit=16384))
-            # A client that gets an answer may cancel it, and the reset does not count against it.
+            # A client may cancel an answer that it gets; that reset does not count against it.
             connection.answered()
         if size <= frames.DEFAULT_FRAME_SIZE and self._room() >= size:
             self.window -= size
@@ -218,7 +218,7 @@ class Call:
     def try_write(self, message: Any) -> bool:
         """Send a message at once, from a callback of the loop; False when `write` would wait, or raise.
 
-        The message is the caller's again when this returns.
+        The caller may reuse the message after this returns.
         """
         if self.is_over or not self._has_headers:
             return False
@@ -261,7 +261,7 @@ class Call:
         return self._connection.is_stranger
 
     def become_probe(self, most_bytes: int, seconds: float) -> None:
-        """Note that it needs no credentials: its request is of up to `most_bytes`, its work is about `seconds`.
+        """Note that it needs no credentials: its request has at most `most_bytes`, its work takes about `seconds`.
 
         Raises Refused when its connection has too many such calls.
         """
@@ -297,15 +297,15 @@ class Call:
             self.task.cancel()
 
     def wake(self) -> None:
-        """Let a write that waits try again: there may be room now."""
+        """Let a waiting write try again: there may be room now."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def take(self, data: bytes, *, size: int, ended: bool) -> None:
         """Take a part of the request that used `size` bytes of the stream's window, padding included.
 
-        Raises Refused when the first message that waits is too large, MalformedError when the body is not as long as
-        its content-length, Violation when the client sent more than it may.
+        Raises Refused when the first waiting message is too large, MalformedError when the body does not fit its
+        content-length, Violation when the client sent more than allowed.
         """
         self._credit -= size
         if self._credit < 0:
@@ -358,7 +358,7 @@ class Call:
             await self._arrived.wait()
 
     def _next(self) -> bytes:
-        """Remove and return the first message that waits; there is one. Raises Refused."""
+        """Remove and return the first waiting message; there is one. Raises Refused."""
         self._check_size()
         body, size = self._body, self._size
         is_compressed, message = body[0], bytes(body[frames.MESSAGE_HEAD : size])
@@ -392,11 +392,11 @@ class Call:
             self._let_send()
 
     def _let_send(self) -> None:
-        """Let the client send on, unless the handler is behind; one frame is sent for many messages."""
+        """Let the client send more, unless the handler is behind; one frame serves many messages."""
         if self.is_over or self.request_ended or self._waits_for_bytes:
             return
         if self._size > self._allowance and not self._reserve_message():
-            # It goes on when others of the connection are whole.
+            # It continues when other requests of the connection are complete.
             self._waits_for_bytes = True
             self._flow.request_bytes.wait(self._try_again)
             return
@@ -431,7 +431,7 @@ class Call:
         return True
 
     def _reserve(self, size: int) -> None:
-        """Count bytes that are here. Raises Refused when the connection or the process holds too many."""
+        """Count received bytes. Raises Refused when the connection or the process holds too many."""
         if size > self._reserved:
             if not self._flow.request_bytes.take(size - self._reserved):
                 raise _crowded()
@@ -541,5 +541,5 @@ def _deadline(timeout: str | None) -> float | None:
         return None
     digits, unit = timeout[:-1], timeout[-1:]
     if unit not in _UNITS or not digits.isascii() or not digits.isdigit() or len(digits) > 8:
-        raise Refused(grpc.StatusCode.INTERNAL, "grpc-timeout is no duration")
+        raise Refused(grpc.StatusCode.INTERNAL, "grpc-timeout is not a duration")
     return time.monotonic() + int(digits) * _UNITS[unit]

@@ -1,4 +1,4 @@
-"""Connections that have shown no credentials yet: how many there are, and how much work they may ask for together."""
+"""Connections that have shown no credentials yet: limits on their number and on their work together."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-# Seconds of work that one stranger is given in a turn of the event loop, however much it has sent.
+# Seconds of work for one stranger in a turn of the event loop, however much it has sent.
 SLICE_SECONDS = 0.0005
-# Seconds of work that all strangers are given in a turn, about: whoever else there is waits for the turn's end.
+# Approximate seconds of work for all strangers in a turn: all others wait for the turn's end.
 _TURN_SECONDS = 0.0005
-# Seconds of work that strangers may have saved up by being quiet, or owe.
+# Seconds of work that strangers may save up while quiet, or owe.
 _SAVED_SECONDS = 0.05
-# Work of a stranger that is next to nothing, in seconds.
+# Negligible work of a stranger, in seconds.
 _LITTLE_SECONDS = 0.0002
 # Share of a stranger's past work that still counts against it after a second.
 _REMEMBERED = 0.5
-# Bytes of an IPv6 address that a site is given; it chooses the others.
+# Bytes of an IPv6 address that are assigned to a site; it chooses the others.
 _SITE_BYTES = 8
 
 
 class Stranger(Protocol):
-    """A connection as this module sees it."""
+    """A connection, for this module."""
 
-    # Seconds of work that it has asked for, older ones counted less, and the time of that figure.
+    # Seconds of work that it has asked for, with less weight for older work, and the time of that figure.
     work: float
     worked_at: float
-    # Network that it comes from, where their number is bounded (`network_of`).
+    # Its network, if the number of each network's connections is limited (`network_of`).
     network: str
 
     @property
@@ -40,13 +40,13 @@ class Stranger(Protocol):
         """Hang up: others need the place."""
 
     def go_on(self) -> None:
-        """Look at the bytes that wait."""
+        """Handle the waiting bytes."""
 
 
 def network_of(transport: asyncio.BaseTransport) -> str:
-    """Return the address of the other end, or of IPv6 the network of its site, within which addresses are free to take.
+    """Return the address of the other end; for IPv6 the network of its site, which can use any address in it.
 
-    Empty where there is none.
+    Empty without an address.
     """
     return network_of_peer(transport.get_extra_info("peername"))
 
@@ -65,8 +65,8 @@ def network_of_peer(peer: object) -> str:
 class Strangers:
     """Strangers of a server. Belongs to one event loop.
 
-    While they ask for less than their share nobody waits. Beyond it those wait that asked for more than the others do,
-    one after the other, so a probe among floods is answered at once.
+    While they ask for less than their share, nobody waits. Beyond it, those that asked for more than the others wait
+    for their turns, so a probe among floods is answered at once.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Strangers:
     ) -> None:
         """Make it for at most `most` connections, which together get `share` of a processor.
 
-        `most_of_network`: the most of one network (`network_of`); None: no such bound. `on_evicted` is called when one
+        `most_of_network`: the most from one network (`network_of`); None: no limit. `on_evicted` is called when one
         has made room for another.
         """
         self._most = most
@@ -93,7 +93,7 @@ class Strangers:
         self._left = _SAVED_SECONDS
         self._filled_at = time.monotonic()
         self._waiting: deque[Stranger] = deque()
-        # Those that wait for the next turn of the event loop, and what is left of this one.
+        # Strangers that wait for the next turn of the event loop, and the rest of this turn.
         self._next_turn: deque[Stranger] = deque()
         self._turn_left, self._is_turn_noted = _TURN_SECONDS, False
         self._timer: asyncio.TimerHandle | None = None
@@ -108,9 +108,9 @@ class Strangers:
         return self._left <= 0
 
     def add(self, stranger: Stranger) -> None:
-        """Add a new connection. Where there are too many one goes: the oldest without calls, else the oldest.
+        """Add a new connection. When there are too many, one goes: the oldest without calls, else the oldest.
 
-        One of the same network where those are too many: a flood pushes out itself.
+        When one network has too many, one of the same network goes: a flood displaces itself.
         """
         mates = self._of_network.get(stranger.network, {})
         if len(mates) >= self._most_of_network:
@@ -126,7 +126,7 @@ class Strangers:
 
     def _evict(self, among: Mapping[Stranger, None]) -> Stranger:
         oldest = next((one for one in among if not one.is_busy), next(iter(among)))
-        # At once: it may take a while to go, and the next one must not find it here again.
+        # At once: its end may take a while, and the next new connection must not find it again.
         self.discard(oldest)
         self._on_evicted()
         oldest.evict()
@@ -143,9 +143,9 @@ class Strangers:
             del self._of_network[stranger.network]
 
     def spend(self, stranger: Stranger, seconds: float) -> None:
-        """Count work that was done for `stranger`."""
+        """Count work done for `stranger`."""
         now = self._fill()
-        # A flood that ended is not to be paid for by those who come later.
+        # Later connections must not pay for a flood that has ended.
         self._left = max(-_SAVED_SECONDS, self._left - seconds)
         self._turn_left -= seconds
         self._note_turn()
@@ -153,10 +153,10 @@ class Strangers:
         stranger.worked_at = now
 
     def may_go_on(self, stranger: Stranger) -> bool:
-        """True when bytes of `stranger` may be looked at now; where not, its `go_on` is called once they may."""
+        """True when the bytes of `stranger` may be handled now; else its `go_on` is called once they may."""
         now = self._fill()
         work = self._work_of(stranger, now)
-        # An equal part of what all get within the time that work is remembered.
+        # An equal part of the work of all within the time that work is remembered.
         part = max(_LITTLE_SECONDS, self._share / max(1, len(self._all)))
         if self._left <= 0 and work > part:
             self._waiting.append(stranger)
@@ -173,13 +173,13 @@ class Strangers:
             asyncio.get_running_loop().call_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
-        """Begin a turn of the event loop with those that waited for it."""
+        """Begin a turn of the event loop with the strangers that waited for it."""
         self._is_turn_noted, self._turn_left = False, _TURN_SECONDS
         try:
             while self._next_turn and self._turn_left > 0:
                 self._next_turn.popleft().go_on()
         finally:
-            # Also where one of them fails.
+            # Even if one of them fails.
             if self._next_turn:
                 self._note_turn()
 

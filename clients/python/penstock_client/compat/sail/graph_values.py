@@ -27,7 +27,7 @@ class Dtype(enum.Enum):
 
 
 class BmrtFlag(enum.IntFlag):
-    """Flags of loading, by SAIL's names. A service shares a model's memory among all callers, and checks nothing more."""
+    """Flags of loading, by SAIL's names. A service shares a model's memory among all callers, without other checks."""
 
     BM_RUNTIME_AUTO = 0
     BM_RUNTIME_SHARE_MEM = 1

@@ -280,9 +280,9 @@ def test_config_is_made_of_the_facts(tmp_path: Path, model: tuple[dict[str, Entr
             "general.architecture 'mamba', which is not read from GGUF; supported are llama",
         ),
         ({"llama.block_count": None}, "has no llama.block_count"),
-        ({"llama.attention.head_count": "four"}, "has llama.attention.head_count 'four', which is no whole number"),
-        ({"llama.attention.head_count_kv": 0}, "has llama.attention.head_count_kv 0, which is no whole number"),
-        ({"llama.rope.freq_base": float("nan")}, "has llama.rope.freq_base nan, which is no number above 0"),
+        ({"llama.attention.head_count": "four"}, "has llama.attention.head_count 'four', which is not a whole number"),
+        ({"llama.attention.head_count_kv": 0}, "has llama.attention.head_count_kv 0, which is not a whole number"),
+        ({"llama.rope.freq_base": float("nan")}, "has llama.rope.freq_base nan, which is not a number above 0"),
         ({"llama.expert_count": 8}, "has llama.expert_count"),
         ({"llama.rope.dimension_count": 8}, "has llama.rope.dimension_count 8"),
         ({"llama.rope.scaling.type": "longrope"}, "has llama.rope.scaling.type 'longrope'"),
@@ -324,7 +324,7 @@ def test_broken_files_are_named(tmp_path: Path, model: tuple[dict[str, Entry], P
     with pytest.raises(StartupError, match=r"type IQ4_XS; supported are F32"):
         GgufFile(path)
     write_gguf(path, FACTS, {**found, "blk.0.ffn_up.weight": (number, (64, 65), data)})
-    with pytest.raises(StartupError, match=r"ffn_up.weight has shape \[64, 65\], whose rows are no whole blocks"):
+    with pytest.raises(StartupError, match=r"ffn_up.weight has shape \[64, 65\]: its rows are not whole blocks"):
         GgufFile(path)
     write_gguf(path, FACTS, {**found, "blk.0.ffn_extra.weight": (number, shape, data)})
     with pytest.raises(StartupError, match=r"has unexpected tensors blk.0.ffn_extra.weight"):
@@ -348,7 +348,7 @@ def test_model_may_be_a_file(
     home.mkdir()
     path = home / "tiny.gguf"
     write_gguf(path, {**FACTS, **facts}, model[0])
-    with pytest.raises(StartupError, match="not made yet"):
+    with pytest.raises(StartupError, match="does not exist yet"):
         resolve_model(str(path), allow_hub=False)
     check_model(str(path))
     folder = resolve_model(str(path))
