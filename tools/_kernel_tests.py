@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.generation.devices.native.trust import digest, digest_path
 
 ROOT = Path(__file__).resolve().parents[1]
-# All whose subject is what the kernels read and write.
+# All tests of the kernels' inputs and outputs.
 TESTS = (
     "tests/unit/generation/**/test_native_*.py",
     "tests/unit/generation/layers/test_experts.py",

@@ -229,7 +229,7 @@ class Bench:
         return batch * length * self.kv.bytes_per_block / self.kv.block_size
 
     def operations(self, rows: int, *, heads: int) -> float:
-        """Operations of the linear layers of so many rows, of which `heads` go through the head."""
+        """Operations of the linear layers for `rows` rows; `heads` of them go through the head."""
         facts = self.model.config
         head = facts.vocab_size * facts.hidden_size
         return 2.0 * (rows * (facts.num_parameters - 2 * head) + heads * head)
@@ -301,7 +301,7 @@ def prompt_of(number: int, length: int) -> list[int]:
 
 def transformers_seconds(plan: Plan, device: Device, dtype: torch.dtype) -> float:
     """Return the seconds in which transformers' own continuous batching answers the same requests: the better of two
-    turns, of which the second finds everything warm."""
+    turns; in the second everything is warm."""
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     made = {name: value for name, value in plan.config.items() if name not in ("architectures", "model_type")}

@@ -49,7 +49,7 @@ def install_by_uv(pip: list[str], packages: list[str], quiet: list[str], variabl
     got = subprocess.run([*pip, "install", "-qq", UV], stderr=subprocess.DEVNULL)
     if got.returncode:
         return False
-    # Named after the environment, whose pip this is.
+    # Named by its path in this pip's environment.
     command = [str(Path(sys.executable).with_name("uv")), "pip", "install", *quiet, "--python", sys.executable]
     return subprocess.run([*command, *packages], env={**os.environ, **variables}).returncode == 0
 

@@ -217,7 +217,7 @@ def broken_streams() -> list[dict[str, Any]]:
 
 
 def requests() -> list[dict[str, Any]]:
-    """Requests whose presence of fields and large numbers must survive."""
+    """Requests with set fields and large numbers that must survive."""
     plain = text_pb2.ChatRequest()
     plain.messages.add(role="user", content="Grüße 👋")
     zero = text_pb2.ChatRequest(model="m")

@@ -22,7 +22,7 @@ PROTOS = ROOT / "protos"
 TEMPLATES = ROOT / "clients" / "sdks"
 OUT = ROOT / "build" / "sdks"
 SOURCES = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("penstock/v1/*.proto"))
-# Of googleapis-common-protos: what errors carry, for languages whose libraries do not have it.
+# Error details from googleapis-common-protos, for languages with libraries that lack them.
 GOOGLE = ["google/rpc/status.proto", "google/rpc/error_details.proto"]
 # Program -> Debian's package.
 PACKAGES = {

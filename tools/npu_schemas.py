@@ -40,7 +40,7 @@ def schemas_of(wheel: Path) -> dict[str, str]:
 
 
 def differences(pinned: dict[str, str], found: dict[str, str]) -> list[str]:
-    """Return a line for each operator whose schema differs, or which only one of the two has."""
+    """Return a line for each operator with different schemas, or that only one of the two has."""
     names = sorted(pinned.keys() | found.keys())
     return [
         f"{name}\n  pinned: {pinned.get(name, 'absent')}\n  wheel:  {found.get(name, 'absent')}"

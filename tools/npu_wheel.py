@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "npu"
 # The library that has all of CANN's functions here; the wheel also looks some up in it by name.
 _RUNTIME = "libascendcl.so"
-# Functions whose results are looked at, or that are looked up by name.
+# Functions with results that are used, or that are looked up by name.
 _OWN = {
     "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 1; return 0; }",
     "aclrtGetDevice": "int aclrtGetDevice(int *device) { *device = 0; return 0; }",

@@ -43,7 +43,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-# One phrase, or alternatives one of which must appear.
+# One phrase, or alternatives; one of them must appear.
 Words = Sequence[int] | Sequence[Sequence[int]]
 
 

@@ -2,8 +2,8 @@
 
     python tools/remove_safeguards.py [--only WORDS] [--out FILE]
 
-First all of these tests are run on the copy as it is, and must pass. A safeguard whose test passes without it is one
-that nothing holds. The copy has what is not committed, too, and lies below the cache; the tree itself is never changed.
+First all of these tests run on the unchanged copy, and must pass. If a test passes without its safeguard, nothing holds
+that safeguard. The copy includes uncommitted changes, and lies below the cache; the tree itself is never changed.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Copy:
 
     def _write(self, path: Path, source: str) -> None:
         path.write_text(source, encoding="utf-8")
-        # Compiled code is known by the second of its source and its size, both of which may be those of before.
+        # Compiled code is identified by its source's size and time in seconds, and both may be unchanged.
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
     def test(self, tests: Sequence[str], timeout: float) -> Run:
@@ -177,7 +177,7 @@ def row(safeguard: Safeguard, run: Run) -> str:
 def main() -> int:
     """Run the command line; return 1 when a test passed without its safeguard."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="those whose name has these words")
+    parser.add_argument("--only", default="", help="those with these words in their name")
     parser.add_argument("--out", type=Path, help="page to write the table to")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds of one test (180)")
     parser.add_argument("--cache", type=Path, default=Path(cache_folder()), help="where the copy is made")

@@ -69,7 +69,7 @@ class Replay:
         self.trace = trace
         self.now = 0.0
         self.refused = 0
-        # Requests whose outcomes do not fit the order in which their sequences draw now.
+        # Requests with outcomes that do not fit the order in which their sequences draw now.
         self.lost = 0
         self.runner = StandIn()
         self._tokens = Tokens(trace.config.block_size)

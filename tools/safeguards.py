@@ -105,7 +105,7 @@ SAFEGUARDS = (
         "tests/integration/router/test_failover.py::test_request_that_kills_two_backends_is_not_tried_a_third_time",
     ),
     Safeguard(
-        "a stream is moved so often and no more",
+        "a stream is moved a limited number of times",
         _PENSTOCK + "router/backends/attempts.py",
         "if begun and state.moves >= self._config.max_moves + excused:",
         "if begun and state.moves > 9 + excused:",

@@ -28,7 +28,7 @@ OPTIONS = {
 
 
 def runtime_libraries(compiler: str) -> str:
-    """Libraries to load before Python: the sanitizer's, and that of C++, whose exceptions it watches."""
+    """Libraries to load before Python: the sanitizer's, and the C++ library, since the sanitizer watches exceptions."""
     paths = []
     for name in ("libasan.so", "libstdc++.so.6"):
         found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)

@@ -76,5 +76,5 @@ def test_a_conversation_with_an_endpoint(
     assert run_infer({**asked, "do_sample": "false"}) == 0
     shown = capsys.readouterr().out
     assert "old turns are no longer seen" in shown
-    assert "turns    3, of which the next one sees" in shown
+    assert "turns    3; the next one sees" in shown
     assert [one["Input"] for one in json.loads(saved.read_text("utf-8"))] == typed[:3]

@@ -50,7 +50,7 @@ def add_priors(model: Qwen2ForCausalLM) -> None:
         first.o_proj.weight[:, head * dim : (head + 1) * dim] = _WRITE * writes[head].T
     following: list[Any] = list(layers[1:3])
     for attention in following:
-        # The first group looks for a place whose previous token is the present one, and copies what stands there.
+        # The first group looks for a place after an earlier copy of the present token, and copies the token there.
         attention.k_proj.weight[:dim] = _MATCH * writes[0]
         for group in range(groups):
             copied = _orthonormal(dim, width)

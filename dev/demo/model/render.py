@@ -59,7 +59,7 @@ def conversation_text(conversation: Conversation, template: str) -> tuple[str, i
 
 
 def _spans(text: str, learn_from: int) -> Iterable[tuple[str, bool]]:
-    """Cuts the text into (piece, learn?) at the edges of answers, of which none before `learn_from` is learnt."""
+    """Cuts the text into (piece, learn?) at the edges of answers; none before `learn_from` is learnt."""
     position = 0
     while (start := text.find(_ASSISTANT, position)) >= 0:
         start += len(_ASSISTANT)

@@ -44,7 +44,7 @@ async def test_a_service_is_drained_resumed_and_reloaded(tmp_path: Path, capsys:
             await client.resume()
             assert not (await service.load()).draining
             assert (await client.reload()).weights_bytes > 0
-        with pytest.raises(StartupError, match="is no router") as refused:
+        with pytest.raises(StartupError, match="is not a router") as refused:
             await asyncio.to_thread(run_resume, {**flags, "backend": service.running.address})
         assert refused.value.flag == "--backend"
 

@@ -92,5 +92,5 @@ async def test_a_generation_service_does_not_answer_for_another(transport: str) 
         address = client.running.address
         code, out, err = await debug_state(address, "--backend", address)
         assert (code, out) == (2, "")
-        assert "is no router" in err
+        assert "is not a router" in err
         assert "--backend" in err

@@ -391,7 +391,7 @@ def test_files_and_options_are_checked_before_a_model_is_loaded(
 def test_gpus_that_change_nothing_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(StartupError):
         run_infer({"gpus": "0,1", "data_file": "/no/such"})
-    assert "--gpus 0,1 changes nothing and chooses no GPU" in capsys.readouterr().err
+    assert "--gpus 0,1 has no effect" in capsys.readouterr().err
 
 
 def test_files_and_templates_that_cannot_be_used_are_refused(target: LocalTarget, folder: Path, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_options_in_the_words_of_vllm() -> None:
         "stop": ["a"],
     }
     assert vllm_options({"do_sample": False}) == {"temperature": 0.0}
-    with pytest.raises(StartupError, match="--num-beams is no option of --use-vllm"):
+    with pytest.raises(StartupError, match="--num-beams does not work with --use-vllm"):
         vllm_options({"num_beams": 2})
 
 
@@ -451,7 +451,7 @@ def test_a_conversation_sees_its_turns_and_obeys_its_commands(
     assert scripted(folder, model, both, 5).split("assistant\n\n")[2].strip() == second["Output"]
     output = capsys.readouterr()
     assert first["Output"] in output.out
-    assert "turns    2, of which the next one sees 2" in output.out
+    assert "turns    2; the next one sees 2" in output.out
     assert "!save [FILE]" in output.out
     assert "!what is unknown" in output.err
     assert "!set top_q: is no option" in output.err
@@ -470,7 +470,7 @@ def test_old_turns_leave_for_the_budget_and_a_question_that_fails_is_forgotten(
     conversation = talk(target, config, *lines, "!status")
     output = capsys.readouterr().out
     assert "old turns are no longer seen" in output
-    assert "turns    5, of which the next one sees" in output
+    assert "turns    5; the next one sees" in output
     assert not conversation.has_failed
     conversation = talk(target, config, "word " * (2 * CONTEXT), "Hello?", f"!save {tmp_path / 'turns.json'}")
     assert conversation.has_failed

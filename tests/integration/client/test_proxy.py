@@ -64,7 +64,7 @@ async def test_clients_of_this_machine_use_no_proxy(monkeypatch: pytest.MonkeyPa
 
 async def test_an_error_tells_the_proxy_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     async with proxied(monkeypatch) as proxy:
-        told = "of https_proxy; no_proxy=router.invalid leaves it out"
+        told = "of https_proxy; set no_proxy=router.invalid to avoid it"
         config = ClientConfig(retry=RetryConfig(max_attempts=1))
         async with AsyncClient("router.invalid:50051", config) as client:
             with pytest.raises(Unavailable, match=told):
