@@ -40,7 +40,7 @@ class EngineOptions:
     # they are few.
     max_draft_rows: int = option(
         32,
-        "Most decoding sequences and draft tokens in an engine step that verifies drafts; 0: no drafts are verified.",
+        "Most decoding sequences plus draft tokens in an engine step that verifies drafts; 0: no drafts are verified.",
         group=BATCHING,
         minimum=0,
     )
