@@ -1,8 +1,8 @@
 """Deferred modules: they are loaded when an attribute of theirs is first read, not when they are imported.
 
-It is for modules that other packages import in case they are needed, which cost every process memory and time to
-start. The standard library's LazyLoader would load such a module when it is imported a second time; this one loads it
-only when an attribute is read.
+It is for modules that other packages import in case they are needed. Those of torch cost a generation process 27 MiB
+and half a second of processor before it is ready (docs/learn/decisions/light-starts.md). The standard library's
+LazyLoader would load such a module when it is imported a second time; this one loads it only when an attribute is read.
 """
 
 from __future__ import annotations
