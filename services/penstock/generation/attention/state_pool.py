@@ -64,7 +64,7 @@ class StatePool:
     def __init__(
         self, layout: Sequence[StateTensor], num_slots: int, device: torch.device, num_snapshots: int = 0
     ) -> None:
-        """Allocate the pool, and behind the slots of sequences those of snapshots. Raises StartupError naming
+        """Allocate the pool, and after the slots of sequences those of snapshots. Raises StartupError naming
         --max-running-sequences when the memory cannot be had."""
         self.layout = tuple(layout)
         self.num_slots = num_slots

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
 # Stands among a sequence's ids for a token that came as an embedding only. No vocabulary is that large, so it equals no
-# id of an option or of a draw, and n-gram options ignore its repetitions.
+# id of an option or of a draw, and its repetitions do not count as any.
 PLACEHOLDER = (1 << 32) - 1
 
 

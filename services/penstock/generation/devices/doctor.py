@@ -20,7 +20,7 @@ from penstock.generation.layers.linear.int4 import GROUP
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 8, 2, 128
 _WIDTH = _HEADS * _HEAD_DIM
-# Rows and keys of a prompt, a decoding sequence, and a chunk behind a context; and of decoding sequences alone, one of
+# Rows and keys of a prompt, a decoding sequence, and a chunk after a context; and of decoding sequences alone, one of
 # them of several blocks on every device.
 _MIXED, _DECODING = ([150, 1, 5], [150, 300, 200]), ([1, 1, 1], [150, 700, 1])
 # Rows of linear layers: those of a step of one sequence may have a product of their own.

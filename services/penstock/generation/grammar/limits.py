@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class JsonBounds:
     """Bounds where a schema has none; 0: no bound. A schema's own keyword wins."""
 
-    # Digits of an integer, of 64 bits. Numbers that may have a point: at most 15 before it, and nine behind it.
+    # Digits of an integer, of 64 bits. Numbers that may have a point: at most 15 before it, and nine after it.
     digits: int = 19
     # Keys of an object besides those that its schema names.
     keys: int = 64

@@ -77,7 +77,7 @@ def _lengths(is_seen_RC: Tensor, num_rows: int) -> tuple[int, int]:
     if not rows or not torch.equal(is_seen_RC, expected_RC):
         raise InvalidArgument(
             _MASK,
-            "must let row i see the history and rows 0 to i, with padding behind each; "
+            "must let row i see the history and rows 0 to i, with padding after each; "
             "a layer's sliding window is its own",
         )
     return history, rows

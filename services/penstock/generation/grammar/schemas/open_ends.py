@@ -13,7 +13,7 @@ from penstock.generation.grammar.limits import JsonBounds
 from penstock.generation.grammar.schemas.document import WrittenFloat
 from penstock.generation.grammar.schemas.words import types_of
 
-# Most digits before the point that a double is sure to have, and behind it that llguidance counts, with a margin.
+# Most digits before the point that a double surely has, and after it that llguidance counts, with a margin.
 _MOST_BEFORE = 15
 _MOST_BEHIND = 9
 # llguidance calculates with 64 bits; its doubles would turn the lowest of these numbers into others.
