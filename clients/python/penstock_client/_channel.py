@@ -173,7 +173,7 @@ class AsyncChannel:
         self.models: Any = model_pb2_grpc.ModelServiceStub(self._channel)
 
     async def wait_ready(self, timeout: float) -> None:
-        """Wait until connected. Raises TimeoutError after so many seconds."""
+        """Wait until connected. Raises TimeoutError after `timeout` seconds."""
         async with asyncio.timeout(timeout):
             await self._channel.channel_ready()
 
@@ -252,7 +252,7 @@ class Channel:
         self.models: Any = model_pb2_grpc.ModelServiceStub(self._channel)
 
     def wait_ready(self, timeout: float) -> None:
-        """Block until connected. Raises TimeoutError after so many seconds."""
+        """Block until connected. Raises TimeoutError after `timeout` seconds."""
         try:
             grpc.channel_ready_future(self._channel).result(timeout)
         except grpc.FutureTimeoutError:

@@ -61,7 +61,7 @@ def load_requests(
     Raises ValueError unless exactly one of `folder` and `path` is given, and for an unknown option; OSError.
     """
     if (folder is None) == (path is None):
-        raise ValueError("load_model takes a folder, whose files are sent, or path, which the server reads")
+        raise ValueError("load_model takes a folder to send, or a path for the server to read")
     start = model_pb2.LoadModelStart(name=name, options=model_pb2.LoadModelOptions(**(options or {})))
     if path is not None:
         start.path = path

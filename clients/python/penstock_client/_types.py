@@ -23,7 +23,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    # Prompt tokens whose KV came from the prefix cache.
+    # Prompt tokens with KV from the prefix cache.
     cached_tokens: int
     # Completion tokens inside <think>...</think>.
     reasoning_tokens: int

@@ -102,7 +102,7 @@ _PROBES = frozenset(("/health", "/healthz", "/readyz"))
 # They reveal nothing but the program itself, and the chat page asks before its reader has shown a token.
 _PUBLIC = frozenset(("/options",))
 _DELETE: dict[str, Handler] = {"/v1/responses/{name}": delete_response}
-# Routes whose errors are not in OpenAI's form.
+# Routes with errors in another form than OpenAI's.
 _ERRORS: dict[str, ErrorShape] = {
     "/v1/messages": ANTHROPIC_ERRORS,
     "/v1/messages/count_tokens": ANTHROPIC_ERRORS,

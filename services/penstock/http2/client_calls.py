@@ -480,7 +480,7 @@ class CallsConnection(ClientConnection):
 
 
 def late() -> grpc.aio.AioRpcError:
-    """Make the error of a call whose deadline has passed."""
+    """Make the error of a call after its deadline."""
     return rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 

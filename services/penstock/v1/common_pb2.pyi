@@ -387,7 +387,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens whose KV came from the prefix cache."""
+    """Prompt tokens with KV from the prefix cache."""
     reasoning_tokens: _builtins.int
     """Completion tokens inside <think>...</think>."""
     accepted_draft_tokens: _builtins.int

@@ -231,7 +231,7 @@ class GetModelInfoResponse(_message.Message):
     model_route: _builtins.str
     """"native": Penstock's own layers run it; "fallback": transformers' modules (--model-route)."""
     model_route_reason: _builtins.str
-    """Field of config.json, and its fault, because of which transformers' modules run a model with a native family; else empty."""
+    """Field of config.json, and its fault, that makes transformers' modules run a model with a native family; else empty."""
     checkpoint_format: _builtins.str
     """Format of a quantized checkpoint, in words, such as `gptq of 4 bits, symmetric, groups of 128`; empty for any other checkpoint."""
     @_builtins.property

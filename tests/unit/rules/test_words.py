@@ -127,6 +127,29 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     assert not [place for path, text in sources().items() for place in questions_in(path, text)]
 
 
+def hard_turns_in(path: str, source: str) -> Iterator[str]:
+    """Yield the lines of a file that begin a hard turn of phrase."""
+    for found in HARD_TURNS.finditer(source):
+        line = source.count("\n", 0, found.start())
+        yield f"{path}:{line + 1} {source.splitlines()[line].strip()}"
+
+
+def test_texts_of_the_swept_rooms_have_no_hard_turns() -> None:
+    protos = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "protos").rglob("*.proto")}
+    swept = {
+        path: text
+        for path, text in {**sources(), **protos}.items()
+        if path.startswith(PLAIN_ROOMS) and not path.startswith(NOT_YET_PLAIN)
+    }
+    assert len(swept) > 200
+    assert not [place for path, text in swept.items() for place in hard_turns_in(path, text)]
+
+
+def test_hard_turns_are_found_across_lines() -> None:
+    assert list(hard_turns_in("x.py", "one\n# kept so\n# many seconds")) == ["x.py:2 # kept so"]
+    assert len(list(hard_turns_in("x.py", "a call whose end is near, of which so many exist"))) == 3
+
+
 def test_retired_words_are_in_no_name() -> None:
     assert not [place for path, text in sources().items() for place in retired_in(path, text)]
 
