@@ -216,7 +216,7 @@ class Client:
         """Answer a prompt: a text, token ids, or a conversation, a list of {"role", "content"} mappings.
 
         An empty prompt is the option `inputs_embeds`, or begins with the model's beginning-of-sequence id. A content of
-        a message is a text, or OpenAI's list of parts, of which only those of text are read: InvalidArgument names any
+        a message is a text, or OpenAI's list of parts. Only those of text are read: InvalidArgument names any
         other. `timeout` in seconds is the request's deadline.
         """
         with self.stream(prompt, timeout=timeout, **options) as stream:

@@ -1,4 +1,4 @@
-"""The command line `penstock`: one group, of which each command is imported when it is called."""
+"""The command line `penstock`: one group; each command is imported when it is called."""
 
 from __future__ import annotations
 

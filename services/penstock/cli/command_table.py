@@ -16,7 +16,7 @@ class CommandRow:
     group: str
     # `module:attribute` of its typer.Typer below penstock.cli, imported when the command is called.
     target: str
-    # One line; a command of which there is more to say has a text of its own.
+    # One line; a command that needs more has a text of its own.
     help: str
 
 

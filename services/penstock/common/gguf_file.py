@@ -2,7 +2,7 @@
 
 Not by the package `gguf`: its reader (0.19) maps the file, so that one that becomes shorter ends the process; it takes
 the counts of facts, tensors and arrays from the file without a bound; and it makes objects of every text of an array,
-most of which no process needs. tests/unit/files holds this one against files that lie.
+and most of them are needed by no process. tests/unit/files holds this one against files that lie.
 """
 
 from __future__ import annotations

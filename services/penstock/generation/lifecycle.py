@@ -226,7 +226,7 @@ class Lifecycle:
         self.start_drain()
 
     def drop_core(self) -> None:
-        """Drop the core of a model whose engine has ended."""
+        """Drop the core of a model with an ended engine."""
         self._core = None
 
     def end_unload(self) -> None:

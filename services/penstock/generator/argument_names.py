@@ -36,7 +36,7 @@ def ids_of(values: Any) -> list[int]:
 
 
 def of_fields(kind: type[T], value: Any, name: str) -> T:
-    """Return `value` as the dataclass `kind`, of which it may be a mapping of fields. Raises InvalidArgument naming the
+    """Return `value` as the dataclass `kind`; it may be a mapping of fields. Raises InvalidArgument naming the
     argument or the field."""
     if isinstance(value, kind):
         return value

@@ -18,7 +18,7 @@ _WAITING_SHARE = 8
 
 
 class BatchFailed(Exception):
-    """Error after a batch of which some prompts failed. Nothing is lost: `results` has every other answer.
+    """Error after a batch in which some prompts failed. Nothing is lost: `results` has every other answer.
 
     `results` are in the prompts' order, None for one that failed; `errors` has these by their index.
     """

@@ -33,14 +33,14 @@ class GenerateArguments(GenerationOptions, total=False):
     prefix_allowed_tokens_fn: Callable[[int, Any], Iterable[int]] | None
     # An object with put(ids) and end(), as transformers' TextStreamer.
     streamer: Any
-    # Tokenizer of a draft model whose vocabulary is another one.
+    # Tokenizer of a draft model with another vocabulary.
     assistant_tokenizer: Any
     tokenizer: Any
     # A prefix that the caller holds, see Generator.hold_prefix.
     past_key_values: Any
     negative_prompt_attention_mask: Any
-    # As OpenAI has it: so many sequences are made, and num_return_sequences of them returned, those of the highest
-    # mean log-probability.
+    # As OpenAI has it: the number of sequences that are made. The num_return_sequences with the highest mean
+    # log-probability are returned.
     best_of: int | None
     synced_gpus: bool | None
     use_model_defaults: bool | None
@@ -60,7 +60,7 @@ class CallArguments:
     assistant: Any = None
     assistant_tokenizer: Any = None
     prefix: PrefixHandle | None = None
-    # Of best_of sequences so many are returned; None: all.
+    # Number of the best_of sequences that are returned; None: all.
     num_best: int | None = None
     warnings: tuple[str, ...] = field(default_factory=tuple)
 

@@ -1,4 +1,4 @@
-"""Names of transformers' continuous batching on a Generator, whose engine batches continuously anyway.
+"""Names of transformers' continuous batching on a Generator; its engine batches continuously anyway.
 
 `generate_batch`, and the manager of `continuous_batching_context_manager` and `init_continuous_batching`: requests are
 added from any thread, and results come as they are ready. The classes' fields are transformers'.

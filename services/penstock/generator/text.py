@@ -59,7 +59,7 @@ class LocalTokenizer:
         self._front: list[int] | None = None
 
     def with_template(self, template: str) -> LocalTokenizer:
-        """Return a tokenizer of the same vocabulary whose only chat template is `template`, a text in Jinja."""
+        """Return a tokenizer of the same vocabulary with `template`, a text in Jinja, as its only chat template."""
         bundle = replace(self._vocabulary.bundle, templates={"default": template})
         return LocalTokenizer(bundle, allow_control_tokens=self._allow_control_tokens)
 
@@ -185,7 +185,7 @@ class LocalTokenizer:
         kept: Sequence[str] = (),
         thought: Thought | None = None,
     ) -> TextDecoder:
-        """Return the decoder of one sequence's output. `context`: the prompt whose text it goes on with; None: it
+        """Return the decoder of one sequence's output. `context`: the prompt that the text continues; None: it
         begins anew. `kept`: special tokens that are not skipped. `thought`: what comes before its stop strings count.
         Raises IndexError for a prompt's id outside the vocabulary."""
         made: Detokenizer = self._decoders.make(skip_special, kept)

@@ -41,7 +41,7 @@ _CONTENT_TYPE = "application/grpc"
 _STRANGERS_WRITE_BYTES, _STRANGERS_LINGER_SECONDS = 16 << 10, 1.0
 # States of TCP: reset, and closed by the other end.
 _HUNG_UP = (7, 8)
-# Calls whose windows are changed for the price of one frame.
+# Calls that a change of the initial window may reach for the price of one frame.
 _RESIZES_A_FRAME = 64
 # Statuses of requests with a field that no request may have, where it is not INTERNAL.
 _ODD_CODES = {
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
         request_bytes: RequestBytes | None = None,
         strangers: Strangers | None = None,
     ) -> None:
-        """Make it. `request_bytes`: the process's budget. `strangers`: those of the server, of which it will be one."""
+        """Make it. `request_bytes`: the process's budget. `strangers`: those of the server; it begins as one."""
         self.calls: dict[int, Call] = {}
         self.flow = FlowControl(limits, request_bytes, self.send)
         # None once a call was admitted by its credentials, or where nobody needs any.
@@ -229,7 +229,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_unread(self) -> bool:
-        """True while so many answers wait that nothing more is read."""
+        """True while too many answers wait: nothing more is read."""
         return self._transport is not None and self._transport.get_write_buffer_size() > 4 * self._most_unread
 
     @property
@@ -532,7 +532,7 @@ class Connection(asyncio.Protocol):
                 call.wake()
 
     def _break_off(self, call: Call, code: int) -> None:
-        """Reset a call whose frames break the protocol. It counts against the client like a reset of its own."""
+        """Reset a call with frames that break the protocol. It counts against the client like a reset of its own."""
         self._idle_frames.spend()
         self.send(frames.reset(call.stream, code))
         call.gone()

@@ -25,7 +25,7 @@ class StrangerConnection(Protocol):
 
     @property
     def is_unread(self) -> bool:
-        """True while so many answers wait that nothing more is read."""
+        """True while too many answers wait: nothing more is read."""
 
     @property
     def has_hung_up(self) -> bool:
@@ -65,7 +65,7 @@ class StrangerTurns:
         """Make it; `begin` makes the connection a stranger. `most_probes`: most of its calls at once."""
         self.work = self.worked_at = 0.0
         self.network = ""
-        # Calls at once, none of which needs credentials.
+        # Calls at once that need no credentials.
         self.probes = 0
         # time.perf_counter() at which the present turn is over.
         self.until = 0.0

@@ -6,7 +6,7 @@ from collections import deque
 
 from penstock.http2 import frames
 
-# Streams that ended before their requests, whose frames may still be on their way, and gaps between numbers of streams.
+# Streams that ended before their requests (frames of them may still be on their way), and gaps between numbers.
 _MOST_CUT_OFF, _MOST_SKIPPED = 1000, 64
 
 

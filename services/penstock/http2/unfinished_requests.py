@@ -1,4 +1,4 @@
-"""Calls whose only request is not whole yet: they end when it takes too long to come."""
+"""Calls with an incomplete only request: they end when it takes too long to come."""
 
 from __future__ import annotations
 

@@ -195,8 +195,8 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     death_verdict_seconds: float = option(
         2.0,
-        "A backend whose connection ended and that cannot be reached for this long counts as crashed, for which a "
-        "request may be to blame.",
+        "A backend that lost its connection and cannot be reached for this long counts as crashed; a request may be "
+        "to blame.",
         group=FAILURE,
         minimum=0.01,
     )

@@ -190,7 +190,7 @@ def _load(given: Overrides) -> None:
     run_load(None if folder is None else str(folder), given)
 
 
-_FOLDER = argument("folder", "FOLDER", "Folder whose files are sent.")
+_FOLDER = argument("folder", "FOLDER", "Folder of the files to send.")
 commands = typer.Typer(add_completion=False)
 commands.command("load", epilog=EPILOG)(
     command(

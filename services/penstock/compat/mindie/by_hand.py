@@ -47,7 +47,7 @@ class ModelInput:
     context_length: Any = None
     # Longest of them; checked where it is given.
     max_seq_len: int | None = None
-    # (N): rows whose logits are wanted. None: the last row of each sequence.
+    # (N): rows to return logits of. None: the last row of each sequence.
     prefill_head_indices: Any = None
     # True: every sequence begins here, unless query_length says otherwise. False: each has one row.
     is_prefill: bool = True
@@ -59,7 +59,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Sequences whose next tokens are drawn from N rows of logits, one each."""
+    """Sequences that draw their next tokens from N rows of logits, one each."""
 
     # (N): the caller's number of each. State such as counts of tokens is kept under it until clear_cache.
     sequence_ids: Sequence[int]
@@ -235,7 +235,7 @@ class HandSampler:
     def draw(
         self, logits_NV: Tensor, metadata: SamplingMetadata, params: Sequence[SamplingParams], has_seed: Sequence[bool]
     ) -> list[SampledToken]:
-        """Draw the next token of each sequence. One whose options have no seed keeps that of its first draw.
+        """Draw the next token of each sequence. One without a seed in its options keeps that of its first draw.
 
         Raises InvalidArgument where a row has no number, or no token left.
         """

@@ -40,7 +40,7 @@ class AdapterAccess:
         # A load has one until it ends, its caller gone or not. Some are checked at the same time; the store reads one
         # at a time: they share the disk, and the memory of reading one.
         self._places = asyncio.Semaphore(store.limits.max_adapter_checks)
-        # Loads whose caller is gone end all the same.
+        # Loads go on to their end even if their caller is gone.
         self._loads: set[asyncio.Task[None]] = set()
         # Number of changes to the known names; those of the start count as one.
         self.version = 1 if store.names() else 0

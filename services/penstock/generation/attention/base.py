@@ -212,9 +212,10 @@ class Attention(ABC):
     reads_behind = 0
 
     def can_be_captured(self, layer: AttentionLayer, dtype: torch.dtype, kv: KVCachePool) -> bool:
-        """True when `forward_qkv` of decoding sequences in this layer queues the same work in every step, and reads
-        nothing of `metadata` but its tensors, its number of rows and, on a device whose graphs are given them anew in
-        every step (GraphCapture.needs_lengths), `kv_lens`."""
+        """True when `forward_qkv` of decoding sequences in this layer queues the same work in every step.
+
+        It then reads only the tensors and the number of rows of `metadata`, and `kv_lens` on a device with graphs that
+        get them anew in every step (GraphCapture.needs_lengths)."""
         return False
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Names of number formats and the proto's DType, whose values are those names in capitals."""
+"""Names of number formats and the proto's DType: its values are those names in capitals."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.v1 import admin_pb2
 
-# Changes that are remembered until a list has them: one that is older than so many is in every list by then.
+# Changes that are remembered until a list has them; an older one is in every list by then.
 _MOST_CHANGES = 64
 
 
@@ -69,7 +69,7 @@ class AdapterList:
         """
         self._change(version, name, None)
         if not version:
-            # Also what was told by a process before this one, whose versions may be higher.
+            # Also what a process before this one told: its versions may be higher.
             self._changes = [change for change in self._changes if change[1] != name]
             self._version = 0
 

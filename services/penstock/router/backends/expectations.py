@@ -121,7 +121,7 @@ class Expectations:
     def check_end(
         self, result: common_pb2.SequenceResult, token_ids: Sequence[int], now: float, text_of: TextOf
     ) -> None:
-        """Check the end of a sequence whose tokens, all of them, are `token_ids`."""
+        """Check the end of a sequence. `token_ids`: all of its tokens."""
         if result.token_count != len(token_ids):
             raise WrongTokens("not as many tokens as it counted")
         self._check_reason(result, token_ids, now, text_of)

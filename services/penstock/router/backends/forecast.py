@@ -10,8 +10,8 @@ from penstock.common.pace import Demand, Pace
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 
-# Share of a deadline that the router counts on. A little stricter than the engine, whose refusal comes after a prompt
-# was encoded for nothing.
+# Share of a deadline that the router counts on. It is a little stricter than the engine: the engine refuses only after
+# a prompt was encoded for nothing.
 _SHARE_OF_DEADLINE = 0.95
 # Fewer tokens are nothing.
 _LEAST_TOKENS = 0.5

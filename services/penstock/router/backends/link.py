@@ -238,7 +238,7 @@ def is_broken(error: grpc.aio.AioRpcError, failure: PenstockError) -> bool:
 
 
 def backend_lost() -> Unavailable:
-    """Make the error of a call whose backend was lost."""
+    """Make the error of a call that lost its backend."""
     return Unavailable("the backend was lost", reason="BACKEND_LOST", retry_after_seconds=1.0)
 
 

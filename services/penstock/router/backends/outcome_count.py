@@ -24,7 +24,7 @@ class OutcomeCount:
         takes_work: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make it. `loss_seconds`: losses within so many seconds are one; `takes_work`: True while it is ready."""
+        """Make it. `loss_seconds`: losses within this time count as one; `takes_work`: True while it is ready."""
         self._where = where
         self._outliers = outliers
         self._metrics = metrics

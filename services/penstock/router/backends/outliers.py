@@ -164,7 +164,7 @@ class Outliers:
             self._failed(key, record, outcome, has_begun=has_begun)
 
     def half_open(self, key: str) -> None:
-        """Let a backend be probed at once, whose connection or readiness is back: once, until it is back in use.
+        """Let a backend with a connection that is back, or ready again, be probed at once: once, until it is in use.
 
         Those alone that were lost, or refused, in a row: a liar is the same after a reconnection.
         """

@@ -41,7 +41,7 @@ class Turn:
     begin: Callable[[float], Probation]
     # True once nobody waits for it any more.
     is_given_up: Callable[[], bool]
-    # Gets the adapter to a backend, in so many seconds at most.
+    # Gets the adapter to a backend; the second argument is a limit in seconds.
     bring: Callable[[float], Awaitable[object]] | None = None
 
     @property

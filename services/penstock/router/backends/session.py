@@ -50,7 +50,7 @@ _DEADLINE_SLACK_SECONDS = 1.0
 _NOT_STARTED, _ENDED = -1, -2
 # A stall timeout is counted in this many looks.
 FORGOTTEN_LOOKS = 8
-# Reasons of requests whose backend's engine broke: of those that were in the step, and of all others.
+# Reasons of requests on a backend with a broken engine: of those in the step, and of all others.
 STEP_REASONS = frozenset(("STEP_FAILED", "ENGINE_FAILED"))
 
 
@@ -209,7 +209,7 @@ class BackendSession:
             attempt.state.on_lost(Loss(None, self._backend))
 
     def look_for_forgotten(self, known: int, reports: int) -> None:
-        """Give up attempts that have stood still for FORGOTTEN_LOOKS looks, at each of which the backend had fewer
+        """Give up attempts that have stood still for FORGOTTEN_LOOKS looks while the backend always had fewer
         requests (`known`) than were sent to it: others keep the session busy, and nobody else would notice.
 
         A look at a session that was silent since the last one says nothing: its messages may be on their way. `reports`

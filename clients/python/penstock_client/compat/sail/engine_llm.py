@@ -496,7 +496,7 @@ def _own_service(model: str | bytes) -> Any:
 
 
 def _sent_bytes(model: str) -> bytes | None:
-    """Return a tar archive of this machine, whose bytes are sent; None: the path is the server's."""
+    """Return a tar archive of this machine, to send its bytes; None: the path is the server's."""
     path = Path(model).expanduser()
     if not path.is_file():
         return None

@@ -56,7 +56,7 @@ class ServerTensor:
             self._write(offset + at // item, data=data[at : at + PART_BYTES])
 
     def asnumpy(self) -> Array:
-        """Return all elements in an array of its own, of which int() and float() take the only one whatever the shape.
+        """Return all elements in an array of its own; int() and float() of it give the only one whatever the shape.
 
         Raises PenstockError.
         """

@@ -122,7 +122,7 @@ class Tensor:
         self.push()
 
     def asnumpy(self) -> Array:
-        """Return a copy of the elements, of which int() and float() take the only one whatever the shape."""
+        """Return a copy of the elements; int() and float() of it give the only one whatever the shape."""
         self.pull()
         copied: Array = self.array.copy().view(number_array())
         return copied

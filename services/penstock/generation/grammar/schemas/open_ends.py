@@ -18,7 +18,7 @@ _MOST_BEFORE = 15
 _MOST_BEHIND = 9
 # llguidance calculates with 64 bits; its doubles would turn the lowest of these numbers into others.
 _LEAST_INTEGER, _MOST_INTEGER = -(2**63) + 1024, 2**63 - 1
-# Most keys that may be left out of which each choice is told for itself.
+# With at most this many optional keys every combination of them is written out.
 _MOST_OPTIONAL = 4
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
