@@ -1,7 +1,7 @@
 """Number formats of tensors by all of their names: torch's, safetensors', numpy's, --dtype's, and what a number takes.
 
 Without torch, so that every process may read it; `generation.devices.torch_dtypes` is torch's half, and
-`generation.wire.dtypes` the protos', which have torch's names. GGUF's formats of single numbers have safetensors' names.
+`generation.wire.dtypes` the protos', with torch's names. GGUF's formats of single numbers have safetensors' names.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ UNIT = ROOT / "tests" / "unit"
 OTHERS = {"client", "deploy", "docs", "files", "rules", "tools"}
 
 
-def tests() -> list[Path]:
+def unit_tests() -> list[Path]:
     """Tests of packages, by their paths in tests/unit."""
     found = (path.relative_to(UNIT) for path in sorted(UNIT.rglob("test_*.py")))
     return [path for path in found if path.parts[0] not in OTHERS]
@@ -38,7 +38,7 @@ def misplaced() -> dict[Path, Path]:
         module = path.relative_to(PACKAGE)
         modules[module.parts[0], module.stem].append(module)
     found = {}
-    for test in tests():
+    for test in unit_tests():
         named = modules[test.parts[0], test.stem.removeprefix("test_")]
         if any(module.parent == test.parent for module in named) or (PACKAGE / test.parent / test.stem[5:]).is_dir():
             continue
@@ -50,7 +50,7 @@ def misplaced() -> dict[Path, Path]:
 
 
 def test_every_folder_is_a_package() -> None:
-    assert not sorted({str(test.parent) for test in tests() if not (PACKAGE / test.parent).is_dir()})
+    assert not sorted({str(test.parent) for test in unit_tests() if not (PACKAGE / test.parent).is_dir()})
 
 
 def test_a_test_with_a_modules_name_lies_where_the_module_does() -> None:

@@ -243,7 +243,7 @@ class Backend:
     async def _watch_session(self, session: BackendSession) -> None:
         """Raise LinkLost once a session with requests has been silent for the stall timeout.
 
-        Only its own messages count: reports come by another connection, and from a process with an engine that may hang.
+        Only its own messages count. Reports come by another connection, also while the engine hangs.
         """
         limit = self._config.stall_timeout_seconds
         await until_silent(limit, lambda: session.frames, lambda: session.in_flight > 0)
