@@ -137,7 +137,7 @@ def cells(arguments: argparse.Namespace) -> Iterator[tuple[str, int]]:
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per variant, load and number of streams."""
     rows: list[dict[str, Any]] = []
-    table = Table(COLUMNS, arguments.out)
+    table = Table(COLUMNS, arguments.json)
     with contextlib.ExitStack() as exits:
         bench = Bench(arguments, exits)
         for mode, streams in cells(arguments):
