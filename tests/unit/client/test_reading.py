@@ -1,10 +1,11 @@
-"""`AsyncStream.read` and `run`: the deltas that have come, from a channel whose calls give what waits."""
+"""`AsyncStream.read` and `run`: the deltas that have come, from calls that give what waits, and from grpc.aio's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 from factories.wire.conversation import user
 from penstock.common.errors import Internal
@@ -22,24 +23,34 @@ class Call:
     async def read_all(self) -> list[text_pb2.ChatResponse]:
         return self._batches.pop(0) if self._batches else []
 
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-
-class Handing(Call):
-    """A call that hands its batches on."""
-
     async def run(self, take: Callable[[list[text_pb2.ChatResponse]], bool]) -> bool:
         while events := await self.read_all():
             if not take(events):
                 return False
         return True
 
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class AioCall:
+    """A call of grpc.aio, which gives its events one by one."""
+
+    def __init__(self, *batches: list[text_pb2.ChatResponse]) -> None:
+        self._events = [event for batch in batches for event in batch]
+        self.is_cancelled = False
+
+    async def read(self) -> Any:
+        return self._events.pop(0) if self._events else grpc.aio.EOF  # type: ignore[attr-defined]
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
 
 class Channel:
     """A channel of grpc.aio as stubs use it, with one call."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call | AioCall) -> None:
         self._call = call
 
     def unary_stream(self, *_: Any, **__: Any) -> Any:
@@ -88,8 +99,14 @@ async def test_a_stream_that_breaks_the_protocol_is_cancelled(batches: Any, reas
     assert call.is_cancelled
 
 
-@pytest.mark.parametrize("kind", [Call, Handing], ids=["read", "handed on"])
-async def test_deltas_are_handed_on_until_no_more_are_taken_and_then_to_the_end(kind: type[Call]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "first", "rest"),
+    [(Call, [[0], [1, 2]], [[3]]), (AioCall, [[0], [1]], [[2], [3]])],
+    ids=["together", "one by one"],
+)
+async def test_deltas_are_handed_on_until_no_more_are_taken_and_then_to_the_end(
+    kind: type[Call | AioCall], first: list[list[int]], rest: list[list[int]]
+) -> None:
     call = kind([STARTED], [delta(0)], [delta(1), delta(2)], [delta(3)], [FINISHED])
     stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).stream(user("Hello"))
     taken: list[list[int]] = []
@@ -99,14 +116,14 @@ async def test_deltas_are_handed_on_until_no_more_are_taken_and_then_to_the_end(
         return len(taken) != 2
 
     assert not await stream.run(take)
-    assert taken == [[0], [1, 2]]
+    assert taken == first
     assert await stream.run(take)
-    assert taken == [[0], [1, 2], [3]]
+    assert taken == first + rest
     assert stream.state.completion().text == "t0t1t2t3"
 
 
-@pytest.mark.parametrize("kind", [Call, Handing], ids=["read", "handed on"])
-async def test_a_run_of_a_stream_without_its_end_raises(kind: type[Call]) -> None:
+@pytest.mark.parametrize("kind", [Call, AioCall])
+async def test_a_run_of_a_stream_without_its_end_raises(kind: type[Call | AioCall]) -> None:
     call = kind([STARTED, delta(0)])
     stream = AsyncClient("127.0.0.1:1", channel=Channel(call)).stream(user("Hello"))
     with pytest.raises(Internal) as caught:
