@@ -110,7 +110,7 @@ def compile_kernels(site: Path, library: Path) -> None:
 def main() -> int:
     """Fetch, compile and run; the exit code of pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", nargs="*", default=list(TESTS), help="default: those of the kernels")
+    parser.add_argument("tests", nargs="*", default=list(TESTS), help="default: the kernels' tests")
     tests = found_tests(parser.parse_args().tests)
     for program in (COMPILER, EMULATOR, "apt-get", "dpkg"):
         if shutil.which(program) is None:

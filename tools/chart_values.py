@@ -128,7 +128,7 @@ def _shown(schema: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail where a file differs, write nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file differs")
     is_check = parser.parse_args().check
     stale = [path for path, text in files().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if is_check and stale:

@@ -322,7 +322,7 @@ def _node_version() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="clients of clients.toml; none: all")
-    parser.add_argument("--way", choices=tuple(WAYS), action="append", help="one way alone")
+    parser.add_argument("--way", choices=tuple(WAYS), action="append", help="only this way (repeatable)")
     parser.add_argument("--out", type=Path, help="file for the table")
     chosen = parser.parse_args()
     clients = clients_of(chosen.names)

@@ -452,7 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantizations", default="none", help="as of penstock serve, separated by commas")
+    parser.add_argument("--quantizations", default="none", help="as for penstock serve, separated by commas")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the calls")
     parser.add_argument("--layers", type=int, help="fewer layers, for a small GPU")
     options = parser.parse_args(arguments)

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--numbers", type=int, nargs="+", help="these models alone")
+    parser.add_argument("--numbers", type=int, nargs="+", help="only these models")
     parser.add_argument("--tokens", type=int, default=1200)
     parser.add_argument("--settings", type=json.loads, default={}, help="x-guidance of every schema, as JSON")
     parser.add_argument("--show", action="store_true", help="print every answer")

@@ -179,8 +179,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="those with these words in their name")
     parser.add_argument("--out", type=Path, help="page to write the table to")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds of one test (180)")
-    parser.add_argument("--cache", type=Path, default=Path(cache_folder()), help="where the copy is made")
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one test (180)")
+    parser.add_argument("--cache", type=Path, default=Path(cache_folder()), help="folder for the copy")
     arguments = parser.parse_args()
     chosen = [one for one in SAFEGUARDS if arguments.only in one.name]
     if not chosen:

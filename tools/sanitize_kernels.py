@@ -42,7 +42,7 @@ def runtime_libraries(compiler: str) -> str:
 def main() -> int:
     """Build and run; the exit code of pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", nargs="*", default=list(TESTS), help="default: those of the kernels")
+    parser.add_argument("tests", nargs="*", default=list(TESTS), help="default: the kernels' tests")
     arguments = parser.parse_args()
     tests = found_tests(arguments.tests)
     compiler = build.find_compiler()

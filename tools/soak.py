@@ -301,16 +301,18 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40.0)
-    parser.add_argument("--period", type=float, default=240.0, help="seconds between looks at what is held")
+    parser.add_argument("--period", type=float, default=240.0, help="seconds between checks of held resources")
     parser.add_argument("--transport", choices=("grpc", "asyncio"), default="asyncio")
     parser.add_argument("--flags", default="", help="more flags of both services")
     parser.add_argument("--clients", type=int, default=24, help="calls at once")
-    parser.add_argument("--step-seconds", type=float, default=0.02, help="between the tokens of an answer")
+    parser.add_argument("--step-seconds", type=float, default=0.02, help="seconds between the tokens of an answer")
     parser.add_argument("--allowed-mb", type=float, default=8.0)
-    parser.add_argument("--program", action="append", default=[], help="a client of tests/clients, built")
-    parser.add_argument("--command", action="append", default=[], help="prints one answer; {address} is the router's")
+    parser.add_argument("--program", action="append", default=[], help="a built client of tests/clients")
+    parser.add_argument(
+        "--command", action="append", default=[], help="a command that prints one answer; {address} is the router's"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", help="a file for what was seen")
+    parser.add_argument("--out", help="file for the results")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as exits:
         return asyncio.run(run(arguments, exits))

@@ -43,7 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the model (default: the embedded one)")
     parser.add_argument("--steps", type=int, default=defaults.steps, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--decay", type=int, default=defaults.decay, help="last steps, of falling learning rate")
+    parser.add_argument("--decay", type=int, default=defaults.decay, help="last steps, with a falling learning rate")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="seed of everything (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=defaults.threads, help="CPU threads (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=None, help="stop at this wall time even if steps are left")
