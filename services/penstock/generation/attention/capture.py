@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.attention.base import (
     Attention,
@@ -50,6 +51,7 @@ class AttentionCapture(Attention):
         window."""
         return torch.stack(self._weights[place])
 
+    @override
     def forward(
         self,
         q_THD: Tensor,
@@ -59,7 +61,6 @@ class AttentionCapture(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """See Attention.forward."""
         out = self._inner.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv)
         rows = [one.row for one in self._rows]
         self._keep(q_THD[rows], layer, metadata, kv)

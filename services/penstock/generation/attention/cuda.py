@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
 from penstock.generation.attention.sdpa import SDPAAttention
@@ -51,6 +52,7 @@ class FlashAttention(Attention):
         self._portable = SDPAAttention()
         self._turn_and_write = turn_and_write
 
+    @override
     def forward(
         self,
         q_THD: Tensor,
@@ -60,12 +62,12 @@ class FlashAttention(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """See Attention.forward."""
         if layer.changes_scores or not self._takes(q_THD.dtype, q_THD.shape[2], kv):
             return self._portable.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv)
         kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
         return self._attend(q_THD, layer, metadata, kv)
 
+    @override
     def forward_qkv(
         self,
         qkv_TE: Tensor,
@@ -75,7 +77,6 @@ class FlashAttention(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """See Attention.forward_qkv."""
         is_plain = not layer.norm_is_whole and self.can_be_captured(layer, qkv_TE.dtype, kv)
         if self._turn_and_write is None or not is_plain:
             return super().forward_qkv(qkv_TE, cos, sin, layer, metadata, kv)
@@ -121,8 +122,8 @@ class FlashAttention(Attention):
         assert isinstance(out, Tensor)
         return out
 
+    @override
     def can_be_captured(self, layer: AttentionLayer, dtype: torch.dtype, kv: KVCachePool) -> bool:
-        """See Attention."""
         return not layer.changes_scores and self._takes(dtype, layer.head_dim, kv)
 
     def _takes(self, dtype: torch.dtype, head_dim: int, kv: KVCachePool) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.attention.base import Attention, AttentionMetadata
 
@@ -27,6 +28,7 @@ class NativeAttention(Attention):
     # Tiles of 64 keys begin at multiples of 64.
     reads_behind = 63
 
+    @override
     def forward(
         self,
         q_THD: Tensor,
@@ -36,10 +38,10 @@ class NativeAttention(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """See Attention.forward."""
         kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
         return self._attend(q_THD, layer, metadata, kv)
 
+    @override
     def forward_qkv(
         self,
         qkv_TE: Tensor,
@@ -49,7 +51,6 @@ class NativeAttention(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """See Attention.forward_qkv."""
         if layer.norm_is_whole:
             layer = layer.whole_norms(qkv_TE)
         keys, values = kv.key(layer.index), kv.value(layer.index)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.attention.base import Attention, AttentionMetadata
 from penstock.generation.attention.npu_operators import (
@@ -43,6 +44,7 @@ class NPUAttention(Attention):
         self._portable = SDPAAttention()
         self._mask: Tensor | None = None
 
+    @override
     def forward(
         self,
         q_THD: Tensor,
@@ -52,7 +54,6 @@ class NPUAttention(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """See Attention.forward."""
         if layer.changes_scores or not self._takes(q_THD.dtype, q_THD.shape[2], kv):
             return self._portable.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv)
         keys, values = kv.key(layer.index), kv.value(layer.index)
@@ -67,13 +68,14 @@ class NPUAttention(Attention):
         scatter(k_TKD, v_TKD, keys, values, metadata.slot_mapping)
         return call.attend(q_THD, keys, values, layer.scale)
 
+    @override
     def can_be_captured(self, layer: AttentionLayer, dtype: torch.dtype, kv: KVCachePool) -> bool:
-        """See Attention."""
         return not layer.changes_scores and self._takes(dtype, layer.head_dim, kv)
 
     def _takes(self, dtype: torch.dtype, head_dim: int, kv: KVCachePool) -> bool:
         return kv.dtype is dtype and self._limits.fits(dtype, head_dim)
 
+    @override
     def forward_qkv(
         self,
         qkv_TE: Tensor,
@@ -83,7 +85,6 @@ class NPUAttention(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """See Attention.forward_qkv."""
         is_mixed = layer.q_norm is not None and layer.q_norm.dtype is not qkv_TE.dtype
         if layer.norm_is_whole or is_mixed:
             return super().forward_qkv(qkv_TE, cos, sin, layer, metadata, kv)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata, softmax_with_sinks
 
@@ -47,6 +48,7 @@ class SDPAAttention(Attention):
 
     name = "sdpa"
 
+    @override
     def forward(
         self,
         q_THD: Tensor,
@@ -56,7 +58,6 @@ class SDPAAttention(Attention):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """See Attention.forward."""
         k_TKD, v_TKD = kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
         groups = _plan(metadata, layer.window, q_THD.dtype, q_THD.shape[1] // kv.num_kv_heads, kv.block_size)
         if layer.changes_scores:

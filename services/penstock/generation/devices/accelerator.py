@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from penstock.common.errors import StartupError
 from penstock.generation.devices import KERNELS
@@ -30,8 +31,8 @@ class Accelerator(Device):
         self.number = number
 
     @property
+    @override
     def torch_device(self) -> torch.device:
-        """See Device."""
         return torch.device(self.name, self.number)
 
     def start(self, *, num_threads: int | None = None, kernels: str = "auto", arena: Arena | None = None) -> None:
@@ -67,17 +68,17 @@ class Accelerator(Device):
                 flag="--device",
             )
 
+    @override
     def memory(self) -> DeviceMemory:
-        """See Device."""
         free, total = self._runtime().mem_get_info(self.number)
         return DeviceMemory(total=total, available=free)
 
+    @override
     def host_memory(self) -> DeviceMemory:
-        """See Device."""
         return DeviceMemory(*host_memory())
 
+    @override
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
-        """See Device."""
         if quantization != "none":
             raise StartupError(
                 f"--quantization {quantization} is not there with --device {self.name}: use none",
@@ -85,14 +86,14 @@ class Accelerator(Device):
             )
         return PlainLinearMethod()
 
+    @override
     def sampling_kernels(self) -> SamplingKernels:
-        """See Device."""
         return QueuedSampling()
 
+    @override
     def synchronize(self) -> None:
-        """See Device."""
         self._runtime().synchronize(self.number)
 
+    @override
     def describe(self) -> str:
-        """See Device."""
         return f"{self.name}:{self.number} ({self._runtime().get_device_name(self.number)})"

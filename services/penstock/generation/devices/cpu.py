@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from penstock.common.dtypes import dtype_name
 from penstock.common.environment import cache_folder, system_folder
@@ -59,8 +60,8 @@ class CPUDevice(Device):
         self._mapped_bytes = 0
 
     @property
+    @override
     def torch_device(self) -> torch.device:
-        """See Device."""
         return torch.device("cpu")
 
     def start(self, *, num_threads: int | None = None, kernels: str = "auto", arena: Arena | None = None) -> None:
@@ -90,8 +91,8 @@ class CPUDevice(Device):
             return torch.bfloat16
         return checkpoint if checkpoint in COMPUTED_DTYPES.values() else torch.float32
 
+    @override
     def memory(self) -> DeviceMemory:
-        """See Device."""
         return DeviceMemory(*host_memory(mapped=self._mapped_bytes))
 
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
@@ -115,16 +116,16 @@ class CPUDevice(Device):
                 return f"choose --dtype {dtype_name(other)}"
         return "choose a machine with AVX2 or newer instructions"
 
+    @override
     def weight_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See Device."""
         memory = None if self._arena is None else self._arena.take(math.prod(shape) * dtype.itemsize)
         if not memory:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     @property
+    @override
     def mapped_files(self) -> tuple[MappedFile, ...]:
-        """See Device."""
         return tuple(self._mapped_files)
 
     def mapped_tensor(
@@ -153,13 +154,13 @@ class CPUDevice(Device):
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(file.memory, dtype=dtype, count=count, offset=begin)
 
+    @override
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
-        """See Device."""
         fits = head_dim <= NativeAttention.MAX_HEAD_DIM
         return NativeAttention() if fits and self._uses_native(dtype) else SDPAAttention()
 
+    @override
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
-        """See Device."""
         return NativeKernels() if self._uses_native(dtype) else LayerKernels()
 
     def sampling_kernels(self) -> SamplingKernels:
@@ -169,8 +170,8 @@ class CPUDevice(Device):
     def _uses_native(self, dtype: torch.dtype) -> bool:
         return self.instruction_set is not None and dtype in library.DTYPES
 
+    @override
     def of_rank(self, rank: int) -> str:
-        """See Device."""
         return self.name
 
     def process_group(self, store: Any, rank: int, count: int, patience: timedelta) -> Any:
@@ -186,12 +187,12 @@ class CPUDevice(Device):
     def synchronize(self) -> None:
         """See Device: nothing is queued on a CPU."""
 
+    @override
     def advice(self) -> str | None:
-        """See Device."""
         return self._could_be_faster
 
+    @override
     def describe(self) -> str:
-        """See Device."""
         threads = torch.get_num_threads()
         kernels = f", {self.instruction_set} kernels" if self.instruction_set else ""
         return f"cpu ({threads} thread{'s' if threads != 1 else ''}{kernels})"

@@ -11,6 +11,7 @@ from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from penstock.common.dtypes import dtype_name
 from penstock.common.errors import StartupError
@@ -70,8 +71,8 @@ class CUDADevice(Accelerator):
     def _has_bfloat16(self) -> bool:
         return bool(self._runtime().is_bf16_supported(including_emulation=False))
 
+    @override
     def block_size(self, requested: int | None) -> int:
-        """See Device."""
         size = self.limits.block_multiple
         if requested is not None and requested % size:
             raise StartupError(
@@ -80,8 +81,8 @@ class CUDADevice(Accelerator):
             )
         return requested or max(size, super().block_size(None))
 
+    @override
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
-        """See Device."""
         if self.limits.fits(dtype, head_dim):
             if not self._has_triton:
                 return FlashAttention(self.limits)
@@ -95,8 +96,8 @@ class CUDADevice(Accelerator):
         )
         return SDPAAttention()
 
+    @override
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
-        """See Device."""
         if quantization in _CAPABILITIES:
             self._check_capability(quantization, _CAPABILITIES[quantization])
         method = self._fused_method(quantization) if self._has_triton else self._plain_method(quantization)
@@ -134,12 +135,12 @@ class CUDADevice(Accelerator):
                 flag="--quantization",
             )
 
+    @override
     def graph_capture(self) -> GraphCapture | None:
-        """See Device."""
         return CUDAGraphs()
 
+    @override
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
-        """See Device."""
         if not self._has_triton:
             return LayerKernels()
         from penstock.generation.layers.gpu import TritonKernels

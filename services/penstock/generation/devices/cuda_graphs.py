@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.devices.graph_capture import CapturedGraph, GraphCapture, warm_up
 
@@ -16,8 +17,8 @@ class CUDAGraphs(GraphCapture):
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
+    @override
     def capture(self, call: Callable[[], tuple[Tensor, ...]]) -> CapturedGraph:
-        """See GraphCapture."""
         warm_up(torch.cuda, call)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may use the device meanwhile.

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from penstock.common.dtypes import dtype_name
 from penstock.common.environment import VISIBLE_NPUS
@@ -57,8 +58,8 @@ class NPUDevice(Accelerator):
         self._check_number(runtime.device_count(), "NPUs", VISIBLE_NPUS)
         return runtime
 
+    @override
     def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
-        """See Device."""
         dtype = named_dtype(requested) if requested != "auto" else checkpoint
         if dtype not in COMPUTED_DTYPES.values():
             return torch.bfloat16
@@ -66,15 +67,15 @@ class NPUDevice(Accelerator):
             _log.warning("attention in float32 is slow on an NPU: its operator has float16 and bfloat16 only")
         return dtype
 
+    @override
     def block_size(self, requested: int | None) -> int:
-        """See Device."""
         size = self.limits.block_size
         if requested is not None and size is not None and requested != size:
             raise StartupError(f"--block-size must be {size} on an NPU, found {requested}", flag="--block-size")
         return size or super().block_size(requested)
 
+    @override
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
-        """See Device."""
         if quantization == "none":
             return PlainLinearMethod()
         if quantization not in QUANTIZATIONS:
@@ -88,8 +89,8 @@ class NPUDevice(Accelerator):
             )
         return NPUInt8Method() if quantization == "int8" else NPUInt4Method(dtype)
 
+    @override
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
-        """See Device."""
         if self.limits.fits(dtype, head_dim):
             return NPUAttention(self.limits)
         _log.warning(
@@ -99,8 +100,8 @@ class NPUDevice(Accelerator):
         )
         return SDPAAttention()
 
+    @override
     def graph_capture(self) -> GraphCapture | None:
-        """See Device."""
         return NPUGraphs()
 
     def of_rank(self, rank: int) -> str:
@@ -116,6 +117,6 @@ class NPUDevice(Accelerator):
         options.group_id = "penstock"
         return hccl(store, rank, count, options)
 
+    @override
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
-        """See Device."""
         return NPUKernels()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.devices.graph_capture import CapturedGraph, GraphCapture, warm_up
 
@@ -27,8 +28,8 @@ class NPUGraphs(GraphCapture):
         self._npu: Any = torch.npu  # type: ignore[attr-defined]
         self._pool = self._npu.graph_pool_handle()
 
+    @override
     def capture(self, call: Callable[[], tuple[Tensor, ...]]) -> CapturedGraph:
-        """See GraphCapture."""
         npu = self._npu
         warm_up(npu, call)
         graph = npu.NPUGraph()

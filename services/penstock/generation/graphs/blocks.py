@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.common.errors import InvalidArgument
 from penstock.generation.attention.base import AttentionMetadata
@@ -31,28 +32,28 @@ class LayerPool(KVCachePool):
         """Make an empty pool of `num_blocks` blocks, for one layer of the model of `like`."""
         super().__init__(1, num_blocks, like.block_size, like.num_kv_heads, like.head_dim, like.dtype, like.device)
 
+    @override
     def key(self, layer: int) -> Tensor:
-        """See KVCachePool."""
         return super().key(0)
 
+    @override
     def value(self, layer: int) -> Tensor:
-        """See KVCachePool."""
         return super().value(0)
 
+    @override
     def key_scale(self, layer: int) -> Tensor | None:
-        """See KVCachePool."""
         return super().key_scale(0)
 
+    @override
     def value_scale(self, layer: int) -> Tensor | None:
-        """See KVCachePool."""
         return super().value_scale(0)
 
+    @override
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """See KVCachePool."""
         return super().write(0, slots_T, k_TKD, v_TKD)
 
+    @override
     def read(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See KVCachePool."""
         return super().read(0, slots_C, dtype)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.layers.lora import DOWN, GATED, OUTPUT, QKV, SITES_A_LAYER, AdapterBatch, SiteAdapters
 
@@ -42,12 +43,12 @@ class RMSNorm:
 class RMSNormOnce(RMSNorm):
     """RMSNorm with a weight in float32: rounded once, at its end."""
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See RMSNorm."""
         return self.kernels.rms_norm_once(x_TI, self.weight, self.eps)
 
+    @override
     def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
-        """See RMSNorm."""
         if pending_TI is None:
             return self(hidden_TI)
         return self.kernels.add_rms_norm_once(hidden_TI, pending_TI, self.weight, self.eps)
@@ -56,12 +57,12 @@ class RMSNormOnce(RMSNorm):
 class LayerNorm(RMSNorm):
     """Cohere's norm: less the mean, no bias, all in float32."""
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See RMSNorm."""
         return F.layer_norm(x_TI.float(), self.weight.shape, self.weight, None, self.eps).to(x_TI.dtype)
 
+    @override
     def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
-        """See RMSNorm."""
         return self(hidden_TI if pending_TI is None else hidden_TI.add_(pending_TI))
 
 
@@ -180,8 +181,8 @@ class AroundLayer(DecoderLayer):
     attention_out: RMSNorm
     mlp_out: RMSNorm
 
+    @override
     def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
-        """See DecoderLayer."""
         normed = self.input_norm.add(hidden_TI, pending_TI)
         attended = self.attention_out(self.attention(normed, step))
         return self.mlp_out(self.mlp(self.post_attention_norm.add(hidden_TI, attended), step))
@@ -191,8 +192,8 @@ class AroundLayer(DecoderLayer):
 class ParallelLayer(DecoderLayer):
     """A layer with one norm that both attention and MLP read."""
 
+    @override
     def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
-        """See DecoderLayer."""
         normed = self.input_norm.add(hidden_TI, pending_TI)
         hidden_TI.add_(self.attention(normed, step))
         return self.mlp(normed, step)

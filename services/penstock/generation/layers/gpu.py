@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.attention import gpu_operators
 from penstock.generation.core.model_config import Activation
@@ -28,8 +29,8 @@ class GPULinear(PlainLinear):
         """Take over the weight."""
         super().__init__(weight_OI.contiguous(), None if bias_O is None else bias_O.contiguous())
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         if x_TI.shape[0] != 1:
             return super().__call__(x_TI)
         return gpu_operators.row_product(x_TI, self._weight, self._bias)
@@ -48,14 +49,15 @@ class GatedGPULinear(Gated):
         """Take the layer with both halves."""
         super().__init__(linear, kernels.silu_mul)
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         return self._linear.gated(x_TI) if x_TI.shape[0] == 1 else super().__call__(x_TI)
 
 
 class GPULinearMethod(PlainLinearMethod):
     """Keeps the weight as it is."""
 
+    @override
     def gated(
         self,
         weight_OI: Tensor | Weight,
@@ -63,7 +65,6 @@ class GPULinearMethod(PlainLinearMethod):
         kernels: LayerKernels,
         activation: Activation = Activation.SILU,
     ) -> Linear:
-        """See LinearMethod."""
         if activation is not Activation.SILU:
             return super().gated(weight_OI, bias_O, kernels, activation)
         return GatedGPULinear(self._linear(dense(weight_OI), bias_O), kernels)
@@ -75,12 +76,12 @@ class GPULinearMethod(PlainLinearMethod):
 class GPUInt8Linear(AcceleratorInt8Linear):
     """int8 by three operators; by two for a single row: it needs no padding rows, unlike cuBLASLt's product."""
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         return self._product(x_TI, x_TI.dtype)
 
+    @override
     def as_float(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         return self._product(x_TI, torch.float32)
 
     def _product(self, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,8 +122,8 @@ class GPUFp8Method(fp8.Fp8LinearMethod):
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return GPUFp8Linear(weight_OI, bias_O)
 
+    @override
     def head(self, weight_VI: Tensor | Weight) -> Linear:
-        """See LinearMethod."""
         return GPULinear(dense(weight_VI), None)
 
 
@@ -131,22 +132,22 @@ class TritonKernels(LayerKernels):
 
     name = "triton"
 
+    @override
     def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
         return gpu_operators.rms_norm(x_TI, weight_I, eps)
 
+    @override
     def add_rms_norm(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
         return gpu_operators.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
 
     def rms_norm_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
         """See LayerKernels: the only difference is a weight in float32."""
         return gpu_operators.rms_norm(x_TI, weight_I, eps)
 
+    @override
     def add_rms_norm_once(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
         return gpu_operators.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
 
+    @override
     def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
-        """See LayerKernels."""
         return gpu_operators.silu_mul(gate_up_TF)

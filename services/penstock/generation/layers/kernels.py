@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.attention import npu_operators
 from penstock.generation.core.model_config import Activation
@@ -65,13 +66,13 @@ class NativeKernels(LayerKernels):
 
     name = "native"
 
+    @override
     def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
         result: Tensor = torch.ops.penstock.rms_norm(x_TI, weight_I, eps)
         return result
 
+    @override
     def add_rms_norm(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
         result: Tensor = torch.ops.penstock.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
         return result
 
@@ -79,12 +80,12 @@ class NativeKernels(LayerKernels):
         """See LayerKernels: the operator knows it by the weight's dtype."""
         return self.rms_norm(x_TI, weight_I, eps)
 
+    @override
     def add_rms_norm_once(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
         return self.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
 
+    @override
     def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
-        """See LayerKernels."""
         result: Tensor = torch.ops.penstock.silu_mul(gate_up_TF)
         return result
 
@@ -94,20 +95,20 @@ class NPUKernels(LayerKernels):
 
     name = "npu"
 
+    @override
     def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
         return npu_operators.rms_norm(x_TI, weight_I, eps)
 
+    @override
     def add_rms_norm(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
         normed_TI, total_TI = npu_operators.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
         hidden_TI.copy_(total_TI)
         return normed_TI
 
+    @override
     def rms_norm_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See LayerKernels."""
         return npu_operators.rms_norm(x_TI.float(), weight_I, eps).to(x_TI.dtype)
 
+    @override
     def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
-        """See LayerKernels."""
         return npu_operators.swiglu(gate_up_TF)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 # Sites of a layer.
 QKV, OUTPUT, GATED, DOWN = range(4)
@@ -196,8 +197,8 @@ class DenseBatch(AdapterBatch):
             first += count
         self._rows = {adapter: torch.tensor(numbers) for adapter, numbers in rows.items()}
 
+    @override
     def changes_site(self, site: int) -> bool:
-        """See AdapterBatch."""
         return any(site in adapter.sites for adapter in self._rows)
 
     def add_to(self, site: int, y_TO: Tensor, x_TI: Tensor) -> None:
@@ -230,6 +231,6 @@ class NativeBatch(AdapterBatch):
             list(counts),
         )
 
+    @override
     def changes_site(self, site: int) -> bool:
-        """See AdapterBatch."""
         return site in self._sites

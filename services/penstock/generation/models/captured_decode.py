@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.upload import uploaded
@@ -71,8 +72,8 @@ class CapturedLM(CausalLM):
         self._in_place: tuple[Tensor, _Bucket] | None = None
 
     @property
+    @override
     def can_draw(self) -> bool:
-        """See CausalLM."""
         return True
 
     def capture_all(self) -> None:
@@ -81,6 +82,7 @@ class CapturedLM(CausalLM):
             self._captured(self._bucket(size))
 
     @torch.inference_mode()
+    @override
     def forward(
         self,
         input_ids_T: Tensor,
@@ -94,7 +96,6 @@ class CapturedLM(CausalLM):
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
-        """See CausalLM."""
         self._results = None
         is_plain = embeds_TI is None and capture is None and attention is None and adapters is None
         if not is_plain or not self._takes(metadata, kv):
@@ -137,6 +138,7 @@ class CapturedLM(CausalLM):
         return hidden, _best(super().compute_logits(hidden, adapters))
 
     @torch.inference_mode()
+    @override
     def decode(
         self,
         ids: list[int],
@@ -146,7 +148,6 @@ class CapturedLM(CausalLM):
         kv: KVCachePool,
         adapters: AdapterBatch | None = None,
     ) -> list[int]:
-        """See CausalLM."""
         self._results = None
         count, size = len(ids), kv.block_size
         positions = np.array(lengths, dtype=np.int64) - 1

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.generation.layers.lora import AdapterBatch, AdapterWeights, EmbeddingPart, LoraPart
 from penstock.generation.weights.sharding import Shard, adapter_parts
@@ -61,12 +62,12 @@ class LeaderBatch(AdapterBatch):
         self._counts = counts
         self._sites = frozenset().union(*(one.sites for one in adapters if one is not None))
 
+    @override
     def changes_site(self, site: int) -> bool:
-        """See AdapterBatch."""
         return site in self._sites
 
+    @override
     def select(self, rows: Sequence[int]) -> LeaderBatch:
-        """See AdapterBatch."""
         by_row = np.repeat(np.arange(len(self._adapters)), self._counts)
         return LeaderBatch([self._adapters[by_row[row]] for row in rows], [1] * len(rows), self._make_own)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from penstock.generation.sampling.drawing import Drawing
 from penstock.generation.sampling.native_drawing import Kept, NativeDrawing, native_logprobs
@@ -60,8 +61,8 @@ class QueuedSampling(SamplingKernels):
 
     name = "queued"
 
+    @override
     def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor, context: DrawContext) -> Drawing:
-        """See SamplingKernels."""
         return QueuedDrawing(batch, scores_NV, context)
 
 
@@ -71,36 +72,36 @@ class NativeSampling(SamplingKernels):
 
     name = "native"
 
+    @override
     def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor, context: DrawContext) -> Drawing:
-        """See SamplingKernels."""
         return NativeDrawing(batch, scores_NV, context)
 
+    @override
     def log_totals(self, scores_NV: torch.Tensor, rows: list[int]) -> list[float]:
-        """See SamplingKernels."""
         if not rows:
             return []
         found: list[float] = torch.ops.penstock.log_totals(scores_NV, torch.tensor(rows)).tolist()
         return found
 
+    @override
     def position_logprobs(
         self, scores_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int]
     ) -> list[PositionLogprobs]:
-        """See SamplingKernels."""
         rows_R = torch.arange(len(scores_RV))
         return native_logprobs(scores_RV, rows_R, chosen_R, num_top, Kept.all(scores_RV, rows_R))
 
+    @override
     def in_head(self, vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
-        """See SamplingKernels."""
         low_bits = torch.tensor([seed & 0xFFFFFFFF for seed in seeds], dtype=torch.int64)
         answers: list[bool] = torch.ops.penstock.in_permutation_head(
             vocab_size, count, low_bits, torch.tensor(ids, dtype=torch.int64)
         ).tolist()
         return answers
 
+    @override
     def top_noisy(
         self, scores_NV: torch.Tensor, rows: list[int], streams: list[int], counts: list[int]
     ) -> list[Ranked]:
-        """See SamplingKernels."""
         signed = torch.from_numpy(np.array(streams, dtype=np.uint64).view(np.int64))
         keys_RC, ids_RC = torch.ops.penstock.top_noisy_scores(scores_NV, torch.tensor(rows), signed, max(1, *counts))
         lengths = torch.minimum((ids_RC >= 0).sum(-1), torch.tensor(counts)).tolist()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from penstock.generation.sampling.drawing import Drawing
 from penstock.generation.sampling.ops.candidates import top_candidates
@@ -69,8 +70,8 @@ class NativeDrawing(Drawing):
     def _add_greedy_logprobs(self, asking_R: torch.Tensor) -> None:
         self._list(asking_R, Kept.all(self._scores_NV, asking_R))
 
+    @override
     def sampled(self, uniforms_M: torch.Tensor) -> None:
-        """See Drawing."""
         options = self._batch.draw_options
         rows_R = options.rows_R
         if not len(rows_R):

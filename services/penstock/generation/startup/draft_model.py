@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.errors import StartupError
@@ -210,8 +211,8 @@ class ResizedVocabulary(CausalLM):
         """See CausalLM: the head has the model's own vocabulary."""
         return False
 
+    @override
     def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
-        """See CausalLM."""
         return super().embed(input_ids_T.clamp(max=self.config.vocab_size - 1), adapters)
 
     @torch.inference_mode()

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from penstock.generation.core.modes import AssistantSchedule, DecodingMode, GenerationMode, Scope
 from penstock.generation.core.plugins import plugin_failed
 from penstock.generation.core.request import Emission
@@ -78,13 +80,13 @@ class AssistanceOptions(DecodingMode):
         return self.prompt_lookup_num_tokens is None and not self.recalls_outputs and self.lookahead_window is None
 
     @property
+    @override
     def recalls_outputs(self) -> bool:
-        """See DecodingMode."""
         return self.ngram_memory_num_tokens is not None
 
     @property
+    @override
     def uses(self) -> frozenset[Scope]:
-        """See DecodingMode."""
         if self.uses_draft_model:
             return frozenset({Scope.DRAFT_MODEL})
         asked = {
@@ -94,8 +96,8 @@ class AssistanceOptions(DecodingMode):
         }
         return frozenset(scope for scope, is_asked in asked.items() if is_asked)
 
+    @override
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:
-        """See DecodingMode."""
         return GenerationMode.ASSISTED_GENERATION
 
 
@@ -145,8 +147,8 @@ class AssistedGeneration(ParallelSampling):
         self._prompt_index: NgramIndex | None = None
         self._drafting: dict[Sequence, _Drafting] = {}
 
+    @override
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """See ParallelSampling."""
         started = super().start()
         self._drafting = {sequence: self._new_drafting(sequence) for sequence in self._tracks}
         return started

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from penstock.generation.core.modes import DecodingMode, EarlyStopping, GenerationMode, Rescue, Scope
 
 if TYPE_CHECKING:
@@ -45,12 +47,12 @@ class BeamOptions(DecodingMode):
         return Rescue.TOGETHER if self.num_beam_groups == 1 else Rescue.GRAMMAR_ONLY
 
     @property
+    @override
     def sizes(self) -> Mapping[str, float]:
-        """See DecodingMode."""
         return {"num_beams": self.num_beams, "num_beam_groups": self.num_beam_groups}
 
+    @override
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:
-        """See DecodingMode."""
         if self.constraints:
             return GenerationMode.CONSTRAINED_BEAM_SEARCH
         if self.num_beam_groups > 1:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from penstock.generation.core.request import FinishReason
 from penstock.generation.engine.decoding.base import Decision
 from penstock.generation.engine.decoding.beams import Beam, BeamStrategy, Extension, draw_spec
@@ -50,8 +52,8 @@ class BeamSearch(BeamStrategy):
     def width(self) -> int:
         return self._num_beams * (2 if self._is_guided else 1)
 
+    @override
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """See BeamStrategy."""
         sequences, emissions = super().start()
         return [*sequences, *self._branches], emissions
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
@@ -52,12 +54,12 @@ class ContrastiveOptions(DecodingMode):
     no_drafts = "drafts need greedy search or sampling"
 
     @property
+    @override
     def sizes(self) -> Mapping[str, float]:
-        """See DecodingMode."""
         return {"penalty_alpha": self.penalty_alpha, "top_k": self.top_k}
 
+    @override
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:
-        """See DecodingMode."""
         return GenerationMode.CONTRASTIVE_SEARCH
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
@@ -39,8 +41,8 @@ class DolaOptions(DecodingMode):
     last_resort = 0
     uses = frozenset({Scope.DOLA})
 
+    @override
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:
-        """See DecodingMode."""
         return GenerationMode.DOLA_GENERATION
 
 

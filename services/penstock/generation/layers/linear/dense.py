@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.host.cpu_features import packing_obstacle
 from penstock.generation.layers.linear.base import Linear, LinearMethod, Rows
@@ -20,17 +21,17 @@ class PlainLinear(Linear):
         self._weight = weight_OI
         self._bias = bias_O
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         return F.linear(x_TI, self._weight, self._bias)
 
+    @override
     def rows(self) -> Rows | None:
-        """See Linear."""
         return partial(F.embedding, weight=self._weight)
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See Linear."""
         return self._weight.nbytes + (self._bias.nbytes if self._bias is not None else 0)
 
 
@@ -57,8 +58,8 @@ class PackedLinear(Linear):
         self._num_bytes = weight_OI.nbytes + (bias_O.nbytes if bias_O is not None else 0)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         result: Tensor = self._multiply(x_TI, self._packed, self._bias, "none", [], "")
         return result
 

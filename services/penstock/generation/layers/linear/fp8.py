@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, check_finite, dense
 from penstock.generation.layers.linear.dense import PlainLinear
@@ -41,8 +42,8 @@ class Fp8Linear(Linear):
         self._scale_1O = scale.t().contiguous()
         self._bias = None if bias_O is None else bias_O.float()
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         return self._product(x_TI, x_TI.dtype)
 
     def as_float(self, x_TI: Tensor) -> Tensor:
@@ -63,8 +64,8 @@ class Fp8Linear(Linear):
         return quantize_rows_fp8(F.pad(x_TI, (0, self._padding)))
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See Linear."""
         return self._weight_IO.nbytes + self._scale_1O.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
 
@@ -76,6 +77,6 @@ class Fp8LinearMethod(LinearMethod):
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return Fp8Linear(weight_OI, bias_O)
 
+    @override
     def head(self, weight_VI: Tensor | Weight) -> Linear:
-        """See LinearMethod."""
         return PlainLinear(dense(weight_VI), None)

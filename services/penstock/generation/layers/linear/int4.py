@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.layers.linear.base import (
     INT4,
@@ -96,12 +97,12 @@ class Int4Linear(Linear):
         self._bias = None if bias_O is None else bias_O.float()
         self._padding = numbers.values_OI.shape[1] - self.in_features
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         return self.as_float(x_TI).to(x_TI.dtype)
 
+    @override
     def as_float(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         if not x_TI.shape[0]:
             return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
         x = F.pad(x_TI, (0, self._padding)).bfloat16()
@@ -110,8 +111,8 @@ class Int4Linear(Linear):
         return result if self._bias is None else result + self._bias
 
     @property
+    @override
     def quantised_as(self) -> str:
-        """See Linear."""
         return self._form
 
     @property
@@ -120,8 +121,8 @@ class Int4Linear(Linear):
         return float(self._scale_and_zero[:, : self.out_features, 0].float().abs().mean())
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See Linear."""
         own: int = self._packed.nbytes + self._scale_and_zero.nbytes
         return own + (0 if self._bias is None else self._bias.nbytes)
 
@@ -141,6 +142,6 @@ class Int4LinearMethod(LinearMethod):
     def _whole(self, rows: WholeRows, bias_O: Tensor | None) -> Linear:
         return Int4Linear(rows, bias_O)
 
+    @override
     def head(self, weight_VI: Tensor | Weight) -> Linear:
-        """See LinearMethod."""
         return Int8Linear(dense(weight_VI), None)

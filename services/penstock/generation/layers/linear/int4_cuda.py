@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, WholeRows, dense
 from penstock.generation.layers.linear.int4 import GROUP, Int4Numbers
@@ -32,8 +33,8 @@ class CudaInt4Linear(Linear):
         self._scale_and_zero = numbers.scale_and_zero
         self._bias = None if bias_O is None else bias_O.float()
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         return self._product(x_TI, x_TI.dtype)
 
     def as_float(self, x_TI: Tensor) -> Tensor:
@@ -50,8 +51,8 @@ class CudaInt4Linear(Linear):
         return result.to(dtype)
 
     @property
+    @override
     def quantised_as(self) -> str:
-        """See Linear."""
         return self._form
 
     @property
@@ -60,8 +61,8 @@ class CudaInt4Linear(Linear):
         return float(self._scale_and_zero[:, : self.out_features, 0].float().abs().mean())
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See Linear."""
         own: int = self._packed.nbytes + self._scale_and_zero.nbytes
         return own + (0 if self._bias is None else self._bias.nbytes)
 
@@ -81,6 +82,6 @@ class CudaInt4Method(LinearMethod):
     def _whole(self, rows: WholeRows, bias_O: Tensor | None) -> Linear:
         return CudaInt4Linear(rows, bias_O)
 
+    @override
     def head(self, weight_VI: Tensor | Weight) -> Linear:
-        """See LinearMethod."""
         return self._head(dense(weight_VI), None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.common.errors import StartupError
 from penstock.generation.host.cpu_features import Int8Product, int8_product
@@ -82,12 +83,12 @@ class Int8Linear(Linear):
         # rounded before.
         self._scale_of_product = torch.ones_like(self._scale) if self._saturates else self._scale
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         return self.as_float(x_TI).to(x_TI.dtype)
 
+    @override
     def as_float(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         if not x_TI.shape[0]:
             return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
         values, scale = quantize_rows(rotated_by_product(x_TI.float(), self._matrix))
@@ -109,13 +110,13 @@ class Int8Linear(Linear):
         return result
 
     @property
+    @override
     def quantised_as(self) -> str:
-        """See Linear."""
         return "int8"
 
     @property
+    @override
     def mean_scale(self) -> float:
-        """See Linear."""
         return natural_scale(float(self._scale.mean()) / halved(self._block), self._block)
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.layers.linear.base import Linear, LinearMethod, WholeRows, check_finite
 from penstock.generation.layers.linear.int8 import int8_numbers, quantize_rows
@@ -36,12 +37,12 @@ class AcceleratorInt8Linear(Linear):
         self._scale = scale.flatten().contiguous()
         self._bias = None if bias_O is None else bias_O.float().contiguous()
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         return self.as_float(x_TI).to(x_TI.dtype)
 
+    @override
     def as_float(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         rows = x_TI.shape[0]
         if not rows:
             return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
@@ -55,18 +56,18 @@ class AcceleratorInt8Linear(Linear):
         return x_TI if self._matrix is None else rotated_by_product(x_TI.float(), self._matrix)
 
     @property
+    @override
     def quantised_as(self) -> str:
-        """See Linear."""
         return "int8"
 
     @property
+    @override
     def mean_scale(self) -> float:
-        """See Linear."""
         return natural_scale(float(self._scale.mean()) / halved(self._block), self._block)
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See Linear."""
         return self._weight_IO.nbytes + self._scale.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.core.model_config import Activation
 from penstock.generation.layers.linear.base import (
@@ -177,8 +178,8 @@ class NativeLinear(Linear):
         self._multiply = partial(multiply, as_float=False)
         self._multiply_as_float = partial(multiply, as_float=True)
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         result: Tensor = self._multiply(x_TI)
         return result
 
@@ -191,8 +192,8 @@ class NativeLinear(Linear):
         """See Linear: the kernel adds them to its sums, before they are rounded."""
         return self._adapted(x_TI, adapters, as_float=False)
 
+    @override
     def adapted_as_float(self, x_TI: Tensor, adapters: SiteAdapters) -> Tensor:
-        """See Linear."""
         return self._adapted(x_TI, adapters, as_float=True)
 
     def _adapted(self, x_TI: Tensor, adapters: SiteAdapters, *, as_float: bool) -> Tensor:
@@ -227,8 +228,8 @@ class NativeLinear(Linear):
         return self.packed.format
 
     @property
+    @override
     def quantised_as(self) -> str:
-        """See Linear."""
         if self.packed.offset is not None:
             return INT4_ASYMMETRIC
         if self.format in _INT8_FORMATS:
@@ -245,8 +246,8 @@ class NativeLinear(Linear):
         return natural_scale(float(scale[scale != 0].abs().float().mean()), block)
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See Linear."""
         return sum(tensor.nbytes for tensor in self.packed.parts().values())
 
 
@@ -280,8 +281,8 @@ class NativeLinearMethod(LinearMethod):
         """See LinearMethod: the halves are combined before anything is written."""
         return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=True), activation)
 
+    @override
     def head(self, weight_VI: Tensor | Weight) -> Linear:
-        """See LinearMethod."""
         return NativeLinear(_pack(weight_VI, None, self._head, self._slabs, gated=False))
 
     def whole(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.common.errors import StartupError
 from penstock.generation.attention.npu_operators import OperatorLimit
@@ -197,8 +198,8 @@ class _Products(Linear):
             )
         self.out_features, self.in_features = outputs, inputs
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """See Linear."""
         if not x_TI.shape[0]:
             return x_TI.new_empty(0, self.out_features)
         parts = self._parts(x_TI)
@@ -241,19 +242,19 @@ class NPUInt8Linear(_Products):
         return [quant_matmul(values, scales, *own, x_TI.dtype) for own in self._own]
 
     @property
+    @override
     def quantised_as(self) -> str:
-        """See Linear."""
         return INT8
 
     @property
+    @override
     def mean_scale(self) -> float:
-        """See Linear."""
         mean = float(torch.cat([scale for _, scale, _ in self._own]).mean())
         return natural_scale(mean / halved(self._block), self._block)
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See Linear."""
         return _num_bytes(self._own)
 
 
@@ -300,8 +301,8 @@ class NPUInt4Linear(_Products):
         return parts
 
     @property
+    @override
     def quantised_as(self) -> str:
-        """See Linear."""
         return self._form
 
     @property
@@ -310,8 +311,8 @@ class NPUInt4Linear(_Products):
         return float(torch.cat([own[1] for own in self._own], dim=1)[:, : self.out_features].float().abs().mean())
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See Linear."""
         return _num_bytes(self._own)
 
 
@@ -368,6 +369,6 @@ class NPUInt4Method(LinearMethod):
     def _whole(self, rows: WholeRows, bias_O: Tensor | None) -> Linear:
         return NPUInt4Linear(rows, bias_O, self._dtype)
 
+    @override
     def head(self, weight_VI: Tensor | Weight) -> Linear:
-        """See LinearMethod."""
         return NPUInt8Linear(dense(weight_VI), None)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.core.model_config import ConfigReader
 from penstock.generation.layers.linear.base import INT4_ASYMMETRIC
@@ -53,8 +54,8 @@ class Awq(QuantFormat):
         if self.group == -1 or self.group % GROUP == 0:
             self.form = INT4_ASYMMETRIC
 
+    @override
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
-        """See QuantFormat."""
         if f"{module}.weight" in files:
             return None
         outputs, inputs = shape
@@ -67,8 +68,8 @@ class Awq(QuantFormat):
             "scales": Part((groups, outputs)),
         }
 
+    @override
     def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> GroupedMatrix:
-        """See QuantFormat."""
         packed = tensors["qweight"]
 
         def unpack(first: int, last: int) -> Tensor:

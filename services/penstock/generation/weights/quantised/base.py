@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.common.dtypes import COMPUTED
 from penstock.common.errors import StartupError
@@ -119,8 +120,8 @@ class GroupedMatrix(StoredMatrix):
         object.__setattr__(self, "group", min(self.group, self.shape[1]))
         object.__setattr__(self, "form", self._form(least, most))
 
+    @override
     def rows(self, first: int, last: int) -> Tensor:
-        """See StoredMatrix."""
         numbers = self.unpack(first, last).float()
         zero = self.zero if isinstance(self.zero, int) else self.zero[first:last].float()
         scale = self.scale[first:last]
@@ -132,8 +133,8 @@ class GroupedMatrix(StoredMatrix):
             part.mul_(scale[:, groups, None])
         return numbers
 
+    @override
     def whole_rows(self, first: int, last: int) -> WholeRows:
-        """See StoredMatrix."""
         if self.form == INT4_ASYMMETRIC:
             return self._asymmetric_rows(first, last)
         values = self.unpack(first, last)
@@ -196,8 +197,8 @@ class ScaledMatrix(StoredMatrix):
     # Outputs and inputs of a block.
     block: tuple[int, int]
 
+    @override
     def rows(self, first: int, last: int) -> Tensor:
-        """See StoredMatrix."""
         scale = self.scale
         if scale.shape[0] > 1:
             scale = scale[torch.arange(first, last) // self.block[0]]

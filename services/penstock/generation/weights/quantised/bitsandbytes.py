@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.common.dtypes import stored_bytes
 from penstock.generation.core.model_config import ConfigReader
@@ -56,8 +57,8 @@ class BitsAndBytes(QuantFormat):
         nested = config.boolean("bnb_4bit_use_double_quant", False)
         self.description = f"bitsandbytes {self._kind}{' with nested scales' if nested else ''}"
 
+    @override
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
-        """See QuantFormat."""
         weight = f"{module}.weight"
         if self._is_int8:
             if weight in files and files.stored_as(weight) in FLOATS:
@@ -88,8 +89,8 @@ class BitsAndBytes(QuantFormat):
             parts["weight.nested_quant_map"] = Part((256,), ("F32",))
         return parts
 
+    @override
     def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
-        """See QuantFormat."""
         weight = tensors["weight"]
         if not self._is_int8:
             return _table(module, shape, tensors)
@@ -120,8 +121,8 @@ class _TableMatrix(StoredMatrix):
     scale: Tensor
     block: int
 
+    @override
     def rows(self, first: int, last: int) -> Tensor:
-        """See StoredMatrix."""
         inputs = self.shape[1]
         begin, end = first * inputs, last * inputs
         octets = self.packed[begin // 2 : -(-end // 2)]

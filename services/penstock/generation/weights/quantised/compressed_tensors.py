@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.core.model_config import ConfigReader
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8
@@ -97,8 +98,8 @@ class CompressedTensors(QuantFormat):
         elif not first.is_float and first.symmetric and first.strategy in ("channel", "tensor"):
             self.form = INT8
 
+    @override
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
-        """See QuantFormat."""
         scheme = self._scheme(module)
         if f"{module}.weight_packed" not in files and _is_plain(f"{module}.weight", files):
             # On the list `ignore`, or, like an embedding, without a target.
@@ -131,8 +132,8 @@ class CompressedTensors(QuantFormat):
                 parts[name] = Part(files.shape(stored), (files.stored_as(stored),), is_required=False)
         return parts
 
+    @override
     def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
-        """See QuantFormat."""
         scheme = self._scheme(module)
         if scheme is None:
             raise lying(module, "weight", "has no scheme")

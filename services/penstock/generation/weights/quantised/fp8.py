@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.core.model_config import ConfigReader
 from penstock.generation.weights.quantised.base import (
@@ -44,8 +45,8 @@ class Fp8(QuantFormat):
         self.block = (size[0], size[1]) if isinstance(size, list) else None
         self.description = f"fp8, {'one scale' if self.block is None else 'blocks of {} x {}'.format(*self.block)}"
 
+    @override
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
-        """See QuantFormat."""
         scale = f"{module}.weight_scale_inv"
         if _is_plain(module, "weight_scale_inv", files):
             return None
@@ -61,8 +62,8 @@ class Fp8(QuantFormat):
                 parts[name] = Part(files.shape(f"{module}.{name}"), FLOATS, is_required=False)
         return parts
 
+    @override
     def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> ScaledMatrix:
-        """See QuantFormat."""
         scale = tensors["weight_scale_inv"]
         scale = torch.exp2(scale.float() - 127.0) if scale.dtype is torch.uint8 else scale.float()
         blocks = (1, 1) if self.block is None else tuple(scale.shape)
@@ -78,8 +79,8 @@ class FbgemmFp8(QuantFormat):
         """See QuantFormat. `activation_scale_ub` bounds quantised activations; here activations are not quantised."""
         self.description = "fbgemm fp8, a scale a row"
 
+    @override
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
-        """See QuantFormat."""
         if _is_plain(module, "weight_scale", files):
             return None
         parts = {"weight": Part(shape, _FLOAT8), "weight_scale": Part((shape[0], 1))}
@@ -87,8 +88,8 @@ class FbgemmFp8(QuantFormat):
             parts["input_scale_ub"] = Part(files.shape(f"{module}.input_scale_ub"), is_required=False)
         return parts
 
+    @override
     def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> ScaledMatrix:
-        """See QuantFormat."""
         return ScaledMatrix(tensors["weight"], tensors["weight_scale"].float(), (1, shape[1]))
 
 

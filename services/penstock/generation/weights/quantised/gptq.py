@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.generation.core.model_config import ConfigReader
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8
@@ -59,8 +60,8 @@ class Gptq(QuantFormat):
         elif symmetric and self.bits == 8 and self.group == -1:
             self.form = INT8
 
+    @override
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
-        """See QuantFormat."""
         if f"{module}.weight" in files:
             return None
         outputs, inputs = shape
@@ -76,8 +77,8 @@ class Gptq(QuantFormat):
             "g_idx": Part((inputs,), ("I32", "I64"), is_required=False),
         }
 
+    @override
     def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> GroupedMatrix:
-        """See QuantFormat."""
         inputs = shape[1]
         group = inputs if self.group == -1 else self.group
         groups, levels = tensors["scales"].shape[0], 2**self.bits

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.common.dtypes import BY_STORED
 from penstock.common.errors import StartupError
@@ -43,8 +44,8 @@ class Gguf(QuantFormat):
         """See QuantFormat: no safetensors have this format."""
         raise StartupError(f"quantization_config.quant_method gguf needs {GGUF_FILE}", flag="MODEL")
 
+    @override
     def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
-        """See QuantFormat."""
         raise StartupError(f"quantization_config.quant_method gguf needs {GGUF_FILE}", flag="MODEL")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import ConfigReader
@@ -55,8 +56,8 @@ class TorchAo(QuantFormat):
         # Facts of each module's weight, found by `parts`.
         self._facts: dict[str, dict[str, Any]] = {}
 
+    @override
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
-        """See QuantFormat."""
         if f"{module}.weight" in files:
             return None
         facts = self._facts[module] = _facts(module, files)
@@ -83,8 +84,8 @@ class TorchAo(QuantFormat):
             "_weight_zero_point": Part(scales, ("I8", "I32", "I64"), is_required=False),
         }
 
+    @override
     def open(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
-        """See QuantFormat."""
         facts = self._facts[module]
         block = facts["_data"]["block_size"]
         numbers, scale = tensors["_weight_qdata"], tensors["_weight_scale"].float()
