@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -39,6 +40,8 @@ _RANK = struct.Struct("<I")
 _PEER = struct.Struct("iII")
 # A window for messages of prompts, so that rank 0 computes while they are read.
 _WINDOW = 1 << 20
+# Of one try to reach a store that another process opens, between two looks at whether it will.
+_TRY = timedelta(seconds=2)
 
 
 class LaunchedProcess:
@@ -64,7 +67,8 @@ class LaunchedProcess:
 class Meeting:
     """Rank 0's side: a socket that each other rank connects to once.
 
-    Threads: any may close it while one takes the ranks. After the last rank nothing is open or left in a folder.
+    Threads: any may close it while one takes the ranks. After the last rank nothing is left in a folder. Only a name on
+    this machine stays: by it, processes that come later know that they are no ranks.
     """
 
     def __init__(self, place: Place) -> None:
@@ -81,6 +85,8 @@ class Meeting:
         self._num_taken = 0
         self._folder, self._socket = _listen(place.count)
         self._is_closed = False
+        # Where the launcher has no store, once all have come.
+        self._name: socket.socket | None = None
         weakref.finalize(self, _release, self._folder, self._socket, self._wake)
         # Where the launcher has no store, it ends with this object.
         self._store: Any = None
@@ -109,6 +115,8 @@ class Meeting:
             self._num_taken += 1
             if self._num_taken == self._place.count - 1:
                 self._refuse_others()
+                if not self._place.is_store_there:
+                    self._name = _named(self._place)
                 self._end()
         return process, connection
 
@@ -186,6 +194,8 @@ class Meeting:
                 connection.close()
             self._came.clear()
             self._end()
+            if self._name is not None:
+                self._name.close()
 
 
 def _listen(count: int) -> tuple[str, socket.socket]:
@@ -262,19 +272,69 @@ def meet_rank_0(place: Place) -> tuple[Connection, int]:
 
 
 def _store(place: Place) -> Any:
-    """Return torch's store of the launcher, or this group's own. Raises StartupError naming MASTER_ADDR."""
+    """Return torch's store of the launcher, or this group's own. Raises StartupError naming RANK, MASTER_ADDR."""
     is_ours = place.rank == 0 and not place.is_store_there
+    deadline = time.monotonic() + PATIENCE.total_seconds()
     distributed: Any = dist
+    while True:
+        if not place.is_store_there and _has_all(place):
+            raise StartupError(
+                f"a model has all of its ranks by MASTER_PORT {place.port} already: two processes have RANK "
+                f"{place.rank}, or two programs this MASTER_PORT",
+                flag="RANK",
+            )
+        try:
+            store = distributed.TCPStore(
+                place.address,
+                place.port,
+                place.count,
+                is_ours,
+                PATIENCE if is_ours or place.is_store_there else _TRY,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (RuntimeError, ValueError) as error:
+            if not is_ours and not place.is_store_there and time.monotonic() < deadline:
+                continue
+            done = "be opened" if is_ours else "be reached"
+            raise StartupError(
+                f"the store of the ranks at MASTER_ADDR {place.address}, MASTER_PORT {place.port}, cannot {done}",
+                flag="MASTER_ADDR",
+            ) from error
+        store.set_timeout(PATIENCE)
+        return store
+
+
+def _name(place: Place) -> str:
+    """Return the name, in Linux's abstract namespace, of a group that has all of its ranks."""
+    return f"\0penstock-ranks-{os.getuid()}-{place.port}"
+
+
+def _named(place: Place) -> socket.socket | None:
+    """Take the name of a group; None where something else has it. It goes with this process."""
+    named = socket.socket(socket.AF_UNIX)
     try:
-        return distributed.TCPStore(
-            place.address, place.port, place.count, is_ours, PATIENCE, wait_for_workers=False, multi_tenant=True
-        )
-    except (RuntimeError, ValueError) as error:
-        done = "be opened" if is_ours else "be reached"
-        raise StartupError(
-            f"the store of the ranks at MASTER_ADDR {place.address}, MASTER_PORT {place.port}, cannot {done}",
-            flag="MASTER_ADDR",
-        ) from error
+        named.bind(_name(place))
+        named.listen()
+    except OSError:
+        named.close()
+        return None
+    return named
+
+
+def _has_all(place: Place) -> bool:
+    """True where a process of this user has the name of this group."""
+    with socket.socket(socket.AF_UNIX) as link:
+        link.setblocking(False)
+        try:
+            link.connect(_name(place))
+        except BlockingIOError:
+            # Many have come.
+            return True
+        except OSError:
+            return False
+        _, user, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return bool(user == os.getuid())
 
 
 def _key(place: Place) -> str:

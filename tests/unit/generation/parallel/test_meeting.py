@@ -7,10 +7,12 @@ import os
 import socket
 import struct
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from factories.servers.stack import free_port
 from penstock.common.errors import StartupError
 from penstock.generation.parallel import launch
+from penstock.generation.parallel import meeting as meeting_file
 from penstock.generation.parallel.group import PATIENCE
 from penstock.generation.parallel.launch import Place
 from penstock.generation.parallel.meeting import Meeting, _key, meet_rank_0
@@ -142,6 +145,42 @@ def test_a_process_that_comes_beside_the_last_rank_is_told(store: Any) -> None:
     assert store.get(_key(place)) == path
     with pytest.raises(StartupError, match="has another process as rank 1"):
         meet_rank_0(replace(place, rank=1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_comes_after_the_last_rank_is_refused_at_once(pool: ThreadPoolExecutor, rank: int) -> None:
+    """Where rank 0 had the store, which is closed by then: it is not waited for."""
+    place = place_of(2)
+    with closing(Meeting(place)) as meeting:
+        first = come(meeting, 1)
+        meeting.take(1, {})
+        late = replace(place, rank=rank, attempt=1)
+        with pytest.raises(StartupError, match=f"two processes have RANK {rank}") as caught:
+            pool.submit(meet_rank_0 if rank else Meeting, late).result(BOUND)
+        assert caught.value.flag == "RANK"
+        assert json.loads(first.recv_bytes()) == {}
+    # The place is free again.
+    Meeting(replace(place, attempt=2)).close()
+
+
+def test_a_rank_that_comes_before_rank_0_tries_again(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, has_tried, has_all = [], threading.Event(), meeting_file._has_all
+
+    def looked(place: Place) -> bool:
+        looks.append(place)
+        if len(looks) > 2:
+            has_tried.set()
+        return has_all(place)
+
+    monkeypatch.setattr(meeting_file, "_TRY", timedelta(milliseconds=50))
+    monkeypatch.setattr(meeting_file, "_has_all", looked)
+    place = place_of(2)
+    coming = pool.submit(meet_rank_0, replace(place, rank=1))
+    assert has_tried.wait(BOUND)
+    with closing(Meeting(place)) as meeting:
+        meeting.take(1, {"rank": 1})
+        theirs, _ = coming.result(BOUND)
+        assert json.loads(theirs.recv_bytes()) == {"rank": 1}
 
 
 def test_ranks_of_one_attempt_find_each_other(store: Any, pool: ThreadPoolExecutor) -> None:
