@@ -22,13 +22,13 @@ from penstock.common.logging import get_logger
 from penstock.common.progress import ShowProgress
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.holder.model_holder import ModelHolder
-from penstock.generation.host.arena import Arena
 from penstock.generation.lifecycle import Lifecycle
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.graphs import FACTS_METHOD, OPENING_METHODS
 from penstock.generation.rpc.model import ModelServicer
+from penstock.generation.startup.preload import Begun
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
 GENERATION_SERVICE = "penstock.v1.GenerationService"
@@ -45,11 +45,11 @@ class GenerationApp:
     grpc_services: tuple[str, ...] = (GENERATION_SERVICE, *CONTROL_SERVICES)
 
     def __init__(
-        self, config: GenerationServiceConfig, registry: CollectorRegistry, arena: Arena | None = None
+        self, config: GenerationServiceConfig, registry: CollectorRegistry, begun: Begun | None = None
     ) -> None:
-        """Make the service, on the event loop. `arena`: the result of `preload.begin`, if it was called."""
+        """Make the service, on the event loop. `begun`: the result of `preload.begin`, if it was called."""
         self._config = config
-        self._arena = arena
+        self._begun = begun
         name, *aliases = [""] if config.empty else config.served_model_name or [model_name(config.model)]
         self._lifecycle = Lifecycle(name, aliases=tuple(aliases))
         self._metrics = GenerationMetrics(registry, name)
@@ -90,8 +90,8 @@ class GenerationApp:
         # Off the main thread, as in some tests, there are no signals.
         with contextlib.suppress(ValueError, RuntimeError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._log_state)
-        arena, self._arena = self._arena, None
-        await self._holder.start(arena)
+        begun, self._begun = self._begun, None
+        await self._holder.start(begun)
 
     def _log_state(self) -> None:
         """Log the state of the engine, on SIGUSR1."""

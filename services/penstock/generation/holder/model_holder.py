@@ -28,7 +28,6 @@ from penstock.generation.core.load_order import LoadOrder
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.holder.model_load import ModelLoad
 from penstock.generation.holder.upload import UploadFolder, remove_leftovers, upload_parent
-from penstock.generation.host.arena import Arena
 from penstock.generation.host.memory import resident_bytes
 from penstock.generation.lifecycle import Lifecycle, ModelState
 from penstock.generation.metrics import GenerationMetrics
@@ -36,6 +35,7 @@ from penstock.generation.running import RunningEngine
 from penstock.generation.service import GenerationCore
 from penstock.generation.startup.load import load
 from penstock.generation.startup.loaded_model import LoadedModel
+from penstock.generation.startup.preload import Begun
 
 # Time that streams get to send their INTERNAL before a broken process goes, and to end before their model does.
 END_STREAMS_SECONDS = 1.0
@@ -75,7 +75,7 @@ class ModelHolder:
         self._unloading: asyncio.Task[Unloaded] | None = None
         self._failing: asyncio.Task[None] | None = None
 
-    async def start(self, arena: Arena | None) -> None:
+    async def start(self, begun: Begun | None) -> None:
         """Load the model of the configuration, or begin without one. Raises StartupError."""
         config = self.config
         if config.is_model_open:
@@ -86,7 +86,7 @@ class ModelHolder:
             return
         began, progress = time.monotonic(), CancellableProgress()
         progress.show = self.show
-        loading = self.load_on_thread(config, progress, arena)
+        loading = self.load_on_thread(config, progress, begun)
         self._starting = progress, loading
         try:
             loaded = await asyncio.wrap_future(loading)
@@ -161,7 +161,7 @@ class ModelHolder:
         await self._remove_folder()
 
     def load_on_thread(
-        self, config: GenerationServiceConfig, progress: CancellableProgress, arena: Arena | None = None
+        self, config: GenerationServiceConfig, progress: CancellableProgress, begun: Begun | None = None
     ) -> Future[LoadedModel]:
         """Load on a thread of its own: with it go the threads that its kernels started. The process ends without it."""
         num_models, num_loaded = 1 if config.assistant_model is None else 2, 0
@@ -183,7 +183,7 @@ class ModelHolder:
 
         def run() -> None:
             try:
-                loaded = load(config, name, note, arena, progress.if_cancelled)
+                loaded = load(config, name, note, begun, progress.if_cancelled)
             except BaseException as error:
                 loading.set_exception(error)
             else:

@@ -7,9 +7,7 @@ import json
 import os
 import selectors
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.common.errors import StartupError, Unavailable
 from penstock.common.logging import get_logger
 from penstock.generation.parallel.adapter_loads import AdapterLoads
+from penstock.generation.parallel.begun import BegunRanks
 from penstock.generation.parallel.group import RankGroup
 from penstock.generation.parallel.messages import READY, PoolOrder
 from penstock.generation.weights.sharding import FLAG, Shard
@@ -104,10 +103,11 @@ class Ranks:
         # Ends of a pipe, which wakes the thread that watches.
         self._wake = self._woken = -1
 
-    def start(self, order: dict[str, Any]) -> None:
-        """Start the processes. `order` is what each needs to load its part, as JSON: see worker.py.
+    def start(self, order: dict[str, Any], begun: BegunRanks) -> None:
+        """Take the processes that were begun, or the launcher's, and let them load. `order` is what each needs to load
+        its part, as JSON: see worker.py.
 
-        None of them is left where it fails; else `close` ends them.
+        None of them is left where it fails; else `close` ends them. Raises StartupError for one that has ended.
         """
         self._folder = tempfile.mkdtemp(prefix="penstock-ranks-")
         self._adapters.start()
@@ -115,9 +115,15 @@ class Ranks:
         try:
             for number, name in enumerate(self._devices, 1):
                 own = {**order, "device": name, "rank": number, "count": len(self._devices) + 1}
-                self._ranks.append(
-                    _start(number, own) if self._meeting is None else _Rank(number, *self._meeting.take(number, own))
-                )
+                if self._meeting is not None:
+                    self._ranks.append(_Rank(number, *self._meeting.take(number, own)))
+                    continue
+                taken = begun.take()
+                self._ranks.append(_Rank(number, taken.process, taken.connection))
+                try:
+                    taken.connection.send_bytes(json.dumps(own).encode())
+                except OSError as error:
+                    raise _ended(self._ranks[-1]) from error
             # Here: the thread may begin after `close` has ended them, and their numbers may be reused by then.
             ends = [(os.pidfd_open(rank.process.pid), rank) for rank in self._ranks]
         except BaseException:
@@ -284,17 +290,3 @@ def _ended(rank: _Rank) -> StartupError:
     code = rank.status()
     status = "" if code is None else f" with code {code}"
     return StartupError(f"rank {rank.number} of {FLAG} ended{status} while it loaded: its own lines say why", flag=FLAG)
-
-
-def _start(number: int, order: dict[str, Any]) -> _Rank:
-    ours, theirs = socket.socketpair()
-    # A window for messages of prompts, so that rank 0 computes while they are read.
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    with theirs:
-        # "-P": as `penstock` itself, without the folder that it was started in.
-        command = [sys.executable, "-P", "-m", "penstock.generation.parallel.worker", str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-    connection = Connection(ours.detach())
-    connection.send_bytes(json.dumps(order).encode())
-    return _Rank(number, process, connection)

@@ -16,12 +16,12 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.registry import open_device
 from penstock.generation.engine.admission import most_output_tokens
 from penstock.generation.engine.decoding.modes import MODES
-from penstock.generation.host.arena import Arena
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.options.request_options import ModelFacts
 from penstock.generation.startup.load_weights import LoadedWeights, check_room, load_weights
 from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.startup.make_pools import make_pools
+from penstock.generation.startup.preload import Begun
 from penstock.generation.startup.read_files import ModelFiles, read_files
 from penstock.generation.startup.read_model import read_model
 from penstock.generation.startup.start import Start
@@ -39,18 +39,22 @@ def load(
     config: GenerationServiceConfig,
     name: str,
     show: ShowProgress,
-    arena: Arena | None = None,
+    begun: Begun | None = None,
     if_cancelled: IfCancelled = never_cancelled,
 ) -> LoadedModel:
     """Load `config.model`, size the KV pool by the memory that is left, and run the model once.
 
-    `show` gets the progress and may raise to give up; `if_cancelled` gets what ends a wait for other processes. Weights
-    go into `arena` while it has room; it is closed when they are loaded, or cannot be. Raises StartupError naming the
+    `show` gets the progress and may raise to give up; `if_cancelled` gets what ends a wait for other processes. What
+    was begun of the start is used, and closed when the weights are loaded, or cannot be. Raises StartupError naming the
     flag to change.
     """
+    if begun is None:
+        begun = Begun()
+        # They import torch while this process reads files.
+        begun.ranks.begin(config.tensor_parallel)
     start = Start(config, name, show, if_cancelled)
     with (
-        contextlib.nullcontext() if arena is None else contextlib.closing(arena),
+        contextlib.closing(begun),
         ThreadPoolExecutor(1, "tables") as beside,
         contextlib.ExitStack() as if_failed,
     ):
@@ -58,7 +62,7 @@ def load(
         start.timer.end("tokenizer")
         # Runs beside the loading of weights, which needs the interpreter for moments only.
         making = None if files.token_bytes is None else beside.submit(TokenPrefixes, files.token_bytes)
-        weights = load_weights(start, files, arena)
+        weights = load_weights(start, files, begun)
         if_failed.callback(weights.close)
         # No other work may run while steps are measured.
         prefixes = None if making is None else making.result()

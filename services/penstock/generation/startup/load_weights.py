@@ -16,7 +16,6 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.registry import open_device
-from penstock.generation.host.arena import Arena
 from penstock.generation.host.memory import format_weights, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
@@ -28,6 +27,7 @@ from penstock.generation.parallel.meeting import Meeting
 from penstock.generation.parallel.processes import Ranks
 from penstock.generation.startup.draft_model import load_draft_weights
 from penstock.generation.startup.memory_check import check_kv_memory, check_weights, stored_weight_bytes
+from penstock.generation.startup.preload import Begun
 from penstock.generation.startup.read_files import ModelFiles
 from penstock.generation.startup.read_model import read_model
 from penstock.generation.startup.start import Start
@@ -65,19 +65,20 @@ class LoadedWeights:
         )
 
 
-def load_weights(start: Start, files: ModelFiles, arena: Arena | None) -> LoadedWeights:
+def load_weights(start: Start, files: ModelFiles, begun: Begun) -> LoadedWeights:
     """Load all weights, before the pools, which take a share of the memory that these leave.
 
-    The model's go into `arena` while it has room; it is closed then. Raises StartupError naming the flag.
+    The model's go into the memory that was `begun` while it has room; it is closed then. Raises StartupError naming the
+    flag.
     """
-    config = start.config
+    config, arena = start.config, begun.arena
     if arena is not None and files.config.route == "fallback":
         # transformers reads all weights into memory of its own first.
         arena.close()
         arena = None
     device = open_device(config.device)
     with contextlib.ExitStack() as if_failed:
-        ranks = _start_ranks(start, files, device)
+        ranks = _start_ranks(start, files, device, begun)
         if ranks is not None:
             if_failed.callback(ranks.close)
             start.if_cancelled(ranks.close)
@@ -126,8 +127,8 @@ def adapter_opener(config: GenerationServiceConfig, model: LanguageModel) -> Ope
     return opened
 
 
-def _start_ranks(start: Start, files: ModelFiles, device: Device) -> Ranks | None:
-    """Start the other ranks, which load their parts while this process loads its own; None: there are none.
+def _start_ranks(start: Start, files: ModelFiles, device: Device, begun: Begun) -> Ranks | None:
+    """Let the other ranks go on, which load their parts while this process loads its own; None: there are none.
 
     Where a launcher has started this process as rank 0, its other processes are the ranks.
     """
@@ -153,7 +154,7 @@ def _start_ranks(start: Start, files: ModelFiles, device: Device) -> Ranks | Non
         "log_seconds": config.log_seconds,
     }
     ranks = Ranks(config.tensor_parallel, device, meeting)
-    ranks.start(order)
+    ranks.start(order, begun.ranks)
     return ranks
 
 

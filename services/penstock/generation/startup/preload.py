@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from penstock.generation.devices.native import LIBRARY
 from penstock.generation.host.arena import Arena, open_arena
 from penstock.generation.host.mapped import populate_beside
 from penstock.generation.host.memory import host_memory
+from penstock.generation.parallel.begun import BegunRanks
 from penstock.generation.weights.files import PACKED_FILE, is_packed, least_weight_bytes
 
 # Memory that the process takes besides, before the weights: it must be free, too.
@@ -46,15 +48,38 @@ UNUSED_OF_TORCH = (
 )
 
 
-def begin(config: GenerationServiceConfig) -> Arena | None:
-    """Begin to take memory for the weights of `config.model`, no more than they will need, and return it.
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What was begun of a start, for whoever loads the model."""
 
-    None: there is no model, the memory would not be used, as for packed weights, which are read ahead instead, or may
-    not fit. Never raises: the loader reports errors of a model. Later imports of torch leave out UNUSED_OF_TORCH where
-    that is allowed.
+    # Memory for the weights. None: there is no model, the memory would not be used, as for packed weights, which are
+    # read ahead instead, or may not fit.
+    arena: Arena | None = None
+    # Other processes of the model.
+    ranks: BegunRanks = field(default_factory=BegunRanks)
+
+    def close(self) -> None:
+        """Let go of what nobody has taken. Again is no harm."""
+        if self.arena is not None:
+            self.arena.close()
+        self.ranks.close()
+
+
+def begin(config: GenerationServiceConfig) -> Begun:
+    """Begin to take memory for the weights of `config.model`, no more than they will need, and its other processes.
+
+    Never raises: the loader reports errors of a model. Later imports of torch leave out UNUSED_OF_TORCH where that is
+    allowed.
     """
     if config.defer_imports and _is_for_cpu(config.device):
         defer(UNUSED_OF_TORCH)
+    begun = Begun(_arena(config))
+    if not config.empty:
+        begun.ranks.begin(config.tensor_parallel)
+    return begun
+
+
+def _arena(config: GenerationServiceConfig) -> Arena | None:
     if (
         config.empty
         # Each process has a part.

@@ -134,7 +134,7 @@ def config_of(folder: Path, **options: object) -> GenerationServiceConfig:
 
 
 def started(config: GenerationServiceConfig, arena: Arena | None = None) -> LoadedModel:
-    return load(config, "large", show_nothing, arena)
+    return load(config, "large", show_nothing, preload.Begun(arena))
 
 
 def logits(model: CausalLM) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_the_model_is_the_same_and_lies_in_memory_that_was_at_hand(
     monkeypatch.setattr("penstock.generation.host.arena.PIECE_BYTES", 2**23)
     folder = large_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
     config = config_of(folder, quantization=quantization)
-    arena = preload.begin(config)
+    arena = preload.begin(config).arena
     assert arena is not None
     num_bytes = least_weight_bytes(folder, "auto", quantization, map_embeddings=True)
     wait_until_touched(arena, num_bytes - 2**20)
@@ -199,7 +199,7 @@ def test_a_load_that_fails_gives_the_memory_back(tmp_path: Path) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:-1000])
     config = config_of(folder)
-    arena = preload.begin(config)
+    arena = preload.begin(config).arena
     assert arena is not None
     memory = weakref.ref(arena._memory)
     with pytest.raises(StartupError, match=WEIGHTS):

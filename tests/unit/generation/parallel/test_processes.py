@@ -18,6 +18,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.layers.lora import LoraPart
 from penstock.generation.parallel import processes
 from penstock.generation.parallel.adapter_loads import AdapterLoads
+from penstock.generation.parallel.begun import BegunRank, BegunRanks
 from penstock.generation.parallel.meeting import LaunchedProcess
 from penstock.generation.parallel.messages import FAILED, NO_MEMORY, READY, Kind, decode_adapter, decode_forget, kind_of
 from penstock.generation.parallel.processes import RankLost, Ranks
@@ -25,30 +26,31 @@ from penstock.generation.parallel.processes import RankLost, Ranks
 SITES = {0: [LoraPart(0, torch.randn(2, 3), torch.randn(4, 2), 1.0)]}
 
 
-class Peers:
-    """The other ends of ranks that only sleep."""
+class Peers(BegunRanks):
+    """Ranks that only sleep, and their ends."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.ends: list[Connection] = []
 
-    def start(self, number: int, order: dict[str, Any]) -> Any:
+    def take(self) -> BegunRank:
         ours, theirs = Pipe()
         self.ends.append(theirs)
-        return processes._Rank(number, subprocess.Popen(["sleep", "600"]), ours)
+        return BegunRank(subprocess.Popen(["sleep", "600"]), ours)
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
-    made = Peers()
-    monkeypatch.setattr(processes, "_start", made.start)
-    return made
+def peers() -> Peers:
+    return Peers()
 
 
 @pytest.fixture
 def ranks(peers: Peers) -> Iterator[Ranks]:
     """Two further ranks."""
     made = Ranks(3, CPUDevice())
-    made.start({})
+    made.start({}, peers)
+    for end in peers.ends:
+        end.recv_bytes()
     yield made
     made.close()
 

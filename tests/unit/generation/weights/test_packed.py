@@ -331,9 +331,9 @@ def test_a_start_takes_no_memory_for_it_and_reads_ahead_instead(folder: Path, mo
     ahead: list[Path] = []
     monkeypatch.setattr(preload, "populate_beside", ahead.append)
     config = GenerationServiceConfig(model=str(folder))
-    assert preload.begin(config) is None
+    assert preload.begin(config).arena is None
     assert ahead == [folder / PACKED_FILE]
-    assert preload.begin(dataclasses.replace(config, prefault_weights=False)) is None
+    assert preload.begin(dataclasses.replace(config, prefault_weights=False)).arena is None
     assert ahead == [folder / PACKED_FILE]
 
 

@@ -1,0 +1,80 @@
+"""Processes of ranks are begun at the start of the program, and end with it or with a start that does without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from penstock.common.errors import StartupError
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.parallel.begun import BegunRanks
+from penstock.generation.parallel.processes import Ranks
+
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+BEFORE_TORCH = """
+import sys
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.startup.preload import begin
+begun = begin(GenerationServiceConfig(model="demo", tensor_parallel=2, prefault_weights=False))
+rank = begun.ranks.take()
+print(rank.process.poll(), "torch" in sys.modules)
+rank.process.kill()
+"""
+
+
+@pytest.fixture
+def begun() -> Iterator[BegunRanks]:
+    made = BegunRanks()
+    yield made
+    made.close()
+
+
+def test_each_further_rank_is_begun_and_those_that_nobody_takes_end(begun: BegunRanks) -> None:
+    begun.begin(3)
+    processes = [rank.process for rank in begun._ranks]
+    assert len(processes) == 2
+    taken = begun.take()
+    begun.close()
+    begun.close()
+    assert [process.poll() is None for process in processes] == [process is taken.process for process in processes]
+    taken.process.kill()
+    taken.process.wait()
+    taken.connection.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "environment"),
+    [(1, {}), (3, LAUNCHED), (3, {**LAUNCHED, "WORLD_SIZE": "x"})],
+    ids=["one process", "a launcher's", "a launcher's that is wrong"],
+)
+def test_none_is_begun_where_none_is_needed(
+    begun: BegunRanks,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    environment: dict[str, str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    begun.begin(count)
+    assert not begun._ranks
+
+
+def test_they_are_begun_before_torch_is_imported() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", BEFORE_TORCH], env=dict(os.environ), capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "None False\n"
+
+
+def test_one_that_has_ended_before_its_order_is_named(begun: BegunRanks) -> None:
+    begun.begin(2)
+    (rank,) = begun._ranks
+    rank.process.kill()
+    rank.process.wait()
+    ranks = Ranks(2, CPUDevice())
+    with pytest.raises(StartupError, match="rank 1 of --tensor-parallel ended with code -9") as caught:
+        ranks.start({}, begun)
+    assert caught.value.flag == "--tensor-parallel"
