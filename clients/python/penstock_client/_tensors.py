@@ -66,7 +66,7 @@ def score_of(tensors: StepTensors, token_id: int, *, normalize: bool) -> float:
         place = token_id
     else:
         if normalize:
-            raise ValueError("all scores are needed to normalize them: leave out scores_top_k")
+            raise ValueError("all scores are needed to normalise them: leave out scores_top_k")
         ids = tensors.score_ids.values.tolist()
         if token_id not in ids:
             raise ValueError("the token is not among the scores_top_k highest")

@@ -88,7 +88,7 @@ class Weights:
         return self.linear + self.table + self.head + self.rest
 
     def loaded_bytes(self, item: float, quantization: str) -> int:
-        """Bytes in memory with `item` bytes a number, or quantized."""
+        """Bytes in memory with `item` bytes a number, or quantised."""
         each = _QUANTISED_BYTES.get(quantization)
         if each is None:
             return int(self.count * item)
@@ -292,7 +292,7 @@ def _attention_layers(values: Mapping[str, Any]) -> int | None:
 
 
 def _quantization(values: Mapping[str, Any], *, packed: bool) -> dict[str, Any] | None:
-    """Return the method and bits of a quantized checkpoint; None for another."""
+    """Return the method and bits of a quantised checkpoint; None for another."""
     if packed:
         return {"method": "penstock pack"}
     found = values.get("quantization_config") or values.get("compression_config")

@@ -44,7 +44,7 @@ class GraphInfo(_message.Message):
     weight_format: _builtins.str
     """Number format of its weights: float32, bfloat16, float16, int8, int4; empty: it has none."""
     weight_scale: _builtins.float
-    """Mean scale of quantized weights: a weight is its integer times its group's scale. 1: not quantized."""
+    """Mean scale of quantised weights: a weight is its integer times its group's scale. 1: not quantised."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphTensorInfo]: ...
     @_builtins.property

@@ -207,7 +207,7 @@ class GetModelInfoResponse(_message.Message):
     model_type: _builtins.str
     dtype: _common_pb2.DType.ValueType
     quantization: _builtins.str
-    """Empty when the weights are not quantized."""
+    """Empty when the weights are not quantised."""
     world_size: _builtins.int
     bos_token_id: _builtins.int
     pad_token_id: _builtins.int
@@ -233,7 +233,7 @@ class GetModelInfoResponse(_message.Message):
     model_route_reason: _builtins.str
     """Field of config.json, and its fault, that makes transformers' modules run a model with a native family; else empty."""
     checkpoint_format: _builtins.str
-    """Format of a quantized checkpoint, in words, such as `gptq of 4 bits, symmetric, groups of 128`; empty for any other checkpoint."""
+    """Format of a quantised checkpoint, in words, such as `gptq of 4 bits, symmetric, groups of 128`; empty for any other checkpoint."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -260,7 +260,7 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def weight_forms(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Number of its quantized matrices by the form that they run in: int4, int4-asymmetric, int8, or the dtype that they were converted to."""
+        """Number of its quantised matrices by the form that they run in: int4, int4-asymmetric, int8, or the dtype that they were converted to."""
 
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -170,7 +170,7 @@ def _pool(info: Any) -> str:
 
 
 def _weights(info: Any) -> str:
-    """Return the form that a quantized checkpoint runs in; empty for another."""
+    """Return the form that a quantised checkpoint runs in; empty for another."""
     forms = ", ".join(f"{count} as {form}" for form, count in sorted(info.weight_forms.items()))
     return f", {info.checkpoint_format}: {forms}" if forms else ""
 
