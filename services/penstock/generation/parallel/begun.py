@@ -1,6 +1,6 @@
 """Processes of the other ranks, begun before rank 0 imports torch: all import it at the same time.
 
-They wait for rank 0's order, which says which part of which model is theirs. Imports no torch.
+They wait for rank 0's order, which names the model and their part of it. Imports no torch.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ UNUSED_OF_TORCH = (
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What was begun of a start, for whoever loads the model."""
+    """Parts of a start that were begun before torch was imported, for the loader of the model."""
 
     # Memory for the weights. None: there is no model, the memory would not be used, as for packed weights, which are
     # read ahead instead, or may not fit.
