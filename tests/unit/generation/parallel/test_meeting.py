@@ -148,8 +148,8 @@ def test_a_process_that_comes_beside_the_last_rank_is_told(store: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_comes_after_the_last_rank_is_refused_at_once(pool: ThreadPoolExecutor, rank: int) -> None:
     """Case of a store that rank 0 had, and that is closed by then: nobody waits for it."""
-    """Where rank 0 had the store, which is closed by then: it is not waited for."""
     place = place_of(2)
     with closing(Meeting(place)) as meeting:
         first = come(meeting, 1)
