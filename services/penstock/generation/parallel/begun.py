@@ -5,6 +5,7 @@ They wait for rank 0's order, which names the model and their part of it. Import
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -45,21 +46,19 @@ class BegunRanks:
         self._ranks: list[BegunRank] = []
 
     def begin(self, count: int) -> None:
-        """Begin the other ranks of a model in `count` processes, unless a launcher starts them. Never raises for
-        variables that are wrong: the loader says which."""
-        try:
+        """Begin the other ranks of a model in `count` processes, unless a launcher starts them. Never raises: the
+        loader reports a wrong variable, or a process that the system refuses."""
+        with contextlib.suppress(StartupError, OSError):
             is_launched = Place.of(current_environment(), count) is not None
-        except StartupError:
-            return
-        for _ in range(1, 1 if is_launched else count):
-            self._ranks.append(BegunRank.begin())
+            for _ in range(1, 1 if is_launched else count):
+                self._ranks.append(BegunRank.begin())
 
     def take(self) -> BegunRank:
-        """Return one, which is the caller's from now on: a new one where none was begun."""
+        """Return a rank, the caller's from now on; start one if none is left."""
         return self._ranks.pop() if self._ranks else BegunRank.begin()
 
     def close(self) -> None:
-        """End those that nobody has taken. Again is no harm."""
+        """End the ranks that nobody has taken. Calling it again is harmless."""
         while self._ranks:
             rank = self._ranks.pop()
             rank.process.kill()

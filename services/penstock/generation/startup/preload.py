@@ -59,7 +59,7 @@ class Begun:
     ranks: BegunRanks = field(default_factory=BegunRanks)
 
     def close(self) -> None:
-        """Let go of what nobody has taken. Again is no harm."""
+        """Free the memory, and end the processes that the load has not taken. Calling it again is harmless."""
         if self.arena is not None:
             self.arena.close()
         self.ranks.close()
