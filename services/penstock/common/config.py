@@ -7,44 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from penstock.common.environment import ENV_PREFIX, child_environment, current_environment, prepare_environment
+from penstock.common.environment import current_environment
 from penstock.common.errors import StartupError
 from penstock.common.log_limits import LineBounds
-from penstock.common.options import BoundOption, load, option, options_of
-from penstock.common.ports import (
-    GENERATION_METRICS_PORT,
-    GENERATION_PORT,
-    HTTP_PORT,
-    ROUTER_METRICS_PORT,
-    ROUTER_PORT,
-    TOKENIZER_METRICS_PORT,
-    TOKENIZER_PORT,
-)
-from penstock.common.units import parse_duration, parse_size, parse_size_or_auto
-
-__all__ = [
-    "ENV_PREFIX",
-    "GENERATION_METRICS_PORT",
-    "GENERATION_PORT",
-    "HTTP_PORT",
-    "ROUTER_METRICS_PORT",
-    "ROUTER_PORT",
-    "TOKENIZER_METRICS_PORT",
-    "TOKENIZER_PORT",
-    "BoundOption",
-    "ChannelConfig",
-    "ProcessConfig",
-    "ServerConfig",
-    "TransportConfig",
-    "child_environment",
-    "from_env_and_flags",
-    "option",
-    "options_of",
-    "parse_duration",
-    "parse_size",
-    "parse_size_or_auto",
-    "prepare_environment",
-]
+from penstock.common.options import load, option
 
 NETWORK, SECURITY, LIMITS, LOGGING = "Network", "TLS and authentication", "Limits", "Logging"
 TRACING = "Tracing"

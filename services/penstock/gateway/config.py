@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.common.config import HTTP_PORT, ROUTER_PORT, ChannelConfig, ProcessConfig, option
+from penstock.common.config import ChannelConfig, ProcessConfig
 from penstock.common.errors import StartupError
+from penstock.common.options import option
+from penstock.common.ports import HTTP_PORT, ROUTER_PORT
 from penstock.gateway.json_body import BodyBounds
 
 NETWORK, LIMITS, BROWSERS, RESPONSES = "Network", "Limits", "Browsers", "Kept responses"

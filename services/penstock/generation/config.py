@@ -6,17 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock.common.config import (
-    GENERATION_METRICS_PORT,
-    GENERATION_PORT,
-    ServerConfig,
-    is_loopback,
-    option,
-    parse_size_or_auto,
-)
+from penstock.common.config import ServerConfig, is_loopback
 from penstock.common.environment import usable_cores
 from penstock.common.errors import StartupError
-from penstock.common.options import values_of
+from penstock.common.options import option, values_of
+from penstock.common.ports import GENERATION_METRICS_PORT, GENERATION_PORT
+from penstock.common.units import parse_size_or_auto
 from penstock.generation.adapters.limits import ADAPTERS, AdapterLimits, AdapterOptions
 from penstock.generation.core.model_config import ROUTES, ModelRoute
 from penstock.generation.devices import KERNELS

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 from penstock_client._options import check_options
 from penstock_client._types import Completion, Embeddings, Scores
 
-from penstock.common.config import ServerConfig, options_of
+from penstock.common.config import ServerConfig
 from penstock.common.environment import current_environment, prepare_environment
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.common.logging import configure_quiet_logging, get_logger
 from penstock.common.options import load as load_options
+from penstock.common.options import options_of
 from penstock.common.progress import ShowProgress, show_nothing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS

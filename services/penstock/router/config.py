@@ -6,16 +6,10 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.common.config import (
-    GENERATION_PORT,
-    ROUTER_METRICS_PORT,
-    ROUTER_PORT,
-    TOKENIZER_PORT,
-    ChannelConfig,
-    ServerConfig,
-)
+from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import StartupError
 from penstock.common.options import option
+from penstock.common.ports import GENERATION_PORT, ROUTER_METRICS_PORT, ROUTER_PORT, TOKENIZER_PORT
 
 CHATS = "Tool calls and reasoning"
 SERVICES, ADMISSION, ROUTING, FAILURE = "Other services", "Admission", "Routing", "Failure handling"

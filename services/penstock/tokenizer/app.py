@@ -7,7 +7,7 @@ import asyncio
 import grpc
 from prometheus_client import CollectorRegistry
 
-from penstock.common.config import prepare_environment
+from penstock.common.environment import prepare_environment
 from penstock.common.progress import CancellableProgress, ShowProgress
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.tokenizer.metrics import TokenizerMetrics

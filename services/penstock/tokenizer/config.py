@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.common.config import TOKENIZER_METRICS_PORT, TOKENIZER_PORT, ServerConfig, option
+from penstock.common.config import ServerConfig
+from penstock.common.options import option
+from penstock.common.ports import TOKENIZER_METRICS_PORT, TOKENIZER_PORT
 
 MODEL, WORKERS, TEMPLATES, LIMITS = "Model", "Workers", "Chat templates", "Limits"
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from penstock.common.child_io import Child, ChildEnded
-from penstock.common.config import child_environment
+from penstock.common.environment import child_environment
 from penstock.common.errors import StartupError
 from penstock.tokenizer.bundle import TokenizerBundle
 

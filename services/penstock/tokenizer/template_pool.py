@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from penstock.common.child_io import Child, ChildEnded, pack
-from penstock.common.config import child_environment
+from penstock.common.environment import child_environment
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted, StartupError, Unavailable
 from penstock.common.logging import get_logger
 from penstock.tokenizer.metrics import TokenizerMetrics

@@ -19,10 +19,11 @@ from penstock.cli.serve.service_process import ROLES, Role, begin_log, check_mod
 from penstock.cli.serve.supervisor import ChildEnded, ServiceProcess, Supervisor, first_of
 from penstock.common.addresses import require_free_port
 from penstock.common.checkpoint import model_name
-from penstock.common.config import HTTP_PORT, ChannelConfig, ServerConfig, from_env_and_flags
+from penstock.common.config import ChannelConfig, ServerConfig, from_env_and_flags
 from penstock.common.environment import ENV_PREFIX, current_environment, usable_cores
 from penstock.common.errors import StartupError
 from penstock.common.options import BoundOption, option, options_of
+from penstock.common.ports import HTTP_PORT
 from penstock.common.process import die_with_parent
 from penstock.common.progress import StageProgress
 from penstock.generation.parallel.launch import refuse_launcher
