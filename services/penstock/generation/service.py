@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from penstock.common.dtypes import dtype_name
 from penstock.common.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -129,7 +130,7 @@ class GenerationCore:
     def __post_init__(self) -> None:
         config, engine = self.config, self.loaded.engine.config
         retry_seconds = engine.queue_full_retry_seconds
-        dtype = str(self.loaded.weights.model.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.loaded.weights.model.dtype)
         self.limits = config.request_limits()
         self.watermark_calls = WatermarkCalls(config.max_watermark_calls, retry_seconds)
         self.embeds_intake = EmbedsIntake(dtype, engine.block_size, config.max_live_embeds_bytes, retry_seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from penstock.common.dtypes import dtype_name
 from penstock.generation.core.model_config import MAX_LAYERS, Activation, ConfigReader, ModelConfig, RopeConfig
 from penstock.generation.layers.rope import read_rope, read_rope_parameters
 
@@ -110,7 +111,7 @@ class Family:
             eos_token_ids=self._eos(config, generation),
             bos_token_id=self._bos(config),
             pad_token_id=self._pad(config),
-            checkpoint_dtype=config.text("dtype", config.text("torch_dtype", "")).removeprefix("torch.") or None,
+            checkpoint_dtype=dtype_name(config.text("dtype", config.text("torch_dtype", ""))) or None,
             activation=activation,
         )
 

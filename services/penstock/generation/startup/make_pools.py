@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.common.dtypes import dtype_name
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.units import format_size
@@ -55,8 +56,8 @@ def make_pools(start: Start, files: ModelFiles, weights: LoadedWeights) -> Pools
     kv = _kv_pool(config, weights.model, weights.device, files.context, has_scrap=graphs is not None)
     host = _host_kv_pool(config, kv, weights.device, files.context)
     if weights.ranks is not None:
-        dtype = str(kv.dtype).removeprefix("torch.")
-        weights.ranks.make_pools(kv.num_blocks, kv.block_size, dtype, 0 if host is None else host.num_blocks)
+        num_host = 0 if host is None else host.num_blocks
+        weights.ranks.make_pools(kv.num_blocks, kv.block_size, dtype_name(kv.dtype), num_host)
     return Pools(kv, host, graphs)
 
 
