@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Protocol, runtime_checkable
@@ -27,6 +28,10 @@ END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 # Details of the status that grpc.aio invents when a call ends while it writes.
 _MADE_UP = "Internal error from Core"
+# Errors that are a prompt's answer.
+_FAILURES = (PenstockError, TypeError, ValueError)
+# Answers that may wait for an earlier one, per prompt that is with the server.
+_WAITING_SHARE = 8
 
 
 @runtime_checkable
@@ -188,20 +193,33 @@ class AsyncChannel:
         return call if isinstance(call, AsyncEvents) else _AioEvents(call)
 
     @staticmethod
-    async def results(open_stream: Callable[[Any], Any], requests: Iterable[Any], most: int) -> list[Any]:
-        """Open a stream for each request, `most` at once. Return their answers, or PenstockErrors, in order."""
+    async def results(open_stream: Callable[[Any], Any], prompts: Iterable[Any], most: int) -> AsyncIterator[Any]:
+        """Open a stream for each prompt, `most` at once. Yield their answers, or the errors of those that failed, in
+        order; `prompts` is read as there is room."""
         turns = asyncio.Semaphore(most)
+        tasks: deque[asyncio.Task[Any]] = deque()
 
-        async def answer(request: Any) -> Any:
-            async with turns, open_stream(request) as stream:
-                try:
+        async def answer(prompt: Any) -> Any:
+            try:
+                async with open_stream(prompt) as stream:
                     return await stream.result()
-                except PenstockError as error:
-                    return error
+            except _FAILURES as error:
+                return error
+            finally:
+                turns.release()
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answer(request)) for request in requests]
-        return [task.result() for task in tasks]
+        try:
+            for prompt in prompts:
+                await turns.acquire()
+                tasks.append(asyncio.create_task(answer(prompt)))
+                while tasks and (tasks[0].done() or len(tasks) >= _WAITING_SHARE * most):
+                    yield await tasks.popleft()
+            while tasks:
+                yield await tasks.popleft()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Exchange:
@@ -269,33 +287,41 @@ class Channel:
         return Events(call)
 
     @staticmethod
-    def results(open_stream: Callable[[Any], Any], requests: Iterable[Any], most: int) -> list[Any]:
-        """Open a stream for each request, `most` at once. Return their answers, or PenstockErrors, in order."""
+    def results(open_stream: Callable[[Any], Any], prompts: Iterable[Any], most: int) -> Iterator[Any]:
+        """Open a stream for each prompt, `most` at once. Yield their answers, or the errors of those that failed, in
+        order; `prompts` is read as there is room."""
+        turns = threading.Semaphore(most)
+        answers: deque[Future[Any]] = deque()
         streams: set[Any] = set()
         is_over = threading.Event()
 
-        def answer(request: Any) -> Any:
-            with open_stream(request) as stream:
-                streams.add(stream)
-                # It may have been opened after the streams were closed.
-                if is_over.is_set():
-                    return None
-                try:
-                    return stream.result()
-                except PenstockError as error:
-                    return error
-                finally:
-                    streams.discard(stream)
+        def answer(prompt: Any) -> Any:
+            try:
+                with open_stream(prompt) as stream:
+                    streams.add(stream)
+                    try:
+                        # It may have been opened after the streams were closed.
+                        return None if is_over.is_set() else stream.result()
+                    finally:
+                        streams.discard(stream)
+            except _FAILURES as error:
+                return error
+            finally:
+                turns.release()
 
         pool = ThreadPoolExecutor(most, thread_name_prefix="penstock-prompts")
         try:
-            return list(pool.map(answer, requests))
-        except BaseException:
-            # An interrupted caller must not wait for unread answers.
+            for prompt in prompts:
+                turns.acquire()
+                answers.append(pool.submit(answer, prompt))
+                while answers and (answers[0].done() or len(answers) >= _WAITING_SHARE * most):
+                    yield answers.popleft().result()
+            while answers:
+                yield answers.popleft().result()
+        finally:
+            # An interrupted caller, or one that leaves, must not wait for unread answers.
             is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for stream in tuple(streams):
                 stream.close()
-            raise
-        finally:
             pool.shutdown()

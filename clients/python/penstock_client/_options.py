@@ -109,7 +109,7 @@ def _apply(request: TextRequest, options: Mapping[str, Any]) -> None:
 
 
 def _expected(request: TextRequest, name: str) -> str:
-    """Return an option's value in the form for the message."""
+    """Return a description of the values that an option takes."""
     for message, table in ((request.config, CONFIG), (request.stop, STOP), (request.output, OUTPUT)):
         if name in table:
             return expected(message, name, "stop_ids" if name == "eos_token_id" else table[name])
@@ -173,7 +173,7 @@ def is_conversation(prompt: Any) -> bool:
 def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) -> text_pb2.GenerateTextRequest:
     """Return a GenerateTextRequest for text or token ids; an empty text with `inputs_embeds` means no text."""
     request = text_pb2.GenerateTextRequest()
-    if not hasattr(prompt, "__len__"):
+    if not hasattr(prompt, "__len__") or isinstance(prompt, bytes | bytearray | Mapping):
         raise TypeError(f"prompt: must be a text, a list of ids or a list of messages, found {found(prompt)}")
     if isinstance(prompt, str):
         if prompt or options.get("inputs_embeds") is None:
@@ -189,15 +189,15 @@ def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) ->
     return request
 
 
-def text_requests(prompts: Iterable[Prompt], options: Mapping[str, Any]) -> list[TextRequest]:
-    """Return a request for each prompt. Raises as `text_request`, and TypeError for one prompt alone."""
+def check_many(prompts: Iterable[Prompt], options: Mapping[str, Any]) -> None:
+    """Raise TypeError and ValueError for options that cannot be sent for several prompts, and for one prompt alone."""
     if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
         raise TypeError("prompts: several texts, runs of ids or conversations; generate takes one")
     if options.get("request_id"):
         raise ValueError("option 'request_id' is for one prompt")
     if options.get("inputs_embeds") is not None:
         raise ValueError("option 'inputs_embeds' is for one prompt")
-    return [text_request(prompt, options) for prompt in prompts]
+    check_options(**{name: value for name, value in options.items() if name not in _WITH_CONVERSATION})
 
 
 def chat_request(

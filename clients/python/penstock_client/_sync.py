@@ -30,9 +30,9 @@ from penstock_client._options import (
     Prompt,
     PromptOptions,
     TextRequest,
+    check_many,
     render_request,
     text_request,
-    text_requests,
 )
 from penstock_client._score_embed import (
     embed_request,
@@ -233,18 +233,19 @@ class Client:
         concurrency: int | None = None,
         timeout: float | None = None,
         **options: Unpack[PromptOptions],
-    ) -> list[Completion | PenstockError]:
-        """Answer several prompts under the same options. Return their answers in order, or the error of one.
+    ) -> Iterator[Completion | Exception]:
+        """Yield the answer to each prompt, in order: a Completion, or the exception that it ended with.
 
-        `concurrency` of them are with the server at once (default ClientConfig.max_concurrent_prompts). `timeout` in
-        seconds is each one's own, from when it is sent; so is a seed. Raises TypeError and ValueError before anything
-        is sent.
+        `prompts` may be an iterator of any length: it is read as there is room, and memory stays bounded. Leaving the
+        loop cancels what is with the server: `concurrency` prompts at once (default
+        ClientConfig.max_concurrent_prompts). `timeout` in seconds is each one's own, from when it is sent; so is a
+        seed. A wrong option is a TypeError or ValueError before anything is sent.
         """
-        requests = text_requests(prompts, options)
+        check_many(prompts, options)
         most = self.config.max_concurrent_prompts if concurrency is None else concurrency
         if most < 1:
             raise ValueError("concurrency must be at least 1")
-        return self._channel.results(lambda request: self._open(request, timeout), requests, most)
+        return self._channel.results(lambda prompt: self.stream(prompt, timeout=timeout, **options), prompts, most)
 
     if not TYPE_CHECKING:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,6 @@ from penstock_client import (
     ClientConfig,
     Completion,
     InvalidArgument,
-    PenstockError,
     ResourceExhausted,
 )
 from penstock_client._channel import Channel
@@ -74,16 +74,16 @@ def serving(together: int = MOST) -> Iterator[tuple[str, Echo]]:
         server.stop(None)
 
 
-def ask(address: str, is_async: bool, prompts: Any, **options: Any) -> list[Completion | PenstockError]:
+def ask(address: str, is_async: bool, prompts: Any, **options: Any) -> list[Completion | Exception]:
     """Ask either client."""
     config = ClientConfig(max_concurrent_prompts=MOST)
     if not is_async:
         with Client(address, config) as client:
-            return client.generate_many(prompts, **options)
+            return list(client.generate_many(prompts, **options))
 
-    async def run() -> list[Completion | PenstockError]:
+    async def run() -> list[Completion | Exception]:
         async with AsyncClient(address, config) as client:
-            return await client.generate_many(prompts, **options)
+            return [answer async for answer in client.generate_many(prompts, **options)]
 
     return asyncio.run(run())
 
@@ -126,7 +126,6 @@ def test_another_number_at_once_and_no_prompt_at_all(is_async: bool) -> None:
         (["a"], {"no_such_option": 1}, TypeError),
         (["a"], {"request_id": "r"}, ValueError),
         (["a"], {"concurrency": 0}, ValueError),
-        ([["a"]], {}, TypeError),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_is_sent(
@@ -138,6 +137,53 @@ def test_wrong_arguments_are_told_before_anything_is_sent(
         assert servicer.calls == 0
 
 
+@both
+def test_a_prompt_that_is_none_is_its_own_answer(is_async: bool) -> None:
+    with serving(together=1) as (address, _):
+        wrong, right = ask(address, is_async, [["a"], "b"])
+        assert isinstance(wrong, TypeError)
+        assert isinstance(right, Completion)
+
+
+class Endless:
+    """Prompts without an end, of which the second is held; 16 answers may wait for it when 2 are asked for at once."""
+
+    def __init__(self) -> None:
+        self.read, self.is_full = 0, threading.Event()
+
+    def __iter__(self) -> Iterator[str]:
+        for number in itertools.count():
+            self.read = number
+            if number == 16:
+                self.is_full.set()
+            yield "held" if number == 1 else "short"
+
+
+async def test_prompts_without_an_end_are_read_as_there_is_room_and_leaving_cancels_the_others() -> None:
+    prompts = Endless()
+    with serving(together=1) as (address, servicer):
+        async with AsyncClient(address) as client:
+            answers = client.generate_many(prompts, concurrency=2)
+            assert isinstance(await anext(answers), Completion)
+            second = asyncio.ensure_future(anext(answers))
+            assert await asyncio.to_thread(prompts.is_full.wait, 30)
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+            assert await asyncio.to_thread(servicer.cancelled.wait, 30)
+    assert prompts.read <= 17
+
+
+def test_a_loop_that_is_left_cancels_what_is_with_the_server() -> None:
+    prompts = Endless()
+    with serving(together=1) as (address, servicer), Client(address) as client:
+        for answer in client.generate_many(prompts, concurrency=2):
+            assert isinstance(answer, Completion)
+            assert servicer.is_held.wait(30)
+            break
+        assert servicer.cancelled.wait(30)
+    assert prompts.read <= 2
+
+
 def test_several_prompts_for_generate_are_told_what_takes_them() -> None:
     with serving() as (address, _), Client(address) as client, pytest.raises(TypeError, match="generate_many"):
         client.generate(["one", "two"])  # type: ignore[arg-type]
@@ -146,7 +192,7 @@ def test_several_prompts_for_generate_are_told_what_takes_them() -> None:
 async def test_a_cancelled_call_cancels_its_streams() -> None:
     with serving(together=2) as (address, servicer):
         async with AsyncClient(address) as client:
-            task = asyncio.create_task(client.generate_many(["held", "one"]))
+            task = asyncio.ensure_future(anext(client.generate_many(["held", "one"])))
             assert await asyncio.to_thread(servicer.is_held.wait, 30)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -180,7 +226,7 @@ def test_a_stream_that_opens_after_the_interruption_ends_too(monkeypatch: pytest
 
     monkeypatch.setattr("penstock_client._channel.ThreadPoolExecutor", Pool)
     with pytest.raises(KeyboardInterrupt):
-        Channel.results(lambda _: Late(), requests(), 1)
+        list(Channel.results(lambda _: Late(), requests(), 1))
     assert closed.is_set()
     assert not read.is_set()
 
@@ -192,8 +238,6 @@ def test_an_interrupted_call_ends_its_streams() -> None:
         raise KeyboardInterrupt
 
     with serving(together=1) as (address, servicer), Client(address) as client:
-        stream = lambda request: client._open(request, None)  # noqa: E731
-        requests = (text_pb2.GenerateTextRequest(text=prompt) for prompt in prompts())
         with pytest.raises(KeyboardInterrupt):
-            client._channel.results(stream, requests, 2)
+            list(client.generate_many(prompts(), concurrency=2))
         assert servicer.cancelled.wait(30)

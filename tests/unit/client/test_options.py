@@ -12,7 +12,7 @@ import torch
 from google.protobuf import json_format
 from penstock.v1 import common_pb2, config_pb2, text_pb2
 from penstock_client import GenerationOptions, InvalidArgument, PromptOptions, Timings, Usage
-from penstock_client._options import chat_request, check_options, generate_request, text_requests
+from penstock_client._options import chat_request, check_many, check_options, generate_request
 from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 
@@ -400,6 +400,6 @@ def test_embeddings_of_another_form_are_refused_by_name(error: type[Exception], 
 
 def test_embeddings_are_one_prompts_alone_and_no_conversations() -> None:
     with pytest.raises(ValueError, match="'inputs_embeds' is for one prompt"):
-        text_requests(["a", "b"], {"inputs_embeds": ROWS})
+        check_many(["a", "b"], {"inputs_embeds": ROWS})
     with pytest.raises(TypeError, match="'inputs_embeds': is for a text or ids only"):
         chat_request("Hello", (), (), None, {"inputs_embeds": ROWS})

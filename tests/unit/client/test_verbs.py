@@ -62,6 +62,12 @@ def test_a_prompts_kind_chooses_the_call(prompt: Prompt, kind: type[object]) -> 
     assert isinstance(text_request(prompt, {"max_new_tokens": 3}), kind)
 
 
+@pytest.mark.parametrize("prompt", [{"role": "user", "content": "Hello"}, b"Hello", None, 3, ["Hello"], [["a"]]])
+def test_what_is_no_prompt_is_told_what_is_one(prompt: Any) -> None:
+    with pytest.raises(TypeError, match=r"^prompt: (must be a text|one text)"):
+        text_request(prompt, {})
+
+
 def test_tools_and_their_choice_go_with_a_conversation() -> None:
     asked = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_new_tokens": 3}
     request = text_request(user("Hello"), asked)

@@ -14,9 +14,9 @@ from penstock_client._option_table import CONFIG, OUTPUT, STOP
 from penstock_client._options import (
     GenerationOptions,
     chat_request,
+    check_many,
     check_options,
     generate_request,
-    text_requests,
 )
 from penstock_client._types import Choice
 from penstock_client.sail import set_loglevel
@@ -92,7 +92,7 @@ def test_a_field_that_would_change_the_answer_is_refused_with_what_helps(name: s
     [
         (lambda: generate_request(5, {}), "prompt: must be a text, a list of ids or a list of messages, found 5"),  # type: ignore[arg-type]
         (lambda: generate_request(None, {}), "prompt: must be a text, .*, found None"),  # type: ignore[arg-type]
-        (lambda: text_requests(5, {}), "prompts: several texts"),  # type: ignore[arg-type]
+        (lambda: check_many(5, {}), "prompts: several texts"),  # type: ignore[arg-type]
         (lambda: chat_request(5, (), (), None, {}), "messages: must be a list .*, found 5"),  # type: ignore[arg-type]
         (lambda: set_loglevel("x"), "loglevel: must be one of LogLevel.TRACE, "),  # type: ignore[arg-type]
         (lambda: Choice(0, token_ids=[5]).transition_scores(), "'output_scores'"),
