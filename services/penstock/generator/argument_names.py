@@ -25,6 +25,9 @@ def whole(name: str, value: Any) -> int:
 
 def ids_of(values: Any) -> list[int]:
     """Return token ids as plain numbers. Raises TypeError and ValueError for what is none; see `reading`."""
+    if isinstance(values, bytes | bytearray):
+        # Python has numbers in them: those of an encoding, not of tokens.
+        raise TypeError
     try:
         ids = [operator.index(one.item() if hasattr(one, "item") else one) for one in values]
     except RuntimeError:

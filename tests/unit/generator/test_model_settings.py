@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import StartupError
+from penstock.compat.mindie import GeneratorTorch
 from penstock.compat.mindie import model_config as model_settings
 from penstock.compat.mindie.model_config import ROWS, ModelConfigError, ModelSettings, with_model_config
 
@@ -27,6 +28,11 @@ def error_of(num_devices: int = 1, **changed: Any) -> str:
         read(num_devices, **changed)
     assert isinstance(caught.value, ValueError)
     return str(caught.value)
+
+
+def test_a_model_in_place_of_the_dictionary_is_told_what_takes_it() -> None:
+    with pytest.raises(TypeError, match=r"^model_config: must be a dictionary; .* penstock\.Generator"):
+        GeneratorTorch("some/folder")  # type: ignore[arg-type]
 
 
 def test_the_rows_are_the_fields() -> None:

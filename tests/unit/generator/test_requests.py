@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from penstock.common.errors import FailedPrecondition
+from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generator.requests import RequestMaker, is_batch, is_conversation, keyword_options
 from transformers import GenerationConfig
 
@@ -65,6 +65,12 @@ def test_ids_need_no_tokenizer_and_texts_do() -> None:
         with pytest.raises(FailedPrecondition, match="tokenizer, which is not loaded") as caught:
             maker.make(prompt, options)  # type: ignore[arg-type]
         assert caught.value.reason == "NO_TOKENIZER"
+
+
+@pytest.mark.parametrize("prompt", [b"Hello", bytearray(b"Hello")])
+def test_bytes_are_no_ids(prompt: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^prompt: must be a text"):
+        RequestMaker(None, None).make(prompt, {})
 
 
 def test_a_wrong_option_is_named() -> None:

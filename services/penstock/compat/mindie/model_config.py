@@ -194,8 +194,10 @@ class ModelSettings:
     def read(cls, values: Mapping[str, Any], *, num_devices: int | None = None) -> ModelSettings:
         """Read and check the dictionary. `num_devices` are visible; None: those of this machine.
 
-        Raises ModelConfigError, a ValueError that names the field.
+        Raises ModelConfigError, a ValueError that names the field, and TypeError for what is no dictionary.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError("model_config: must be a dictionary; a folder or a hub id is for penstock.Generator")
         unknown = sorted(values.keys() - {row.name for row in ROWS}, key=str)
         if unknown:
             raise ModelConfigError(
