@@ -332,7 +332,9 @@ class RequestOptions(OptionSet):
     # warning.
     seed: int | None = row(
         INTEGER, "Seed of the random draws: same seed, same answer.", bounds=SEED_RANGE, flags=GENERATION,
-        in_file=False, default="drawn", differs="of the request, not of the process; Started reports the one used",
+        in_file=False, default="drawn",
+        differs="of the request, not of the process; Started reports the one used. One below 0, which the protos do "
+        "not have, is sent as that plus 2⁶³: -1 is 2⁶³ − 1",
     )  # fmt: skip
 
     # Special ids. Files give them to ModelDefaults.
