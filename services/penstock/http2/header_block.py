@@ -14,7 +14,7 @@ MAX_HEADER_BYTES = 64 << 10
 class HeaderBlock:
     """Header blocks of one connection, one after the other: nothing else may come between the parts of one."""
 
-    __slots__ = ("_decoder", "_parts", "_size", "ends_stream", "is_open", "stream")
+    __slots__ = ("_decoder", "_max_list_bytes", "_parts", "_size", "ends_stream", "is_open", "stream")
 
     def __init__(self, max_list_bytes: int) -> None:
         """Make it: no block has begun. `max_list_bytes`: most bytes of a block's fields."""
@@ -23,7 +23,9 @@ class HeaderBlock:
         self.stream = 0
         # True when the stream ends with it.
         self.ends_stream = False
-        self._decoder = HeaderDecoder(max_list_bytes)
+        self._max_list_bytes = max_list_bytes
+        # Made for the first block: connections of a flood may send none.
+        self._decoder: HeaderDecoder | None = None
         self._parts: list[bytes] = []
         self._size = 0
 
@@ -44,6 +46,8 @@ class HeaderBlock:
     def decode(self) -> Headers | None:
         """Return the fields of the whole block; None where they are too large. Raises Violation."""
         parts = self._parts
+        if self._decoder is None:
+            self._decoder = HeaderDecoder(self._max_list_bytes)
         try:
             return self._decoder.decode(parts[0] if len(parts) == 1 else b"".join(parts))
         except HeadersTooLarge:

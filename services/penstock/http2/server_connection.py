@@ -66,6 +66,7 @@ class Connection(asyncio.Protocol):
         "_late",
         "_limits",
         "_loop",
+        "_most_unread",
         "_needs_preface",
         "_needs_settings",
         "_numbers",
@@ -98,6 +99,8 @@ class Connection(asyncio.Protocol):
         self.flow = FlowControl(limits, request_bytes, self.send)
         # None once a call was admitted by its credentials, or where nobody needs any.
         self.turns = None if strangers is None else StrangerTurns(self, strangers, limits.max_probes)
+        # Most bytes of answers that wait: above them writes wait, and above four times as many nothing is read.
+        self._most_unread = limits.write_buffer_bytes if strangers is None else _STRANGERS_WRITE_BYTES
         self._limits = limits
         self._on_call, self._on_open, self._on_lost = on_call, on_open, on_lost
         self._loop = asyncio.get_running_loop()
@@ -237,10 +240,6 @@ class Connection(asyncio.Protocol):
         """True when the other end has closed or reset it, whatever it sent before. Only Linux tells."""
         return self._transport is not None and _has_hung_up(self._transport)
 
-    @property
-    def _most_unread(self) -> int:
-        return _STRANGERS_WRITE_BYTES if self.turns is not None else self._limits.write_buffer_bytes
-
     def set_reading(self, is_reading: bool) -> None:
         """Go on, or stop, reading bytes."""
         if self._transport is not None:
@@ -251,6 +250,7 @@ class Connection(asyncio.Protocol):
         if self.turns is not None:
             self.turns.end()
             self.turns = None
+            self._most_unread = self._limits.write_buffer_bytes
             if self._transport is not None:
                 self._transport.set_write_buffer_limits(high=self._most_unread)
 

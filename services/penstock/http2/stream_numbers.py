@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from penstock.http2 import frames
 
 # Streams that ended before their requests (frames of them may still be on their way), and gaps between numbers.
@@ -20,13 +18,13 @@ class StreamNumbers:
         # The highest that has begun.
         self.last = 0
         self._cut_off: dict[int, None] = {}
-        self._skipped: deque[tuple[int, int]] = deque(maxlen=_MOST_SKIPPED)
+        self._skipped: list[tuple[int, int]] = []
 
     def begin(self, stream: int) -> bool:
         """Begin a stream; return False for one that is over. Raises Violation for a number that none can have."""
         if stream & 1 and stream > self.last:
             if stream > self.last + 2:
-                self._skipped.append((self.last + 1, stream - 2))
+                self._skipped = [*self._skipped[1 - _MOST_SKIPPED :], (self.last + 1, stream - 2)]
             self.last = stream
             return True
         if not stream & 1 or any(first <= stream <= last for first, last in self._skipped):
