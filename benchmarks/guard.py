@@ -1,5 +1,4 @@
-"""The guard against slowdowns: this tree and a commit beside it, in turns, on W1, W2, W5, decode steps, engine and
-wire.
+"""The guard against slowdowns: this tree and a commit, in turns, on W1, W2, W5, decode steps, engine and wire.
 
     python -m benchmarks guard HEAD~1
     python -m benchmarks guard main --mode full --out guard.json

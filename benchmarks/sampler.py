@@ -1,5 +1,4 @@
-"""Cost of the sampler per step, with and without the C++ kernels, beside transformers' own processors and draw on the
-same logits, in turns in one run.
+"""Cost of the sampler per step, with and without the C++ kernels, beside transformers on the same logits, in turns.
 
     python -m benchmarks sampler [--rows 32] [--vocab 151936] [--threads 1] [--repeats 20] [--out sampler.json]
                                  [--kernels torch native] [--without-transformers] [--table]

@@ -13,6 +13,7 @@ def test_every_module_with_flags_is_in_the_list_with_a_line(capsys: pytest.Captu
     assert main([]) == 0
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert listed == benchmarks()
+    assert not [name for name, line in listed.items() if not line.endswith(".")]
     assert {"guard", "workloads", "gateway_attack", "real_models"} <= listed.keys()
 
 
