@@ -32,9 +32,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from penstock.common.child_io import Child
 
-# The highest descriptor that a service of the tests may have, and more.
-_DESCRIPTORS = 256
-
 
 def serve() -> None:
     """Fork until stdin ends, which ends this process; return in each fork, which is then as a new one."""
@@ -73,7 +70,7 @@ def _become(order: dict[str, Any]) -> None:
     files = (order["stdin"], os.O_RDONLY), *((order[name], os.O_WRONLY | os.O_APPEND) for name in ("stdout", "stderr"))
     for number, (file, flags) in enumerate(files):
         os.dup2(os.open(file, flags), number)
-    os.closerange(3, _DESCRIPTORS)
+    _close_descriptors()
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
@@ -108,10 +105,15 @@ def _fork_children() -> None:
 
 def _be_child(module: str, environment: dict[str, str]) -> NoReturn:
     """Run what the program would, in a fork with its pipes. The parent waits until its other descriptors are closed."""
-    os.closerange(3, _DESCRIPTORS)
+    _close_descriptors()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
+    for number in signal.valid_signals():
+        # As in a new program: what is ignored stays so.
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    # As Python begins.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
@@ -125,6 +127,11 @@ def _be_child(module: str, environment: dict[str, str]) -> NoReturn:
         code = 1
     # Without what the service wants done at its own end.
     os._exit(code)
+
+
+def _close_descriptors() -> None:
+    """Close all but stdin, stdout and stderr, as a new program begins."""
+    os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))
 
 
 def _end(code: object) -> NoReturn:

@@ -147,7 +147,7 @@ def start(
 ) -> Process:
     """Start `penstock serve [ROLE]` on free ports; does not wait for it to be ready. No role: the whole tree.
 
-    With `defaults` no variable of the tests changes a default of its, and it is a program of its own.
+    With `defaults` no variable of the tests changes one of its defaults, and it is a new program.
 
     `program`: the program that Python runs in place of `penstock`. With PENSTOCK_FORKED_SERVICES=1, as tests have it,
     `penstock` itself is forked where it can be, unless `forked` is False.
@@ -193,7 +193,10 @@ def _run(arguments: tuple[str, ...], stdin: str, variables: dict[str, str]) -> t
             with given.open() as opened, out.open("w") as written, errors.open("w") as told:
                 code = subprocess.run(command, stdin=opened, stdout=written, stderr=told, env=variables).returncode
         else:
-            code = process.wait(START_TIMEOUT)
+            try:
+                code = process.wait(START_TIMEOUT)
+            finally:
+                process.kill()
         return code, out.read_text(), errors.read_text()
 
 
