@@ -107,9 +107,10 @@ class ModelHolder:
         self._require_quiet()
         if self.running is not None:
             raise FailedPrecondition("this process has a model: unload it first", reason="MODEL_LOADED")
-        self._load = ModelLoad(self, order, self._metrics.loads)
-        self._lifecycle.begin_load(self._load.name)
-        return self._load
+        load = ModelLoad(self, order, self._metrics.loads)
+        self._lifecycle.begin_load(load.name)
+        self._load = load
+        return load
 
     async def unload(self, grace_seconds: float | None) -> Unloaded:
         """End the model and free all of it. A caller that leaves meanwhile does not stop that.
@@ -257,11 +258,13 @@ class ModelHolder:
         try:
             await self._end_model(grace_seconds)
             await _free(engine)
-            self._metrics.begin("")
-            self.become_empty()
             self._metrics.loads.unloads.inc()
         finally:
             self._unloading = None
+            if self.running is None:
+                # Also where something broke after the model's end: the place is free for another.
+                self._metrics.begin("")
+                self.become_empty()
             self._lifecycle.end_unload()
         unloaded = Unloaded(name, before, resident_bytes())
         _log.info("unloaded", model=name, bytes_before=before, bytes_after=unloaded.bytes_after)
