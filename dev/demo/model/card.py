@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ def write_card(path: Path, run: Run, model: Qwen2ForCausalLM, scores: Scores, th
     """Writes the card in Markdown; `scores` are measured on the saved bf16 weights, run in fp32."""
     config, size = run.config, model.config
     head_dim = size.hidden_size // size.num_attention_heads
+    families = textwrap.fill(f"{', '.join(WEIGHTS)}.", 100, initial_indent="  ", subsequent_indent="  ")
     path.write_text(
         f"""---
 license: apache-2.0
@@ -73,7 +75,8 @@ things by heart and a few by rule; it is for demos and tests, not for advice.
   embeddings, bf16, context {CONTEXT} tokens (trained on rows of up to 512).
 * Byte-level BPE of {size.vocab_size} entries; digits are single tokens, emoji are mostly single bytes.
 * Chat template: ChatML with tools (`<tool_call>`) and thinking (`<think>`; `enable_thinking=true` asks for it).
-* Data: only text that `dev/demo/corpus` generates, {len(WEIGHTS)} families: {", ".join(WEIGHTS)}.
+* Data: only text that `dev/demo/corpus` generates, {len(WEIGHTS)} families:
+{families}
 * Licence: Apache-2.0, data and weights alike.
 
 ## Training
