@@ -17,7 +17,7 @@ PAST = ("CHANGELOG.md", "dev/")
 NOT_YET = ("docs/guide/",)
 # Made from the code, which has its own rule on words and wraps no lines.
 GENERATED = ("docs/reference/",)
-# "A request whose prompt is long" is "a request with a long prompt"; tests/unit/rules/test_words.py holds the code to it.
+# "A request whose prompt is long" is "a request with a long prompt". For code: tests/unit/rules/test_words.py.
 FOREIGN = re.compile(r"\b(?:so\W+many|whose|of\W+which)\b", re.IGNORECASE)
 _FENCE = re.compile(r" *(?:```|~~~)")
 _ITEM = re.compile(r" *(?:[*+-]|\d+[.)]) +")
@@ -76,7 +76,13 @@ def test_pages_are_in_plain_english(page: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["word " * 25, "* " + "word " * 25, "* an item\n\n    " + "word " * 25, "see [a page](" + "x" * 120 + ")", "é " * 61],
+    [
+        "word " * 25,
+        "* " + "word " * 25,
+        "* an item\n\n    " + "word " * 25,
+        "see [a page](" + "x" * 120 + ")",
+        "é " * 61,
+    ],
 )
 def test_a_long_line_would_be_seen(text: str) -> None:
     assert len(list(too_long(text))) == 1
