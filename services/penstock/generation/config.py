@@ -73,8 +73,8 @@ class ModelOptions:
     )
     device: str = option(
         "auto",
-        "Device of the model: cpu, npu or npu:NUMBER (a visible Ascend NPU), or auto: an NPU if there is one and "
-        "torch-npu is installed, else the CPU.",
+        "Device of the model: cpu, cuda, npu, or one of several by its number, as cuda:1 or npu:1; auto: an Ascend NPU "
+        "if torch-npu sees one, else a GPU, else the CPU.",
         group=MODEL,
     )
     dtype: str = option(

@@ -80,7 +80,8 @@ class EngineOptions:
     )
     tenant_share: float = option(
         0.75,
-        "Share of --max-running-sequences and --max-queued-requests that one tenant may have while there are others.",
+        "Share of --max-queued-requests that one tenant may have, and of --max-running-sequences while there are "
+        "others. Then steps have at most the rest of --max-batch-tokens: a new tenant's first step is near.",
         group=BATCHING,
         minimum=0.01,
         maximum=1.0,

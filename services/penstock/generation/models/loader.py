@@ -134,9 +134,9 @@ class _Parts:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
         before = [self._norm_in(prefix, names.before_attention), self._norm_in(prefix, names.before_mlp)]
         after = [self._norm_after(prefix, name) for name in (names.after_attention, names.after_mlp)]
-        heads = self._heads(index, prefix)
+        facts = self._attention_layer(index, prefix)
         qkv, output, *rest = layer_linears(config, index)
-        attention = self._attention(heads, self._linear(prefix, qkv), self._linear(prefix, output))
+        attention = self._attention(facts, self._linear(prefix, qkv), self._linear(prefix, output))
         mlp = self._mixture(prefix, rest) if config.has_experts(index) else self._mlp(index, prefix, rest)
         self._weights.layer_is_complete()
         if config.is_parallel:
@@ -163,7 +163,7 @@ class _Parts:
             return Multiplied(self._config.residual_scale)
         return self._norm_in(prefix, name)
 
-    def _heads(self, index: int, prefix: str) -> AttentionLayer:
+    def _attention_layer(self, index: int, prefix: str) -> AttentionLayer:
         config = self._config
         q_norm, k_norm = (
             self._norm_weight(f"{prefix}self_attn.{name}_norm.weight") if config.qk_norm else None for name in "qk"
