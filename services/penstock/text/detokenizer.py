@@ -8,7 +8,7 @@ the decoded context and ids, the rest of w after p. If w does not begin with p, 
 
 * They complete its last character, which p could only show as U+FFFD: the text begins with that character.
 * They make its last run of bytes invalid, which byte fallback decodes as a whole: the context's characters stay
-unchanged, and each byte of the ids is U+FFFD.
+  unchanged, and each byte of the ids is U+FFFD.
 """
 
 from __future__ import annotations

@@ -170,9 +170,8 @@ def _may_spell(model: Model, tokens: Collection[str]) -> bool:
             "<0x" in token or model.token_to_id(token) in [piece.id for piece in model.tokenize(token)]
             for token in tokens
         )
-    except (
-        Exception
-    ):  # tokenizers raises no other kind, such as for a character without an entry when unk_token has none
+    except Exception:
+        # tokenizers raises no other kind, such as for a character without an entry when unk_token has none.
         return True
 
 
