@@ -3,7 +3,7 @@
 import sys
 
 from penstock import Generator
-from penstock.common.errors import PenstockError
+from penstock_client import PenstockError
 
 
 def main(model: str, folder: str) -> int:
