@@ -72,6 +72,9 @@ class ProbationQueue:
         # Key -> those that passed there alone.
         self._alone: dict[str, list[Probation]] = {}
         self._waiting: list[_Wait] = []
+        # Key -> numbers of those that may be to blame for a crash there, as seen in this turn of the event loop: after
+        # a crash with a thousand streams each of them asks.
+        self._others: dict[str, set[int]] = {}
         # time.monotonic() when a probation last began or ended: while some do, the others' turns come.
         self._moved_at = 0.0
         self._look_timer: asyncio.TimerHandle | None = None
@@ -88,6 +91,7 @@ class ProbationQueue:
                 if probation.has_passed:
                     self._note_passed(key, probation, has_company=backend.in_flight > 1)
         if len(self._running) < before:
+            self._others.clear()
             self._pool.wake()
         return set(self._running)
 
@@ -167,14 +171,20 @@ class ProbationQueue:
     def _is_apart(self, suspect: Suspect, backend: Backend) -> bool:
         """Return True where a crash of this backend would tell that it was this suspect, once the probation there is
         over."""
-        return not any(map(suspect.is_suspected_with, self._others(backend)))
+        others = self._others.get(backend.key)
+        if others is None:
+            if not self._others:
+                asyncio.get_running_loop().call_soon(self._others.clear)
+            others = self._others[backend.key] = self._find_others(backend)
+        return not suspect.is_suspected_with(others)
 
-    def _others(self, backend: Backend) -> list[Suspect]:
-        """Return who runs at a backend, but for one that is on probation there and will be cleared by that."""
+    def _find_others(self, backend: Backend) -> set[int]:
+        """Return the numbers of those that run at a backend and were not cleared, nor will be by their probation."""
         _, probation = self._running.get(backend.key, (backend, None))
-        if probation is None or not (probation.clears_alone or backend.in_flight > 1):
-            return backend.suspects()
-        return [one for one in backend.suspects() if one is not probation.suspect]
+        cleared = None
+        if probation is not None and (probation.clears_alone or backend.in_flight > 1):
+            cleared = probation.suspect
+        return {one.number for one in backend.suspects() if one is not cleared and not one.is_cleared}
 
     def _look(self) -> None:
         """Look for probations that are over, again and again while there is one."""

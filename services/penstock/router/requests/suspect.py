@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Protocol
 
 _numbers: Iterator[int] = itertools.count(1)
@@ -69,11 +69,14 @@ class Suspect:
         # Of the present attempt, if it is one.
         self.probation: SuspectProbation | None = None
 
-    def is_suspected_with(self, other: Suspect) -> bool:
-        """True where another one may be to blame for a crash in its place, for all that is known by now."""
-        if other.probation is not None and other.probation.clears:
-            return False
-        return any(crash.is_open and other.number in crash.suspects for crash in self.crashes)
+    @property
+    def is_cleared(self) -> bool:
+        """True when its probation has cleared it of the crashes so far."""
+        return self.probation is not None and self.probation.clears
+
+    def is_suspected_with(self, others: Set[int]) -> bool:
+        """True where one of the others, by their numbers, may be to blame for a crash in its place."""
+        return any(crash.is_open and not crash.suspects.isdisjoint(others) for crash in self.crashes)
 
     @property
     def excused(self) -> int:

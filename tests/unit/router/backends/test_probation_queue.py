@@ -38,8 +38,10 @@ class Place:
     in_flight: int = 2
     load: Any = field(default_factory=lambda: SimpleNamespace(is_full=False))
     back: list[Suspect] = field(default_factory=list)
+    looks: int = 0
 
     def suspects(self) -> list[Suspect]:
+        self.looks += 1
         return self.back
 
 
@@ -108,6 +110,18 @@ async def test_the_likeliest_comes_first_and_the_next_when_it_has_passed() -> No
         assert world.probations.taken() == {"b"}
         one.make(1)
     await asyncio.gather(*waits)
+
+
+async def test_all_that_wait_look_at_a_backend_together() -> None:
+    world = World("a", "b")
+    streams = [Stream(tokens) for tokens in range(100, 0, -1)]
+    world.crash(*streams)
+    waits = [asyncio.ensure_future(world.come_back(one)) for one in streams]
+    await world.until_back(2)
+    assert all(place.looks < 10 for place in world.backends)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def test_the_poison_is_known_at_its_second_crash_and_frees_the_others() -> None:
