@@ -1,4 +1,7 @@
-"""The pages read well: lines of prose have at most 120 characters, and no phrase has to be read twice."""
+"""The pages read well: lines of prose have at most 120 characters, and no phrase has to be read twice.
+
+tests/unit/rules/test_words.py holds the code to the same words.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from factories.source_tree import ROOT
+from factories.source_tree import FOREIGN, ROOT
 
 LONGEST_LINE = 120
 # Pages that tell of the past, with the words of then.
@@ -17,8 +20,6 @@ PAST = ("CHANGELOG.md", "dev/")
 NOT_YET = ("docs/guide/",)
 # Made from the code, which has its own rule on words and wraps no lines.
 GENERATED = ("docs/reference/",)
-# "A request whose prompt is long" is "a request with a long prompt". For code: tests/unit/rules/test_words.py.
-FOREIGN = re.compile(r"\b(?:so\W+many|whose|of\W+which)\b", re.IGNORECASE)
 _FENCE = re.compile(r" *(?:```|~~~)")
 _ITEM = re.compile(r" *(?:[*+-]|\d+[.)]) +")
 # A table, a heading, or HTML: one line each, however long.

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from factories.source_tree import FOREIGN
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "services" / "penstock"
@@ -23,9 +24,6 @@ _DEFINITION = re.compile(r"\b(?:class|def)\s+(\w+)")
 # What "where" may say in the glossary's table of retired words.
 WHERE = {"names", "classes", "files", "beginnings", "engine", "csrc"}
 ENGINE = ("services/penstock/generation/engine/", "tests/unit/generation/engine/")
-# English that a reader has to read twice, with line ends and the marks of comments and strings in between. Each has a
-# plain form: "a request whose prompt is long" is "a request with a long prompt".
-FOREIGN = re.compile(r"\b(?:so\W+many|whose|of\W+which)\b", re.IGNORECASE)
 PLAIN = ("services/", "clients/", "protos/", "tools/")
 # config.py, app.py and their like: names that a reader finds more than twice in the package.
 MOST_COMMON_NAMES = 9
