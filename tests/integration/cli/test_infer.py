@@ -372,7 +372,7 @@ def test_what_is_refused_names_the_flag(given: dict[str, Any], names: str) -> No
     [
         ({"data_file": "/no/such"}, "--data-file /no/such: No such file"),
         ({"predictions_file": "/"}, "is a folder"),
-        ({"predictions_file": "/dev/null/answers.json"}, "/dev/null is no folder to write into"),
+        ({"predictions_file": "/dev/null/answers.json"}, "/dev/null is not a folder to write into"),
         ({"temperature": "-1"}, "--temperature"),
         ({"top_p": "2"}, "--top-p"),
         ({"temperature": "-1", "interactive": "true"}, "--temperature"),

@@ -111,7 +111,7 @@ async def test_a_path_with_another_prefix_is_told_the_one_that_is_meant(path: st
     async with scripted_gateway() as served:
         status, _, text = await served.ask(path)
         assert status == 404
-        assert json.loads(text)["error"]["message"] == f"no such path; is {meant} meant?"
+        assert json.loads(text)["error"]["message"] == f"no such path; did you mean {meant}?"
 
 
 async def test_other_paths_methods_and_models() -> None:

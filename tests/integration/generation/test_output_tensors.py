@@ -263,7 +263,7 @@ async def test_the_python_client_hands_out_buffers(router: Router) -> None:
             scores_top_k=3,
             output_hidden_states=True,
             output_attentions=True,
-        ).result()
+        )
     choice = answer.choices[0]
     assert len(choice.tensors) == 5
     for token, one in zip(choice.token_ids, choice.tensors, strict=True):

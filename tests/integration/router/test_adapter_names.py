@@ -107,7 +107,7 @@ async def test_operators_load_reload_and_unload_by_the_command_line(root: Path) 
         assert all(word in out for word in ("mine", "right", "q_proj"))
         code, _, err = await penstock("adapters", "list", "--backend", "x:1", *at)
         assert code == 2
-        assert "is no router" in err
+        assert "is not a router" in err
         assert await penstock("adapters", "unload", "mine", *at) == (0, "mine: unloaded\n", "")
         code, _, err = await penstock("adapters", "unload", "mine", *at)
         assert (code, "NOT_FOUND" in err) == (1, True)

@@ -231,7 +231,7 @@ def test_a_device_without_kernels_gives_it_back_at_once(tmp_path: Path) -> None:
 )
 @pytest.mark.usefixtures("native")
 def test_nothing_is_taken_that_would_not_be_used(tmp_path: Path, options: dict[str, object]) -> None:
-    assert preload.begin(replace(config_of(large_checkpoint(tmp_path / "model")), **options)) is None
+    assert preload.begin(replace(config_of(large_checkpoint(tmp_path / "model")), **options)).arena is None
 
 
 @pytest.mark.usefixtures("native")
@@ -239,10 +239,10 @@ def test_nothing_is_taken_without_kernels_or_room(tmp_path: Path, monkeypatch: p
     config = config_of(large_checkpoint(tmp_path / "model"))
     with monkeypatch.context() as little:
         little.setattr(preload, "host_memory", lambda: (2**33, 2**28))
-        assert preload.begin(config) is None
+        assert preload.begin(config).arena is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     monkeypatch.setattr(preload, "system_folder", lambda: str(tmp_path / "empty"))
-    assert preload.begin(config) is None
+    assert preload.begin(config).arena is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0{}", b'\x07\0\0\0\0\0\0\0{"a":1}'])

@@ -152,19 +152,19 @@ def _link_to_nothing(folder: Path) -> None:
 
 NORM = "model.norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda folder: (folder / PACKED_FILE).write_bytes(b""), "no complete file"),
+    "empty": (lambda folder: (folder / PACKED_FILE).write_bytes(b""), "not a complete file"),
     "a link to nothing": (_link_to_nothing, "cannot be read (No such file"),
-    "no header": (lambda folder: (folder / PACKED_FILE).write_bytes(b"\xff" * 100), "no complete file"),
+    "no header": (lambda folder: (folder / PACKED_FILE).write_bytes(b"\xff" * 100), "not a complete file"),
     "a header that ends early": (
         lambda folder: _resize(folder, 200 - (folder / PACKED_FILE).stat().st_size),
-        "no complete",
+        "not a complete",
     ),
-    "a list": (lambda folder: (folder / PACKED_FILE).write_bytes(b"\2" + bytes(7) + b"[]"), "no complete file"),
-    "no facts": (_edit(lambda header: header.pop("__metadata__")), "no complete file"),
-    "facts that are no text": (_edit(lambda header: header["__metadata__"].update(dtype=[])), "no complete file"),
+    "a list": (lambda folder: (folder / PACKED_FILE).write_bytes(b"\2" + bytes(7) + b"[]"), "not a complete file"),
+    "no facts": (_edit(lambda header: header.pop("__metadata__")), "not a complete file"),
+    "facts that are no text": (_edit(lambda header: header["__metadata__"].update(dtype=[])), "not a complete file"),
     "too short": (lambda folder: _resize(folder, -1), "bytes"),
     "too long": (lambda folder: _resize(folder, 1), "bytes"),
-    "no version": (_edit(lambda header: header["__metadata__"].pop("layout_version")), "no complete file"),
+    "no version": (_edit(lambda header: header["__metadata__"].pop("layout_version")), "not a complete file"),
     "another layout": (_edit(lambda header: header["__metadata__"].update(layout_version="999")), "layout version"),
     "another format": (_edit(lambda header: header["__metadata__"].update(format_version="0")), "format version"),
     "an unknown dtype": (_edit(lambda header: header["__metadata__"].update(dtype="int3")), "int3"),
