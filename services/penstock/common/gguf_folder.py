@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from penstock.common.dtypes import BY_STORED
+from penstock.common.dtypes import BY_STORED, COMPUTED
 from penstock.common.environment import cache_folder, child_environment
 from penstock.common.errors import StartupError
 from penstock.common.gguf_file import GgufFile
@@ -157,7 +157,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     counts = {one: types.count(one) for one in sorted(set(types))}
     kinds = [one for one in counts if one != "F32"] or ["F32"]
     # Numbers that are made of blocks have no dtype of their own.
-    config["dtype"] = BY_STORED[kinds[0]].name if len(kinds) == 1 and kinds[0] in BY_STORED else "bfloat16"
+    stored = BY_STORED.get(kinds[0]) if len(kinds) == 1 else None
+    config["dtype"] = stored.name if stored is not None and stored.name in COMPUTED else "bfloat16"
     config["quantization_config"] = {"quant_method": "gguf", "types": counts}
     return config
 

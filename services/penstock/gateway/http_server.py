@@ -103,6 +103,8 @@ class ClientConnection(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None
         # Request of a stranger that waits for its turn.
         self._delayed: tuple[RequestResponseCycle, Any] | None = None
+        # Those that its last request took its turn from.
+        self._turns = self.everyone.answers
         super().connection_made(cast("asyncio.Transport", _Transport(transport, self)))
         if not self.everyone.add(self):
             self.abort()
@@ -137,7 +139,7 @@ class ClientConnection(HttpToolsProtocol):
         nothing: Any = None
         self.scope, self.cycle, self.flow = nothing, nothing, nothing
         if self._delayed is not None:
-            self.everyone.answers.give_back()
+            self._turns.give_back()
         self._running = self._delayed = None
         # uvicorn's reference, which leads back here.
         self.transport = self._own
@@ -291,23 +293,24 @@ class ClientConnection(HttpToolsProtocol):
             super()._start_asgi_task(cycle, app)
             return
         self._delayed = (cycle, app)
-        turns = self.goes_first(cycle.scope)
-        start = functools.partial(self.everyone.starts.call, self._start_delayed, turns is not None)
-        if delay := self._wait_of(turns):
+        separate = self.goes_first(cycle.scope)
+        self._turns = self._turns_of(separate)
+        start = functools.partial(self.everyone.starts.call, self._start_delayed, separate is not None)
+        if delay := self._turns.delay():
             self.loop.call_later(delay, start)
         else:
             start()
 
-    def _wait_of(self, turns: Turns | None) -> float:
-        """Seconds that a stranger's request waits for its turn; `turns`: separate ones if it goes first."""
+    def _turns_of(self, separate: Turns | None) -> Turns:
+        """Return the turns that a stranger's request waits for; `separate`: its own ones if it goes first."""
         is_first, self._has_asked = not self._has_asked, True
-        if turns is not None:
+        if separate is not None:
             # A flood of probes on a few connections does not hold up those that ask once.
-            if turns.is_free():
-                return turns.delay()
+            if separate.is_free():
+                return separate
             if is_first and self.everyone.firsts.is_free():
-                return self.everyone.firsts.delay()
-        return self.everyone.answers.delay()
+                return self.everyone.firsts
+        return self.everyone.answers
 
     def _start_delayed(self) -> None:
         delayed, self._delayed = self._delayed, None

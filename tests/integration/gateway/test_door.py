@@ -172,6 +172,24 @@ async def test_a_flood_of_probes_on_few_connections_holds_up_no_other_probe(tmp_
         await until(lambda: sum(one._delayed is not None for one in server._state.connections) == 2)
 
 
+async def test_a_request_that_leaves_before_its_turn_gives_back_its_own(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as gateway:
+        server = gateway.app._server
+        answers, probes = server._everyone.answers, gateway.app._probe_turns
+        # Another answer has this turn of the loop, and none is given another.
+        server._everyone.starts._is_taken = True
+        before = answers._next_at, probes._next_at
+        (probe,) = await connections(gateway, 1, HEALTH)
+        await until(lambda: any(one._delayed is not None for one in server._state.connections))
+        taken = probes._next_at
+        assert answers._next_at == before[0]
+        assert taken > before[1]
+        probe.close()
+        await until(lambda: not server._state.connections)
+        assert answers._next_at == before[0]
+        assert probes._next_at < taken
+
+
 async def test_a_body_of_short_chunks_is_parsed_in_short_slices(tmp_path: Path, monkeypatch: Any) -> None:
     async with guarded(tmp_path) as gateway:
         slices: list[int] = []

@@ -172,6 +172,14 @@ class AttentionLayer:
     softcap: float = 0.0
     # (H) float32: a sink of each head, a score that takes weight and has no value.
     sinks: Tensor | None = None
+    # This layer without norms, for rows that were normed over all heads; None: it does not norm so.
+    _unnormed: AttentionLayer | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.norm_is_whole:
+            # Once, and not in each step.
+            unnormed = replace(self, q_norm=None, k_norm=None, norm_is_whole=False)
+            object.__setattr__(self, "_unnormed", unnormed)
 
     @property
     def changes_scores(self) -> bool:
@@ -182,10 +190,11 @@ class AttentionLayer:
         """Norm q and k over all their heads, in place. Return this layer without norms."""
         assert self.q_norm is not None
         assert self.k_norm is not None
+        assert self._unnormed is not None
         query, kv = len(self.q_norm), len(self.k_norm)
         for part_TE, weight in ((qkv_TE[:, :query], self.q_norm), (qkv_TE[:, query : query + kv], self.k_norm)):
             part_TE.copy_(F.rms_norm(part_TE.float(), weight.shape, weight, self.eps))
-        return replace(self, q_norm=None, k_norm=None)
+        return self._unnormed
 
 
 def turned(qkv_TE: Tensor, cos: Tensor, sin: Tensor, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
