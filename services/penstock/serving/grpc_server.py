@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import grpc
 
@@ -16,6 +16,8 @@ from penstock.common.errors import CODE_BY_NUMBER, PenstockError
 from penstock.http2.metadata import Metadata
 from penstock.serving.grpc_options import server_options
 from penstock.serving.interceptors import Admit, Handler, Wrap, behavior_of, handler_like, refusal_trailers
+
+_END: Any = cast("Any", grpc.aio).EOF  # its type stubs do not know it
 
 
 class GrpcServer:
@@ -72,7 +74,11 @@ class GrpcServerCall:
 
     __slots__ = (
         "_context",
+        "_over",
+        "_task",
+        "has_ended",
         "invocation_metadata",
+        "read",
         "set_code",
         "set_details",
         "set_trailing_metadata",
@@ -82,6 +88,11 @@ class GrpcServerCall:
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._context = context
+        self._task = asyncio.current_task()
+        self._over: list[Callable[[], None]] = []
+        # Its handler has set its status, and is to return.
+        self.has_ended = False
+        self.read: Callable[[], Awaitable[Any]] = context.read
         self.invocation_metadata: Callable[[], Metadata] = context.invocation_metadata  # type: ignore[assignment]
         self.time_remaining: Callable[[], float | None] = context.time_remaining
         self.set_trailing_metadata: Callable[[Metadata], None] = context.set_trailing_metadata
@@ -91,7 +102,13 @@ class GrpcServerCall:
 
     def when_over(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the handler has ended, which a reset cancels."""
-        self._context.add_done_callback(lambda _: callback())  # type: ignore[arg-type]  # typed for its own context
+        # grpc.aio's own callbacks hold the call that holds them.
+        self._over.append(callback)
+
+    def end(self) -> None:
+        """Call what waits for the end of the handler."""
+        for callback in self._over:
+            callback()
 
     def code(self) -> grpc.StatusCode:
         """Return the status that the handler has set; OK when it has set none."""
@@ -109,7 +126,36 @@ class GrpcServerCall:
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
         """End the call. Always raises grpc.aio.AbortError."""
-        await self._context.abort(code, details, trailing_metadata)
+        if asyncio.current_task() is not self._task:
+            # The handler's task may be stuck in a write.
+            await self._context.abort(code, details, trailing_metadata)
+        # grpc.aio's own keeps its error, and so the frames of the whole call: a cycle for the garbage collector, 28
+        # objects a call. Its handler ends with this status once it returns.
+        self.set_code(code)
+        self.set_details(details)
+        self.set_trailing_metadata(trailing_metadata)
+        self.has_ended = True
+        raise grpc.aio.AbortError
+
+
+class _Requests:
+    """Messages of a stream of requests.
+
+    grpc's own iterator is a generator: where a handler leaves it before its end, it waits for the garbage collector
+    with the whole call, and is then closed by a task of its own.
+    """
+
+    def __init__(self, call: GrpcServerCall) -> None:
+        self._read = call.read
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._read()
+        if message is _END:
+            raise StopAsyncIteration
+        return message
 
 
 class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
@@ -147,19 +193,29 @@ class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         behavior, parse = behavior_of(handler), handler.request_deserializer
         is_stream = handler.request_streaming
 
-        async def handle(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def handle(_: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             call = GrpcServerCall(context)
+            try:
+                return await admitted(context, call)
+            except grpc.aio.AbortError:
+                if not call.has_ended:
+                    raise
+                return None
+            finally:
+                call.end()
+
+        async def admitted(context: grpc.aio.ServicerContext[Any, Any], call: GrpcServerCall) -> Any:
             metadata = call.invocation_metadata() or ()
             try:
                 is_trusted = self._admit is None or self._admit(name, metadata)
             except PenstockError as error:
                 await call.abort(error.code, error.message, refusal_trailers(error, metadata))
             if is_trusted:
-                return await behavior(requests if is_stream else await self._request(requests, call, parse), call)
+                return await behavior(_Requests(call) if is_stream else await self._request(call, parse), call)
             client = context.peer()
             await self._begin_probe(client, call)
             try:
-                return await behavior(requests if is_stream else await self._request(requests, call, parse), call)
+                return await behavior(_Requests(call) if is_stream else await self._request(call, parse), call)
             finally:
                 self._num_probes -= 1
                 self._probes[client] -= 1
@@ -168,17 +224,15 @@ class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
         return handler_like(handler, handle, parse if is_stream else None, takes_stream=True)
 
-    async def _request(
-        self, requests: AsyncIterator[bytes], call: GrpcServerCall, parse: Callable[[bytes], Any] | None
-    ) -> Any:
+    async def _request(self, call: GrpcServerCall, parse: Callable[[bytes], Any] | None) -> Any:
         """Return the only message of a unary request."""
         most = self._config.request_seconds
         try:
             async with asyncio.timeout(most):
-                data = await anext(requests, None)
+                data = await call.read()
         except TimeoutError:
             await call.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request did not arrive within {most:g} s")
-        if data is None:
+        if data is _END:
             await call.abort(grpc.StatusCode.INTERNAL, "a unary request is exactly one message")
         return parse(data) if parse is not None else data
 
