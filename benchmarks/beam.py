@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.core.modes import PLAIN
+from penstock.generation.core.decoding_mode import PLAIN
 from penstock.generation.core.request import Request
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.devices.cpu import CPUDevice

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.core.modes import PLAIN, DecodingMode
+from penstock.generation.core.decoding_mode import PLAIN, DecodingMode
 from penstock.generation.core.request import Request
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.devices.cpu import CPUDevice

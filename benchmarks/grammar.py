@@ -30,10 +30,10 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer
+from penstock.generation.grammar.matcher_state import CompiledGrammar, MaskWorkers
 from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.spec import ConstraintKind
-from penstock.generation.grammar.state import CompiledGrammar, MaskWorkers
-from penstock.generation.grammar.tokenizer import GrammarTokenizer
 from penstock.generation.grammar.translate import to_lark
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner

@@ -31,18 +31,18 @@ from unittest import mock
 import numpy as np
 import torch
 from penstock.common.environment import cache_folder
+from penstock.generation.core.decoding_mode import WatermarkOptions
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import Fork
 from penstock.generation.devices.native import library
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.sampling.drawing import Drawing
-from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 from penstock.generation.sampling.native_drawing import NativeDrawing
 from penstock.generation.sampling.ops import green_lists
 from penstock.generation.sampling.sampler import Sampler
+from penstock.generation.sampling.sampling_kernels import NativeSampling, SamplingKernels
 from transformers.generation import logits_process as hf
 
 from benchmarks._report import Report

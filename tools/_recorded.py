@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common.errors import Cancelled
+from penstock.generation.core.decoding_mode import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Emission, FinishReason, Logprob, PositionLogprobs
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import CopyKind, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 from penstock.generation.engine.step_trace import FORMAT, row_of
 
 Line = dict[str, Any]

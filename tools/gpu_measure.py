@@ -38,7 +38,7 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence as TokenSequence
 from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.base import Device
-from penstock.generation.devices.registry import open_device
+from penstock.generation.devices.device_registry import open_device
 from penstock.generation.devices.torch_dtypes import named_dtype
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine

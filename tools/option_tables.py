@@ -15,8 +15,8 @@ from penstock.common.options import options_of
 from penstock.compat.option_names import ALIASES
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.options.kinds import SEED_RANGE, Bounds
-from penstock.generation.options.limits import DEFAULT_LIMITS
 from penstock.generation.options.option_spec import OptionSpec
+from penstock.generation.options.request_limits import DEFAULT_LIMITS
 from penstock.generation.options.table import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -38,7 +38,7 @@ from penstock.common.pace import Demand, Pace
 from penstock.generation.core.request import Purpose, Request, RequestOutput
 from penstock.generation.engine.config import AUTO, EngineConfig
 from penstock.generation.engine.decoding.base import DecodingStrategy
-from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
+from penstock.generation.engine.decoding.mode_registry import MODES, ModeRegistry
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.fairness.fair_turns import FairTurns
 from penstock.generation.engine.group import SequenceGroup

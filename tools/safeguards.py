@@ -23,7 +23,7 @@ class Safeguard:
 SAFEGUARDS = (
     Safeguard(
         "a request that would be late is refused by the engine",
-        _PENSTOCK + "generation/engine/admission.py",
+        _PENSTOCK + "generation/engine/acceptance.py",
         "late = pace.seconds_late(demand, left, coming) if must_end_in_time(request) else 0.0",
         "late = 0.0",
         "tests/unit/generation/engine/test_overload.py"

@@ -7,14 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.generator.batch import BatchFailed
     from penstock.generator.generator import Generator
+    from penstock.generator.ordered_batch import BatchFailed
 
 __version__ = "0.1.0"
 __all__ = ["BatchFailed", "Generator", "__version__"]
 
 # Imported when they are asked for: every process imports this package, and most need none of them.
-_HOMES = {"BatchFailed": "batch", "Generator": "generator"}
+_HOMES = {"BatchFailed": "ordered_batch", "Generator": "generator"}
 _MOVED = ("LoraStatus", "ModelInput", "SamplingMetadata")
 
 

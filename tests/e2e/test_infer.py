@@ -11,7 +11,7 @@ import pytest
 from factories.servers.stack import Stack
 from penstock.cli.infer.command import run_infer
 from penstock.cli.infer.config import InferConfig
-from penstock.cli.infer.line_batch import SOME_FAILED, Batch
+from penstock.cli.infer.line_batch import SOME_FAILED, LineBatch
 from penstock.cli.infer.targets import LocalTarget
 from penstock.common.checkpoint import demo_folder
 from penstock.common.config import from_env_and_flags
@@ -47,7 +47,9 @@ def test_an_endpoint_gives_the_answers_of_this_process(
     data.write_bytes("\n".join([*LINES, LONG]).encode() + b"\n\xff\n")
     asked = {"data_file": str(data), "max_new_tokens": "8", **given}
     here, there = tmp_path / "here" / "a.json", tmp_path / "there" / "a.json"
-    assert Batch(from_env_and_flags(InferConfig, {**asked, "predictions_file": str(here)}), local).run() == SOME_FAILED
+    assert (
+        LineBatch(from_env_and_flags(InferConfig, {**asked, "predictions_file": str(here)}), local).run() == SOME_FAILED
+    )
     # The tokenizer that writes the ends of an answer is the local one, as in this process.
     remote = {**asked, "endpoint": stack.address, "base_model": str(demo_folder()), "predictions_file": str(there)}
     assert run_infer(remote) == SOME_FAILED

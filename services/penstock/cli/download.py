@@ -16,13 +16,13 @@ import typer
 
 from penstock.cli.console import complain, say
 from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
-from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
+from penstock.cli.progress_display import LiveLine, PlainLines, ProgressDisplay, is_live
 from penstock.common import modelscope
 from penstock.common.checkpoint import HUB_FILES, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
 from penstock.common.options import option, options_of
-from penstock.common.progress import CHECK, ShowProgress, Stage
+from penstock.common.progress import CHECK, ProgressStage, ShowProgress
 from penstock.common.units import format_size
 
 EPILOG = f"""Only files that serving reads are fetched: safetensors, configuration, tokenizer and templates.
@@ -172,7 +172,7 @@ def _wrong_files(folder: Path, repo: str, show: ShowProgress) -> list[Path]:
     files = [path for path in _files(folder) if path in sums]
     total = sum(path.stat().st_size for path in files)
     wrong, before = [], 0
-    with Stage(show, CHECK, repo, total=total) as stage:
+    with ProgressStage(show, CHECK, repo, total=total) as stage:
         for path in files:
             if _digest(path, sums[path], modelscope.counter(stage, before, total)) != sums[path]:
                 wrong.append(path)

@@ -68,7 +68,7 @@ class InspectConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightCounts:
     """Numbers of weights by their purpose, and the bytes of all files."""
 
     linear: int
@@ -166,7 +166,7 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     return facts
 
 
-def weights_of(tensors: Mapping[str, StoredTensor], folder: Path) -> Weights:
+def weights_of(tensors: Mapping[str, StoredTensor], folder: Path) -> WeightCounts:
     """Sort tensors by their purpose. Without tensors, as for pickle files, only the bytes are known."""
     counts = {"linear": 0, "experts": 0, "table": 0, "head": 0, "rest": 0}
     dtypes: dict[str, int] = {}
@@ -182,7 +182,7 @@ def weights_of(tensors: Mapping[str, StoredTensor], folder: Path) -> Weights:
         counts["experts"] += size if kind == "linear" and ".experts." in name else 0
     files = [path for pattern in ("*.safetensors", "*.bin", "*.pth", "*.gguf") for path in folder.glob(pattern)]
     stored = sum(tensor.end - tensor.begin for tensor in tensors.values())
-    return Weights(**counts, stored_bytes=stored or sum(path.stat().st_size for path in files), dtypes=dtypes)
+    return WeightCounts(**counts, stored_bytes=stored or sum(path.stat().st_size for path in files), dtypes=dtypes)
 
 
 def _headers(folder: Path, model: str | None) -> dict[str, StoredTensor]:
@@ -343,7 +343,7 @@ _BY_FALLBACK = "by transformers' modules: the start checks its attention first (
 
 
 def _start(
-    folder: Path, values: Mapping[str, Any], weights: Weights, facts: Mapping[str, Any]
+    folder: Path, values: Mapping[str, Any], weights: WeightCounts, facts: Mapping[str, Any]
 ) -> tuple[bool, str, list[str]]:
     """Return whether the model starts here (True or False), the reason or the route, and the remedies."""
     if not list(folder.glob("*.safetensors")) and not weights.dtypes and not (folder / GGUF_FILE).exists():
@@ -417,7 +417,7 @@ def _known_types() -> tuple[frozenset[str], str]:
 
 
 def _speed(
-    weights: Weights, item: float, share: float, kinds: Iterable[str], quantized: Mapping[str, Any] | None
+    weights: WeightCounts, item: float, share: float, kinds: Iterable[str], quantized: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Estimate tokens a second of one stream: the memory's bandwidth over the bytes that a token reads."""
     bandwidth = measured_bandwidth()

@@ -38,8 +38,8 @@ def run_build_kernels(*, system: bool) -> None:
 
 def run_doctor(device_name: str, dtype_name: str) -> int:
     """Examine a device and print a line for each operation; return the exit code. Raises StartupError."""
+    from penstock.generation.devices.device_registry import open_device
     from penstock.generation.devices.doctor import examine
-    from penstock.generation.devices.registry import open_device
     from penstock.generation.devices.torch_dtypes import named_dtype
 
     dtype = named_dtype(dtype_name)

@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.console import complain, say
 from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
-from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
+from penstock.cli.progress_display import LiveLine, PlainLines, ProgressDisplay, is_live
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError

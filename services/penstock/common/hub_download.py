@@ -25,7 +25,7 @@ from huggingface_hub.utils import logging as hub_logging
 from tqdm.std import tqdm  # type: ignore[import-untyped]
 
 from penstock.common.environment import hub_cache_folder
-from penstock.common.progress import DOWNLOAD, WAIT, ShowProgress, Stage
+from penstock.common.progress import DOWNLOAD, WAIT, ProgressStage, ShowProgress
 
 # Seconds between two checks of the process that downloads.
 WAIT_SECONDS = 0.2
@@ -92,18 +92,18 @@ def download(
     if not missing():
         return snapshot(names)
     with contextlib.ExitStack() as held:
-        held.enter_context(_only_process(repo, lambda: Stage(show, WAIT, repo)))
+        held.enter_context(_only_process(repo, lambda: ProgressStage(show, WAIT, repo)))
         lacking = missing()
         # None are left if another process has downloaded them meanwhile.
         if lacking:
             total = sum(lacking.values())
-            stage = held.enter_context(Stage(show, DOWNLOAD, repo, total=total))
+            stage = held.enter_context(ProgressStage(show, DOWNLOAD, repo, total=total))
             return snapshot(names, tqdm_class=_byte_bars(stage, total, lambda: total - sum(missing().values())))
         return snapshot(names)
 
 
 @contextlib.contextmanager
-def _only_process(repo: str, waiting: Callable[[], Stage]) -> Iterator[None]:
+def _only_process(repo: str, waiting: Callable[[], ProgressStage]) -> Iterator[None]:
     """Lock `repo` so that only this process downloads it; `waiting` is the stage to show until then.
 
     The lock ends with its process. A cache that cannot be locked, such as a read-only one, has none.
@@ -134,7 +134,7 @@ def _take(descriptor: int) -> bool:
     return True
 
 
-def _byte_bars(stage: Stage, total: int, in_files: Callable[[], int]) -> type[tqdm]:
+def _byte_bars(stage: ProgressStage, total: int, in_files: Callable[[], int]) -> type[tqdm]:
     """Make the class of bars for snapshot_download: they draw nothing and count for `stage`.
 
     Releases of huggingface_hub differ in their bars: one counts files, and received and written bytes have one bar

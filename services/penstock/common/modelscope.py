@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.common.environment import current_environment
 from penstock.common.errors import StartupError
-from penstock.common.progress import DOWNLOAD, ShowProgress, Stage
+from penstock.common.progress import DOWNLOAD, ProgressStage, ShowProgress
 
 DEFAULT_REVISION = "master"
 DEFAULT_URL = "https://www.modelscope.cn"
@@ -61,7 +61,7 @@ def download(
     folder = modelscope_folder(repo)
     lacking = [file for file in wanted if not _is_whole(folder / file.path, file.size)]
     if lacking:
-        with Stage(show, DOWNLOAD, repo, total=sum(file.size for file in lacking)) as stage:
+        with ProgressStage(show, DOWNLOAD, repo, total=sum(file.size for file in lacking)) as stage:
             before, total = 0, sum(file.size for file in lacking)
             for file in lacking:
                 _fetch(hub, repo, revision, file, folder, counter(stage, before, total))
@@ -71,7 +71,7 @@ def download(
     return folder
 
 
-def counter(stage: Stage, before: int, total: int) -> Callable[[int], None]:
+def counter(stage: ProgressStage, before: int, total: int) -> Callable[[int], None]:
     """Return a counter of one file's bytes for `stage`, after the `before` bytes of others."""
     return lambda count: stage.count(before + count, total)
 

@@ -45,7 +45,7 @@ def never_cancelled(_: Callable[[], None]) -> None:
     """Drop the function: nobody cancels the start."""
 
 
-class Stage:
+class ProgressStage:
     """A stage as a context manager: `show` gets its start, the amounts from `count`, and its end unless it fails."""
 
     def __init__(self, show: ShowProgress, stage: str, subject: str = "", total: int = 0) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock_client import Choice, Delta, LogprobEntry, Timings, Usage
 
-from penstock.gateway.unknown_fields import noted_fields
+from penstock.gateway.unread_fields import noted_fields
 
 # Names of FinishReason -> OpenAI's. `stop_reason` beside it has the string or id.
 _REASONS: Mapping[str, str] = {
@@ -85,7 +85,7 @@ def stop_reason(choice: Choice) -> str | int | None:
     return choice.stop_string if choice.stop_string is not None else choice.stop_token_id
 
 
-class Head:
+class AnswerHead:
     """Fields at the start of every answer and chunk of one request."""
 
     def __init__(self, prefix: str, kind: str, request_id: str, model: str) -> None:

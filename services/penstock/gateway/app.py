@@ -34,7 +34,7 @@ from penstock.gateway.completions import completions
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections import Turns
 from penstock.gateway.endpoint import Door, Endpoint, Handler, call_metadata, shown_authorization
-from penstock.gateway.errors import (
+from penstock.gateway.http_errors import (
     ANTHROPIC_ERRORS,
     OPENAI_ERRORS,
     RESPONSE_ERRORS,

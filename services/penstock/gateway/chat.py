@@ -10,7 +10,7 @@ from penstock_client import AsyncStream, Choice, Completion, Delta, Usage
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.answers import (
     DONE,
-    Head,
+    AnswerHead,
     chat_logprobs,
     dumps,
     event,
@@ -37,7 +37,7 @@ async def chat_completions(call: HttpCall) -> Answer:
     wants_logprobs = _take_logprobs(fields, options, call)
     stream = open_chat(fields, call, options)
     if is_stream:
-        return _Chunks(stream, call, wants_logprobs=wants_logprobs, wants_usage=wants_usage)
+        return _ChatChunks(stream, call, wants_logprobs=wants_logprobs, wants_usage=wants_usage)
     async with stream:
         completion = await stream.result()
     call.request_id = completion.started.request_id
@@ -90,7 +90,7 @@ def _take_logprobs(fields: Fields, options: dict[str, Any], call: HttpCall) -> b
 
 def _whole(completion: Completion, custom: frozenset[str], *, wants_logprobs: bool) -> dict[str, Any]:
     started = completion.started
-    head = Head("chatcmpl", "chat.completion", started.request_id, started.model)
+    head = AnswerHead("chatcmpl", "chat.completion", started.request_id, started.model)
     return head.with_(
         choices=[_choice(choice, custom, wants_logprobs=wants_logprobs) for choice in completion.choices],
         usage=usage_of([completion.usage]),
@@ -118,7 +118,7 @@ def _choice(choice: Choice, custom: frozenset[str], *, wants_logprobs: bool) -> 
     return made
 
 
-class _Chunks(Followed):
+class _ChatChunks(Followed):
     """Chunks of a streamed answer, in OpenAI's order: role, deltas, reasons, usage, [DONE]."""
 
     def __init__(self, stream: AsyncStream, call: HttpCall, *, wants_logprobs: bool, wants_usage: bool) -> None:
@@ -136,7 +136,7 @@ class _Chunks(Followed):
     def begin(self) -> None:
         started: Any = self.stream.state.started
         self._call.request_id = started.request_id
-        self._head = Head("chatcmpl", "chat.completion.chunk", started.request_id, started.model)
+        self._head = AnswerHead("chatcmpl", "chat.completion.chunk", started.request_id, started.model)
         self._opened = b"data: " + dumps(self._head.fields)[:-1] + b',"choices":'
 
     def of(self, deltas: Iterable[Delta]) -> bytes:

@@ -14,7 +14,7 @@ from penstock_client._state import StreamState, logprob_entry
 from penstock.common.errors import InvalidArgument
 from penstock.gateway.answers import (
     DONE,
-    Head,
+    AnswerHead,
     TextLogprobs,
     dumps,
     event,
@@ -32,7 +32,7 @@ from penstock.gateway.request_fields import Fields, checked, options_of, token_l
 
 
 @dataclass(slots=True)
-class _Plan:
+class _CompletionPlan:
     """A parsed request: prompts, options, and the form of its answer."""
 
     prompts: Sequence[str | list[int]]
@@ -84,7 +84,7 @@ async def completions(call: HttpCall) -> Answer:
     started = answers[0].started
     call.request_id = started.request_id
     call.tokens.add(answer.usage for answer in answers)
-    head = Head("cmpl", "text_completion", started.request_id, started.model)
+    head = AnswerHead("cmpl", "text_completion", started.request_id, started.model)
     numbers = itertools.count()
     return dumps(
         head.with_(
@@ -100,7 +100,7 @@ async def completions(call: HttpCall) -> Answer:
     )
 
 
-def _read(call: HttpCall) -> _Plan:
+def _read(call: HttpCall) -> _CompletionPlan:
     fields = Fields(call)
     prompts = token_lists(fields.raw("prompt"), "prompt")
     if len(prompts) > call.config.max_prompts:
@@ -129,7 +129,7 @@ def _read(call: HttpCall) -> _Plan:
     if options.get("request_id") and len(prompts) > 1:
         raise InvalidArgument("request_id", "is for one prompt")
     count = options.get("num_return_sequences") or 1
-    return _Plan(prompts, options, is_stream, wants_usage, logprobs, echo, no_output, call, count, num_best)
+    return _CompletionPlan(prompts, options, is_stream, wants_usage, logprobs, echo, no_output, call, count, num_best)
 
 
 def _take_best_of(fields: Fields, options: dict[str, Any], call: HttpCall, *, is_stream: bool) -> int | None:
@@ -153,7 +153,7 @@ def _take_best_of(fields: Fields, options: dict[str, Any], call: HttpCall, *, is
     return wanted
 
 
-async def _all(plan: _Plan) -> list[Completion]:
+async def _all(plan: _CompletionPlan) -> list[Completion]:
     """Answers of all prompts, in order. The first error ends the others."""
     turns = asyncio.Semaphore(plan.call.config.concurrent_prompts)
 
@@ -171,7 +171,7 @@ async def _all(plan: _Plan) -> list[Completion]:
     return [task.result() for task in tasks]
 
 
-async def _echo_only(plan: _Plan, stream: AsyncStream) -> Completion:
+async def _echo_only(plan: _CompletionPlan, stream: AsyncStream) -> Completion:
     """The answer to a request for no tokens: its choices hold only the echo."""
     echoes: dict[int, str] = {}
     begun: set[int] = set()
@@ -190,7 +190,7 @@ def _cut(choice: Choice, echo: str) -> None:
     choice.logprobs.clear()
 
 
-async def _first_texts(plan: _Plan) -> dict[int, str]:
+async def _first_texts(plan: _CompletionPlan) -> dict[int, str]:
     """Texts of first ids: a first token has no log-probability, so its text is missing from these, too."""
     firsts = {number: prompt[:1] for number, prompt in enumerate(plan.prompts) if prompt and isinstance(prompt, list)}
     if not firsts:
@@ -206,7 +206,7 @@ async def _first_texts(plan: _Plan) -> dict[int, str]:
     return dict(zip(firsts, texts, strict=True))
 
 
-def _prompt_entries(plan: _Plan, prompt: int, started: Any) -> list[LogprobEntry]:
+def _prompt_entries(plan: _CompletionPlan, prompt: int, started: Any) -> list[LogprobEntry]:
     """Log-probabilities of the prompt at a place; the first token has none."""
     entries = [logprob_entry(one) for one in started.prompt_logprobs]
     if entries:
@@ -219,7 +219,7 @@ def _prompt_entries(plan: _Plan, prompt: int, started: Any) -> list[LogprobEntry
     return entries
 
 
-def _choice(plan: _Plan, answer: Completion, choice: Choice, number: int, prompt: int) -> dict[str, Any]:
+def _choice(plan: _CompletionPlan, answer: Completion, choice: Choice, number: int, prompt: int) -> dict[str, Any]:
     logprobs = None
     if plan.logprobs is not None:
         entries = [*(_prompt_entries(plan, prompt, answer.started) if plan.echo else ()), *choice.logprobs]
@@ -238,12 +238,12 @@ def _choice(plan: _Plan, answer: Completion, choice: Choice, number: int, prompt
     return made
 
 
-class _Chunks:
+class _CompletionChunks:
     """Chunks of a streamed answer."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: _CompletionPlan) -> None:
         self._plan = plan
-        self._head: Head | None = None
+        self._head: AnswerHead | None = None
         self._opened = b""
         self._tail = b',"usage":null}\n\n' if plan.wants_usage else b"}\n\n"
         # Choices for which the prompt's log-probabilities were sent.
@@ -256,7 +256,7 @@ class _Chunks:
         """Take the facts that all chunks begin with, from the prompt that starts first."""
         if self._head is None:
             self._plan.call.request_id = started.request_id
-            self._head = Head("cmpl", "text_completion", started.request_id, started.model)
+            self._head = AnswerHead("cmpl", "text_completion", started.request_id, started.model)
             self._opened = b"data: " + dumps(self._head.fields)[:-1] + b',"choices":'
 
     def delta(self, number: int, delta: Delta, started: Any) -> bytes:
@@ -317,9 +317,9 @@ class _Chunks:
 class _OneAnswer(Followed):
     """Chunks of one prompt's answer, then usage and [DONE]."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: _CompletionPlan) -> None:
         super().__init__(plan.open(plan.prompts[0]))
-        self._chunks = _Chunks(plan)
+        self._chunks = _CompletionChunks(plan)
 
     def begin(self) -> None:
         self._chunks.begin(self.stream.state.started)
@@ -332,9 +332,9 @@ class _OneAnswer(Followed):
         return self._chunks.ends(self.stream.state, 0) + self._chunks.last([self.stream.state])
 
 
-async def _events(plan: _Plan) -> AsyncIterator[bytes]:
+async def _events(plan: _CompletionPlan) -> AsyncIterator[bytes]:
     """Chunks of several prompts' answers as they come, then usage and [DONE]."""
-    chunks, states = _Chunks(plan), list[StreamState]()
+    chunks, states = _CompletionChunks(plan), list[StreamState]()
     # Bounded: a reader that stops holds up the prompts' streams, not memory.
     pieces: asyncio.Queue[bytes | None] = asyncio.Queue(plan.call.config.concurrent_prompts)
     turns = asyncio.Semaphore(plan.call.config.concurrent_prompts)
@@ -369,7 +369,7 @@ async def _events(plan: _Plan) -> AsyncIterator[bytes]:
     yield chunks.last(states)
 
 
-async def _pieces(chunks: _Chunks, stream: AsyncStream, first: int) -> AsyncIterator[bytes]:
+async def _pieces(chunks: _CompletionChunks, stream: AsyncStream, first: int) -> AsyncIterator[bytes]:
     """Chunks of one prompt, with choices numbered from `first`."""
     state = stream.state
     while deltas := merged(await stream.read()):

@@ -33,9 +33,9 @@ from penstock.common.tracing import (
 from penstock.gateway.answers import merged
 from penstock.gateway.callers import Caller, Callers
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.errors import OPENAI_ERRORS, ErrorShape, HttpError, error_headers, internal, status_of
 from penstock.gateway.followed import Followed
-from penstock.gateway.http_server import ClientConnection, connection_of
+from penstock.gateway.http_errors import OPENAI_ERRORS, ErrorShape, HttpError, error_headers, internal, status_of
+from penstock.gateway.http_server import HttpConnection, connection_of
 from penstock.gateway.json_body import BodyBounds, parse_object
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.places import ANYBODY, Body, BodyBytes, Places
@@ -239,7 +239,7 @@ class Endpoint:
         except PenstockError as error:
             await exchange.refuse(error, call)
 
-    async def _admit(self, connection: ClientConnection, headers: Mapping[bytes, bytes], shown: bytes | None) -> Caller:
+    async def _admit(self, connection: HttpConnection, headers: Mapping[bytes, bytes], shown: bytes | None) -> Caller:
         """Decide from a request's head alone whether the rest is read. Raises PenstockError."""
         door = self._door
         caller = await door.callers.admit(shown)

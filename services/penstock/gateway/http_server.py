@@ -21,7 +21,7 @@ from penstock.common.credentials import tls_context
 from penstock.common.errors import StartupError
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections import Connections, Turns
-from penstock.gateway.errors import OPENAI_ERRORS, HttpError
+from penstock.gateway.http_errors import OPENAI_ERRORS, HttpError
 from penstock.gateway.request_head import check_head, without_upgrade
 from penstock.http2.listener import Listener, let_go
 from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
@@ -49,16 +49,16 @@ _LINGER_SECONDS = 2.0
 
 
 class _Transport:
-    """A connection's transport for uvicorn, which closes it through `ClientConnection.close`."""
+    """A connection's transport for uvicorn, which closes it through `HttpConnection.close`."""
 
-    def __init__(self, own: asyncio.Transport, connection: ClientConnection) -> None:
+    def __init__(self, own: asyncio.Transport, connection: HttpConnection) -> None:
         self._connection = connection
         self.write, self.abort, self.get_extra_info = own.write, connection.abort, own.get_extra_info
         self.pause_reading, self.resume_reading = own.pause_reading, own.resume_reading
         self._own = own
 
     def close(self) -> None:
-        """See ClientConnection.close."""
+        """See HttpConnection.close."""
         self._connection.close()
 
     def is_closing(self) -> bool:
@@ -66,7 +66,7 @@ class _Transport:
         return self._connection.is_closing or self._own.is_closing()
 
 
-class ClientConnection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One connection: a `Stranger` until one of its requests is admitted."""
 
     bounds: GatewayConfig
@@ -413,9 +413,9 @@ class ClientConnection(HttpToolsProtocol):
         self.abort()
 
 
-def connection_of(scope: Mapping[str, Any]) -> ClientConnection:
+def connection_of(scope: Mapping[str, Any]) -> HttpConnection:
     """Return the connection of a request's scope."""
-    return cast("ClientConnection", scope["extensions"][_CONNECTION]["is"])
+    return cast("HttpConnection", scope["extensions"][_CONNECTION]["is"])
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
@@ -435,7 +435,7 @@ class HttpServer:
         on_turned_away: Callable[[int], None],
         on_evicted: Callable[[], None],
     ) -> None:
-        """Make it. `goes_first`: see ClientConnection; it gets a request's scope.
+        """Make it. `goes_first`: see HttpConnection; it gets a request's scope.
 
         `on_turned_away` is called with the status of a request that does not reach the application, `on_evicted` when a
         connection has made room for others.
@@ -474,7 +474,7 @@ class HttpServer:
             "goes_first": staticmethod(goes_first),
             "on_turned_away": staticmethod(on_turned_away),
         }
-        self._protocol = type("_Protocol", (ClientConnection,), parts)
+        self._protocol = type("_Protocol", (HttpConnection,), parts)
         self._listeners: list[Listener] = []
 
     @property

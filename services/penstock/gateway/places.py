@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.common.errors import Unavailable
-from penstock.gateway.errors import HttpError
+from penstock.gateway.http_errors import HttpError
 
 # Tenant of callers that no token tells apart.
 ANYBODY = ""

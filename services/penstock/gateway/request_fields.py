@@ -16,8 +16,8 @@ from penstock.common.errors import InvalidArgument
 from penstock.common.hf_fields import REFUSED, is_nothing
 from penstock.compat.option_names import ALIASES, VLLM_CONSTRAINTS
 from penstock.gateway.endpoint import HttpCall
-from penstock.gateway.json_forms import SETTING_NAMES, apply_settings, read_form, read_settings
-from penstock.gateway.unknown_fields import note_fields, unknown_fields
+from penstock.gateway.json_output import SETTING_NAMES, apply_settings, read_form, read_settings
+from penstock.gateway.unread_fields import note_fields, unknown_fields
 from penstock.generation.options.table import CONFIG, SECTIONS
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Collection, Iterable
 
 from penstock.common.config import is_loopback
-from penstock.gateway.errors import HttpError
+from penstock.gateway.http_errors import HttpError
 
 # Host by RFC 9112 (3.2) and RFC 3986 (3.2.2), without characters that no server's name has: name or address, and port.
 _FORM = re.compile(rb"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~-]*)(?::[0-9]*)?", re.ASCII)

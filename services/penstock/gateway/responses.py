@@ -21,8 +21,8 @@ from penstock.common.logging import get_logger
 from penstock.gateway.answers import chat_logprobs, dumps, extras, merged, named_event, usage_of
 from penstock.gateway.custom_tools import ToolNames, allowed_of, as_function, check_forced, is_elsewhere, joined, only
 from penstock.gateway.endpoint import Answer, HttpCall
-from penstock.gateway.errors import HttpError
-from penstock.gateway.json_forms import read_form
+from penstock.gateway.http_errors import HttpError
+from penstock.gateway.json_output import read_form
 from penstock.gateway.request_fields import Fields, checked, options_of, typed
 from penstock.gateway.response_items import Event, OutputItems, conversation_of, new_id, read_items
 from penstock.gateway.response_store import ResponseStore, StoredResponse, StoreFailed
@@ -38,7 +38,7 @@ _log = get_logger("penstock.gateway")
 
 
 @dataclass(slots=True)
-class _Plan:
+class _ResponsePlan:
     """A parsed request."""
 
     response_id: str
@@ -138,7 +138,7 @@ async def _stored(call: HttpCall) -> StoredResponse:
     return found
 
 
-async def _read(fields: Fields, call: HttpCall) -> _Plan:
+async def _read(fields: Fields, call: HttpCall) -> _ResponsePlan:
     """Parse the request. Raises PenstockError naming a field."""
     options = options_of(fields, call)
     if (most := fields.maybe("max_output_tokens", int)) is not None:
@@ -205,7 +205,7 @@ async def _read(fields: Fields, call: HttpCall) -> _Plan:
         "truncation": "disabled",
         "metadata": metadata,
     }
-    return _Plan(new_id("resp"), echo, given, previous, is_stored, send, names)
+    return _ResponsePlan(new_id("resp"), echo, given, previous, is_stored, send, names)
 
 
 async def _earlier(call: HttpCall, previous: str) -> list[dict[str, Any]]:
@@ -327,7 +327,7 @@ def _take(items: OutputItems, delta: Delta) -> list[Event]:
     return found
 
 
-def _response(plan: _Plan, started: Any, status: str, **more: Any) -> dict[str, Any]:
+def _response(plan: _ResponsePlan, started: Any, status: str, **more: Any) -> dict[str, Any]:
     return {
         "id": plan.response_id,
         "object": "response",
@@ -343,7 +343,9 @@ def _response(plan: _Plan, started: Any, status: str, **more: Any) -> dict[str, 
     }
 
 
-def _ended(plan: _Plan, stream: AsyncStream, items: OutputItems, created_at: int) -> tuple[dict[str, Any], list[Event]]:
+def _ended(
+    plan: _ResponsePlan, stream: AsyncStream, items: OutputItems, created_at: int
+) -> tuple[dict[str, Any], list[Event]]:
     """Return the response, and the events of its last item."""
     state = stream.state
     started, finished = state.started, state.finished
@@ -372,7 +374,7 @@ def _ended(plan: _Plan, stream: AsyncStream, items: OutputItems, created_at: int
     )
 
 
-async def _keep(plan: _Plan, call: HttpCall, response: dict[str, Any]) -> dict[str, Any]:
+async def _keep(plan: _ResponsePlan, call: HttpCall, response: dict[str, Any]) -> dict[str, Any]:
     """Keep a response if it is to be kept; return it. If that fails, the response says so."""
     call.tokens.prompt += response["usage"]["input_tokens"]
     call.tokens.output += response["usage"]["output_tokens"]
@@ -386,7 +388,7 @@ async def _keep(plan: _Plan, call: HttpCall, response: dict[str, Any]) -> dict[s
     return response
 
 
-async def _events(plan: _Plan, call: HttpCall) -> AsyncIterator[bytes]:
+async def _events(plan: _ResponsePlan, call: HttpCall) -> AsyncIterator[bytes]:
     """Events of a streamed answer: the response's start, its items in order, its end."""
     items = OutputItems(plan.tool_names)
     number = 0

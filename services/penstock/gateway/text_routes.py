@@ -18,7 +18,7 @@ from penstock.gateway.answers import dumps, usage_of
 from penstock.gateway.chat_history import messages_of
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.request_fields import Fields, checked, checked_call, ids_of, tools_of, typed
-from penstock.generation.options.limits import DEFAULT_LIMITS
+from penstock.generation.options.request_limits import DEFAULT_LIMITS
 from penstock.generation.options.table import SECTIONS
 
 _STARTED = int(time.time())

@@ -26,7 +26,7 @@ from penstock.generation.lifecycle import Lifecycle
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
-from penstock.generation.rpc.graphs import FACTS_METHOD, OPENING_METHODS
+from penstock.generation.rpc.graph_calls import FACTS_METHOD, OPENING_METHODS
 from penstock.generation.rpc.model import ModelServicer
 from penstock.generation.startup.preload import Begun
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc

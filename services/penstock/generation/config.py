@@ -12,15 +12,15 @@ from penstock.common.errors import StartupError
 from penstock.common.options import option, values_of
 from penstock.common.ports import GENERATION_METRICS_PORT, GENERATION_PORT
 from penstock.common.units import parse_size_or_auto
-from penstock.generation.adapters.limits import ADAPTERS, AdapterLimits, AdapterOptions
+from penstock.generation.adapters.adapter_limits import ADAPTERS, AdapterLimits, AdapterOptions
 from penstock.generation.core.model_config import ROUTES, ModelRoute
 from penstock.generation.devices import KERNELS
 from penstock.generation.engine.config import BATCHING, INSIDE, MEMORY, PREEMPTIONS, SWAP, EngineOptions
 from penstock.generation.engine.failpoints import Failpoint
-from penstock.generation.grammar.limits import GrammarLimits, JsonBounds
+from penstock.generation.grammar.grammar_limits import GrammarLimits, JsonBounds
 from penstock.generation.host.memory import parse_memory
 from penstock.generation.layers.linear import FP8, QUANTIZATIONS
-from penstock.generation.options.limits import REQUESTS, RequestBounds, RequestLimits
+from penstock.generation.options.request_limits import REQUESTS, RequestBounds, RequestLimits
 
 MODEL, LOADING = "Model", "Loading by call"
 CONSTRAINTS, GRAPHS = "Structured output", "The model as graphs"

@@ -23,7 +23,7 @@ from penstock.common.dtypes import NATIVE, dtype_name
 from penstock.common.errors import StartupError
 from penstock.common.units import format_size
 from penstock.generation.core.model_config import ModelConfig, ModelRoute
-from penstock.generation.devices.registry import open_device
+from penstock.generation.devices.device_registry import open_device
 from penstock.generation.host.mapped import map_file, populate
 from penstock.generation.layers.linear.base import INT8, Linear
 from penstock.generation.layers.linear.native import Format, NativeLinear

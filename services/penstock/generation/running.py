@@ -13,7 +13,7 @@ from penstock.common.errors import FailedPrecondition, StartupError
 from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.common.progress import StartCancelled
-from penstock.generation.adapters.access import AdapterAccess
+from penstock.generation.adapters.adapter_access import AdapterAccess
 from penstock.generation.adapters.figures import AdapterFigures
 from penstock.generation.attention.state_pool import StatePool
 from penstock.generation.config import GenerationServiceConfig
@@ -22,15 +22,15 @@ from penstock.generation.core.step import Runner
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.delivery.watchdog import Watchdog
 from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.engine_listener import EngineListener
 from penstock.generation.engine.failpoints import FailingRunner
-from penstock.generation.engine.listener import EngineListener
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.status_log import StatusLog
 from penstock.generation.engine.step_trace import StepTrace
 from penstock.generation.engine.trace_file import TraceFile
 from penstock.generation.grammar.compiler import GrammarCompiler
-from penstock.generation.graphs.access import ModelAccess
-from penstock.generation.graphs.limits import GraphLimits
+from penstock.generation.graphs.graph_limits import GraphLimits
+from penstock.generation.graphs.model_access import ModelAccess
 from penstock.generation.host.mapped import MappedFile, weights_written
 from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures, StateFigures
 from penstock.generation.service import GenerationCore

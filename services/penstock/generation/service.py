@@ -19,10 +19,10 @@ from penstock.common.errors import (
     ResourceExhausted,
 )
 from penstock.common.request_context import new_request_id
-from penstock.generation.adapters.access import AdapterAccess
+from penstock.generation.adapters.adapter_access import AdapterAccess
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.adapter import Adapter
-from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.core.decoding_mode import WatermarkOptions
 from penstock.generation.core.plugins import NO_OBJECTS, CallerObjects
 from penstock.generation.core.prompt_embeds import PLACEHOLDER
 from penstock.generation.core.request import ItemResult, Request, TokenHealingOptions
@@ -36,12 +36,12 @@ from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
 from penstock.generation.grammar.compiler import GrammarCompiler
-from penstock.generation.graphs.access import ModelAccess
+from penstock.generation.graphs.model_access import ModelAccess
 from penstock.generation.options.detect_watermark import DetectWatermarkCommand, check_detect_watermark
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions
 from penstock.generation.options.resolve import resolve
-from penstock.generation.options.score_embed import (
+from penstock.generation.options.score_embed_commands import (
     EmbedCommand,
     ScoreCommand,
     check_embed,
@@ -50,7 +50,7 @@ from penstock.generation.options.score_embed import (
     followers,
     score_requests,
 )
-from penstock.generation.options.tensors import TensorSizes, resolve_tensors
+from penstock.generation.options.tensor_options import TensorSizes, resolve_tensors
 from penstock.generation.options.validate import validate, with_prompt
 from penstock.generation.runner.model_runner import WarmUpWork
 from penstock.generation.sampling.watermark_detector import Detector, TooFewTokens, WatermarkEvidence, detector_of

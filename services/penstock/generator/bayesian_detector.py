@@ -10,8 +10,8 @@ import torch
 from penstock_client._wrong_values import found
 
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import SynthIdOptions
-from penstock.generation.sampling.ops.synthid import coin_flips, context_hash, g_values
+from penstock.generation.core.decoding_mode import SynthIdOptions
+from penstock.generation.sampling.ops.synthid_numbers import coin_flips, context_hash, g_values
 
 _FIELDS = ("ngram_len", "keys", "context_history_size", "sampling_table_seed", "sampling_table_size")
 

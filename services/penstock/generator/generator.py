@@ -30,8 +30,8 @@ from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS
 from penstock.generation.parallel.launched_rank import run_rank
 from penstock.generator.argument_names import ids_of
 from penstock.generator.argument_names import reading as _reading
-from penstock.generator.batch import BatchFailed, OrderedBatch
 from penstock.generator.call_arguments import CallArguments, GenerateArguments, check_streamed, take_apart
+from penstock.generator.ordered_batch import BatchFailed, OrderedBatch
 from penstock.generator.prefix_handle import PrefixHandle
 from penstock.generator.progress_bar import BatchReport, ShowBatch
 
@@ -301,8 +301,8 @@ class Generator:
 
         Raises InvalidArgument naming `items[i]`.
         """
-        from penstock.generation.options.score_embed import ScoreCommand, ScoreItem
-        from penstock.generator.answers import scores_of_items
+        from penstock.generation.options.score_embed_commands import ScoreCommand, ScoreItem
+        from penstock.generator.answer_reader import scores_of_items
 
         made = []
         with _reading("items", "pairs (prompt, continuation), each a text or a list of ids"):
@@ -328,8 +328,8 @@ class Generator:
 
         Raises InvalidArgument naming `inputs[i]`.
         """
-        from penstock.generation.options.score_embed import MAX_EMBEDDING_BYTES, EmbedCommand
-        from penstock.generator.answers import embeddings_of_items
+        from penstock.generation.options.score_embed_commands import MAX_EMBEDDING_BYTES, EmbedCommand
+        from penstock.generator.answer_reader import embeddings_of_items
 
         with _reading("texts", "a text, or a list of texts and of lists of ids"):
             given = [texts] if isinstance(texts, str) else list(texts)
@@ -454,14 +454,14 @@ class Generator:
         return PrefixHandle(ids, len(blocks) * size, partial(_release_prefix, weakref.ref(self._engine), blocks))
 
     def _begin_stream(self, local: LocalRequest) -> TextStream:
-        from penstock.generator.answers import AnswerReader
+        from penstock.generator.answer_reader import AnswerReader
         from penstock.generator.stream import TextStream
 
         return TextStream(self._engine, local, AnswerReader(local, self._tokenizer, self.name))
 
     def _begin(self, prompt: PromptInput, asked: _Asked, row: int = 0) -> tuple[Future[None], Callable[[], Completion]]:
         """Begin a prompt; return its future, and what reads its events when it is done."""
-        from penstock.generator.answers import AnswerReader
+        from penstock.generator.answer_reader import AnswerReader
 
         local = self._local(prompt, asked, row)
         events: list[tuple[Any, Any]] = []

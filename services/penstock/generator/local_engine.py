@@ -28,7 +28,7 @@ from penstock.generation.wire.convert import Event, to_generate_options
 from penstock.generator.argument_names import renaming
 from penstock.generator.requests import LocalRequest
 from penstock.tokenizer.bundle import TokenizerBundle
-from penstock.tokenizer.loader import load_bundle
+from penstock.tokenizer.load_bundle import load_bundle
 
 _log = get_logger("penstock.generator")
 # Time that loading the tokenizer may take.

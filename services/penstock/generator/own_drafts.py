@@ -128,11 +128,11 @@ class DraftMaker:
         return ModelDrafts(model, self._vocab_size)
 
     def _is_same(self, tokenizer: Any) -> bool:
-        """True where a text becomes the same ids: compared on the vocabulary's own size and a probe."""
+        """True where a text becomes the same ids: compared on the vocabulary's own size and a sample."""
         assert self._served is not None
-        probe = "The quick brown fox, 1234; été 你好!\n\tdef f(x): return x"
-        return list(tokenizer.encode(probe, add_special_tokens=False)) == self._served.encode(
-            probe, add_special_tokens=False
+        sample = "The quick brown fox, 1234; été 你好!\n\tdef f(x): return x"
+        return list(tokenizer.encode(sample, add_special_tokens=False)) == self._served.encode(
+            sample, add_special_tokens=False
         )
 
     def _read(self, folder: Path) -> tuple[Any, Any]:

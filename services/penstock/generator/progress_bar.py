@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from penstock.generator.batch import BatchProgress
+from penstock.generator.ordered_batch import BatchProgress
 
 # Prompts from which on a bar is shown unasked, on a terminal.
 _WORTH_A_BAR = 8

@@ -21,7 +21,7 @@ from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import ChatParser, make_parser, prompt_opens_reasoning
 from penstock.router.chat.forced_calls import answer_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat
-from penstock.router.chat.thoughts import thought_before
+from penstock.router.chat.prompt_thought import thought_before
 from penstock.router.frontend.convert import begin_prompt, schemas_of, skips_special_tokens, to_template
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.text.fill_in_middle import TOKENS, form_of

@@ -13,7 +13,7 @@ from penstock_client._types import Completion, Delta
 from penstock.common.errors import Cancelled
 from penstock.generation.core.request import Request
 from penstock.generation.wire.convert import Event
-from penstock.generator.answers import AnswerReader
+from penstock.generator.answer_reader import AnswerReader
 from penstock.generator.local_engine import LocalEngine
 from penstock.generator.requests import LocalRequest
 

@@ -10,13 +10,13 @@ from typing import Any, overload
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generator.argument_names import ids_of, reading
 from penstock.router.chat.formats import ChatFormat, choose_format
-from penstock.text.detokenizer import Detokenizer
+from penstock.text.detokenizer import SequenceDetokenizer
 from penstock.text.text_decoder import TextDecoder
 from penstock.text.thoughts import Thought
 from penstock.text.token_text import TokenText
 from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.chat_template import ChatTemplates, Conversation, Rendered
-from penstock.tokenizer.detokenizer import DetokenizerFactory
+from penstock.tokenizer.detokenizer_factory import DetokenizerFactory
 from penstock.tokenizer.template_process import Renderer, answer_to
 from penstock.tokenizer.tokenizer import EncodeOptions, TextTokenizer, Vocabulary, clean_up
 
@@ -188,7 +188,7 @@ class LocalTokenizer:
         """Return the decoder of one sequence's output. `context`: the prompt that the text continues; None: it
         begins anew. `kept`: special tokens that are not skipped. `thought`: what comes before its stop strings count.
         Raises IndexError for a prompt's id outside the vocabulary."""
-        made: Detokenizer = self._decoders.make(skip_special, kept)
+        made: SequenceDetokenizer = self._decoders.make(skip_special, kept)
         decoder = TextDecoder(made, stop_strings, include_stop, thought)
         if context is not None:
             end = self._end_of(context, skip_special)

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from penstock.http2 import frames
 from penstock.http2.client_calls import AnswerStream, CallsConnection, late
 from penstock.http2.client_connection import rpc_error
-from penstock.http2.client_stream import ResponseT, StreamCall
+from penstock.http2.client_stream import ClientStreamCall, ResponseT
 from penstock.http2.limits import ChannelLimits
 from penstock.http2.metadata import Metadata
 
@@ -190,14 +190,16 @@ class Http2Channel:
 
     async def open_stream(
         self, method: str, parse: Callable[[bytes], ResponseT], *, joins: bool = False
-    ) -> StreamCall[ResponseT]:
+    ) -> ClientStreamCall[ResponseT]:
         """Call the bidirectional `method` ("/package.Service/Name") on its own connection.
 
-        `parse` and `joins` as in StreamCall. The stream outlives this channel. Raises grpc.aio.AioRpcError
+        `parse` and `joins` as in ClientStreamCall. The stream outlives this channel. Raises grpc.aio.AioRpcError
         (UNAVAILABLE) without an answer in time.
         """
         limits, head = self._limits, self._peer.head(method, self._decorate(()))
-        return await self._peer.connect(lambda: StreamCall[ResponseT](head, parse, limits, joins=joins), self._timeout)
+        return await self._peer.connect(
+            lambda: ClientStreamCall[ResponseT](head, parse, limits, joins=joins), self._timeout
+        )
 
     def unary_unary(
         self,

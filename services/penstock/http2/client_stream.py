@@ -26,7 +26,7 @@ _OWED = frames.STREAM_WINDOW // 4
 _JOINED_BYTES = 64 << 10
 
 
-class StreamCall(ClientConnection, Generic[ResponseT]):
+class ClientStreamCall(ClientConnection, Generic[ResponseT]):
     """Part of a grpc.aio.StreamStreamCall. Belongs to one event loop; one task reads and one writes."""
 
     def __init__(

@@ -24,7 +24,9 @@ from penstock.router.backends.policy import Policy, PolicyConfig
 from penstock.router.backends.pool import BackendPool, Resolver
 from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
-from penstock.router.frontend.admin import (
+from penstock.router.frontend.admission import Admission
+from penstock.router.frontend.drain import Drain
+from penstock.router.frontend.forwarding import (
     ADMIN_SERVICE,
     MODEL_SERVICE,
     Forwarding,
@@ -32,8 +34,6 @@ from penstock.router.frontend.admin import (
     ForwardingModelServicer,
     token_files,
 )
-from penstock.router.frontend.admission import Admission
-from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.generate import TextFlow
 from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.score_embed import ScoreEmbedFlow
@@ -44,7 +44,7 @@ from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.metrics import RouterMetrics
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Pipeline
-from penstock.router.tokenizer.token_text import TokenTexts
+from penstock.router.tokenizer.remembered_texts import TokenTexts
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.v1 import admin_pb2_grpc, model_pb2_grpc, text_pb2_grpc
 

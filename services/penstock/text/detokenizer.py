@@ -25,7 +25,7 @@ _MAX_KEPT_TABLES = 4
 TableKind = Literal["byte_level", "byte_fallback"]
 
 
-class Detokenizer(Protocol):
+class SequenceDetokenizer(Protocol):
     """Decoding state of one sequence."""
 
     def begin(self, context: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False) -> str:
@@ -213,7 +213,7 @@ class DecodeTable:
                 break
         return ids[begin:]
 
-    def make(self, skip_special_tokens: bool, kept: Sequence[str] = ()) -> Detokenizer:
+    def make(self, skip_special_tokens: bool, kept: Sequence[str] = ()) -> SequenceDetokenizer:
         """Make a detokenizer for one sequence. `kept`: special tokens that are not skipped."""
         table = self._skipping if skip_special_tokens else self.table
         if kept and skip_special_tokens:

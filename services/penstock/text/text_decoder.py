@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.text.detokenizer import Detokenizer
+from penstock.text.detokenizer import SequenceDetokenizer
 from penstock.text.stop_strings import ReadyText, StopStrings
 from penstock.text.thoughts import Thought
 
@@ -16,7 +16,7 @@ class TextDecoder:
 
     def __init__(
         self,
-        detokenizer: Detokenizer,
+        detokenizer: SequenceDetokenizer,
         stop_strings: Sequence[str],
         include_stop: bool,
         thought: Thought | None = None,
@@ -31,7 +31,8 @@ class TextDecoder:
     def replay(
         self, prefix: Sequence[int], resumed: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False
     ) -> None:
-        """Restore the state after `prefix`, a context as in Detokenizer.begin, and `resumed`, ids with sent text."""
+        """Restore the state after `prefix`, a context as in SequenceDetokenizer.begin, and `resumed`, ids with sent
+        text."""
         if prefix:
             self._detokenizer.begin(prefix, is_cut=is_cut, with_open_end=with_open_end)
         text = self.push(resumed)

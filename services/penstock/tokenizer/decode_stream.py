@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.text.stop_strings import ReadyText
 from penstock.text.text_decoder import TextDecoder
 from penstock.text.thoughts import Thought
-from penstock.tokenizer.detokenizer import DetokenizerFactory
+from penstock.tokenizer.detokenizer_factory import DetokenizerFactory
 from penstock.v1 import common_pb2
 from penstock.v1 import tokenizer_pb2 as pb
 

@@ -16,8 +16,8 @@ from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.chat_template import ChatTemplates
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
-from penstock.tokenizer.detokenizer import DetokenizerFactory
-from penstock.tokenizer.loader import MODEL_FLAG, load_in_child
+from penstock.tokenizer.detokenizer_factory import DetokenizerFactory
+from penstock.tokenizer.load_bundle import MODEL_FLAG, load_in_child
 from penstock.tokenizer.metrics import TokenizerMetrics
 from penstock.tokenizer.template_pool import TemplateLimits, TemplatePool
 from penstock.tokenizer.tokenizer import Vocabulary, clean_up

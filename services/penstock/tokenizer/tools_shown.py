@@ -16,7 +16,7 @@ from penstock.common.errors import PenstockError, StartupError
 from penstock.tokenizer.chat_template import ChatTemplates, Conversation
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.tokenizer.control_tokens import ControlMarks
-from penstock.tokenizer.loader import load_in_child
+from penstock.tokenizer.load_bundle import load_in_child
 from penstock.tokenizer.metrics import TokenizerMetrics
 from penstock.tokenizer.template_pool import TemplateLimits, TemplatePool
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from penstock.generation.core.decoding_mode import DecodingMode
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import DecodingMode
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import SampledToken
 from penstock.generation.engine.decoding.base import Decision, ModeSpec
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 from penstock.generation.engine.decoding.parallel_sampling import (
     ParallelSampling,
     Track,

@@ -34,7 +34,7 @@ from penstock.generation.core.step import (
 )
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import ASSISTED
-from penstock.generation.engine.decoding.modes import ModeRegistry
+from penstock.generation.engine.decoding.mode_registry import ModeRegistry
 from penstock.generation.engine.decoding.parallel_sampling import PLAIN_SPEC
 from penstock.generation.engine.engine import Engine
 
@@ -114,12 +114,12 @@ class FakeRunner:
                 if mark := self._marks[entry.sequence.seq_id]:
                     beside.append(mark)
                 sampled[drawer.seq_id] = self.draw(drawer, [*context, *beside])
-            for row, probe in entry.probes:
+            for row, verifier in entry.verifiers:
                 before = context[: entry.start + row + 1]
-                assert probe.token_ids == before, "a probe draws from a row that is not its last"
-                assert probe.origin is entry.sequence
+                assert verifier.token_ids == before, "a verifier draws from a row that is not its last"
+                assert verifier.origin is entry.sequence
                 mark = self._marks[entry.sequence.seq_id]
-                sampled[probe.seq_id] = self.draw(probe, [*before, mark] if mark else before)
+                sampled[verifier.seq_id] = self.draw(verifier, [*before, mark] if mark else before)
             ids = prompt_targets(entry)
             if ids:
                 prompt_logprobs[entry.sequence.seq_id] = tuple(

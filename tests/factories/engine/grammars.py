@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from penstock.common.checkpoint import demo_folder
+from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer, words_of
+from penstock.generation.grammar.matcher_state import CompiledGrammar, MaskWorkers, MatcherState
 from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
-from penstock.generation.grammar.state import CompiledGrammar, MaskWorkers, MatcherState
-from penstock.generation.grammar.tokenizer import GrammarTokenizer, words_of
 from penstock.generation.grammar.translate import to_lark
 from penstock.generation.grammar.trial_process import answer_to
 from tokenizers import Tokenizer

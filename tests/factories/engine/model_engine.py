@@ -14,7 +14,7 @@ from factories.engine.pools import add_states, unwritten_host_pool, unwritten_po
 from factories.models.run_kernels import cpu_device, new_runner
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
+from penstock.generation.engine.decoding.mode_registry import MODES, ModeRegistry
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model

@@ -24,7 +24,7 @@ from penstock.generation.core.request import Request
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
-from penstock.generation.grammar.state import MaskWorkers
+from penstock.generation.grammar.matcher_state import MaskWorkers
 from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.service import GenerationCore
 from penstock.generation.startup.load import load

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from penstock.generation.core.modes import SynthIdOptions
+from penstock.generation.core.decoding_mode import SynthIdOptions
 from penstock.generation.core.sampling_params import SamplingParams
 from torch import Tensor
 from transformers import (

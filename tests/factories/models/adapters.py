@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from factories.models.checkpoints import reference_model
-from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.adapters.adapter_limits import AdapterLimits
 from penstock.generation.adapters.peft_folder import PeftFolder
 from penstock.generation.core.adapter import Adapter
 from penstock.generation.models.decoder import CausalLM

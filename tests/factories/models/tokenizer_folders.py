@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from penstock.common.checkpoint import demo_folder
 from penstock.tokenizer.bundle import TokenizerBundle
-from penstock.tokenizer.detokenizer import DetokenizerFactory
+from penstock.tokenizer.detokenizer_factory import DetokenizerFactory
 from penstock.tokenizer.load_process import load
 from penstock.tokenizer.tokenizer import Vocabulary, clean_up
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors

@@ -22,7 +22,7 @@ from penstock.http2 import frames
 from penstock.http2 import server as server_module
 from penstock.http2.channel import Answers
 from penstock.http2.client_calls import CallsConnection
-from penstock.http2.client_stream import StreamCall
+from penstock.http2.client_stream import ClientStreamCall
 from penstock.http2.limits import ServerLimits
 from penstock.http2.server import Http2Server
 
@@ -168,7 +168,7 @@ class Fuzzer:
         head = frames.request_headers(REQUEST)
         data = self._changed(chance, self._answers)
         if chance.random() < 0.5:
-            stream: StreamCall[bytes] = StreamCall(head, bytes, limits, joins=chance.random() < 0.5)
+            stream: ClientStreamCall[bytes] = ClientStreamCall(head, bytes, limits, joins=chance.random() < 0.5)
             stream.connection_made(Socket())
             tasks = [asyncio.ensure_future(stream.run(lambda _: None)), asyncio.ensure_future(stream.write(_Large()))]
             await self._answer(chance, stream, data, name)

@@ -25,15 +25,15 @@ from penstock.cli.infer import command
 from penstock.cli.infer import command as infer_command
 from penstock.cli.infer.command import run_infer
 from penstock.cli.infer.config import InferConfig
-from penstock.cli.infer.conversation import Conversation
-from penstock.cli.infer.line_batch import SOME_FAILED, Batch
+from penstock.cli.infer.conversation import TypedConversation
+from penstock.cli.infer.line_batch import SOME_FAILED, LineBatch
 from penstock.cli.infer.targets import LocalTarget, vllm_options
 from penstock.common.checkpoint import demo_folder
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import InvalidArgument, StartupError, Unavailable
 from penstock.compat.inference_hf import SYSTEM_PROMPT
 from penstock.generator import local_engine
-from penstock.tokenizer import loader
+from penstock.tokenizer import load_bundle
 from penstock.tokenizer.bundle import TokenizerBundle
 from tokenizers import processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -106,7 +106,7 @@ def bundles() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(local_engine, "load_bundle", load_here)
-        patched.setattr(loader, "load_bundle", load_here)
+        patched.setattr(load_bundle, "load_bundle", load_here)
         yield
 
 
@@ -138,7 +138,7 @@ def answered(target: LocalTarget, folder: Path, tmp_path: Path, lines: list[str]
     """Run a batch and return its predictions."""
     file = tmp_path / "out" / "answers.json"
     config = config_of(folder, data_file=data_file(tmp_path / "data.txt", lines), predictions_file=str(file), **given)
-    code = Batch(config, target).run()
+    code = LineBatch(config, target).run()
     predictions: list[Any] = json.loads(file.read_text(encoding="utf-8"))
     assert code == (SOME_FAILED if any("Error" in one for one in predictions) else 0)
     return predictions
@@ -396,14 +396,16 @@ def test_gpus_that_change_nothing_are_told(capsys: pytest.CaptureFixture[str]) -
 
 def test_files_and_templates_that_cannot_be_used_are_refused(target: LocalTarget, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="--data-file /no/such: No such file"):
-        Batch(config_of(folder, data_file="/no/such", predictions_file=str(tmp_path / "x.json")), target)
+        LineBatch(config_of(folder, data_file="/no/such", predictions_file=str(tmp_path / "x.json")), target)
     with pytest.raises(StartupError, match="is a folder"):
-        Batch(config_of(folder, predictions_file=str(tmp_path)), target)
+        LineBatch(config_of(folder, predictions_file=str(tmp_path)), target)
     with pytest.raises(StartupError, match=r"no chat template.*--prompt-template llama3"):
-        Batch(config_of(folder, with_prompt=True, prompt_template="chat", predictions_file=str(tmp_path / "x")), target)
-    held = Batch(config_of(folder, predictions_file=str(tmp_path / "y.json")), target)
+        LineBatch(
+            config_of(folder, with_prompt=True, prompt_template="chat", predictions_file=str(tmp_path / "x")), target
+        )
+    held = LineBatch(config_of(folder, predictions_file=str(tmp_path / "y.json")), target)
     with pytest.raises(StartupError, match="another run writes"):
-        Batch(config_of(folder, predictions_file=str(tmp_path / "y.json"), seed=str(held._seed)), target)
+        LineBatch(config_of(folder, predictions_file=str(tmp_path / "y.json"), seed=str(held._seed)), target)
 
 
 def test_options_in_the_words_of_vllm() -> None:
@@ -419,8 +421,8 @@ def test_options_in_the_words_of_vllm() -> None:
         vllm_options({"num_beams": 2})
 
 
-def talk(target: LocalTarget, config: InferConfig, *lines: str) -> Conversation:
-    conversation = Conversation(config, target)
+def talk(target: LocalTarget, config: InferConfig, *lines: str) -> TypedConversation:
+    conversation = TypedConversation(config, target)
     rest = iter(lines)
 
     def read() -> str:

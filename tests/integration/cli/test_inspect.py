@@ -18,7 +18,7 @@ from penstock.cli.inspect_model import inspect_model, measured_bandwidth, run_in
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import StartupError
 from penstock.generation.attention.kv_cache import kv_bytes_per_block
-from penstock.generation.devices.registry import open_device
+from penstock.generation.devices.device_registry import open_device
 from penstock.generation.models.registry import load_model
 from safetensors.torch import save_file
 

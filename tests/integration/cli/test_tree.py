@@ -19,7 +19,7 @@ import factories.servers.tiny_service
 import psutil
 import pytest
 from factories.wire.conversation import user
-from penstock.cli.progress import WORDS
+from penstock.cli.progress_display import WORDS
 from penstock_client import AsyncClient
 
 TLS_FILES = Path(factories.servers.tiny_service.__file__).parent / "tls"

@@ -18,7 +18,7 @@ from factories.servers.gateway import Gateway, running_gateway
 from factories.servers.http_connection import Connection
 from factories.servers.router import backend, running_router, until
 from penstock.gateway import endpoint
-from penstock.gateway.http_server import ClientConnection
+from penstock.gateway.http_server import HttpConnection
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
@@ -193,13 +193,13 @@ async def test_a_request_that_leaves_before_its_turn_gives_back_its_own(tmp_path
 async def test_a_body_of_short_chunks_is_parsed_in_short_slices(tmp_path: Path, monkeypatch: Any) -> None:
     async with guarded(tmp_path) as gateway:
         slices: list[int] = []
-        feed = ClientConnection._feed
+        feed = HttpConnection._feed
 
-        def counted(connection: ClientConnection, data: bytes) -> None:
+        def counted(connection: HttpConnection, data: bytes) -> None:
             slices.append(len(data))
             feed(connection, data)
 
-        monkeypatch.setattr(ClientConnection, "_feed", counted)
+        monkeypatch.setattr(HttpConnection, "_feed", counted)
         connection = await Connection.to(gateway)
         connection.writer.write(CHUNKED % b"" + b"1\r\n \r\n" * 3000)
         assert await connection.status() == 401

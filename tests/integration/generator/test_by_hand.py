@@ -22,7 +22,7 @@ from penstock.common.errors import (
     Unavailable,
 )
 from penstock.compat.mindie import GeneratorTorch, LoraStatus, ModelInput, SamplingMetadata
-from penstock.compat.mindie.lora import load_lora, unload_lora
+from penstock.compat.mindie.lora_status import load_lora, unload_lora
 
 PROMPT = [150, 9, 33, 101, 7, 44, 45]
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "do_sample": False}

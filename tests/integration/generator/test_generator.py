@@ -27,7 +27,7 @@ from penstock.common.errors import (
     Unavailable,
 )
 from penstock.compat.mindie import GeneratorTorch, ModelConfigError
-from penstock.generator.batch import BatchProgress
+from penstock.generator.ordered_batch import BatchProgress
 from transformers import AutoTokenizer, GenerationConfig
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "do_sample": False}

@@ -12,7 +12,7 @@ import pytest
 from factories.servers.tiny_service import FixedConfig, tiny
 from penstock.common.config import ChannelConfig
 from penstock.common.errors import StartupError
-from penstock.http2.client_stream import StreamCall
+from penstock.http2.client_stream import ClientStreamCall
 from penstock.serving.transport import Http2Transport
 from penstock.v1.tokenizer_pb2 import DecodeStreamItem, DecodeStreamRequest, DecodeStreamResponse
 
@@ -27,7 +27,7 @@ DECODE_STREAM = "/penstock.v1.TokenizerService/DecodeStream"
 
 async def dial(
     address: str, config: ChannelConfig | None = None, method: str = DECODE_STREAM
-) -> StreamCall[DecodeStreamResponse]:
+) -> ClientStreamCall[DecodeStreamResponse]:
     opened = Http2Transport().open_channel(address, config or ChannelConfig(), connect_timeout_seconds=10.0)
     async with opened as channel:
         call: Any = await channel.open_stream(method, DecodeStreamResponse.FromString)

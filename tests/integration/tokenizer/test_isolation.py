@@ -28,7 +28,7 @@ from penstock.tokenizer.app import TokenizerApp
 from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.chat_template import Conversation
 from penstock.tokenizer.config import TokenizerConfig
-from penstock.tokenizer.loader import load_in_child
+from penstock.tokenizer.load_bundle import load_in_child
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 from prometheus_client import CollectorRegistry

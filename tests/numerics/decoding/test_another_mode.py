@@ -16,9 +16,9 @@ from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.table import OutputOptions
-from penstock.generation.options.tensors import TensorSizes, resolve_tensors
+from penstock.generation.options.tensor_options import TensorSizes, resolve_tensors
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 PERIODS = (1, 2, 3)

@@ -16,7 +16,7 @@ from factories.engine.assisted import assisted_engine, noised_checkpoint
 from factories.engine.fake_engine import engine_config, request, run
 from factories.engine.model_engine import load_tiny
 from factories.models.checkpoints import reference_model, tiny_checkpoint
-from penstock.generation.core.modes import PLAIN, DecodingMode
+from penstock.generation.core.decoding_mode import PLAIN, DecodingMode
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.models.decoder import CausalLM

@@ -14,7 +14,7 @@ from factories.engine.assisted import WIDE, assisted_engine, noised_checkpoint
 from factories.engine.fake_engine import Answer, engine_config, request, run
 from factories.engine.model_engine import load_tiny
 from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
-from penstock.generation.core.modes import AssistantSchedule
+from penstock.generation.core.decoding_mode import AssistantSchedule
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM

@@ -13,7 +13,7 @@ import torch
 from factories.engine.fake_engine import Answer, engine_config, request, run
 from factories.engine.model_engine import answer_alone, check_company, load_tiny, model_engine
 from factories.models.checkpoints import reference_model, tiny_checkpoint
-from penstock.generation.core.modes import EarlyStopping
+from penstock.generation.core.decoding_mode import EarlyStopping
 from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.models.decoder import CausalLM

@@ -12,11 +12,11 @@ from factories.engine.model_engine import answer_alone, load_tiny, model_engine
 from factories.models.checkpoints import tiny_checkpoint
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.modes import NO_GUIDANCE, PLAIN, GuidanceOptions
+from penstock.generation.core.decoding_mode import NO_GUIDANCE, PLAIN, GuidanceOptions
 from penstock.generation.core.request import Request, TokenHealingOptions
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.models.decoder import CausalLM
 

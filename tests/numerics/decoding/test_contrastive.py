@@ -16,7 +16,7 @@ from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 from penstock.generation.models.decoder import CausalLM
 from transformers import PreTrainedModel
 

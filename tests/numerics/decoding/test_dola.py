@@ -14,13 +14,13 @@ from factories.engine.fake_engine import engine_config, request
 from factories.engine.model_engine import answer_alone, check_company, golden_cases, load_tiny, model_engine
 from factories.models.checkpoints import reference_model, tiny_checkpoint
 from factories.models.golden_models import EOS, GOLDEN_MODELS, golden_checkpoint
-from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
+from penstock.generation.core.decoding_mode import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
-from penstock.generation.models.capture import HiddenCapture
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.options.modes import candidate_layers
+from penstock.generation.models.hidden_keeper import HiddenKeeper
+from penstock.generation.options.mode_options import candidate_layers
 from penstock.generation.runner.dola import contrasted
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, SuppressTokensLogitsProcessor
@@ -161,16 +161,16 @@ def test_resumed_ids_go_on_where_they_were(model: CausalLM) -> None:
     assert answer_alone(model, request(PROMPT, resumed_token_ids=[ids[:4]], **spec)).ids == {0: ids[4:]}
 
 
-def test_only_rows_and_layers_of_dola_draws_are_captured(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rows_and_layers_of_dola_draws_are_kept(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[tuple[int, int]] = []
-    take = HiddenCapture.take
+    take = HiddenKeeper.take
 
-    def watch(self: HiddenCapture, layer: int, hidden_TI: torch.Tensor) -> None:
+    def watch(self: HiddenKeeper, layer: int, hidden_TI: torch.Tensor) -> None:
         take(self, layer, hidden_TI)
         if layer in self.states:
             taken.append((layer, len(self.states[layer])))
 
-    monkeypatch.setattr(HiddenCapture, "take", watch)
+    monkeypatch.setattr(HiddenKeeper, "take", watch)
     engine = model_engine(model, engine_config())
     for item in (request(PROMPT), request(PROMPT), request(PROMPT[1:], mode=DolaOptions((1, 4)))):
         engine.add(item)
@@ -186,14 +186,14 @@ def test_only_rows_and_layers_of_dola_draws_are_captured(model: CausalLM, monkey
 def test_early_exits_that_are_no_numbers_end_their_request_alone(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = HiddenCapture.take
+    take = HiddenKeeper.take
 
-    def broken(self: HiddenCapture, layer: int, hidden_TI: torch.Tensor) -> None:
+    def broken(self: HiddenKeeper, layer: int, hidden_TI: torch.Tensor) -> None:
         take(self, layer, hidden_TI)
         if layer in self.states:
             self.states[layer] = self.states[layer] * float("nan")
 
-    monkeypatch.setattr(HiddenCapture, "take", broken)
+    monkeypatch.setattr(HiddenKeeper, "take", broken)
     engine = model_engine(model)
     plain, item = request(PROMPT), request(PROMPT, mode=DolaOptions((1, 4)))
     engine.add(plain)

@@ -10,7 +10,7 @@ import torch
 from factories.engine.fake_engine import engine_config, request, run
 from factories.engine.model_engine import answer_alone, check_company, load_tiny, model_engine
 from factories.models.checkpoints import reference_model, tiny_checkpoint
-from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.decoding_mode import GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.models.decoder import CausalLM

@@ -12,7 +12,7 @@ import torch
 from factories.engine.fake_engine import engine_config, request
 from factories.engine.model_engine import answer_alone, check_company, load_tiny
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.decoding_mode import GuidanceOptions
 from penstock.generation.core.request import Request, TokenHealingOptions
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import AssistanceOptions

@@ -16,8 +16,8 @@ from factories.models.adapters import LAYER_TARGETS, lora_folder, merged_checkpo
 from factories.models.golden_models import golden_checkpoint
 from penstock.common.errors import NotFound
 from penstock.generation.core.request import Purpose
-from penstock.generation.options.limits import RequestLimits
-from penstock.generation.options.score_embed import (
+from penstock.generation.options.request_limits import RequestLimits
+from penstock.generation.options.score_embed_commands import (
     EmbedCommand,
     ScoreCommand,
     ScoreItem,

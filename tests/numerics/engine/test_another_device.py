@@ -18,7 +18,7 @@ from factories.models.checkpoints import tiny_checkpoint
 from factories.models.emulated_cuda import EmulatedGraphs, int_mm
 from factories.models.pretended_gpu import DEVICE, PretendedCUDA, PretendedGPU
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.core.modes import GuidanceOptions, TensorOutputs
+from penstock.generation.core.decoding_mode import GuidanceOptions, TensorOutputs
 from penstock.generation.core.request import Request
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice

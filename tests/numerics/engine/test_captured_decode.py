@@ -18,7 +18,7 @@ from penstock.generation.models.captured_decode import CapturedLM, bucket_sizes,
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
-from penstock.generation.sampling.kernels import QueuedSampling
+from penstock.generation.sampling.sampling_kernels import QueuedSampling
 
 CONFIG = engine_config(num_blocks=200, max_batch_tokens=64, max_running_sequences=32)
 MOST_ROWS = 6

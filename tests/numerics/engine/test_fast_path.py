@@ -12,7 +12,7 @@ from factories.engine.fake_engine import engine_config, request, run
 from factories.engine.pools import unwritten_pool
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
-from penstock.generation.core.modes import GuidanceOptions, TensorOutputs
+from penstock.generation.core.decoding_mode import GuidanceOptions, TensorOutputs
 from penstock.generation.core.request import Request
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.decoding.beam_options import BeamOptions

@@ -33,7 +33,7 @@ from penstock.common.errors import (
     PenstockError,
     ResourceExhausted,
 )
-from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.adapters.adapter_limits import AdapterLimits
 from penstock.generation.adapters.peft_folder import PeftFolder
 from penstock.generation.adapters.store import AdapterStore
 from penstock.generation.attention.kv_cache import KVCachePool
@@ -41,15 +41,15 @@ from penstock.generation.core.request import Request
 from penstock.generation.engine.block_commands import BlockCommands
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
-from penstock.generation.grammar.state import MaskWorkers
-from penstock.generation.graphs.access import describe_graphs
-from penstock.generation.graphs.graph import Stage
+from penstock.generation.grammar.matcher_state import MaskWorkers
+from penstock.generation.graphs.graph import GraphStage
+from penstock.generation.graphs.graph_limits import GraphLimits
 from penstock.generation.graphs.graph_runner import GraphCall, GraphRunner
-from penstock.generation.graphs.limits import GraphLimits
+from penstock.generation.graphs.model_access import describe_graphs
 from penstock.generation.graphs.sequences import PoolSequence, SequenceBlocks
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.options.score_embed import (
+from penstock.generation.options.score_embed_commands import (
     EmbedCommand,
     ScoreCommand,
     ScoreItem,
@@ -64,7 +64,7 @@ NAMES, SLOTS = ("a", "b", "c"), 2
 # Blocks behind the engine's, of named sequences.
 FURTHER = 24
 TOLERANCE = 2e-4
-_GRAPH_LIMITS = GraphLimits((Stage(1, 64),), 1 << 24, 4, 8, 1 << 24, 4, 60.0, 0.5, 1.0)
+_GRAPH_LIMITS = GraphLimits((GraphStage(1, 64),), 1 << 24, 4, 8, 1 << 24, 4, 60.0, 0.5, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import Resolved, resolve
 from penstock.generation.options.table import RequestOptions
 from penstock.generation.options.validate import validate
-from penstock.generation.wire.options import to_options
+from penstock.generation.wire.option_messages import to_options
 from penstock.v1 import common_pb2, config_pb2
 from transformers import GenerationConfig
 from transformers.generation import configuration_utils

@@ -16,8 +16,8 @@ from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.decoding_mode import TensorOutputs
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import TensorOutputs
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import BlockCopy, Fork, RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
@@ -231,7 +231,7 @@ def test_a_row_that_is_not_a_number_fails_alone(models: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["copies", "forks", "released", "parked", "probes", "sample", "draw", "unconditional", "start"]
+    "what", ["copies", "forks", "released", "parked", "verifiers", "sample", "draw", "unconditional", "start"]
 )
 def test_what_is_not_the_step_after_the_last_is_not_done(models: Any, what: str) -> None:
     run = Run(models("tied", "bfloat16", "none"), steady=True)
@@ -244,7 +244,7 @@ def test_what_is_not_the_step_after_the_last_is_not_done(models: Any, what: str)
     one, other = run.sequences[0], run.sequences[1]
     entry = ScheduledSequence(one, one.num_computed_tokens, 1, (one,))
     changed = {
-        "probes": {"probes": ((0, other),)},
+        "verifiers": {"verifiers": ((0, other),)},
         "sample": {"sample": (one, other)},
         "start": {"start": entry.start - 1, "num_tokens": 2},
     }

@@ -15,9 +15,9 @@ from factories.engine.modes import load_service, new_engine, prepare, to_message
 from factories.models.golden_models import golden_checkpoint
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.core.request import Request
-from penstock.generation.engine.admission import output_limit
+from penstock.generation.engine.acceptance import output_limit
 from penstock.generation.engine.config import AUTO, RECOMPUTE, SWAP
-from penstock.generation.engine.decoding.modes import MODES as REGISTRY
+from penstock.generation.engine.decoding.mode_registry import MODES as REGISTRY
 from penstock.generation.engine.engine import Engine
 from penstock.generation.startup.loaded_model import LoadedModel
 

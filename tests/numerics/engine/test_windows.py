@@ -19,10 +19,10 @@ from penstock.generation.core.model_config import ModelRoute
 from penstock.generation.core.request import Request
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.engine.admission import check_capacity
+from penstock.generation.engine.acceptance import check_capacity
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model

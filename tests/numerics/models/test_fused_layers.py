@@ -15,8 +15,8 @@ from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.quantised import EIGHT_BITS, FOUR_BITS, compressed, quantised_pair
+from penstock.generation.attention.attention_keeper import AttentionKeeper, KeptRow
 from penstock.generation.attention.base import AttentionMetadata
-from penstock.generation.attention.capture import AttentionCapture, CapturedRow
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
@@ -207,16 +207,16 @@ def test_rows_get_the_same_bits_beside_one_whose_attention_is_wanted(
     lengths = [len(prompt) for prompt in ids]
     blocks = torch.arange(2 * 5, dtype=torch.int32).view(2, 5)
     metadata, positions = AttentionMetadata.build(lengths, lengths, blocks, 8)
-    capture = AttentionCapture(model.attention, [CapturedRow(lengths[0] - 1, 0, lengths[0])])
+    keeper = AttentionKeeper(model.attention, [KeptRow(lengths[0] - 1, 0, lengths[0])])
     hidden, pools = [], []
-    for attention in (None, capture):
+    for attention in (None, keeper):
         facts = model.config
         kv = KVCachePool(facts.num_layers, 10, 8, facts.num_kv_heads, facts.head_dim, model.dtype, torch.device("cpu"))
         hidden.append(model.forward(torch.tensor([*ids[0], *ids[1]]), positions, metadata, kv, attention=attention))
         pools.append(kv.tensors[0])
     assert torch.equal(*hidden)
     assert torch.equal(*pools)
-    weights = capture.weights(0)
+    weights = keeper.weights(0)
     assert weights.shape == (2, 4, lengths[0])
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
 

@@ -13,11 +13,11 @@ from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.run_kernels import KERNELS, cpu_device
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.graphs.access import describe_graphs
 from penstock.generation.graphs.blocks import run_block, run_block_in_pool
-from penstock.generation.graphs.graph import Stage
+from penstock.generation.graphs.graph import GraphStage
+from penstock.generation.graphs.graph_limits import GraphLimits
 from penstock.generation.graphs.graph_runner import GraphCall, GraphRunner
-from penstock.generation.graphs.limits import GraphLimits
+from penstock.generation.graphs.model_access import describe_graphs
 from penstock.generation.graphs.sequences import SequenceBlocks
 from penstock.generation.models.decoder import CausalLM
 
@@ -139,7 +139,7 @@ def test_ids_and_positions_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     """A caller may write into a tensor at the server after it was checked: no place outside a table may be read."""
     model = load_tiny(tiny_checkpoint(tmp_path / "model", "llama"))
     kv = PagedDriver(model, num_blocks=4, block_size=BLOCK).kv
-    limits = GraphLimits((Stage(1, 16),), 1 << 24, 1, 1, 1, 1, 1.0, 0.5, 1.0)
+    limits = GraphLimits((GraphStage(1, 16),), 1 << 24, 1, 1, 1, 1, 1.0, 0.5, 1.0)
     runner = GraphRunner(model, kv, SequenceBlocks(0, 4, BLOCK, 16), cpu_device().sampling_kernels())
     graph = describe_graphs(model, limits).named("block_0")
     positions = torch.arange(3, dtype=torch.int32)[None]

@@ -13,7 +13,7 @@ from factories.models.checkpoints import tiny_checkpoint
 from factories.models.kernels import Layer, Shape, contexts
 from factories.models.native import use_native
 from penstock.common.checkpoint import demo_folder
-from penstock.generation.attention.capture import AttentionCapture, CapturedRow
+from penstock.generation.attention.attention_keeper import AttentionKeeper, KeptRow
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.config import EngineConfig
@@ -99,9 +99,9 @@ def test_attention_weights_are_those_of_what_the_pool_holds() -> None:
     sequences = contexts(shape, [21], torch.float32, 0)
     weights = []
     for kv_dtype in (torch.float32, INT8):
-        capture = AttentionCapture(SDPAAttention(), [CapturedRow(row=20, index=0, context=21)])
-        Layer(capture, shape, kv_dtype, 8, 0).run(sequences, [[]])
-        weights.append(capture.weights(0))
+        keeper = AttentionKeeper(SDPAAttention(), [KeptRow(row=20, index=0, context=21)])
+        Layer(keeper, shape, kv_dtype, 8, 0).run(sequences, [[]])
+        weights.append(keeper.weights(0))
     assert weights[0].shape == (1, 6, 21)
     assert not torch.equal(*weights)
     torch.testing.assert_close(weights[1], weights[0], atol=0.01, rtol=0)

@@ -24,7 +24,7 @@ from factories.models.native import cache_home, use_native
 from factories.models.run_kernels import KERNELS
 from penstock.common.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from penstock.compat.mindie import GeneratorTorch, LoraStatus
-from penstock.generation.parallel.messages import Kind, decode_forget, kind_of
+from penstock.generation.parallel.rank_messages import MessageKind, decode_forget, kind_of
 
 REQUESTS = 16
 ONE_TENSOR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -175,9 +175,9 @@ def test_adapters_come_change_and_go_under_traffic(
 
     def noted(message: bytes) -> None:
         kind, body = kind_of(message)
-        if kind is Kind.ADAPTER:
+        if kind is MessageKind.ADAPTER:
             complete.append(int.from_bytes(body, "little"))
-        elif kind is Kind.FORGET:
+        elif kind is MessageKind.FORGET:
             with changed:
                 forgotten.extend(decode_forget(body))
                 changed.notify_all()
@@ -252,7 +252,7 @@ def test_an_adapter_that_a_rank_has_no_memory_for_is_refused(
 
     def send_too_large(message: bytes) -> None:
         """Send it, with A of more bytes than there are addresses."""
-        if kind_of(message)[0] is Kind.ADAPTER_PART:
+        if kind_of(message)[0] is MessageKind.ADAPTER_PART:
             message = message[:-16] + struct.pack("<II", 1 << 22, 1 << 24) + message[-8:]
         send(message)
 

@@ -14,7 +14,7 @@ import torch
 from factories.engine.fake_engine import Answer, engine_config, request, run
 from factories.engine.model_engine import load_tiny, model_engine
 from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
-from penstock.generation.core.modes import GuidanceOptions, TensorOutputs
+from penstock.generation.core.decoding_mode import GuidanceOptions, TensorOutputs
 from penstock.generation.core.request import Request
 from penstock.generation.core.tensors import StepTensors, TensorData
 from penstock.generation.engine.decoding.assisted import AssistanceOptions

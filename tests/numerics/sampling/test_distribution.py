@@ -10,8 +10,8 @@ import pytest
 import torch
 from factories.engine.sequences import params, sequence
 from factories.models.run_kernels import new_sampler
+from penstock.generation.core.decoding_mode import SynthIdOptions, WatermarkOptions
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import SynthIdOptions, WatermarkOptions
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.beam_options import BeamOptions

@@ -14,8 +14,8 @@ from factories.engine.sequences import params, sequence
 from factories.models.run_kernels import new_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.generation.core.decoding_mode import SynthIdOptions, WatermarkOptions
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import SynthIdOptions, WatermarkOptions
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from torch import Tensor

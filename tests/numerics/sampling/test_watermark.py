@@ -10,8 +10,8 @@ import pytest
 import torch
 from factories.engine.sequences import params, sequence
 from factories.models.run_kernels import new_sampler
-from penstock.generation.core.modes import AnyWatermark, SynthIdOptions, WatermarkOptions
-from penstock.generation.sampling.ops import synthid
+from penstock.generation.core.decoding_mode import AnyWatermark, SynthIdOptions, WatermarkOptions
+from penstock.generation.sampling.ops import synthid_numbers
 from penstock.generation.sampling.ops.green_lists import green_bits, is_green
 from penstock.generation.sampling.watermark_detector import SynthIdDetector, TooFewTokens, WatermarkDetector
 from transformers import LlamaConfig, WatermarkingConfig
@@ -143,8 +143,8 @@ def test_synthids_table_is_made_once_for_a_request() -> None:
     for seed in range(6):
         options = SynthIdOptions(2, (1, 2), sampling_table_seed=10**9 + seed, sampling_table_size=64)
         rows.append(sequence([5, 6, 7], params(do_sample=True, seed=seed, watermark=options), seq_id=seed))
-    before = synthid._table.cache_info().misses
+    before = synthid_numbers._table.cache_info().misses
     for _ in range(4):
         for row, drawn in zip(rows, sampler.sample(torch.zeros(6, VOCAB), rows), strict=True):
             row.append(drawn.token_id)
-    assert synthid._table.cache_info().misses - before == 6
+    assert synthid_numbers._table.cache_info().misses - before == 6

@@ -34,7 +34,7 @@ from penstock.router.tokenizer.detokenize import Detokenizer as RouterDetokenize
 from penstock.text.text_decoder import TextDecoder
 from penstock.text.token_bytes import TokenBytes, UnsupportedTokenizer
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
-from penstock.tokenizer.detokenizer import DetokenizerFactory
+from penstock.tokenizer.detokenizer_factory import DetokenizerFactory
 from penstock.tokenizer.tokenizer import TextTokenizer, Vocabulary
 from penstock.v1 import tokenizer_pb2 as pb
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers

@@ -8,7 +8,7 @@ import torch
 from penstock.common.dtypes import BY_NAME, DTYPES, Dtype, dtype_name, stored_bytes
 from penstock.common.errors import StartupError
 from penstock.generation.devices.torch_dtypes import named_dtype, stored_name, torch_dtype
-from penstock.generation.wire.dtypes import from_dtype, to_dtype
+from penstock.generation.wire.dtype_messages import from_dtype, to_dtype
 from penstock.v1 import common_pb2
 from safetensors.torch import save
 

@@ -23,7 +23,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.registry import FAMILIES, checkpoint_weights, load_model, read_model_config
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.weights.files import INDEX_FILE, SINGLE_FILE, file_names, least_weight_bytes
-from penstock.generation.wire.options import from_options
+from penstock.generation.wire.option_messages import from_options
 from safetensors.torch import load_file, save_file
 
 CPU = CPUDevice()

@@ -25,16 +25,16 @@ from penstock.common.checkpoint import demo_folder
 from penstock.common.credentials import TokenFile, channel_tls_context, tls_context
 from penstock.common.errors import StartupError
 from penstock.common.modelscope import CHECKSUMS
-from penstock.compat.mindie.model_config import ModelSettings
+from penstock.compat.mindie.model_settings import ModelSettings
 from penstock.generation.core.model_config import ModelRoute
-from penstock.generation.grammar.tokenizer import GrammarTokenizer
+from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.startup.draft_model import _token_ids
 from penstock.generation.startup.vocabulary import read_token_bytes
 from penstock.generation.weights.files import INDEX_FILE, PACKED_FILE
 from penstock.tokenizer.bundle import TokenizerBundle, checked
+from penstock.tokenizer.load_bundle import check_folder
 from penstock.tokenizer.load_process import _limit
-from penstock.tokenizer.loader import check_folder
 
 TLS = ROOT / "tests" / "factories" / "servers" / "tls"
 

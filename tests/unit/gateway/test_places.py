@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from penstock.gateway.errors import HttpError
+from penstock.gateway.http_errors import HttpError
 from penstock.gateway.places import ANYBODY, BodyBytes
 
 

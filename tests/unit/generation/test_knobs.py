@@ -12,10 +12,10 @@ from pathlib import Path
 import penstock
 import pytest
 from penstock.common.options import options_of
-from penstock.generation.adapters.limits import AdapterLimits, AdapterOptions
+from penstock.generation.adapters.adapter_limits import AdapterLimits, AdapterOptions
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.config import EngineConfig, EngineOptions
-from penstock.generation.options.limits import RequestBounds, RequestLimits
+from penstock.generation.options.request_limits import RequestBounds, RequestLimits
 
 PACKAGE = Path(penstock.__file__).parent / "generation"
 # From the flags to the engine.
@@ -39,7 +39,7 @@ sys.meta_path.insert(0, Finder())
 from penstock.cli.reference import configuration_markdown
 from penstock.common.config import from_env_and_flags
 from penstock.common.options import values_of
-from penstock.generation.adapters.limits import AdapterLimits, AdapterOptions
+from penstock.generation.adapters.adapter_limits import AdapterLimits, AdapterOptions
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.config import EngineConfig, EngineOptions
 config = from_env_and_flags(GenerationServiceConfig, {"spare_knob": "5"})

@@ -16,13 +16,13 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from penstock.cli.client import sampling as command_line
 from penstock.common.errors import InvalidArgument, StartupError
 from penstock.common.options import options_of
-from penstock.generation.core.modes import Scope
+from penstock.generation.core.decoding_mode import Scope
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.options import resolve as resolving
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.options.kinds import INTEGER, SIZE
-from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.option_spec import OptionSpec
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import Resolved, resolve
 from penstock.generation.options.table import SECTIONS, OutputOptions, RequestOptions, StopOptions
@@ -31,7 +31,7 @@ from penstock.generation.sampling import batch, row_plan
 from penstock.generation.sampling.draw_context import DrawContext
 from penstock.generation.sampling.processors import PROCESSORS
 from penstock.generation.sampling.processors.base import Processor, Stage, params_by_row
-from penstock.generation.wire import options as wire
+from penstock.generation.wire import option_messages as wire
 from penstock.v1 import common_pb2, config_pb2
 
 from tools import option_tables

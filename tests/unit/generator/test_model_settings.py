@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from penstock.common.errors import StartupError
 from penstock.compat.mindie import GeneratorTorch
-from penstock.compat.mindie import model_config as model_settings
-from penstock.compat.mindie.model_config import ROWS, ModelConfigError, ModelSettings, with_model_config
+from penstock.compat.mindie import model_settings as model_settings
+from penstock.compat.mindie.model_settings import ROWS, ModelConfigError, ModelSettings, with_model_config
 
 REQUIRED: dict[str, Any] = {"backend_type": "torch", "world_size": 1, "rank": 0, "npu_device_id": 0, "local_rank": 0}
 NAMES = tuple(row.name for row in ROWS)

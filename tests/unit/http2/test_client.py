@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.config import ChannelConfig
 from penstock.http2 import frames
-from penstock.http2.client_stream import END, StreamCall
+from penstock.http2.client_stream import END, ClientStreamCall
 from penstock.v1 import generation_pb2
 from penstock.v1.generation_pb2 import SessionEvent, SessionRequest, SessionResponse
 
@@ -26,7 +26,7 @@ class Peer:
     def __init__(self, *, joins: bool = False) -> None:
         self.socket = Socket()
         config = ChannelConfig(max_message_bytes=LIMIT)
-        self.call: StreamCall[SessionResponse] = StreamCall(
+        self.call: ClientStreamCall[SessionResponse] = ClientStreamCall(
             frames.request_headers([(":path", "/a/b")]), SessionResponse.FromString, config, joins=joins
         )
         self.call.connection_made(self.socket)

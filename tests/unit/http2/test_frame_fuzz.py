@@ -10,7 +10,7 @@ import pytest
 from factories.wire.frame_fuzz import Fuzzer, replace_log
 from penstock.common.heap import trim_heap
 from penstock.http2.client_calls import CallsConnection
-from penstock.http2.client_stream import StreamCall
+from penstock.http2.client_stream import ClientStreamCall
 from penstock.http2.server_call import Call
 from penstock.http2.server_connection import Connection
 
@@ -37,7 +37,7 @@ async def test_frames_of_any_kind_do_no_harm(monkeypatch: pytest.MonkeyPatch) ->
     totals = await fuzzer.run(FRAMES)
     assert not log.errors
     gc.collect()
-    left = [one for one in gc.get_objects() if type(one) in (Connection, CallsConnection, StreamCall, Call)]
+    left = [one for one in gc.get_objects() if type(one) in (Connection, CallsConnection, ClientStreamCall, Call)]
     # The last connection may still be in a frame of the run that has ended.
     assert len(left) < 50
     # What is free in the heap is other tests' as well.

@@ -18,7 +18,7 @@ from penstock.router.tokenizer.tokenizer_link import fetch_decode_table
 from penstock.text.detokenizer import DecodeTable
 from penstock.tokenizer import convert
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
-from penstock.tokenizer.detokenizer import DetokenizerFactory
+from penstock.tokenizer.detokenizer_factory import DetokenizerFactory
 from penstock.tokenizer.tokenizer import clean_up
 from penstock.v1 import common_pb2
 from penstock.v1 import tokenizer_pb2 as pb

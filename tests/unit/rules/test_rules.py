@@ -9,8 +9,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
+import penstock
+import pytest
 from factories.source_tree import STUBS
+from penstock.compat import mindie
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "services" / "penstock"
@@ -45,7 +49,7 @@ STUB_IMPORTERS = {
         "backends/prefix_index",
     },
     # Options and answers in the client's and the service's own forms.
-    "generator": {"requests", "answers"},
+    "generator": {"requests", "answer_reader"},
     "compat": {"kserve/infer_message", "kserve/inference_service"},
     "cli": {path.relative_to(PACKAGE / "cli").with_suffix("").as_posix() for path in (PACKAGE / "cli").rglob("*.py")},
 }
@@ -167,3 +171,11 @@ def test_configurations_import_light() -> None:
 def test_no_name_of_this_machine_is_in_a_file() -> None:
     texts = (path for path in EVERYTHING if path != Path(__file__))
     assert not {inside(path) for path in texts if str(ROOT) in text_of(path)}
+
+
+@pytest.mark.parametrize("package", [penstock, mindie], ids=lambda package: package.__name__)
+def test_names_that_are_imported_when_they_are_asked_for_are_where_the_package_says(package: ModuleType) -> None:
+    folder = PACKAGE / "generator" if package is penstock else Path(str(package.__file__)).parent
+    assert package._HOMES.keys() <= set(package.__all__)
+    for name, home in package._HOMES.items():
+        assert f"class {name}" in text_of(folder / f"{home}.py")

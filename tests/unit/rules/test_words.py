@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from factories.source_tree import FOREIGN
+from factories.source_tree import FOREIGN, rooms
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "services" / "penstock"
@@ -25,8 +24,6 @@ _DEFINITION = re.compile(r"\b(?:class|def)\s+(\w+)")
 WHERE = {"names", "classes", "files", "beginnings", "engine", "csrc"}
 ENGINE = ("services/penstock/generation/engine/", "tests/unit/generation/engine/")
 PLAIN = ("services/", "clients/", "protos/", "tools/")
-# config.py, app.py and their like: names that a reader finds more than twice in the package.
-MOST_COMMON_NAMES = 9
 
 
 @cache
@@ -143,11 +140,54 @@ def test_retired_words_name_no_file_of_the_kernels() -> None:
     assert not kernels & retired("csrc")
 
 
-def test_few_file_names_occur_more_than_twice() -> None:
-    files = (Path(path).name for path in sources() if path.startswith("services/penstock/"))
-    counts = Counter(name for name in files if name != "__init__.py")
-    common = sorted(name for name, count in counts.items() if count > 2)
-    assert len(common) <= MOST_COMMON_NAMES, common
+@cache
+def homes() -> dict[str, tuple[str, ...]]:
+    """Word -> the rooms with names that may have it, from the glossary's table of words with a home."""
+    _, _, section = GLOSSARY.read_text(encoding="utf-8").partition("## Words with a home")
+    rows = re.findall(r"^\| (`.+) \| (`.+) \|$", section.partition("\n## ")[0], re.MULTILINE)
+    return {
+        word: tuple(re.findall(r"`([\w.]+)`", allowed))
+        for words, allowed in rows
+        for word in re.findall(r"`(\w+)`", words)
+    }
+
+
+def homeless_in(path: str, source: str) -> Iterator[str]:
+    """Yield the names of a file of the package and of its classes that have a word of another room."""
+    module = path.removeprefix("services/penstock/").removesuffix(".py").replace("/", ".") + "."
+    for name in (Path(path).stem, *re.findall(r"^ *class (\w+)", source, re.MULTILINE)):
+        parts = {one.removesuffix("s") for one in snake(name).split("_")}
+        for word, allowed in homes().items():
+            if word in parts and not any(module.startswith(room + ".") for room in allowed):
+                yield f"{path} {name}: {word}"
+
+
+def test_words_with_a_home_name_nothing_elsewhere() -> None:
+    inside = {path: source for path, source in sources().items() if path.startswith("services/penstock/")}
+    assert not [found for path, source in inside.items() for found in homeless_in(path, source)]
+
+
+def test_homes_are_rooms_with_files_that_have_the_word() -> None:
+    assert len(homes()) > 10
+    named = {room.name for room in rooms()}
+    assert not {room for allowed in homes().values() for room in allowed} - named
+    for word, places in homes().items():
+        folders = [f"services/penstock/{room.replace('.', '/')}/" for room in places]
+        assert all(
+            any(word in text.lower() for path, text in sources().items() if path.startswith(one)) for one in folders
+        )
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("services/penstock/gateway/admission.py", ""),
+        ("services/penstock/generation/parallel/launch.py", "class RankPlaces: ..."),
+        ("services/penstock/generation/runner/a.py", "class FusedStep: ..."),
+    ],
+)
+def test_a_word_away_from_home_would_be_seen(path: str, source: str) -> None:
+    assert len(list(homeless_in(path, source))) == 1
 
 
 def test_every_row_of_retired_words_says_where_and_what_instead() -> None:

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from penstock.common.config import ServerConfig
 from penstock.common.errors import InvalidArgument
-from penstock.generation.options.limits import DEFAULT_LIMITS
+from penstock.generation.options.request_limits import DEFAULT_LIMITS
 from penstock.serving.message_fields import bounded, check_fields
 from penstock.v1 import common_pb2, config_pb2, text_pb2
 

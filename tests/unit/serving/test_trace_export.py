@@ -17,7 +17,7 @@ from penstock.common.metrics import GrpcServerMetrics
 from penstock.common.tracing import current_span, exemplar, outgoing, parse_context, stage
 from penstock.generation.core.request import FinishedOutput, FinishReason, RequestTimings, SequenceFinish
 from penstock.generation.delivery.request_spans import begin_in_session, end_finished, end_refused
-from penstock.router.requests.request_spans import begin_attempt
+from penstock.router.requests.attempt_spans import begin_attempt
 from penstock.serving.interceptors import CallInterceptor
 from penstock.serving.trace_export import Tracing, start_tracing
 from penstock.v1 import generation_pb2

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import StartupError
-from penstock.tokenizer import control_tokens, loader
+from penstock.tokenizer import control_tokens, load_bundle
 from penstock.tokenizer import tokenizer as tokenizer_file
-from penstock.tokenizer.loader import check_folder
+from penstock.tokenizer.load_bundle import check_folder
 from penstock.tokenizer.tokenizer import EncodeOptions, SpelledTokens, TextTokenizer, Vocabulary
 from tokenizers import AddedToken, Tokenizer, models
 
@@ -210,18 +210,18 @@ def test_a_decoding_table_is_made_without_a_dictionary_of_the_tokens(monkeypatch
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that the service itself parses."""
     names: list[str] = []
-    check: Callable[[Path], None] = loader._check_json
+    check: Callable[[Path], None] = load_bundle._check_json
 
     def noted(path: Path) -> None:
         names.append(path.name)
         check(path)
 
-    monkeypatch.setattr(loader, "_check_json", noted)
+    monkeypatch.setattr(load_bundle, "_check_json", noted)
     return names
 
 
 async def test_the_service_leaves_the_large_file_to_the_process_that_loads_it(parsed: list[str]) -> None:
-    await loader.load_bundle(demo_folder(), timeout_seconds=120)
+    await load_bundle.load_bundle(demo_folder(), timeout_seconds=120)
     assert "tokenizer.json" not in parsed
 
 
@@ -231,5 +231,5 @@ async def test_a_broken_large_file_is_named_as_clearly(tmp_path: Path, parsed: l
     (tmp_path / "tokenizer.json").write_text("[]")
     check_folder(tmp_path, whole=False)
     with pytest.raises(StartupError, match=r"tokenizer\.json is not a JSON object; check MODEL"):
-        await loader.load_bundle(tmp_path, timeout_seconds=120)
+        await load_bundle.load_bundle(tmp_path, timeout_seconds=120)
     assert parsed.count("tokenizer.json") == 1

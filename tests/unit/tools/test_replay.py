@@ -14,7 +14,7 @@ import pytest
 from factories.engine.fake_engine import FakeDrafter, FakeRunner, engine_config, prompt_embeds, request
 from factories.engine.host_pools import AnyPolicy
 from penstock.common.errors import ResourceExhausted
-from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.decoding_mode import GuidanceOptions
 from penstock.generation.core.prompt_embeds import PLACEHOLDER, PromptEmbeds
 from penstock.generation.core.request import Purpose, Request, TokenHealingOptions
 from penstock.generation.engine import trace_file

@@ -15,10 +15,10 @@ import typer
 from penstock import __version__
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.bench.dataset import DatasetPrompts
-from penstock.cli.bench.load import Loop, PromptSource, Run
+from penstock.cli.bench.load_loop import Loop, PromptSource, Run
 from penstock.cli.bench.plot import check_plot, draw
 from penstock.cli.bench.report import greatest_rate_served, summary, sweep_tables, tables
-from penstock.cli.bench.target import Prompts, Target
+from penstock.cli.bench.target import BenchTarget, Prompts
 from penstock.cli.client.connection import connect
 from penstock.cli.console import complain, console
 from penstock.cli.flags import ENV_NOTE, Overrides, command
@@ -87,7 +87,7 @@ def run_bench(given: Overrides) -> int:
 
 async def _measure(config: BenchConfig) -> dict[str, Any]:
     prompts: PromptSource | None = None if config.dataset is None else DatasetPrompts(config, config.dataset)
-    target, progress = connect(config, lambda client: Target(config, client)), ProgressLine(config.quiet)
+    target, progress = connect(config, lambda client: BenchTarget(config, client)), ProgressLine(config.quiet)
     runs: list[dict[str, Any]] = []
     try:
         await target.wait_ready()

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.cli.bench.config import BenchConfig
-from penstock.cli.bench.load import Run
+from penstock.cli.bench.load_loop import Run
 from penstock.cli.bench.target import Sample
 
 SHARES = (0.5, 0.9, 0.95, 0.99)

@@ -114,7 +114,7 @@ class Prompts:
         return BenchPrompt(ids, text, self._random.randint(*lengths(config.output_tokens)))
 
 
-class Target:
+class BenchTarget:
     """A connection to a router, or to a generation service. It never retries: a refusal is a result."""
 
     def __init__(self, config: BenchConfig, client: ClientConfig) -> None:

@@ -12,7 +12,7 @@ from penstock.cli.client.connection import GENERATION_HINT, ConnectionConfig, op
 from penstock.cli.client.connection import GROUP as CONNECTION
 from penstock.cli.console import complain, say
 from penstock.cli.flags import Overrides, argument, command
-from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
+from penstock.cli.progress_display import LiveLine, PlainLines, ProgressDisplay, is_live
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
 from penstock.common.options import BoundOption, option, options_of

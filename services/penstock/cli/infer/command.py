@@ -21,7 +21,7 @@ from penstock.cli.infer.config import (
     engine_options,
 )
 from penstock.cli.infer.conversation import converse
-from penstock.cli.infer.line_batch import Batch, BatchFiles
+from penstock.cli.infer.line_batch import BatchFiles, LineBatch
 from penstock.cli.infer.targets import LocalTarget, RemoteTarget, VllmTarget, check_vllm
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
@@ -70,16 +70,16 @@ def run_infer(given: Overrides) -> int:
     if config.use_vllm:
         check_vllm()
         with VllmTarget(config, engine) as vllm:
-            return Batch(config, vllm, files).run()
+            return LineBatch(config, vllm, files).run()
     if config.endpoint:
         connection = from_env_and_flags(ConnectionConfig, {**dialled, "address": config.endpoint})
         with RemoteTarget(config, connection) as remote:
-            return converse(config, remote) if config.interactive else Batch(config, remote, files).run()
+            return converse(config, remote) if config.interactive else LineBatch(config, remote, files).run()
     if dialled:
         flag = next(bound.flag for bound in options_of(ConnectionConfig) if bound.name in dialled)
         raise StartupError(f"{flag} is for an --endpoint: give one, or leave it out", flag=flag)
     with LocalTarget(config, engine) as local:
-        return converse(config, local) if config.interactive else Batch(config, local, files).run()
+        return converse(config, local) if config.interactive else LineBatch(config, local, files).run()
 
 
 def _with_one_adapter(config: InferConfig, engine: dict[str, Any]) -> InferConfig:

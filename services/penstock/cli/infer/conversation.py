@@ -39,7 +39,7 @@ class Turn:
     tokens: int = 0
 
 
-class Conversation:
+class TypedConversation:
     """Turns, options, and the user's commands on both."""
 
     def __init__(self, config: InferConfig, target: TalkingTarget) -> None:
@@ -177,7 +177,7 @@ def converse(config: InferConfig, target: TalkingTarget) -> int:
     """Converse until the end of input, and return the exit code: 1 if a question failed and input is no terminal."""
     allow_any_text()
     is_person = sys.stdin.isatty()
-    conversation = Conversation(config, target)
+    conversation = TypedConversation(config, target)
     if is_person:
         import readline  # noqa: F401  # line editing and history for input()
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.console import complain, say
 from penstock.cli.infer.config import InferConfig, check_asked, generation_config
 from penstock.cli.infer.journal import Journal, json_list, write_whole
-from penstock.cli.infer.prompts import Line, Prompt, Prompter, PromptFile, with_terminators
-from penstock.cli.progress import LINE_SECONDS
+from penstock.cli.infer.prompts import AskedPrompt, Line, Prompter, PromptFile, with_terminators
+from penstock.cli.progress_display import LINE_SECONDS
 from penstock.common.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -29,7 +29,7 @@ from penstock.common.errors import (
 
 if TYPE_CHECKING:
     from penstock.cli.infer.targets import Answer, Target
-    from penstock.generator.batch import BatchProgress
+    from penstock.generator.ordered_batch import BatchProgress
 
 # Exit code of a complete run with lines that have an error in place of an answer.
 SOME_FAILED = 3
@@ -58,7 +58,7 @@ class BatchFiles:
         check_asked(config.asked_options())
 
 
-class Batch:
+class LineBatch:
     """A run over a file of prompts."""
 
     def __init__(self, config: InferConfig, target: Target, files: BatchFiles | None = None) -> None:
@@ -120,7 +120,7 @@ class Batch:
             raise
         return self._finish()
 
-    def _requests(self, waiting: dict[int, Line], ended: Any) -> Iterator[tuple[Prompt, Mapping[str, Any]]]:
+    def _requests(self, waiting: dict[int, Line], ended: Any) -> Iterator[tuple[AskedPrompt, Mapping[str, Any]]]:
         """Yield the prompts and options of the lines to answer, and note the line of each in `waiting` by its index."""
         index = 0
         for line in self._lines:
@@ -132,7 +132,7 @@ class Batch:
                 ended(0, failed=True)
                 continue
             try:
-                prompt = self._prompter.of_line(line.text) if self._prompter else Prompt(line.text)
+                prompt = self._prompter.of_line(line.text) if self._prompter else AskedPrompt(line.text)
             except PenstockError as error:
                 self._journal.add(line, {"input": line.text, "error": error.message})
                 ended(0, failed=True)

@@ -64,7 +64,7 @@ def _line(number: int, text: str) -> Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class AskedPrompt:
     """Input of one request: a text, ids, or messages."""
 
     asked: str | list[int] | list[Message]
@@ -97,19 +97,19 @@ class Prompter:
             told = "the model has no chat template: leave --with-prompt out, or give --prompt-template llama3 or none"
             raise StartupError(told, flag="--prompt-template")
 
-    def of_line(self, line: str) -> Prompt:
+    def of_line(self, line: str) -> AskedPrompt:
         """Return the prompt of one line of a file: in the template, after the system prompt."""
         return self.of_messages([{"role": "user", "content": line}])
 
-    def of_messages(self, messages: Sequence[Message]) -> Prompt:
+    def of_messages(self, messages: Sequence[Message]) -> AskedPrompt:
         """Return the prompt of a conversation; with template none, of its last message alone."""
         if self.template == NONE:
-            return Prompt(messages[-1]["content"])
+            return AskedPrompt(messages[-1]["content"])
         whole = [*self._system, *messages]
         if self.template != LLAMA3:
-            return Prompt(whole)
+            return AskedPrompt(whole)
         assert self._tokenizer is not None
-        return Prompt([*self._front, *self._tokenizer.apply_chat_template(whole)])
+        return AskedPrompt([*self._front, *self._tokenizer.apply_chat_template(whole)])
 
     def text_of(self, line: str) -> str:
         """Return the text of a line in the script's template; empty when the model's own template writes it."""

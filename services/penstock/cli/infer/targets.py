@@ -21,8 +21,8 @@ from penstock_client._options import is_conversation
 from penstock.cli.client.connection import ConnectionConfig, open_client
 from penstock.cli.console import complain
 from penstock.cli.infer.config import InferConfig
-from penstock.cli.infer.prompts import Prompt
-from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
+from penstock.cli.infer.prompts import AskedPrompt
+from penstock.cli.progress_display import LiveLine, PlainLines, ProgressDisplay, is_live
 from penstock.common.checkpoint import model_name, resolve_model, source_name
 from penstock.common.errors import ResourceExhausted, StartupError
 from penstock.compat.option_names import VLLM_SAMPLING
@@ -66,7 +66,7 @@ class Answer:
         )
 
 
-Asked = tuple[Prompt, Mapping[str, Any]]
+Asked = tuple[AskedPrompt, Mapping[str, Any]]
 Answers = Iterator[tuple[int, "Answer | Exception"]]
 
 
@@ -88,7 +88,7 @@ class Target(Protocol):
 class TalkingTarget(Target, Protocol):
     """An engine that can also stream."""
 
-    def stream(self, prompt: Prompt, options: Mapping[str, Any]) -> Stream | TextStream:
+    def stream(self, prompt: AskedPrompt, options: Mapping[str, Any]) -> Stream | TextStream:
         """Begin one answer."""
 
 
@@ -138,7 +138,7 @@ class LocalTarget:
         for index, answer in self._generator.generate_each(asked):
             yield index, answer if isinstance(answer, Exception) else Answer.of(answer)
 
-    def stream(self, prompt: Prompt, options: Mapping[str, Any]) -> TextStream:
+    def stream(self, prompt: AskedPrompt, options: Mapping[str, Any]) -> TextStream:
         """See Target."""
         return self._generator.stream(prompt.asked, None, **options)
 
@@ -257,7 +257,7 @@ class RemoteTarget:
                 if error.retry_after_seconds is None or self._closing.wait(error.retry_after_seconds):
                     raise
 
-    def stream(self, prompt: Prompt, options: Mapping[str, Any]) -> Stream:
+    def stream(self, prompt: AskedPrompt, options: Mapping[str, Any]) -> Stream:
         """See Target."""
         return self._client.stream(prompt.asked, **options)
 
@@ -268,7 +268,7 @@ def _tokenizer(config: InferConfig) -> LocalTokenizer | None:
     if named is None:
         return None
     from penstock.generator.text import LocalTokenizer
-    from penstock.tokenizer.loader import load_bundle
+    from penstock.tokenizer.load_bundle import load_bundle
 
     bundle = asyncio.run(load_bundle(resolve_model(named), timeout_seconds=_TOKENIZER_SECONDS))
     return LocalTokenizer(bundle, allow_control_tokens=config.allow_control_tokens_in_text)
@@ -335,7 +335,7 @@ class VllmTarget:
             texts = [before + one.text for one in output.outputs]
             yield index, Answer(texts, str(output.outputs[0].finish_reason or ""), tokens, [])
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: AskedPrompt) -> list[int]:
         assert self.tokenizer is not None
         if isinstance(prompt.asked, str):
             return self.tokenizer.encode(prompt.asked)

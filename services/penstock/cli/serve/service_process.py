@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from penstock.cli.console import say
-from penstock.cli.progress import serve_display
+from penstock.cli.progress_display import serve_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import Reporter
 from penstock.common.checkpoint import check_model
@@ -87,7 +87,7 @@ ROLES = {
             "penstock.generation.app:GenerationApp",
             preload_path="penstock.generation.startup.preload:begin",
             rank_path="penstock.generation.parallel.launched_rank:run_rank",
-            flags_path="penstock.compat.mindie.model_config:with_model_config",
+            flags_path="penstock.compat.mindie.model_settings:with_model_config",
         ),
         Role("router", "penstock.router.config:RouterConfig", "penstock.router.app:RouterApp"),
         Role("gateway", "penstock.gateway.config:GatewayConfig", "penstock.gateway.app:GatewayApp", protocol="HTTP"),
@@ -168,7 +168,7 @@ def run_role(
         if (code := role.be_rank(config)) is not None:
             return code
         if isinstance(config, ServerConfig) and getattr(config, "processes", 1) > 1:
-            from penstock.cli.serve.workers import run_workers
+            from penstock.cli.serve.worker_processes import run_workers
 
             return run_workers(role.name, overrides, config, reporter)
         return _serve(role, config, reporter, Gate(gate_fd, reporter) if gate_fd is not None else None)

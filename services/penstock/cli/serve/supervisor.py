@@ -20,7 +20,7 @@ OnProgress = Callable[[str, StageProgress | None], None]
 KILL_MARGIN_SECONDS = 10.0
 
 
-class ChildEnded(Exception):
+class ServiceEnded(Exception):
     """A process of the tree ended without a request to end."""
 
     def __init__(self, name: str, exit_code: int) -> None:
@@ -101,7 +101,7 @@ class Supervisor:
         code = await child.process.wait()
         for waiting in (child.listening, child.loaded, child.ready):
             if not waiting.done():
-                waiting.set_exception(ChildEnded(child.name, 128 - code if code < 0 else code or 1))
+                waiting.set_exception(ServiceEnded(child.name, 128 - code if code < 0 else code or 1))
                 # Marks the error as retrieved: the tree ends in any case.
                 waiting.exception()
         return code
@@ -154,7 +154,7 @@ class Supervisor:
 
 
 async def first_of(wanted: list[asyncio.Future[Report]], stop: asyncio.Event, on_each: Callable[[int], None]) -> bool:
-    """Wait for every report; False when `stop` came first. Raises the first StartupError or ChildEnded.
+    """Wait for every report; False when `stop` came first. Raises the first StartupError or ServiceEnded.
 
     `on_each(i)` is called as each report arrives.
     """

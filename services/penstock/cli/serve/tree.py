@@ -12,11 +12,11 @@ from typing import Any, cast
 from penstock import __version__
 from penstock.cli.console import complain_or_log
 from penstock.cli.flags import as_flags
-from penstock.cli.progress import ProgressDisplay, parent_display
+from penstock.cli.progress_display import ProgressDisplay, parent_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import READY, Report, Reporter
 from penstock.cli.serve.service_process import ROLES, Role, begin_log, check_models
-from penstock.cli.serve.supervisor import ChildEnded, ServiceProcess, Supervisor, first_of
+from penstock.cli.serve.supervisor import ServiceEnded, ServiceProcess, Supervisor, first_of
 from penstock.common.addresses import require_free_port
 from penstock.common.checkpoint import model_name
 from penstock.common.config import ChannelConfig, ServerConfig, from_env_and_flags
@@ -141,7 +141,7 @@ class Tree:
             finally:
                 self.display.close()
             return await self._serve(supervisor) if is_ready else 0
-        except ChildEnded as ended:
+        except ServiceEnded as ended:
             complain_or_log(str(ended))
             return ended.exit_code
         finally:
@@ -226,7 +226,7 @@ class Tree:
         stop.cancel()
         if broken.done() and not self.ended.is_set():
             child = broken.result()
-            raise ChildEnded(child.name, child.exit_code)
+            raise ServiceEnded(child.name, child.exit_code)
         broken.cancel()
         await supervisor.stop(self.hurry)
         codes = [child.ended.result() for child in supervisor.children]

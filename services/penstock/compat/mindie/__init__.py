@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.compat.mindie.by_hand import ModelInput, SamplingMetadata
     from penstock.compat.mindie.generator_torch import GeneratorTorch
-    from penstock.compat.mindie.lora import LoraStatus
-    from penstock.compat.mindie.model_config import ModelConfigError
+    from penstock.compat.mindie.lora_status import LoraStatus
+    from penstock.compat.mindie.model_settings import ModelConfigError
 
 __all__ = ["GeneratorTorch", "LoraStatus", "ModelConfigError", "ModelInput", "SamplingMetadata"]
 
 # Imported when they are asked for: --model-config reads the dictionary before there is torch.
 _HOMES = {
     "GeneratorTorch": "generator_torch",
-    "LoraStatus": "lora",
-    "ModelConfigError": "model_config",
+    "LoraStatus": "lora_status",
+    "ModelConfigError": "model_settings",
     "ModelInput": "by_hand",
     "SamplingMetadata": "by_hand",
 }

@@ -82,7 +82,7 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _InputRows:
     """A checked ModelInput."""
 
     input_ids: np.ndarray
@@ -121,7 +121,7 @@ class ForwardPass:
         )
         return self._model.compute_logits(hidden, None if rows.adapters is None else rows.adapters.select(rows.wanted))
 
-    def _read(self, given: ModelInput) -> _Rows:
+    def _read(self, given: ModelInput) -> _InputRows:
         ids = self._flat("input_ids", given.input_ids)
         if not len(ids) or ids.min() < 0 or ids.max() >= self._model.config.vocab_size:
             raise InvalidArgument("input_ids", f"must be ids below {self._model.config.vocab_size}, at least one")
@@ -150,7 +150,7 @@ class ForwardPass:
         if len(set(places.tolist())) < len(places):
             raise InvalidArgument("slots", "no slot may come twice")
         wanted, adapters = self._wanted(given, lengths), self._adapter_batch(given, lengths)
-        return _Rows(ids, positions, places, metadata, wanted, used, adapters)
+        return _InputRows(ids, positions, places, metadata, wanted, used, adapters)
 
     def _adapter_batch(self, given: ModelInput, lengths: list[int]) -> AdapterBatch | None:
         """Return the adapters of the rows; None: there are none. One that left memory is read again."""

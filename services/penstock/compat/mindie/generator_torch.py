@@ -19,11 +19,11 @@ from penstock.compat.mindie.by_hand import (
     copy_blocks,
     swap_blocks,
 )
-from penstock.compat.mindie.lora import LoraStatus, load_lora, unload_lora
-from penstock.compat.mindie.model_config import ModelSettings
+from penstock.compat.mindie.lora_status import LoraStatus, load_lora, unload_lora
+from penstock.compat.mindie.model_settings import ModelSettings
 from penstock.generation.adapters.store import AdapterStore
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.core.modes import PLAIN
+from penstock.generation.core.decoding_mode import PLAIN
 from penstock.generation.core.step import SampledToken
 from penstock.generation.service import WarmUpSize
 from penstock.generation.wire.convert import to_generate_options

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.common.environment import child_environment
 from penstock.common.errors import InvalidArgument
-from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.adapters.adapter_limits import AdapterLimits
 
 _PLAIN = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 # A pattern with a repeated group, or many repetitions, is refused before anything runs.

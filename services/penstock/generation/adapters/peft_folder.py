@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.errors import InvalidArgument
-from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.adapters.adapter_limits import AdapterLimits
 from penstock.generation.adapters.module_patterns import ModulePatterns
 from penstock.generation.devices.torch_dtypes import STORED_DTYPES
 from penstock.generation.layers.lora import SITES_A_LAYER, AdapterWeights, EmbeddingPart, LoraPart
@@ -59,7 +59,7 @@ _COMPARED = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TargetModule:
     """A module's place in the model: its site, first output and shape."""
 
     site: int
@@ -251,7 +251,7 @@ class PeftFolder:
             raise _unsupported(f"modules_to_save ({module}): this model multiplies its embedding")
         self._saved[module] = (name, tensor)
 
-    def _header(self, places: Mapping[str, _Place]) -> dict[str, StoredTensor]:
+    def _header(self, places: Mapping[str, _TargetModule]) -> dict[str, StoredTensor]:
         """Return the tensors of the file. Its header may be no longer than a header with every module of the model.
 
         Parsing JSON holds the interpreter's lock, and so stops all running requests.
@@ -279,7 +279,7 @@ class PeftFolder:
             if tensor.end > size or tensor.end - tensor.begin != math.prod(tensor.shape) * dtype.itemsize:
                 raise _broken(f"{WEIGHTS_FILE} is cut off, or its header is wrong at {name}")
 
-    def _sort(self, name: str, tensor: StoredTensor, places: Mapping[str, _Place]) -> None:
+    def _sort(self, name: str, tensor: StoredTensor, places: Mapping[str, _TargetModule]) -> None:
         """Note a tensor of the file. Raises for one without a meaning here."""
         if not name.startswith(_PREFIX):
             raise _broken(f"{WEIGHTS_FILE}: {name} is not a name of a tensor of an adapter")
@@ -334,10 +334,10 @@ class PeftFolder:
         return a[0]
 
 
-def _places(model: AdaptedModel) -> dict[str, _Place]:
+def _places(model: AdaptedModel) -> dict[str, _TargetModule]:
     """Return the modules that an adapter may change, except the embedding."""
     config = model.config
-    places = {_HEAD: _Place(model.head_site, 0, config.vocab_size, config.hidden_size)}
+    places = {_HEAD: _TargetModule(model.head_site, 0, config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
         for number, linear in enumerate(site_linears(config, layer)):
             if linear is None:
@@ -345,12 +345,12 @@ def _places(model: AdaptedModel) -> dict[str, _Place]:
             first = 0
             for name, rows in zip(linear.parts, linear.rows, strict=True):
                 site = layer * SITES_A_LAYER + number
-                places[f"{layer_prefix(layer)}{name}"] = _Place(site, first, rows, linear.inputs, linear.order)
+                places[f"{layer_prefix(layer)}{name}"] = _TargetModule(site, first, rows, linear.inputs, linear.order)
                 first += rows
     return places
 
 
-def _short_names(places: Mapping[str, _Place]) -> list[str]:
+def _short_names(places: Mapping[str, _TargetModule]) -> list[str]:
     return list(dict.fromkeys(module.rpartition(".")[2] for module in places))
 
 

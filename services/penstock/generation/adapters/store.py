@@ -12,8 +12,8 @@ from typing import Protocol
 
 from penstock.common.errors import InvalidArgument, NotFound, ResourceExhausted
 from penstock.common.units import format_size
+from penstock.generation.adapters.adapter_limits import AdapterLimits
 from penstock.generation.adapters.figures import AdapterFigures, AdapterInfo
-from penstock.generation.adapters.limits import AdapterLimits
 from penstock.generation.core.adapter import Adapter
 
 # Until some request may have ended.
@@ -37,11 +37,11 @@ class AdapterFiles(Protocol):
     def digest(self) -> str:
         """Read the files and return their SHA-256. Raises InvalidArgument."""
 
-    def read(self) -> Weights:
+    def read(self) -> AdapterMatrices:
         """Read the matrices. Raises InvalidArgument, ResourceExhausted and Unavailable as AdapterStore.load."""
 
 
-class Weights(Protocol):
+class AdapterMatrices(Protocol):
     """An adapter's matrices in the model's format."""
 
     num_bytes: int

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.attention.upload import uploaded
+from penstock.generation.attention.to_device import uploaded
 
 if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool

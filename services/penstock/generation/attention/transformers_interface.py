@@ -182,7 +182,7 @@ def _padded(x_THD: Tensor, num_heads: int, width: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _RowGroup:
     """Rows attended at once: N sequences with `num_rows` each, over C keys."""
 
     num_seqs: int
@@ -233,16 +233,16 @@ def _attend(
     return out_THD
 
 
-def _plan(metadata: AttentionMetadata, call: AttentionCall, block_size: int) -> list[_Group]:
+def _plan(metadata: AttentionMetadata, call: AttentionCall, block_size: int) -> list[_RowGroup]:
     """Return the groups of a step, made once for all layers of the same sight."""
     key = ("transformers", call.window, call.chunk, call.num_heads)
     plan = metadata.plans.get(key)
     if plan is None:
         plan = metadata.plans[key] = list(_groups(metadata, call, block_size))
-    return cast("list[_Group]", plan)
+    return cast("list[_RowGroup]", plan)
 
 
-def _groups(metadata: AttentionMetadata, call: AttentionCall, block_size: int) -> Iterator[_Group]:
+def _groups(metadata: AttentionMetadata, call: AttentionCall, block_size: int) -> Iterator[_RowGroup]:
     """Yield decoding sequences in groups of similar contexts, and longer queries piece by piece."""
     # (keys, sequence) of sequences of one row.
     single: list[tuple[int, int]] = []
@@ -292,7 +292,7 @@ def _group(
     length: int | None,
     call: AttentionCall,
     block_size: int,
-) -> _Group:
+) -> _RowGroup:
     """Return the group of `num_rows` rows from `first_rows` on of each of `members`; `length`: the only member's
     context at the last of these rows, None: contexts are whole."""
     device = metadata.slot_mapping.device
@@ -316,4 +316,4 @@ def _group(
         rows = slice(first_rows[0], first_rows[-1] + num_rows)
     else:
         rows = (torch.tensor(first_rows, device=device).unsqueeze(1) + torch.arange(num_rows, device=device)).flatten()
-    return _Group(len(members), num_rows, rows, slots, ~visible[:, None, None])
+    return _RowGroup(len(members), num_rows, rows, slots, ~visible[:, None, None])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.generation.core.modes import (
+from penstock.generation.core.decoding_mode import (
     NO_GUIDANCE,
     PLAIN,
     AnyWatermark,

@@ -49,13 +49,13 @@ class Sequence:
     family: int = 0
     # Classifier-free guidance: the unconditional branch. Its logits guide this sequence's draw. None: no guidance.
     unconditional: Sequence | None = None
-    # Number of trailing tokens of token_ids that are only drafts. They are computed, and `probes` draw after each; a
+    # Number of trailing tokens of token_ids that are only drafts. They are computed, and `verifiers` draw after each; a
     # sequence with drafts draws nothing itself.
     num_draft_tokens: int = 0
-    # (i, probe): the probe draws from the row of token i. A probe holds token_ids[: i + 1], has no blocks, is never
+    # (i, verifier): the verifier draws from the row of token i. It holds token_ids[: i + 1], has no blocks, is never
     # scheduled, and lives for one step.
-    probes: list[tuple[int, Sequence]] = field(default_factory=list)
-    # Sequence that this probe draws from, by its rows; None: this is not a probe.
+    verifiers: list[tuple[int, Sequence]] = field(default_factory=list)
+    # Sequence that this verifier draws from, by its rows; None: this is not a verifier.
     origin: Sequence | None = None
     # First row that gives a log-probability of the prompt's next token; None: none is wanted, or all are known.
     first_logprob_row: int | None = None
@@ -119,14 +119,14 @@ class Sequence:
         if self.grammar is not None and not self.grammar.advance(token_id):
             raise GrammarError("the grammar does not allow the drawn token")
 
-    def append_drafts(self, drafts: list[int], probes: list[tuple[int, Sequence]]) -> None:
-        """Append `drafts`, which `probes` verify; see the fields."""
+    def append_drafts(self, drafts: list[int], verifiers: list[tuple[int, Sequence]]) -> None:
+        """Append `drafts`, which `verifiers` verify; see the fields."""
         self.token_ids.extend(drafts)
         self.num_draft_tokens = len(drafts)
-        self.probes = probes
+        self.verifiers = verifiers
 
     def take_back_drafts(self) -> list[int]:
-        """Remove the drafts and their probes, and return the drafts.
+        """Remove the drafts and their verifiers, and return the drafts.
 
         `num_computed_tokens` stays, for a caller that appends the accepted drafts again and then rolls back.
         """
@@ -134,7 +134,7 @@ class Sequence:
         drafts = self.token_ids[first:]
         del self.token_ids[first:]
         self.num_draft_tokens = 0
-        self.probes = []
+        self.verifiers = []
         return drafts
 
     def roll_back(self, num_tokens: int) -> None:
@@ -145,4 +145,4 @@ class Sequence:
         del self.token_ids[num_tokens:]
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
         self.num_draft_tokens = 0
-        self.probes = []
+        self.verifiers = []

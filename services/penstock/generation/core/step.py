@@ -25,15 +25,15 @@ class ScheduledSequence:
     """Order to compute tokens [start, start + num_tokens) of `sequence`.
 
     `sample` holds the sequences that draw from the last row's logits: none while a prompt is incomplete, usually the
-    sequence itself, and all n siblings when the shared prompt of an n > 1 request is complete. `probes` are (row,
-    probe) of a sequence with drafts: the probe draws from that row, counted from 0 within this entry.
+    sequence itself, and all n siblings when the shared prompt of an n > 1 request is complete. `verifiers` are (row,
+    verifier) of a sequence with drafts: the verifier draws from that row, counted from 0 within this entry.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     sample: tuple[Sequence, ...] = ()
-    probes: tuple[tuple[int, Sequence], ...] = ()
+    verifiers: tuple[tuple[int, Sequence], ...] = ()
 
     @property
     def num_prompt_rows(self) -> int:
@@ -126,7 +126,7 @@ class SampledToken:
 class RunnerOutput:
     """Result of one step."""
 
-    # seq_id -> its draw, for every sequence in a `sample` or `probes`, except unconditional branches.
+    # seq_id -> its draw, for every sequence in a `sample` or `verifiers`, except unconditional branches.
     sampled: dict[int, SampledToken]
     # seq_id -> logprobs of prompt tokens, in order; this step computed the tokens before them.
     prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]]

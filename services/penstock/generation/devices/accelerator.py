@@ -13,12 +13,12 @@ from penstock.generation.devices import KERNELS
 from penstock.generation.devices.base import Device, DeviceMemory
 from penstock.generation.host.memory import host_memory
 from penstock.generation.layers.linear.dense import PlainLinearMethod
-from penstock.generation.sampling.kernels import QueuedSampling
+from penstock.generation.sampling.sampling_kernels import QueuedSampling
 
 if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
     from penstock.generation.layers.linear.base import LinearMethod
-    from penstock.generation.sampling.kernels import SamplingKernels
+    from penstock.generation.sampling.sampling_kernels import SamplingKernels
 
 
 class Accelerator(Device):

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from penstock.generation.devices.graph_capture import GraphCapture
     from penstock.generation.host.arena import Arena
     from penstock.generation.host.mapped import MappedFile
-    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.linear.base import LinearMethod
-    from penstock.generation.sampling.kernels import SamplingKernels
+    from penstock.generation.sampling.sampling_kernels import SamplingKernels
 
 # Tokens of one KV block, unless the operator or the device needs another size.
 BLOCK_SIZE = 16

@@ -26,14 +26,14 @@ from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES, named_dtyp
 from penstock.generation.host.arena import Arena
 from penstock.generation.host.cpu_features import packing_obstacle
 from penstock.generation.host.memory import host_memory
-from penstock.generation.layers.kernels import LayerKernels, NativeKernels
+from penstock.generation.layers.layer_kernels import LayerKernels, NativeKernels
 from penstock.generation.layers.linear import FP8, QUANTIZATIONS
 from penstock.generation.layers.linear.base import LinearMethod
 from penstock.generation.layers.linear.dense import PlainLinearMethod, cpu_linear_method
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
 from penstock.generation.layers.linear.int8 import Int8LinearMethod
 from penstock.generation.layers.linear.native import NativeLinearMethod, formats
-from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
+from penstock.generation.sampling.sampling_kernels import NativeSampling, SamplingKernels
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -21,7 +21,7 @@ from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.accelerator import Accelerator
 from penstock.generation.devices.cuda_graphs import CUDAGraphs
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES, named_dtype
-from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear import FP8
 from penstock.generation.layers.linear.fp8 import Fp8LinearMethod
 from penstock.generation.layers.linear.int4_cuda import CudaInt4Method

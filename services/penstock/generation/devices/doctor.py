@@ -14,7 +14,7 @@ from penstock.generation.attention.base import AttentionLayer, AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.base import Device
-from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear.base import INT4, INT8, LinearMethod, WholeRows
 from penstock.generation.layers.linear.int4 import GROUP
 

@@ -21,7 +21,7 @@ from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.accelerator import Accelerator
 from penstock.generation.devices.npu_graphs import NPUGraphs
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES, named_dtype
-from penstock.generation.layers.kernels import LayerKernels, NPUKernels
+from penstock.generation.layers.layer_kernels import LayerKernels, NPUKernels
 from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.layers.linear.dense import PlainLinearMethod
 from penstock.generation.layers.linear.npu_products import DTYPES as PRODUCT_DTYPES

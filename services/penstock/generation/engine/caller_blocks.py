@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import FailedPrecondition
-from penstock.generation.engine.admission import shareable
+from penstock.generation.engine.acceptance import shareable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence, Sized
 
     from penstock.generation.core.request import Request
     from penstock.generation.engine.config import EngineConfig
-    from penstock.generation.engine.listener import EngineListener
+    from penstock.generation.engine.engine_listener import EngineListener
     from penstock.generation.engine.scheduler import Scheduler
 
 

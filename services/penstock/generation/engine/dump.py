@@ -255,7 +255,7 @@ def _step(config: EngineConfig, scheduler: Scheduler) -> StepDump:
 
 def _rows(group: SequenceGroup, entries: list[ScheduledSequence]) -> RowsDump:
     prompt_rows = sum(entry.num_prompt_rows for entry in entries)
-    draft_rows = sum(max(len(entry.probes) - 1, 0) for entry in entries)
+    draft_rows = sum(max(len(entry.verifiers) - 1, 0) for entry in entries)
     return RowsDump(
         request=request_key(group.request.request_id),
         sequences=len(entries),

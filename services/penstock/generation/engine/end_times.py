@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import DeadlineExceeded
-from penstock.generation.engine.admission import must_end_in_time
+from penstock.generation.engine.acceptance import must_end_in_time
 from penstock.generation.engine.deadlines import DeadlineQueue
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from penstock.common.errors import (
 from penstock.common.logging import get_logger
 from penstock.generation.core.request import FinishReason, Purpose, RequestOutput
 from penstock.generation.core.step import CopyKind, SchedulerOutput
-from penstock.generation.engine.admission import (
+from penstock.generation.engine.acceptance import (
     check_capacity,
     check_deadline,
     demand_of,
@@ -27,7 +27,7 @@ from penstock.generation.engine.admission import (
 )
 from penstock.generation.engine.caller_blocks import CallerBlocks
 from penstock.generation.engine.decoding.base import no_token_left
-from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
+from penstock.generation.engine.decoding.mode_registry import MODES, ModeRegistry
 from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.dump import dump_engine
 from penstock.generation.engine.end_times import EndTimes, wait_too_long
@@ -35,7 +35,7 @@ from penstock.generation.engine.fairness.fair_turns import FairTurns
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.ngram_memory import NgramMemory
 from penstock.generation.engine.pace_meter import PaceMeter
-from penstock.generation.engine.report import RequestReport
+from penstock.generation.engine.request_report import RequestReport
 from penstock.generation.engine.scheduler import Scheduler
 from penstock.generation.engine.stats import EngineLoad, EngineStats, MemorySize, StepSample
 from penstock.generation.engine.step_watch import StepWatch
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.dump import EngineDump
-    from penstock.generation.engine.listener import EngineListener
+    from penstock.generation.engine.engine_listener import EngineListener
     from penstock.generation.engine.swap_or_recompute import SwapPolicy
     from penstock.text.token_bytes import TokenBytes
 
@@ -621,9 +621,9 @@ def _num_copies(output: SchedulerOutput) -> tuple[int, int]:
 def _drawers(group: SequenceGroup, sampled: Mapping[Sequence, SampledToken]) -> Iterable[Sequence]:
     for sequence in group.sequences:
         yield sequence
-        for index, probe in sequence.probes:
-            yield probe
-            token = sampled.get(probe)
+        for index, verifier in sequence.verifiers:
+            yield verifier
+            token = sampled.get(verifier)
             if token is None or sequence.token_ids[index + 1 : index + 2] != [token.token_id]:
                 break
 

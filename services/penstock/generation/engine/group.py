@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.request import Request
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.engine.decoding.base import DecodingStrategy
-    from penstock.generation.engine.report import RequestReport
+    from penstock.generation.engine.request_report import RequestReport
 
 
 class GroupState(enum.Enum):

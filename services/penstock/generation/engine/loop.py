@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from penstock.common.errors import Internal, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.common.logging import describe_frames, get_logger
-from penstock.generation.engine.report import refusal
+from penstock.generation.engine.request_report import refusal
 from penstock.generation.engine.stats import EngineLoad
 
 if TYPE_CHECKING:

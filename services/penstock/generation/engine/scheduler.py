@@ -236,7 +236,7 @@ class Scheduler:
             if not group.is_forked:
                 for follower in group.fork_followers(sequence):
                     self._fork(sequence, follower, sequence.num_computed_tokens)
-            drawers = [probe for _, probe in entry.probes] if entry.probes else entry.sample
+            drawers = [verifier for _, verifier in entry.verifiers] if entry.verifiers else entry.sample
             if drawers:
                 sampled = progress.setdefault(group, {})
                 for drawer in drawers:

@@ -121,8 +121,8 @@ class StepPlan:
 
 
 def _entry(sequence: Sequence, start: int, num_tokens: int, sample: tuple[Sequence, ...]) -> ScheduledSequence:
-    probes: tuple[tuple[int, Sequence], ...] = ()
-    if sequence.probes:
+    verifiers: tuple[tuple[int, Sequence], ...] = ()
+    if sequence.verifiers:
         end = start + num_tokens
-        probes = tuple((index - start, probe) for index, probe in sequence.probes if start <= index < end)
-    return ScheduledSequence(sequence, start, num_tokens, sample, probes)
+        verifiers = tuple((index - start, verifier) for index, verifier in sequence.verifiers if start <= index < end)
+    return ScheduledSequence(sequence, start, num_tokens, sample, verifiers)

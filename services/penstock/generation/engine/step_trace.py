@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from penstock import __version__
 from penstock.generation.core.draw import DrawKind
+from penstock.generation.engine.engine_listener import EngineListener
 from penstock.generation.engine.group import GroupState
-from penstock.generation.engine.listener import EngineListener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,7 +45,7 @@ def row_of(group: int, entry: ScheduledSequence) -> list[Any]:
     Kind p: prompt, or tokens that a preemption lost. v: verifies drafts. d: decodes.
     """
     sequence = entry.sequence
-    kind = "v" if entry.probes else "d" if entry.num_tokens == 1 and not entry.num_prompt_rows else "p"
+    kind = "v" if entry.verifiers else "d" if entry.num_tokens == 1 and not entry.num_prompt_rows else "p"
     return [group, sequence.seq_id, kind, entry.start, entry.num_tokens, len(sequence.block_table)]
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
 
 
-class StopStrings:
+class StopStringAutomaton:
     """Aho-Corasick automaton over the UTF-8 of the stop strings. Immutable. A state is an int, 0 at the start.
 
     A scan costs O(bytes) amortised, for any number and length of the strings.
@@ -152,7 +152,7 @@ class StopCriteria:
         for ids in params.stop_token_ids:
             self._by_last_id.setdefault(ids[-1], []).append(ids)
         self._strings = params.stop_strings
-        self._automaton = StopStrings(params.stop_strings) if params.stop_strings else None
+        self._automaton = StopStringAutomaton(params.stop_strings) if params.stop_strings else None
         self._start = StopState(None)
         if self._automaton is not None and table is not None:
             cursor = TextCursor(table, skip_special=params.skip_special_tokens)
@@ -219,7 +219,9 @@ class StopCriteria:
                 return Stop(FinishReason.STOP_TOKEN, token_id=token_id)
         return None
 
-    def _by_text(self, automaton: StopStrings, cursor: TextCursor, token_id: int, state: StopState) -> Stop | None:
+    def _by_text(
+        self, automaton: StopStringAutomaton, cursor: TextCursor, token_id: int, state: StopState
+    ) -> Stop | None:
         text = cursor.feed(token_id)
         if state.before is not None:
             answer = state.before.feed(token_id, text)

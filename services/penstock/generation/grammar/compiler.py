@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
-from penstock.generation.grammar.limits import GrammarLimits
+from penstock.generation.grammar.grammar_limits import GrammarLimits
+from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer
+from penstock.generation.grammar.matcher_state import CompiledGrammar
 from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec, check_spec
-from penstock.generation.grammar.state import CompiledGrammar
-from penstock.generation.grammar.tokenizer import GrammarTokenizer
 from penstock.generation.grammar.trial_pool import OverLimit, TrialPool
 from penstock.text.token_bytes import TokenBytes
 

@@ -12,10 +12,10 @@ def has_finite_document(schema: dict[str, Any]) -> bool:
     It follows `$ref` within the schema, `allOf`, `anyOf`, `oneOf`, required properties and the least items of arrays.
     All other keywords count as finite.
     """
-    return _Search(schema).ends(schema)
+    return _FiniteSearch(schema).ends(schema)
 
 
-class _Search:
+class _FiniteSearch:
     """Depth-first search for a finite document. A reference that leads to itself has none."""
 
     def __init__(self, root: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import re
 
 from llguidance import LLMatcher, LLParserLimits
 
-from penstock.generation.grammar.tokenizer import GrammarTokenizer
+from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer
 
 # llguidance's defaults, except a lexer of 100 MB instead of 500, and messages without the grammar in them. They bound
 # the cost of a mask or a token while a request runs. The fuel of a lexer's first state is a cost of compiling: fifty

@@ -15,10 +15,10 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.generation.grammar.finite import has_finite_document
-from penstock.generation.grammar.limits import JsonBounds
+from penstock.generation.grammar.grammar_limits import JsonBounds
 from penstock.generation.grammar.schemas.document import read_json, read_json_at, write_json
-from penstock.generation.grammar.schemas.place import ORIGIN
 from penstock.generation.grammar.schemas.refusal import Refusal
+from penstock.generation.grammar.schemas.refused_part import ORIGIN
 from penstock.generation.grammar.schemas.settings import NAME, take_settings
 from penstock.generation.grammar.schemas.simplify import simplify
 from penstock.generation.grammar.spec import ConstraintKind

@@ -12,7 +12,7 @@ from penstock.common.child_io import Child, ChildEnded
 from penstock.common.environment import child_environment
 from penstock.common.errors import Internal, ResourceExhausted
 from penstock.common.logging import get_logger
-from penstock.generation.grammar.limits import GrammarLimits
+from penstock.generation.grammar.grammar_limits import GrammarLimits
 
 _MODULE = "penstock.generation.grammar.trial_process"
 _log = get_logger("penstock.generation.grammar")

@@ -19,13 +19,13 @@ from llguidance import LLMatcher
 
 from penstock.common import child_io
 from penstock.common.child_limits import limit_cpu, limit_memory
-from penstock.generation.grammar.limits import JsonBounds
+from penstock.generation.grammar.grammar_limits import JsonBounds
+from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer
 from penstock.generation.grammar.matching import is_too_complex, new_matcher, shorten
 from penstock.generation.grammar.schemas.document import write_json
-from penstock.generation.grammar.schemas.place import MAX_SECONDS, find_place
 from penstock.generation.grammar.schemas.refusal import ONE_OF, describe
+from penstock.generation.grammar.schemas.refused_part import MAX_SECONDS, find_refused_part
 from penstock.generation.grammar.spec import ConstraintKind
-from penstock.generation.grammar.tokenizer import GrammarTokenizer
 from penstock.generation.grammar.translate import OPTIONS, Untranslatable, schemas_of, to_lark, tool_of
 
 # Number of tokens of the walk that computes the first masks.
@@ -103,7 +103,7 @@ def _placed(refusal: dict[str, str], tokenizer: GrammarTokenizer, lark: str) -> 
         if time.thread_time() > until:
             break
         if (len(schemas) == 1 and lark.startswith("start: %json")) or is_refused(write_json(schema)):
-            path, keyword = find_place(schema, is_refused)
+            path, keyword = find_refused_part(schema, is_refused)
             return {"refused": tool_of(schema) + describe(path, keyword, _REASONS.get(keyword, refusal["refused"]))}
     return refusal
 

@@ -34,7 +34,7 @@ class GraphKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class GraphStage:
     """A bucket of shapes: sequences at once, and tokens of each."""
 
     batch: int
@@ -65,7 +65,7 @@ class GraphTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class GraphWeights:
     """Number format of a graph's weights, and the mean of their scales; empty and 1 without weights."""
 
     format: str = ""
@@ -80,8 +80,8 @@ class Graph:
     kind: GraphKind
     inputs: tuple[GraphTensor, ...]
     outputs: tuple[GraphTensor, ...]
-    stages: tuple[Stage, ...]
-    weights: Weights = Weights()
+    stages: tuple[GraphStage, ...]
+    weights: GraphWeights = GraphWeights()
     # Of block_i and block_cache_i.
     layer: int = -1
 
@@ -178,11 +178,11 @@ class Graphs:
     def __init__(
         self,
         sizes: ModelSizes,
-        stages: Sequence[Stage],
+        stages: Sequence[GraphStage],
         *,
-        embedding: Weights,
-        layers: Sequence[Weights],
-        head: Weights,
+        embedding: GraphWeights,
+        layers: Sequence[GraphWeights],
+        head: GraphWeights,
     ) -> None:
         """Make them; `layers` has the weights of each layer."""
         own = tuple(stages)
@@ -204,7 +204,9 @@ class Graphs:
         return graph
 
 
-def _embedding(kind: GraphKind, tokens: str, sizes: ModelSizes, stages: tuple[Stage, ...], weights: Weights) -> Graph:
+def _embedding(
+    kind: GraphKind, tokens: str, sizes: ModelSizes, stages: tuple[GraphStage, ...], weights: GraphWeights
+) -> Graph:
     return Graph(
         kind.value,
         kind,
@@ -215,7 +217,7 @@ def _embedding(kind: GraphKind, tokens: str, sizes: ModelSizes, stages: tuple[St
     )
 
 
-def _block(layer: int, sizes: ModelSizes, stages: tuple[Stage, ...], weights: Weights) -> Graph:
+def _block(layer: int, sizes: ModelSizes, stages: tuple[GraphStage, ...], weights: GraphWeights) -> Graph:
     dtype, batch, length = sizes.dtype, (BATCH,), (LENGTH,)
     hidden = GraphTensor("hidden_states", 0, dtype, (batch, length, sizes.hidden_size))
     kept = (batch, length, sizes.num_kv_heads, sizes.head_dim)
@@ -234,7 +236,7 @@ def _block(layer: int, sizes: ModelSizes, stages: tuple[Stage, ...], weights: We
     )
 
 
-def _block_cache(layer: int, sizes: ModelSizes, stages: tuple[Stage, ...], weights: Weights) -> Graph:
+def _block_cache(layer: int, sizes: ModelSizes, stages: tuple[GraphStage, ...], weights: GraphWeights) -> Graph:
     dtype, batch, length, rows = sizes.dtype, (BATCH,), (LENGTH,), (ROWS,)
     hidden = GraphTensor("hidden_states", 0, dtype, (batch, rows, sizes.hidden_size))
     heads = (sizes.num_kv_heads, sizes.head_dim)
@@ -259,7 +261,7 @@ def _block_cache(layer: int, sizes: ModelSizes, stages: tuple[Stage, ...], weigh
     )
 
 
-def _heads(sizes: ModelSizes, stages: tuple[Stage, ...], weights: Weights) -> list[Graph]:
+def _heads(sizes: ModelSizes, stages: tuple[GraphStage, ...], weights: GraphWeights) -> list[Graph]:
     batch = (BATCH,)
     hidden = GraphTensor("hidden_states", 0, sizes.dtype, (batch, sizes.hidden_size))
     logits = GraphTensor("logits", 0, FLOAT, (batch, sizes.vocab_size))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.generation.graphs.graph import Graph
     from penstock.generation.graphs.sequences import PoolSequence, SequenceBlocks
     from penstock.generation.models.decoder import CausalLM
-    from penstock.generation.sampling.kernels import SamplingKernels
+    from penstock.generation.sampling.sampling_kernels import SamplingKernels
 
 # Those of inputs, outputs and tensors at the server.
 GRAPH_DTYPES = {**COMPUTED_DTYPES, "int8": torch.int8, "int32": torch.int32}

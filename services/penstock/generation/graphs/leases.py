@@ -12,7 +12,7 @@ from penstock.common.errors import InvalidArgument, NotFound, ResourceExhausted
 from penstock.generation.graphs.sequences import PoolSequence
 
 if TYPE_CHECKING:
-    from penstock.generation.graphs.limits import GraphLimits
+    from penstock.generation.graphs.graph_limits import GraphLimits
 
 MAX_LEASE_SECONDS = 3600.0
 _ID_BYTES = 16

@@ -28,7 +28,7 @@ from penstock.common.progress import RECEIVE, CancellableProgress, ShowProgress,
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.load_order import LoadOrder
 from penstock.generation.core.model_config import CONFIG_FILE
-from penstock.generation.devices.registry import open_device
+from penstock.generation.devices.device_registry import open_device
 from penstock.generation.holder.upload import (
     WEIGHTS_SUFFIX,
     UploadFolder,
@@ -52,7 +52,7 @@ T = TypeVar("T")
 _log = get_logger("penstock.generation")
 
 
-class Place(Protocol):
+class LoadingHolder(Protocol):
     """The holder as a load sees it."""
 
     config: GenerationServiceConfig
@@ -75,7 +75,7 @@ class Place(Protocol):
 class ModelLoad:
     """A load, which holds the process's place for a model until `end`. Belongs to one event loop."""
 
-    def __init__(self, place: Place, order: LoadOrder, metrics: LoadMetrics) -> None:
+    def __init__(self, place: LoadingHolder, order: LoadOrder, metrics: LoadMetrics) -> None:
         """Check what needs no file, and make the folder for files that will come.
 
         Raises InvalidArgument naming the field, FailedPrecondition (MODEL_ROOT_OFF, MODEL_FOLDER), ResourceExhausted.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.layers.experts import MixtureOfExperts
-    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.linear.base import Linear
 
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from penstock.generation.attention import gpu_operators
 from penstock.generation.core.model_config import Activation
-from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear import fp8
 from penstock.generation.layers.linear.base import Gated, Linear, Weight, WholeRows, dense
 from penstock.generation.layers.linear.dense import PlainLinear, PlainLinearMethod

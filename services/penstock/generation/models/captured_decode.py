@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from penstock.generation.attention.base import AttentionMetadata
-from penstock.generation.attention.upload import uploaded
+from penstock.generation.attention.to_device import uploaded
 from penstock.generation.layers.decoder_layer import SwiGLU
 from penstock.generation.models.decoder import CausalLM
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.devices.graph_capture import CapturedGraph, GraphCapture
     from penstock.generation.layers.lora import AdapterBatch
-    from penstock.generation.models.capture import Capture
+    from penstock.generation.models.hidden_keeper import StateKeeper
     from penstock.generation.models.language_model import LanguageModel
 
 # Rows of `_Bucket.rows_4B`.
@@ -92,12 +92,12 @@ class CapturedLM(CausalLM):
         rows_R: Tensor | None = None,
         *,
         embeds_TI: Tensor | None = None,
-        capture: Capture | None = None,
+        keeper: StateKeeper | None = None,
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
         self._results = None
-        is_plain = embeds_TI is None and capture is None and attention is None and adapters is None
+        is_plain = embeds_TI is None and keeper is None and attention is None and adapters is None
         if not is_plain or not self._takes(metadata, kv):
             return super().forward(
                 input_ids_T,
@@ -106,7 +106,7 @@ class CapturedLM(CausalLM):
                 kv,
                 rows_R,
                 embeds_TI=embeds_TI,
-                capture=capture,
+                keeper=keeper,
                 attention=attention,
                 adapters=adapters,
             )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.linear.base import Linear, Rows
     from penstock.generation.layers.rope import RotaryEmbedding
-    from penstock.generation.models.capture import Capture
+    from penstock.generation.models.hidden_keeper import StateKeeper
 
 
 class CausalLM:
@@ -168,7 +168,7 @@ class CausalLM:
         rows_R: Tensor | None = None,
         *,
         embeds_TI: Tensor | None = None,
-        capture: Capture | None = None,
+        keeper: StateKeeper | None = None,
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
@@ -177,21 +177,21 @@ class CausalLM:
 
         `input_ids_T` and `positions_T` are integer tensors on the model's device, as `metadata` describes them. Ids
         outside the vocabulary are the caller's error (IndexError on CPU). `embeds_TI` replaces what `embed` returns and
-        may be overwritten; `capture` is filled; `attention` replaces the model's own for this step; `adapters` are
+        may be overwritten; `keeper` is filled; `attention` replaces the model's own for this step; `adapters` are
         those of the T rows.
         """
         hidden = self.embed(input_ids_T, adapters) if embeds_TI is None else embeds_TI
-        if self._fused is not None and capture is None and attention in (None, self.attention):
+        if self._fused is not None and keeper is None and attention in (None, self.attention):
             return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, draws=False)[0]
         step = self.step(positions_T, metadata, kv, attention, adapters)
         pending: Tensor | None = None
         for number, layer in enumerate(self.layers):
-            if capture is not None:
-                capture.take(number, hidden if pending is None else hidden + pending)
+            if keeper is not None:
+                keeper.take(number, hidden if pending is None else hidden + pending)
             pending = layer(hidden, pending, step)
         hidden = self._norm.add(hidden, pending)
-        if capture is not None:
-            capture.take(len(self.layers), hidden)
+        if keeper is not None:
+            keeper.take(len(self.layers), hidden)
         return hidden if rows_R is None else hidden[rows_R]
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from penstock.generation.layers.experts import expert_products
 from penstock.generation.layers.linear.base import Linear
 
 if TYPE_CHECKING:
-    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.linear.base import LinearMethod
 
 _FACTS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

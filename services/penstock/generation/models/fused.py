@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.layers.decoder_layer import AroundLayer, LayerNorm, NoNorm, SwiGLU
-from penstock.generation.layers.kernels import NativeKernels
+from penstock.generation.layers.layer_kernels import NativeKernels
 from penstock.generation.layers.linear.native import NativeLinear
 
 if TYPE_CHECKING:

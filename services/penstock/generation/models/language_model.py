@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
-    from penstock.generation.models.capture import Capture
+    from penstock.generation.models.hidden_keeper import StateKeeper
 
 
 class LanguageModel(Protocol):
@@ -71,7 +71,7 @@ class LanguageModel(Protocol):
         rows_R: Tensor | None = None,
         *,
         embeds_TI: Tensor | None = None,
-        capture: Capture | None = None,
+        keeper: StateKeeper | None = None,
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:

@@ -40,7 +40,7 @@ from penstock.generation.weights.tensor_names import (
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
-    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.linear.base import Linear, Rows
     from penstock.generation.layers.summed import Sum
 

@@ -13,7 +13,7 @@ from penstock.generation.layers.linear.base import Linear, NotFinite
 from penstock.generation.models.expert_module import ExpertModule, activation_of, has_known_experts
 
 if TYPE_CHECKING:
-    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.linear.base import LinearMethod
 
 # Largest difference of a norm in float32, relative to its largest result; in other formats the bits must be the same.

@@ -138,7 +138,7 @@ def _eager(model: TransformersModel, ids: Tensor, num_steps: int, recording: Rec
 
 
 class _EveryState:
-    """Keeps all rows of all layers: a Capture."""
+    """Keeps all rows of all layers: a StateKeeper."""
 
     def __init__(self) -> None:
         self.states: list[Tensor] = []
@@ -175,9 +175,9 @@ def _paged(model: TransformersModel, sequences: list[Tensor], num_steps: int, *,
         if kv.states is not None:
             slots = kv.states.place((row, done[row]) for row, _ in work)
             metadata = replace(metadata, state_slots=slots)
-        capture = _EveryState() if tracks_layers else None
-        hidden = model.forward(ids, positions, metadata, kv, capture=capture)
-        states = [*(capture.states if capture is not None else ()), model.compute_logits(hidden)]
+        keeper = _EveryState() if tracks_layers else None
+        hidden = model.forward(ids, positions, metadata, kv, keeper=keeper)
+        states = [*(keeper.states if keeper is not None else ()), model.compute_logits(hidden)]
         first = 0
         for row, count in work:
             runs[row].add([state[first : first + count] for state in states])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
-    from penstock.generation.models.capture import Capture
+    from penstock.generation.models.hidden_keeper import StateKeeper
 
 # Reasons of requests that are refused.
 NO_ATTENTIONS = "is not possible with this model: transformers' modules run it, with chunks or odd heads"
@@ -127,7 +127,7 @@ class TransformersModel:
         rows_R: Tensor | None = None,
         *,
         embeds_TI: Tensor | None = None,
-        capture: Capture | None = None,
+        keeper: StateKeeper | None = None,
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
@@ -139,16 +139,16 @@ class TransformersModel:
             inputs["input_ids"] = input_ids_T.unsqueeze(0)
         else:
             inputs["inputs_embeds"] = embeds_TI.unsqueeze(0)
-        if capture is not None:
+        if keeper is not None:
             inputs["output_hidden_states"] = True
         step = PagedStep(self.calls, metadata, kv, attention or self.attention, positions_T)
         with paged(step):
             output = self._decoder(**inputs)
         if step.num_calls != len(self.calls):
             raise UnsupportedAttention(f"it attends {step.num_calls} times instead of {len(self.calls)}")
-        if capture is not None:
+        if keeper is not None:
             for number, state in enumerate(output.hidden_states):
-                capture.take(number, state[0])
+                keeper.take(number, state[0])
         hidden: Tensor = output.last_hidden_state[0]
         return hidden if rows_R is None else hidden[rows_R]
 

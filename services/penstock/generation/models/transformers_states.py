@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.layers.lora import AdapterBatch
-    from penstock.generation.models.capture import Capture
+    from penstock.generation.models.hidden_keeper import StateKeeper
 
 # Reasons of requests that are refused.
 _REASON = "is not possible with this model: its layers keep a state, which cannot go back to an earlier token"
@@ -73,12 +73,12 @@ class StatefulModel(TransformersModel):
         rows_R: Tensor | None = None,
         *,
         embeds_TI: Tensor | None = None,
-        capture: Capture | None = None,
+        keeper: StateKeeper | None = None,
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
         """See CausalLM. Raises RuntimeError without a pool of states."""
-        if adapters is not None or capture is not None or kv.states is None or metadata.state_slots is None:
+        if adapters is not None or keeper is not None or kv.states is None or metadata.state_slots is None:
             raise RuntimeError("a model with states needs their pool, and gives neither hidden states nor adapters")
         attention = attention or self.attention
         hidden_TI: Tensor | None = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.common.errors import InvalidArgument
 from penstock.generation.options.kinds import SEED_RANGE
-from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.option_spec import OptionSet
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.table import RequestOptions
 
 

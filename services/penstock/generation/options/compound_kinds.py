@@ -8,7 +8,7 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from penstock.generation.core.modes import AnyWatermark, SynthIdOptions, WatermarkOptions
+from penstock.generation.core.decoding_mode import AnyWatermark, SynthIdOptions, WatermarkOptions
 from penstock.generation.core.plugins import PluginChoice
 from penstock.generation.options.kinds import (
     AT_LEAST_ONE,
@@ -23,7 +23,7 @@ from penstock.generation.options.kinds import (
     Alternatives,
     BadValue,
     Bounds,
-    Kind,
+    OptionKind,
     TokenSequence,
     as_written,
     check_count,
@@ -32,7 +32,7 @@ from penstock.generation.options.kinds import (
 )
 
 if TYPE_CHECKING:
-    from penstock.generation.options.limits import RequestLimits
+    from penstock.generation.options.request_limits import RequestLimits
 
 WATERMARK_SCHEMES = ("lefthash", "selfhash")
 DOLA_PRESETS = ("low", "high")
@@ -53,7 +53,7 @@ def _add_all(repeated: Any, sequences: Iterable[TokenSequence]) -> None:
         repeated.add(ids=ids)
 
 
-class Sequences(Kind):
+class Sequences(OptionKind):
     """Sequences of ids, as many as the row's limit, each a phrase."""
 
     form, hint = "sequences", "Sequence[Sequence[int]]"
@@ -112,7 +112,7 @@ class Trie(Sequences):
         super().check_ids(value, field, vocab_size)
 
 
-class Words(Kind):
+class Words(OptionKind):
     """Words to force, as many as the row's limit, each by its alternatives."""
 
     form, hint = "words", "Sequence[Words]"
@@ -185,7 +185,7 @@ def _check_alternatives(alternatives: Alternatives, field: str, vocab_size: int)
 Biases = tuple[tuple[TokenSequence, float], ...]
 
 
-class SequenceBias(Kind):
+class SequenceBiasKind(OptionKind):
     """A bias on the token that would complete a sequence."""
 
     form, hint = "sequence_bias", "Mapping[tuple[int, ...], float] | Sequence[tuple[Sequence[int], float]]"
@@ -218,7 +218,7 @@ class SequenceBias(Kind):
         return dict(value)
 
 
-class LogitBias(Kind):
+class LogitBiasKind(OptionKind):
     """A bias on ids."""
 
     form, hint = "logit_bias", "Mapping[int, float] | Mapping[str, float]"
@@ -241,7 +241,7 @@ class LogitBias(Kind):
         return dict(value)
 
 
-class Decay(Kind):
+class Decay(OptionKind):
     """(start_index, decay_factor)."""
 
     form, hint = "decay", "tuple[int, float]"
@@ -263,7 +263,7 @@ class Decay(Kind):
             refuse(f"{field}.decay_factor", str(_DECAY_FACTOR))
 
 
-class Layers(Kind):
+class Layers(OptionKind):
     """Layers of DoLa: "low", "high" or layer numbers."""
 
     form, hint = "layers", 'Literal["low", "high"] | Sequence[int]'
@@ -293,7 +293,7 @@ class Layers(Kind):
             refuse(field, "must hold at least one layer")
 
 
-class Watermark(Kind):
+class WatermarkKind(OptionKind):
     """Green lists or SynthID. The limit bounds the width of the context."""
 
     form, most = "watermark", "context_width and ngram_len at most {}"
@@ -368,7 +368,7 @@ class Watermark(Kind):
                 refuse(f"{field}.synthid.{name}", f"must be at most {highest}")
 
 
-class Plugins(Kind):
+class Plugins(OptionKind):
     """Names of the server owner's plugins with their parameters, in order."""
 
     form = "plugins"
@@ -426,5 +426,11 @@ _WATERMARK_BOUNDS = {
 }
 
 SEQUENCES, STOP_SEQUENCES, TRIE, WORDS, CONSTRAINTS = Sequences(), StopSequences(), Trie(), Words(), Constraints()
-SEQUENCE_BIAS, LOGIT_BIAS, DECAY, LAYERS, WATERMARK = SequenceBias(), LogitBias(), Decay(), Layers(), Watermark()
+SEQUENCE_BIAS, LOGIT_BIAS, DECAY, LAYERS, WATERMARK = (
+    SequenceBiasKind(),
+    LogitBiasKind(),
+    Decay(),
+    Layers(),
+    WatermarkKind(),
+)
 PLUGINS = Plugins()

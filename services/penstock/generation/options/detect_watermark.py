@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import AnyWatermark
+from penstock.generation.core.decoding_mode import AnyWatermark
 from penstock.generation.options.compound_kinds import WATERMARK
 from penstock.generation.options.kinds import check_vocabulary
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import ModelFacts
 from penstock.generation.options.validate import check_model
 

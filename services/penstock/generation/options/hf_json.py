@@ -11,8 +11,8 @@ from penstock.common.errors import InvalidArgument, StartupError
 from penstock.common.hf_fields import FACTS, WITHOUT_EFFECT
 from penstock.generation.options.checks import check_ids, check_options, check_possible
 from penstock.generation.options.kinds import BadValue
-from penstock.generation.options.limits import DEFAULT_LIMITS
-from penstock.generation.options.modes import resolve_modes
+from penstock.generation.options.mode_options import resolve_modes
+from penstock.generation.options.request_limits import DEFAULT_LIMITS
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
 from penstock.generation.options.table import CONFIG, RequestOptions
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from penstock.common.dtypes import COMPUTED
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import Scope
+from penstock.generation.core.decoding_mode import Scope
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.options.limits import RequestLimits
-from penstock.generation.options.modes import Modes
+from penstock.generation.options.mode_options import Modes
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelFacts
 from penstock.generation.options.table import RequestOptions
 

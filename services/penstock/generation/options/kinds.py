@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock.generation.core.modes import AssistantSchedule, EarlyStopping
+from penstock.generation.core.decoding_mode import AssistantSchedule, EarlyStopping
 
 if TYPE_CHECKING:
-    from penstock.generation.options.limits import RequestLimits
+    from penstock.generation.options.request_limits import RequestLimits
 
 MAX_SEED = 2**63 - 1
 OUT_OF_VOCABULARY = "TOKEN_OUT_OF_VOCABULARY"
@@ -101,7 +101,7 @@ AT_LEAST_ONE = Bounds(1, text="must be >= 1")
 _MOST_WHOLE = 2**32 - 1
 
 
-class Kind:
+class OptionKind:
     """The kind of a value. Values are plain data; an empty list is unset, since proto3 cannot tell the two apart.
 
     `form` names the conversion of a value to the field in clients, `hint` is its type there; `type` is the type on the
@@ -143,7 +143,7 @@ class Kind:
         return value
 
 
-class Flag(Kind):
+class Flag(OptionKind):
     """True or false."""
 
     hint, type = "bool", bool
@@ -154,7 +154,7 @@ class Flag(Kind):
         return value
 
 
-class Integer(Kind):
+class Integer(OptionKind):
     """A whole number, at most the row's limit."""
 
     hint, type = "int", int
@@ -192,7 +192,7 @@ class TokenId(Integer):
         check_vocabulary(field, (value,), vocab_size)
 
 
-class Number(Kind):
+class Number(OptionKind):
     """A number, which travels as a double."""
 
     hint, type = "float", float
@@ -213,7 +213,7 @@ class Float32(Number):
         return as_written(value)
 
 
-class Text(Kind):
+class Text(OptionKind):
     """A name."""
 
     hint = "str"
@@ -228,7 +228,7 @@ class RouterText(Text):
         refuse(field, "is for the router, which tokenizes it: send ids here")
 
 
-class Choice(Kind):
+class Choice(OptionKind):
     """One of an enum's values; UNSPECIFIED is unset."""
 
     def __init__(
@@ -252,7 +252,7 @@ class Choice(Kind):
         return self._words[value]
 
 
-class Numbers(Kind):
+class Numbers(OptionKind):
     """Whole numbers, as many as the row's limit."""
 
     form, hint = "numbers", "Sequence[int]"
@@ -295,7 +295,7 @@ class TokenSet(TokenIds):
         return frozenset(value)
 
 
-class PromptIds(TokenIds):
+class PromptIdsKind(TokenIds):
     """Ids as long as a prompt: bounded by the size of a message and checked against the context."""
 
     form = "prompt"
@@ -312,7 +312,7 @@ class PromptIds(TokenIds):
         super().check_ids(value, field, vocab_size)
 
 
-class StopStrings(Kind):
+class StopStringsKind(OptionKind):
     """Texts, not empty; clients may name one without a list."""
 
     form, hint = "strings", "str | Sequence[str]"
@@ -332,8 +332,14 @@ _EARLY_STOPPING = {1: EarlyStopping.FALSE, 2: EarlyStopping.TRUE, 3: EarlyStoppi
 _SCHEDULES = {1: AssistantSchedule.CONSTANT, 2: AssistantSchedule.HEURISTIC, 3: AssistantSchedule.HEURISTIC_TRANSIENT}
 
 FLAG, INTEGER, ENTRIES, TOKEN_ID, NUMBER, FLOAT32 = Flag(), Integer(), Entries(), TokenId(), Number(), Float32()
-TEXT, ROUTER_TEXT, STOP_STRINGS = Text(), RouterText(), StopStrings()
-NUMBERS, TOKEN_IDS, TOKEN_ID_OR_IDS, TOKEN_SET, PROMPT = Numbers(), TokenIds(), TokenIdOrIds(), TokenSet(), PromptIds()
+TEXT, ROUTER_TEXT, STOP_STRINGS = Text(), RouterText(), StopStringsKind()
+NUMBERS, TOKEN_IDS, TOKEN_ID_OR_IDS, TOKEN_SET, PROMPT = (
+    Numbers(),
+    TokenIds(),
+    TokenIdOrIds(),
+    TokenSet(),
+    PromptIdsKind(),
+)
 EARLY_STOPPING = Choice(
     "early_stopping",
     'bool | Literal["never"]',

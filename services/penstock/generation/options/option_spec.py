@@ -6,8 +6,8 @@ from collections.abc import ItemsView, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from penstock.generation.core.modes import Scope
-from penstock.generation.options.kinds import Bounds, Kind
+from penstock.generation.core.decoding_mode import Scope
+from penstock.generation.options.kinds import Bounds, OptionKind
 
 _ROW = "row"
 
@@ -18,7 +18,7 @@ class OptionSpec:
 
     name: str
     section: str
-    kind: Kind
+    kind: OptionKind
     # One line for people: the reference page, --help, the clients' keywords.
     doc: str
     bounds: Bounds | None = None
@@ -72,7 +72,7 @@ class OptionSpec:
         return bool(value) and value not in self.silent
 
 
-def row(kind: Kind, doc: str, *, unset: Any = None, **columns: Any) -> Any:
+def row(kind: OptionKind, doc: str, *, unset: Any = None, **columns: Any) -> Any:
     """Return a field of a set of options with its row of the table (see OptionSpec). `unset` is the field's value while
     it is not set."""
     return field(default=unset, metadata={_ROW: {"kind": kind, "doc": doc, **columns}})

@@ -12,9 +12,9 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.options.checks import check_possible
 from penstock.generation.options.inputs_embeds import ENCODER_OPTIONS, check_beside_embeds, embeds_warnings
 from penstock.generation.options.lengths import resolve_lengths
-from penstock.generation.options.limits import RequestLimits
-from penstock.generation.options.modes import Modes, resolve_modes
+from penstock.generation.options.mode_options import Modes, resolve_modes
 from penstock.generation.options.option_spec import OptionSet
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.table import DEFAULT_TOP_K, RequestOptions
 from penstock.generation.options.warnings import warnings_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.generation.core.modes import AnyWatermark, AssistantSchedule, EarlyStopping, Scope
+from penstock.generation.core.decoding_mode import AnyWatermark, AssistantSchedule, EarlyStopping, Scope
 from penstock.generation.core.plugins import PluginChoice
 from penstock.generation.options.compound_kinds import (
     CONSTRAINTS,

@@ -10,8 +10,8 @@ from penstock.common.model_names import those_there_are
 from penstock.generation.options.checks import check_ids, check_limits, check_options, check_seed
 from penstock.generation.options.inputs_embeds import check_embeds
 from penstock.generation.options.kinds import Bounds, check_vocabulary
-from penstock.generation.options.limits import RequestLimits
-from penstock.generation.options.modes import check_assistant
+from penstock.generation.options.mode_options import check_assistant
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.table import CONFIG, OutputOptions, RequestOptions, StopOptions
 

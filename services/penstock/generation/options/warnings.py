@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from penstock.generation.core.modes import Scope
-from penstock.generation.options.modes import Modes
+from penstock.generation.core.decoding_mode import Scope
+from penstock.generation.options.mode_options import Modes
 from penstock.generation.options.option_spec import OptionSet, OptionSpec
 from penstock.generation.options.request_options import GenerateOptions
 from penstock.generation.options.table import CONFIG, OutputOptions, RequestOptions

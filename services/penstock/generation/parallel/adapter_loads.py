@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted
-from penstock.generation.parallel.adapters import HeldAdapter
-from penstock.generation.parallel.messages import NO_MEMORY, READY, AdapterPartOrder, encode_adapter, encode_forget
+from penstock.generation.parallel.leader_adapters import HeldAdapter
+from penstock.generation.parallel.rank_messages import NO_MEMORY, READY, AdapterPartOrder, encode_adapter, encode_forget
 
 if TYPE_CHECKING:
     from penstock.generation.layers.lora import EmbeddingPart, LoraPart

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 from penstock.common.environment import current_environment
 from penstock.common.errors import StartupError
-from penstock.generation.parallel.launch import Place
+from penstock.generation.parallel.launch import Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BegunRanks:
         """Begin the other ranks of a model in `count` processes, unless a launcher starts them. Never raises: the
         loader reports a wrong variable, or a process that the system refuses."""
         with contextlib.suppress(StartupError, OSError):
-            is_launched = Place.of(current_environment(), count) is not None
+            is_launched = Rendezvous.of(current_environment(), count) is not None
             for _ in range(1, 1 if is_launched else count):
                 self._ranks.append(BegunRank.begin())
 

@@ -1,4 +1,4 @@
-"""Place of this process among ranks of a launcher such as torchrun: one process each, described by variables."""
+"""Rendezvous of the ranks of a launcher such as torchrun: one process each, described by variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Rendezvous:
     """Rank of this process, the number of ranks, and the store where they find each other."""
 
     rank: int
@@ -27,7 +27,7 @@ class Place:
     attempt: int = 0
 
     @classmethod
-    def of(cls, environment: Mapping[str, str], count: int) -> Place | None:
+    def of(cls, environment: Mapping[str, str], count: int) -> Rendezvous | None:
         """Read the variables of torchrun, for a model in `count` processes. None: no launcher, or one process.
 
         A launcher of one process, as some platforms present themselves, does not count: it starts no further ranks.
@@ -58,7 +58,7 @@ class Place:
         return cls(rank, count, _text(environment, "MASTER_ADDR"), port, is_there, attempt)
 
     def use(self) -> None:
-        """Take the place for a model, once: the launcher's other processes are ranks of this model only, and end with
+        """Use it for a model, once: the launcher's other processes are ranks of this model only, and end with
         it.
 
         Raises StartupError naming RANK.
@@ -72,8 +72,8 @@ class Place:
         _used.add(self)
 
 
-# Places that this process has taken.
-_used: set[Place] = set()
+# Those that this process has used.
+_used: set[Rendezvous] = set()
 
 
 def _text(environment: Mapping[str, str], name: str) -> str:
@@ -96,7 +96,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 def refuse_launcher(tensor_parallel: int) -> None:
     """Refuse to start a tree of services in one of a launcher's processes. Raises StartupError."""
-    if Place.of(current_environment(), tensor_parallel) is not None:
+    if Rendezvous.of(current_environment(), tensor_parallel) is not None:
         raise StartupError(
             "RANK is set: a launcher of ranks starts `penstock serve generation`, and the other services come beside "
             f"it; unset RANK, and {_FLAG} starts the processes itself",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from penstock.common.environment import current_environment, prepare_environment
-from penstock.generation.parallel.launch import Place
+from penstock.generation.parallel.launch import Rendezvous
 
 
 class HasRanks(Protocol):
@@ -25,12 +25,12 @@ def run_rank(config: HasRanks) -> int | None:
 
     Raises StartupError naming the variable.
     """
-    place = Place.of(current_environment(), config.tensor_parallel)
-    if place is None or place.rank == 0:
+    rendezvous = Rendezvous.of(current_environment(), config.tensor_parallel)
+    if rendezvous is None or rendezvous.rank == 0:
         return None
     # Before torch is imported.
     prepare_environment(config.rank_threads)
     from penstock.generation.parallel.meeting import meet_rank_0
     from penstock.generation.parallel.worker import serve
 
-    return serve(*meet_rank_0(place))
+    return serve(*meet_rank_0(rendezvous))

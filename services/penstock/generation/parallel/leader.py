@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from torch import Tensor
 
 from penstock.generation.models.registry import read_model_config
-from penstock.generation.parallel.adapters import LeaderAdapter, LeaderBatch, part_of_rank
-from penstock.generation.parallel.messages import StepOrder, encode_copies, encode_hidden
+from penstock.generation.parallel.leader_adapters import LeaderAdapter, LeaderBatch, part_of_rank
 from penstock.generation.parallel.processes import RankLost
+from penstock.generation.parallel.rank_messages import StepOrder, encode_copies, encode_hidden
 from penstock.generation.weights.sharding import adapter_copies
 from penstock.generation.weights.tensor_names import tensor_shapes
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.core.step import BlockCopy
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights, EmbeddingPart, LoraPart
-    from penstock.generation.models.capture import Capture
     from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.models.hidden_keeper import StateKeeper
     from penstock.generation.parallel.processes import Ranks
 
 _NO_ATTENTIONS = "is not possible with this model: --tensor-parallel has its heads in several processes"
@@ -139,7 +139,7 @@ class LeaderModel:
         rows_R: Tensor | None = None,
         *,
         embeds_TI: Tensor | None = None,
-        capture: Capture | None = None,
+        keeper: StateKeeper | None = None,
         attention: Attention | None = None,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
@@ -157,7 +157,7 @@ class LeaderModel:
                 kv,
                 rows_R,
                 embeds_TI=embeds_TI,
-                capture=capture,
+                keeper=keeper,
                 attention=attention,
                 adapters=None if batch is None else batch.own,
             )

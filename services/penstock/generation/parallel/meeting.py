@@ -29,9 +29,9 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.common.errors import StartupError
-from penstock.generation.parallel.group import PATIENCE
-from penstock.generation.parallel.launch import Place
-from penstock.generation.parallel.messages import REFUSED
+from penstock.generation.parallel.launch import Rendezvous
+from penstock.generation.parallel.rank_group import PATIENCE
+from penstock.generation.parallel.rank_messages import REFUSED
 
 _PREFIX = "penstock-meeting-"
 _SOCKET = "ranks"
@@ -71,10 +71,10 @@ class Meeting:
     this machine stays: by it, processes that come later know that they are no ranks.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         """Open it, and tell its path. Raises StartupError naming RANK, TMPDIR, MASTER_ADDR."""
-        place.use()
-        self._place = place
+        rendezvous.use()
+        self._rendezvous = rendezvous
         # Held while a rank is taken.
         self._lock = threading.Lock()
         self._wake, self._woken = os.pipe()
@@ -83,7 +83,7 @@ class Meeting:
         self._numbers: set[int] = set()
         self._came: dict[int, tuple[LaunchedProcess, Connection]] = {}
         self._num_taken = 0
-        self._folder, self._socket = _listen(place.count)
+        self._folder, self._socket = _listen(rendezvous.count)
         self._is_closed = False
         # Where the launcher has no store, once all have come.
         self._name: socket.socket | None = None
@@ -91,8 +91,8 @@ class Meeting:
         # Where the launcher has no store, it ends with this object.
         self._store: Any = None
         try:
-            self._store = _store(place)
-            _publish(self._store, place, f"{self._folder}/{_SOCKET}")
+            self._store = _store(rendezvous)
+            _publish(self._store, rendezvous, f"{self._folder}/{_SOCKET}")
         except BaseException:
             self.close()
             raise
@@ -109,14 +109,15 @@ class Meeting:
             except OSError as error:
                 connection.close()
                 raise StartupError(
-                    f"rank {number} of {self._place.count} has ended before it got its part: its own lines say why",
+                    f"rank {number} of {self._rendezvous.count} has ended before it got its part: its own lines say "
+                    "why",
                     flag="RANK",
                 ) from error
             self._num_taken += 1
-            if self._num_taken == self._place.count - 1:
+            if self._num_taken == self._rendezvous.count - 1:
                 self._refuse_others()
-                if not self._place.is_store_there:
-                    self._name = _named(self._place)
+                if not self._rendezvous.is_store_there:
+                    self._name = _named(self._rendezvous)
                 self._end()
         return process, connection
 
@@ -128,7 +129,7 @@ class Meeting:
             raise StartupError("the start was given up", flag="RANK")
         if not ready:
             raise StartupError(
-                f"rank {number} of {self._place.count} did not come within {PATIENCE.total_seconds():g} s: is it "
+                f"rank {number} of {self._rendezvous.count} did not come within {PATIENCE.total_seconds():g} s: is it "
                 "started, with the same MASTER_ADDR and MASTER_PORT?",
                 flag="WORLD_SIZE",
             )
@@ -157,7 +158,7 @@ class Meeting:
             # It has ended already; if it was a rank, the launcher ends this process as well.
             connection.close()
             return
-        if number in self._numbers or not 0 < number < self._place.count:
+        if number in self._numbers or not 0 < number < self._rendezvous.count:
             _refuse(connection)
             raise StartupError(f"two processes of the launcher have RANK {number}", flag="RANK")
         self._numbers.add(number)
@@ -245,10 +246,10 @@ def _refuse(connection: Connection) -> None:
     connection.close()
 
 
-def meet_rank_0(place: Place) -> tuple[Connection, int]:
+def meet_rank_0(rendezvous: Rendezvous) -> tuple[Connection, int]:
     """Wait for rank 0; return the connection to it and the number of its process. Raises StartupError."""
-    place.use()
-    path = _told(_store(place), place)
+    rendezvous.use()
+    path = _told(_store(rendezvous), rendezvous)
     folder, name = os.path.split(path)
     if name != _SOCKET or not os.path.basename(folder).startswith(_PREFIX) or not os.path.isabs(folder):
         raise StartupError(f"the store at MASTER_ADDR tells no place of rank 0: {path[:200]!r}", flag="MASTER_ADDR")
@@ -260,61 +261,62 @@ def meet_rank_0(place: Place) -> tuple[Connection, int]:
         connection = Connection(link.detach())
         # Orders name files to read: only orders of this user are accepted.
         pid = _process_behind(connection)
-        connection.send_bytes(_RANK.pack(place.rank))
+        connection.send_bytes(_RANK.pack(rendezvous.rank))
     except OSError as error:
         link.close()
         raise StartupError(
             f"rank 0 cannot be reached at {path} ({error.strerror or error}): it has ended, or has another process as "
-            f"rank {place.rank}",
+            f"rank {rendezvous.rank}",
             flag="MASTER_ADDR",
         ) from error
     return connection, pid
 
 
-def _store(place: Place) -> Any:
+def _store(rendezvous: Rendezvous) -> Any:
     """Return torch's store of the launcher, or this group's own. Raises StartupError naming RANK, MASTER_ADDR."""
-    is_ours = place.rank == 0 and not place.is_store_there
+    is_ours = rendezvous.rank == 0 and not rendezvous.is_store_there
     deadline = time.monotonic() + PATIENCE.total_seconds()
     distributed: Any = dist
     while True:
-        if not place.is_store_there and _has_all(place):
+        if not rendezvous.is_store_there and _has_all(rendezvous):
             raise StartupError(
-                f"a model has all of its ranks by MASTER_PORT {place.port} already: two processes have RANK "
-                f"{place.rank}, or two programs this MASTER_PORT",
+                f"a model has all of its ranks by MASTER_PORT {rendezvous.port} already: two processes have RANK "
+                f"{rendezvous.rank}, or two programs this MASTER_PORT",
                 flag="RANK",
             )
         try:
             store = distributed.TCPStore(
-                place.address,
-                place.port,
-                place.count,
+                rendezvous.address,
+                rendezvous.port,
+                rendezvous.count,
                 is_ours,
-                PATIENCE if is_ours or place.is_store_there else _TRY,
+                PATIENCE if is_ours or rendezvous.is_store_there else _TRY,
                 wait_for_workers=False,
                 multi_tenant=True,
             )
         except (RuntimeError, ValueError) as error:
-            if not is_ours and not place.is_store_there and time.monotonic() < deadline:
+            if not is_ours and not rendezvous.is_store_there and time.monotonic() < deadline:
                 continue
             done = "be opened" if is_ours else "be reached"
             raise StartupError(
-                f"the store of the ranks at MASTER_ADDR {place.address}, MASTER_PORT {place.port}, cannot {done}",
+                f"the store of the ranks at MASTER_ADDR {rendezvous.address}, MASTER_PORT {rendezvous.port}, cannot "
+                f"{done}",
                 flag="MASTER_ADDR",
             ) from error
         store.set_timeout(PATIENCE)
         return store
 
 
-def _name(place: Place) -> str:
+def _name(rendezvous: Rendezvous) -> str:
     """Return the name, in Linux's abstract namespace, of a group that has all of its ranks."""
-    return f"\0penstock-ranks-{os.getuid()}-{place.port}"
+    return f"\0penstock-ranks-{os.getuid()}-{rendezvous.port}"
 
 
-def _named(place: Place) -> socket.socket | None:
+def _named(rendezvous: Rendezvous) -> socket.socket | None:
     """Take the name of a group; None where something else has it. It goes with this process."""
     named = socket.socket(socket.AF_UNIX)
     try:
-        named.bind(_name(place))
+        named.bind(_name(rendezvous))
         named.listen()
     except OSError:
         named.close()
@@ -322,12 +324,12 @@ def _named(place: Place) -> socket.socket | None:
     return named
 
 
-def _has_all(place: Place) -> bool:
+def _has_all(rendezvous: Rendezvous) -> bool:
     """True where a process of this user has the name of this group."""
     with socket.socket(socket.AF_UNIX) as link:
         link.setblocking(False)
         try:
-            link.connect(_name(place))
+            link.connect(_name(rendezvous))
         except BlockingIOError:
             # Many have come.
             return True
@@ -337,21 +339,21 @@ def _has_all(place: Place) -> bool:
     return bool(user == os.getuid())
 
 
-def _key(place: Place) -> str:
+def _key(rendezvous: Rendezvous) -> str:
     """Return the key of the path in the store; the store has those of earlier attempts as well."""
-    return f"penstock/ranks/{place.attempt}"
+    return f"penstock/ranks/{rendezvous.attempt}"
 
 
-def _publish(store: Any, place: Place, path: str) -> None:
+def _publish(store: Any, rendezvous: Rendezvous, path: str) -> None:
     try:
-        store.set(_key(place), path)
+        store.set(_key(rendezvous), path)
     except RuntimeError as error:
         raise StartupError("the store of the ranks at MASTER_ADDR takes nothing", flag="MASTER_ADDR") from error
 
 
-def _told(store: Any, place: Place) -> str:
+def _told(store: Any, rendezvous: Rendezvous) -> str:
     try:
-        return str(store.get(_key(place)).decode(errors="replace"))
+        return str(store.get(_key(rendezvous)).decode(errors="replace"))
     except RuntimeError as error:
         raise StartupError(f"rank 0 told no place within {PATIENCE.total_seconds():g} s", flag="WORLD_SIZE") from error
 

@@ -22,14 +22,14 @@ from penstock.common.errors import StartupError, Unavailable
 from penstock.common.logging import get_logger
 from penstock.generation.parallel.adapter_loads import AdapterLoads
 from penstock.generation.parallel.begun import BegunRanks
-from penstock.generation.parallel.group import RankGroup
-from penstock.generation.parallel.messages import READY, PoolOrder
+from penstock.generation.parallel.rank_group import RankGroup
+from penstock.generation.parallel.rank_messages import READY, PoolOrder
 from penstock.generation.weights.sharding import FLAG, Shard
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.layers.lora import EmbeddingPart, LoraPart
-    from penstock.generation.parallel.adapters import HeldAdapter
+    from penstock.generation.parallel.leader_adapters import HeldAdapter
     from penstock.generation.parallel.meeting import LaunchedProcess, Meeting
 
 _log = get_logger("penstock.generation")

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.generation.layers.lora import AdapterBatch, AdapterWeights, EmbeddingPart, LoraPart
-from penstock.generation.parallel.adapters import NONE
-from penstock.generation.parallel.messages import (
+from penstock.generation.parallel.leader_adapters import NONE
+from penstock.generation.parallel.rank_messages import (
     FAILED,
     NO_MEMORY,
     READY,
     AdapterPartOrder,
     IncomingPart,
-    Kind,
+    MessageKind,
     Spans,
     adapter_of_part,
     decode_adapter,
@@ -57,16 +57,16 @@ class RankAdapters:
         """`model` is this rank's part of the model of `whole`; `answer` tells rank 0, once for each adapter."""
         self._model, self._whole, self._shard = model, whole, shard
         self._answer = answer
-        self._messages: SimpleQueue[tuple[Kind, memoryview]] = SimpleQueue()
+        self._messages: SimpleQueue[tuple[MessageKind, memoryview]] = SimpleQueue()
         self._coming: _Coming | None = None
         self._complete: dict[int, AdapterWeights] = {}
         # The last spans that were asked for, as bytes, and their batch.
         self._last: tuple[bytes, AdapterBatch] | None = None
         threading.Thread(target=self._run, name="adapters", daemon=True).start()
 
-    def take(self, kind: Kind, body: memoryview) -> None:
+    def take(self, kind: MessageKind, body: memoryview) -> None:
         """Queue a message about adapters."""
-        if kind is Kind.FORGET:
+        if kind is MessageKind.FORGET:
             self._last = None
         self._messages.put((kind, body))
 
@@ -86,18 +86,18 @@ class RankAdapters:
         with contextlib.suppress(OSError):
             while True:
                 kind, body = self._messages.get()
-                if kind is Kind.FORGET:
+                if kind is MessageKind.FORGET:
                     self._forget(decode_forget(body))
-                elif kind is Kind.ADAPTER:
+                elif kind is MessageKind.ADAPTER:
                     self._answer(self._completed(decode_adapter(body)))
                 else:
                     self._receive(kind, body)
                 # While this waits for the next one, it would keep the bytes.
                 del body
 
-    def _receive(self, kind: Kind, body: memoryview) -> None:
+    def _receive(self, kind: MessageKind, body: memoryview) -> None:
         """Keep shapes, or a piece, of the incoming adapter."""
-        if kind is Kind.ADAPTER_PART:
+        if kind is MessageKind.ADAPTER_PART:
             number = adapter_of_part(body)
             if self._coming is None or self._coming.number != number:
                 # Anything before it was abandoned.
@@ -106,7 +106,7 @@ class RankAdapters:
         if coming is None or coming.failure is not None:
             return
         try:
-            if kind is Kind.ADAPTER_PART:
+            if kind is MessageKind.ADAPTER_PART:
                 coming.part = IncomingPart(body, self._model.dtype)
             elif coming.part is not None and (part := coming.part.add(body)) is not None:
                 coming.part = None

@@ -28,28 +28,28 @@ from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.host_kv import HostKVPool, copy_blocks
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.devices.base import Device
-from penstock.generation.devices.registry import open_device
+from penstock.generation.devices.device_registry import open_device
 from penstock.generation.devices.torch_dtypes import named_dtype
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
-from penstock.generation.parallel.group import RankGroup
-from penstock.generation.parallel.messages import (
+from penstock.generation.parallel.rank_adapters import RankAdapters
+from penstock.generation.parallel.rank_group import RankGroup
+from penstock.generation.parallel.rank_messages import (
     READY,
     REFUSED,
-    Kind,
+    MessageKind,
     PoolOrder,
     StepOrder,
     decode_copies,
     decode_hidden,
     kind_of,
 )
-from penstock.generation.parallel.rank_adapters import RankAdapters
 from penstock.generation.weights.sharding import Shard
 
 _log = get_logger("penstock.generation")
 # Between the end of a collective and that of rank 0's connection.
 _LEAVE_SECONDS = 0.5
-_OF_ADAPTERS = frozenset((Kind.ADAPTER_PART, Kind.PIECE, Kind.ADAPTER, Kind.FORGET))
+_OF_ADAPTERS = frozenset((MessageKind.ADAPTER_PART, MessageKind.PIECE, MessageKind.ADAPTER, MessageKind.FORGET))
 
 
 class Worker:
@@ -81,7 +81,7 @@ class Worker:
     def do(self, message: bytes) -> None:
         """Carry out a message. Raises StartupError for pools that cannot be made."""
         kind, body = kind_of(message)
-        if kind is Kind.POOL:
+        if kind is MessageKind.POOL:
             self._make_pools(PoolOrder.decoded(body))
         elif kind in _OF_ADAPTERS:
             self._adapters.take(kind, body)
@@ -105,13 +105,13 @@ class Worker:
         self._answer(READY)
         self._group.join(Path(order.meeting), self._device)
 
-    def _compute(self, kind: Kind, body: memoryview) -> None:
+    def _compute(self, kind: MessageKind, body: memoryview) -> None:
         """Carry out a message that needs the pool."""
         model, kv = self._model, self._kv
         assert kv is not None, "pools come first"
-        if kind is Kind.STEP:
+        if kind is MessageKind.STEP:
             self._step(StepOrder.decoded(body, model.config.hidden_size, model.dtype), kv)
-        elif kind is Kind.LOGITS:
+        elif kind is MessageKind.LOGITS:
             hidden_NI, spans = decode_hidden(body, model.config.hidden_size, model.dtype)
             logits_NV = model.compute_logits(hidden_NI.to(self._device.torch_device), self._adapters.batch(spans))
             self._group.columns(logits_NV, model.config.vocab_size)

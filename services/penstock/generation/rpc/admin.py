@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from penstock.common.errors import InvalidArgument
-from penstock.generation.adapters.access import AdapterAccess
+from penstock.generation.adapters.adapter_access import AdapterAccess
 from penstock.generation.adapters.figures import AdapterInfo
 from penstock.generation.engine.block_commands import BlockCommands
 from penstock.generation.engine.stats import EngineLoad

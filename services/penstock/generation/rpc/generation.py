@@ -23,7 +23,7 @@ from penstock.generation.lifecycle import Lifecycle
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.options.request_options import GenerateOptions
 from penstock.generation.service import GenerationCore
-from penstock.generation.wire import convert, score_embed
+from penstock.generation.wire import convert, score_embed_messages
 from penstock.v1 import generation_pb2, generation_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -172,15 +172,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Score(self, request: generation_pb2.ScoreRequest, context: Context) -> generation_pb2.ScoreResponse:
         """Return log-probabilities of given continuations, batched with all other requests."""
         core = self._lifecycle.accepting()
-        command = score_embed.to_score(request, core.limits)
-        return score_embed.from_scores(await core.score(command, deadline_of(context), self._lifecycle.accepting))
+        command = score_embed_messages.to_score(request, core.limits)
+        return score_embed_messages.from_scores(
+            await core.score(command, deadline_of(context), self._lifecycle.accepting)
+        )
 
     async def Embed(self, request: generation_pb2.EmbedRequest, context: Context) -> generation_pb2.EmbedResponse:
         """Return the means of the final hidden states."""
         core = self._lifecycle.accepting()
-        command = score_embed.to_embed(request, core.limits)
+        command = score_embed_messages.to_embed(request, core.limits)
         results = await core.embed(command, deadline_of(context), self._lifecycle.accepting)
-        return score_embed.from_embeddings(results, normalize=command.normalize)
+        return score_embed_messages.from_embeddings(results, normalize=command.normalize)
 
     async def DetectWatermark(
         self, request: generation_pb2.DetectWatermarkRequest, context: Context

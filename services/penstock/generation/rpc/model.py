@@ -11,17 +11,17 @@ import grpc
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.common.progress import StageProgress
 from penstock.generation.config import GenerationServiceConfig
-from penstock.generation.graphs.access import ModelAccess
+from penstock.generation.graphs.model_access import ModelAccess
 from penstock.generation.holder.model_holder import ModelHolder
 from penstock.generation.holder.model_load import ModelLoad
 from penstock.generation.lifecycle import Lifecycle
 from penstock.generation.options.validate import check_model
-from penstock.generation.rpc.graphs import GraphCalls
+from penstock.generation.rpc.graph_calls import GraphCalls
 from penstock.generation.service import GenerationCore
 from penstock.generation.wire import convert, load_model
-from penstock.generation.wire.dtypes import from_dtype
-from penstock.generation.wire.graphs import from_graph
-from penstock.generation.wire.options import from_options
+from penstock.generation.wire.dtype_messages import from_dtype
+from penstock.generation.wire.graph_messages import from_graph
+from penstock.generation.wire.option_messages import from_options
 from penstock.v1 import common_pb2, config_pb2, model_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]

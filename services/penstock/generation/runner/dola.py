@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.models.capture import HiddenCapture
+from penstock.generation.models.hidden_keeper import HiddenKeeper
 
 if TYPE_CHECKING:
     from penstock.generation.runner.draw_rows import DrawRows
@@ -33,7 +33,7 @@ Logits = Callable[[Tensor, list[int]], Tensor]
 
 
 class EarlyExits:
-    """DoLa rows of one step: capture of their early exits, and contrast of their logits."""
+    """DoLa rows of one step: their early exits are kept, and contrasted with the logits."""
 
     def __init__(self, draws: DrawRows, device: torch.device) -> None:
         """`draws` has DoLa rows."""
@@ -46,16 +46,16 @@ class EarlyExits:
         self._rows = [row.place for row in draws.dola]
         self._has_grammar = [row.has_grammar for row in draws.dola]
         rows_R = torch.tensor([draws.rows[row] for row in self._rows], dtype=torch.int64, device=device)
-        self.capture = HiddenCapture(rows_R, frozenset(layer for layers in self._groups for layer in layers))
+        self.keeper = HiddenKeeper(rows_R, frozenset(layer for layers in self._groups for layer in layers))
 
     def contrast(self, logits_RV: Tensor, logits_of: Logits) -> None:
-        """Replace DoLa rows of `logits_RV` in place. `capture` is filled; `logits_of` is the model's output head."""
+        """Replace DoLa rows of `logits_RV` in place. `keeper` is filled; `logits_of` is the model's output head."""
         for layers, numbers in self._groups.items():
             step = max(1, _ROWS_AT_A_TIME // len(layers))
             for begin in range(0, len(numbers), step):
                 some = numbers[begin : begin + step]
                 index = torch.tensor(some, dtype=torch.int64, device=self._device)
-                hidden = torch.cat([self.capture.states[layer].index_select(0, index) for layer in layers])
+                hidden = torch.cat([self.keeper.states[layer].index_select(0, index) for layer in layers])
                 places = [self._rows[number] for number in some]
                 early_LRV = logits_of(hidden, places * len(layers)).view(len(layers), len(some), -1)
                 rows = torch.tensor(places, dtype=torch.int64, device=self._device)

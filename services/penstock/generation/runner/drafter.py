@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.generation.core.modes import PLAIN
+from penstock.generation.core.decoding_mode import PLAIN
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool

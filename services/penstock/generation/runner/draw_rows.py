@@ -59,8 +59,8 @@ class DrawRows:
         """Find the draws of a step's entries; `row_starts` as in ModelInputs."""
         found = cls()
         for entry, first, end in zip(scheduled, row_starts, row_starts[1:], strict=False):
-            for offset, probe in entry.probes:
-                found._add(first + offset, (probe,))
+            for offset, verifier in entry.verifiers:
+                found._add(first + offset, (verifier,))
             if entry.sample:
                 found._add(end - 1, entry.sample)
             if entry.sequence.first_logprob_row is not None and entry.start < entry.sequence.num_prompt_tokens:

@@ -65,7 +65,7 @@ class FastPath:
             return False
         sequences = draws.sequences
         if any(sequence.origin is not None for sequence in sequences):
-            # A batch with probes would be built for this one step only.
+            # A batch with verifiers would be built for this one step only.
             return _are_plain((sequence, sampler.plan_of(sequence)) for sequence in sequences)
         batch = sampler.batch_of(sequences)
         if batch is not self._batch:
@@ -91,7 +91,7 @@ def goes_on(scheduled: Seq[ScheduledSequence]) -> bool:
     """
     return all(
         entry.num_tokens == 1
-        and not entry.probes
+        and not entry.verifiers
         and len(entry.sample) == 1
         and entry.sample[0] is entry.sequence
         and entry.sequence.draw.kind is DrawKind.TOKEN

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHUNK = 256
 
 
-class _Rows:
+class _UnitRows:
     """Unit vectors (hidden) of consecutive tokens. Any number of sequences may read a prefix of them."""
 
     __slots__ = ("chunks", "filled")
@@ -44,13 +44,13 @@ class _Rows:
             self.filled += taken
             rows_NI = rows_NI[taken:]
 
-    def branch(self, length: int) -> _Rows:
+    def branch(self, length: int) -> _UnitRows:
         """Return rows that begin with the first `length` and continue differently. Full chunks are shared."""
         full, rest = divmod(length, CHUNK)
         chunks = self.chunks[:full]
         if rest:
             chunks.append(self.chunks[full].clone())
-        return _Rows(chunks, length)
+        return _UnitRows(chunks, length)
 
     def nearest(self, length: int, rows_KI: Tensor) -> Tensor:
         """Return (K): the largest cosine similarity of each of `rows_KI` with any of the first `length` rows."""
@@ -73,7 +73,7 @@ class _History:
 
     __slots__ = ("last_1I", "length", "rows")
 
-    def __init__(self, rows: _Rows, length: int, last_1I: Tensor | None) -> None:
+    def __init__(self, rows: _UnitRows, length: int, last_1I: Tensor | None) -> None:
         self.rows = rows
         self.length = length
         self.last_1I = last_1I
@@ -132,7 +132,7 @@ class HiddenHistories:
         for entry, _ in entries:
             seq_id = entry.sequence.seq_id
             if entry.start == 0:
-                self._histories[seq_id] = _History(_Rows([], 0), 0, None)
+                self._histories[seq_id] = _History(_UnitRows([], 0), 0, None)
             self._histories[seq_id].append(hidden_RI[first : first + entry.num_tokens])
             first += entry.num_tokens
 

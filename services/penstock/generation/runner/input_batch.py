@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from penstock.generation.attention.base import AttentionMetadata
-from penstock.generation.attention.upload import uploaded
+from penstock.generation.attention.to_device import uploaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,14 +13,14 @@ import torch
 
 from penstock.common.heap import trim_heap
 from penstock.generation.attention.host_kv import copy_blocks
-from penstock.generation.attention.upload import uploaded
+from penstock.generation.attention.to_device import uploaded
 from penstock.generation.core.draw import DrawKind
 from penstock.generation.core.request import Logprob, PositionLogprobs
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
-from penstock.generation.models.capture import joint
 from penstock.generation.models.captured_decode import CapturedLM, can_capture
+from penstock.generation.models.hidden_keeper import joint
 from penstock.generation.runner.dola import EarlyExits
 from penstock.generation.runner.draw_rows import DrawRows
 from penstock.generation.runner.fast_path import FastPath, goes_on
@@ -30,8 +30,8 @@ from penstock.generation.runner.input_batch import AdapterRows, InputBatch, Mode
 from penstock.generation.runner.output_tensors import StepTensorTaker
 from penstock.generation.runner.row_outputs import MeanPooling, PromptScorer, apply_guidance
 from penstock.generation.runner.steady_decode import SteadyDecode
-from penstock.generation.sampling.kernels import SamplingKernels
 from penstock.generation.sampling.sampler import Sampler
+from penstock.generation.sampling.sampling_kernels import SamplingKernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -181,7 +181,7 @@ class ModelRunner:
                 self._kv,
                 rows_R,
                 embeds_TI=embeds_TI,
-                capture=joint(None if exits is None else exits.capture, None if tensors is None else tensors.capture),
+                keeper=joint(None if exits is None else exits.keeper, None if tensors is None else tensors.keeper),
                 attention=None if tensors is None else tensors.attention,
                 adapters=adapters,
             )

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.common.dtypes import dtype_name
-from penstock.generation.attention.capture import AttentionCapture, CapturedRow
-from penstock.generation.core.modes import TensorOutputs
+from penstock.generation.attention.attention_keeper import AttentionKeeper, KeptRow
+from penstock.generation.core.decoding_mode import TensorOutputs
 from penstock.generation.core.tensors import StepTensors, TensorData
-from penstock.generation.models.capture import HiddenCapture
+from penstock.generation.models.hidden_keeper import HiddenKeeper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -26,7 +26,7 @@ _NOTHING = TensorOutputs()
 
 
 class StepTensorTaker:
-    """Collector of one step's tensors, from before the forward pass to the draw."""
+    """Keeper of one step's tensors, from before the forward pass to the draw."""
 
     def __init__(self, draws: DrawRows, row_starts: Seq[int], attention: Attention, device: torch.device) -> None:
         """`draws.tensors` is not empty; `row_starts` as in ModelInputs; `attention` is the model's own."""
@@ -38,8 +38,8 @@ class StepTensorTaker:
         row_of_drawer = draws.row_of_drawer
         rows = [row_of_drawer[place] for place in self._places]
         self._logit_rows = [draws.rows.index(row) for row in rows]
-        self.capture = self._hidden_capture(rows)
-        self.attention = self._attention_capture(rows, row_starts, attention)
+        self.keeper = self._hidden_keeper(rows)
+        self.attention = self._attention_keeper(rows, row_starts, attention)
         self._logits: dict[int, torch.Tensor] = {}
         self._scores: dict[int, torch.Tensor] = {}
 
@@ -74,30 +74,28 @@ class StepTensorTaker:
         scores, score_ids = _highest(self._scores.get(item), asked.top_k)
         logits, logit_ids = _highest(self._logits.get(item), asked.top_k)
         hidden = attentions = None
-        if asked.hidden_states and self.capture is not None:
+        if asked.hidden_states and self.keeper is not None:
             place = self._hidden_places[item]
-            states = self.capture.states
+            states = self.keeper.states
             hidden = _data(torch.stack([states[layer][place] for layer in sorted(states)]).float())
         if asked.attentions and self.attention is not None:
             attentions = _data(self.attention.weights(self._attention_places[item]))
         return StepTensors(scores, score_ids, logits, logit_ids, hidden, attentions)
 
-    def _hidden_capture(self, rows: list[int]) -> HiddenCapture | None:
+    def _hidden_keeper(self, rows: list[int]) -> HiddenKeeper | None:
         items = [item for item, asked in enumerate(self._asked) if asked.hidden_states]
         self._hidden_places = {item: place for place, item in enumerate(items)}
-        return HiddenCapture(self._index([rows[item] for item in items])) if items else None
+        return HiddenKeeper(self._index([rows[item] for item in items])) if items else None
 
-    def _attention_capture(
-        self, rows: list[int], row_starts: Seq[int], attention: Attention
-    ) -> AttentionCapture | None:
+    def _attention_keeper(self, rows: list[int], row_starts: Seq[int], attention: Attention) -> AttentionKeeper | None:
         items = [item for item, asked in enumerate(self._asked) if asked.attentions]
         self._attention_places = {item: place for place, item in enumerate(items)}
         # A drawer's tokens end with the token of its row.
         wanted = [
-            CapturedRow(rows[item], bisect_right(row_starts, rows[item]) - 1, self._drawers[item].num_tokens)
+            KeptRow(rows[item], bisect_right(row_starts, rows[item]) - 1, self._drawers[item].num_tokens)
             for item in items
         ]
-        return AttentionCapture(attention, wanted) if items else None
+        return AttentionKeeper(attention, wanted) if items else None
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.step import ScheduledSequence
     from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.models.language_model import LanguageModel
-    from penstock.generation.sampling.kernels import SamplingKernels
+    from penstock.generation.sampling.sampling_kernels import SamplingKernels
 
 
 class MeanPooling:

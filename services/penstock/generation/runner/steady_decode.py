@@ -88,7 +88,7 @@ class SteadyDecode:
                 and entry.start == start
                 and entry.num_tokens == 1
                 and len(entry.sample) == 1
-                and not entry.probes
+                and not entry.verifiers
                 and sequence.draw is self._draws[index]
                 and sequence.unconditional is None
             ):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.attention.upload import uploaded
+from penstock.generation.attention.to_device import uploaded
 from penstock.generation.core.draw import DrawKind
 from penstock.generation.sampling.draw_context import DrawContext, RowStreams
 from penstock.generation.sampling.ops.counted_draws import Stream

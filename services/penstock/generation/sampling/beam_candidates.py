@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.request import Logprob
     from penstock.generation.sampling.batch import SamplingBatch
-    from penstock.generation.sampling.kernels import SamplingKernels
-    from penstock.generation.sampling.ops.candidates import Candidates as TopScores
+    from penstock.generation.sampling.ops.candidates import CandidateTensors as TopScores
     from penstock.generation.sampling.ops.gumbel import Ranked
+    from penstock.generation.sampling.sampling_kernels import SamplingKernels
     from penstock.generation.sampling.state import SamplingState
 
 # Number of highest scores to find at once; the surplus over the requested number holds ties.

@@ -12,7 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from penstock.generation.sampling.batch import SamplingBatch
-    from penstock.generation.sampling.ops.candidates import Candidates
+    from penstock.generation.sampling.ops.candidates import CandidateTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Nucleus:
 
 
 def warp_candidates(
-    batch: SamplingBatch, picked_R: torch.Tensor, found: Candidates, total_R1: torch.Tensor | None
+    batch: SamplingBatch, picked_R: torch.Tensor, found: CandidateTensors, total_R1: torch.Tensor | None
 ) -> Nucleus:
     """Apply temperature, top-k, top-p and min-p to candidates of the sampled rows `picked_R` of the batch.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.attention.upload import uploaded
+from penstock.generation.attention.to_device import uploaded
 from penstock.generation.sampling.drawing import Drawing, not_numbers
 
 if TYPE_CHECKING:

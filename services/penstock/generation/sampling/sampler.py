@@ -19,8 +19,8 @@ import torch
 from penstock.generation.sampling.batch import SamplingBatch
 from penstock.generation.sampling.beam_candidates import draw_candidates
 from penstock.generation.sampling.drawing import Drawing
-from penstock.generation.sampling.kernels import SamplingKernels
 from penstock.generation.sampling.row_plan import RowPlan
+from penstock.generation.sampling.sampling_kernels import SamplingKernels
 from penstock.generation.sampling.state import SamplingState
 
 if TYPE_CHECKING:
@@ -117,12 +117,12 @@ class Sampler:
         if last is not None and last.is_of(sequences):
             return last
         batch = SamplingBatch([self._state_of(sequence) for sequence in sequences], self._device, self._kernels)
-        # Probes live for one step and leave no state.
+        # Verifiers live for one step and leave no state.
         self._batch = batch if all(sequence.origin is None for sequence in sequences) else None
         return batch
 
     def plan_of(self, sequence: Sequence) -> RowPlan:
-        """Return the row plan for the options of the sequence, or for a probe those of its own sequence."""
+        """Return the row plan for the options of the sequence, or for a verifier those of its own sequence."""
         return self._state_of(sequence.origin or sequence).plan
 
     def _state_of(self, sequence: Sequence) -> SamplingState:

@@ -50,7 +50,7 @@ class SamplingState:
             self._follow(self.sequence.token_ids)
 
     def catch_up_without_drafts(self) -> None:
-        """Follow the tokens that are not drafts; for a sequence with probes that draw: its drafts may be gone in the
+        """Follow the tokens that are not drafts; for a sequence with verifiers that draw: its drafts may be gone in the
         next step."""
         if self.trackers:
             tokens = self.sequence.token_ids

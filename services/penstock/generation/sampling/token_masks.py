@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.generation.attention.upload import uploaded
-from penstock.generation.core.modes import Rescue
+from penstock.generation.attention.to_device import uploaded
+from penstock.generation.core.decoding_mode import Rescue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

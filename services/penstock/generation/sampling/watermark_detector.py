@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from penstock.generation.core.modes import SynthIdOptions
+from penstock.generation.core.decoding_mode import SynthIdOptions
 from penstock.generation.sampling.ops.green_lists import SELF_HASH, is_green
-from penstock.generation.sampling.ops.synthid import coin_flips, context_hash, g_values
+from penstock.generation.sampling.ops.synthid_numbers import coin_flips, context_hash, g_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.core.modes import AnyWatermark, WatermarkOptions
+    from penstock.generation.core.decoding_mode import AnyWatermark, WatermarkOptions
 
 
 class TooFewTokens(ValueError):

@@ -18,7 +18,7 @@ from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.errors import StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
-from penstock.common.progress import LOAD_WEIGHTS, ShowProgress, Stage
+from penstock.common.progress import LOAD_WEIGHTS, ProgressStage, ShowProgress
 from penstock.common.units import format_size
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.config import GenerationServiceConfig
@@ -79,7 +79,7 @@ def load_draft_weights(
         own = resolve_model(config.assistant_model, show=show)
         served, drafting = (read_model_config(one, config.route).vocab_size for one in (folder, own))
         _check_vocabulary(folder, own, served, drafting)
-        with Stage(show, LOAD_WEIGHTS, model_name(config.assistant_model)) as stage:
+        with ProgressStage(show, LOAD_WEIGHTS, model_name(config.assistant_model)) as stage:
             weights = read_model(config, own, device, stage.count)
         if weights.state_layout:
             raise StartupError(

@@ -13,9 +13,9 @@ from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.common.progress import CountBytes, IfCancelled, ShowProgress, never_cancelled
 from penstock.generation.config import GenerationServiceConfig
-from penstock.generation.devices.registry import open_device
-from penstock.generation.engine.admission import most_output_tokens
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.devices.device_registry import open_device
+from penstock.generation.engine.acceptance import most_output_tokens
+from penstock.generation.engine.decoding.mode_registry import MODES
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.options.request_options import ModelFacts
 from penstock.generation.startup.load_weights import LoadedWeights, check_room, load_weights

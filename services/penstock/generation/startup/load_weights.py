@@ -9,19 +9,19 @@ from pathlib import Path
 from penstock.common.environment import current_environment
 from penstock.common.errors import InvalidArgument, PenstockError, StartupError
 from penstock.common.logging import get_logger
-from penstock.common.progress import LOAD_WEIGHTS, Stage
+from penstock.common.progress import LOAD_WEIGHTS, ProgressStage
 from penstock.generation.adapters.peft_folder import PeftFolder
 from penstock.generation.adapters.store import AdapterStore, OpenAdapter
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.devices.base import Device
-from penstock.generation.devices.registry import open_device
+from penstock.generation.devices.device_registry import open_device
 from penstock.generation.host.memory import format_weights, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.options.request_options import ModelDefaults
 from penstock.generation.options.validate import unsupported_option
-from penstock.generation.parallel.launch import Place
+from penstock.generation.parallel.launch import Rendezvous
 from penstock.generation.parallel.leader import LeaderModel, lead
 from penstock.generation.parallel.meeting import Meeting
 from penstock.generation.parallel.processes import Ranks
@@ -137,8 +137,8 @@ def _start_ranks(start: Start, files: ModelFiles, device: Device, begun: Begun) 
         return None
     Shard(0, config.tensor_parallel).check(files.config)
     meeting = None
-    if (place := Place.of(current_environment(), config.tensor_parallel)) is not None:
-        meeting = Meeting(place)
+    if (rendezvous := Rendezvous.of(current_environment(), config.tensor_parallel)) is not None:
+        meeting = Meeting(rendezvous)
         start.if_cancelled(meeting.close)
     order = {
         "folder": str(files.folder),
@@ -160,7 +160,7 @@ def _start_ranks(start: Start, files: ModelFiles, device: Device, begun: Begun) 
 
 def _load_model(start: Start, files: ModelFiles, device: Device, ranks: Ranks | None) -> LanguageModel:
     config = start.config
-    with Stage(start.show, LOAD_WEIGHTS, start.name) as stage:
+    with ProgressStage(start.show, LOAD_WEIGHTS, start.name) as stage:
         model = read_model(config, files.folder, device, stage.count, ranks)
     if ranks is None:
         return model

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.common.options import values_of
-from penstock.common.progress import TUNE, WARM_UP, Stage
+from penstock.common.progress import TUNE, WARM_UP, ProgressStage
 from penstock.common.units import format_size
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.config import EngineConfig, EngineOptions
-from penstock.generation.grammar.state import MaskWorkers
+from penstock.generation.grammar.matcher_state import MaskWorkers
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.runner.model_runner import ModelRunner, WarmUpWork
 from penstock.generation.startup.batch_tuning import (
@@ -81,7 +81,7 @@ def tune_engine(start: Start, files: ModelFiles, weights: LoadedWeights, pools: 
     batch = _tune_batch(start, weights, pools)
     trim_heap()
     start.timer.end("tuning")
-    with Stage(start.show, WARM_UP, start.name):
+    with ProgressStage(start.show, WARM_UP, start.name):
         runner.warm_up()
     start.timer.end("warm_up")
     if window := window_of(model):
@@ -104,7 +104,7 @@ def _tune_batch(start: Start, weights: LoadedWeights, pools: Pools) -> BatchTuni
     if config.max_batch_tokens is not None:
         return BatchTuning(config.max_batch_tokens)
     _log.info("measuring step sizes", at_most_seconds=config.tune_seconds)
-    with Stage(start.show, TUNE):
+    with ProgressStage(start.show, TUNE):
         timer = PromptTimer(weights.model, pools.kv, weights.device, most_tokens=LARGEST_SIZE)
         tuned = tune_batch_tokens(
             timer,

@@ -22,7 +22,7 @@ from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, HeadOrd
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.host.mapped import MappedFile
-    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight
 
 _log = get_logger("penstock.generation")

@@ -56,7 +56,7 @@ class PackedFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PackedTensor:
     """A tensor, and the place of its bytes after the header."""
 
     dtype: torch.dtype
@@ -72,22 +72,22 @@ def layout(
     *,
     has_table: bool,
     kept: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Place]:
+) -> dict[str, PackedTensor]:
     """Return every tensor of the file, in order. `has_table`: the embedding is a tensor of its own, not the head's
     rows. `kept`: as PackedFacts.kept. The kernels must be loaded."""
-    places: dict[str, Place] = {}
+    places: dict[str, PackedTensor] = {}
     end = 0
     for name, kind, shape in _tensors(config, dtype, quantization, has_table, kept):
         size = kind.itemsize * torch.Size(shape).numel()
-        places[name] = Place(kind, shape, end, end + size)
+        places[name] = PackedTensor(kind, shape, end, end + size)
         end += size
         if gap := -end % ALIGNMENT:
-            places[f"padding.{len(places)}"] = Place(torch.uint8, (gap,), end, end + gap)
+            places[f"padding.{len(places)}"] = PackedTensor(torch.uint8, (gap,), end, end + gap)
             end += gap
     return places
 
 
-def header(places: dict[str, Place], facts: PackedFacts) -> bytes:
+def header(places: dict[str, PackedTensor], facts: PackedFacts) -> bytes:
     """Return the file's first bytes; their length does not depend on the digest. The tensors begin after them,
     aligned."""
     entries: dict[str, object] = {"__metadata__": asdict(facts)}
@@ -97,7 +97,7 @@ def header(places: dict[str, Place], facts: PackedFacts) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def entries_of(places: dict[str, Place]) -> dict[str, object]:
+def entries_of(places: dict[str, PackedTensor]) -> dict[str, object]:
     """Return the entries as safetensors writes them."""
     return {
         name: {"dtype": stored_name(place.dtype), "shape": list(place.shape), "data_offsets": [place.begin, place.end]}

@@ -86,7 +86,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _ShardCut:
     """Part of one tensor: some rows, in order, of some columns; None: all. `is_zero`: another rank adds the bias."""
 
     rows: tuple[Range, ...] | None = None
@@ -101,7 +101,7 @@ class ShardedSource:
         """Take the whole checkpoint of `config`, after its names and shapes were checked."""
         self.folder: Path = whole.folder
         self._whole = whole
-        self._cuts = {LM_HEAD: _Cut(rows=(shard.vocabulary(config.vocab_size),))}
+        self._cuts = {LM_HEAD: _ShardCut(rows=(shard.vocabulary(config.vocab_size),))}
         for layer in range(config.num_layers):
             qkv, output, gated, down = layer_linears(config, layer)
             prefix = layer_prefix(layer)
@@ -115,13 +115,13 @@ class ShardedSource:
         first = 0
         for part, count in zip(linear.parts, linear.rows, strict=True):
             own = tuple(_moved(one, -first) for one in rows if first <= one[0] < first + count)
-            self._cuts[f"{prefix}{part}.weight"] = self._cuts[f"{prefix}{part}.bias"] = _Cut(rows=own)
+            self._cuts[f"{prefix}{part}.weight"] = self._cuts[f"{prefix}{part}.bias"] = _ShardCut(rows=own)
             first += count
 
     def _cut_inputs(self, prefix: str, linear: LayerLinear, columns: Range, shard: Shard) -> None:
         (part,) = linear.parts
-        self._cuts[f"{prefix}{part}.weight"] = _Cut(columns=columns)
-        self._cuts[f"{prefix}{part}.bias"] = _Cut(is_zero=shard.rank > 0)
+        self._cuts[f"{prefix}{part}.weight"] = _ShardCut(columns=columns)
+        self._cuts[f"{prefix}{part}.bias"] = _ShardCut(is_zero=shard.rank > 0)
 
     def __contains__(self, tensor: str) -> bool:
         # As for a model with a head apart from the embedding: the head is cut, and the embedding is whole.
@@ -134,7 +134,7 @@ class ShardedSource:
     def shape(self, tensor: str) -> tuple[int, ...]:
         """See TensorSource."""
         rows, *columns = self._whole.shape(self._stored(tensor))
-        cut = self._cuts.get(tensor, _Cut())
+        cut = self._cuts.get(tensor, _ShardCut())
         if cut.rows is not None:
             rows = sum(end - begin for begin, end in cut.rows)
         if cut.columns is not None:
@@ -143,7 +143,7 @@ class ShardedSource:
 
     def take(self, tensor: str) -> Tensor:
         """See TensorSource."""
-        value, cut = self._whole.take(self._stored(tensor)), self._cuts.get(tensor, _Cut())
+        value, cut = self._whole.take(self._stored(tensor)), self._cuts.get(tensor, _ShardCut())
         if cut.is_zero:
             return torch.zeros_like(value)
         return value if cut.rows is None else torch.cat([value[begin:end] for begin, end in cut.rows])
@@ -154,7 +154,7 @@ class ShardedSource:
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
         """See TensorSource. Rows of other ranks are not read."""
-        cut, first = self._cuts.get(tensor, _Cut()), 0
+        cut, first = self._cuts.get(tensor, _ShardCut()), 0
         for piece in self._whole.pieces(self._stored(tensor), multiple=multiple):
             last = first + piece.shape[0]
             for begin, end in ((first, last),) if cut.rows is None else cut.rows:

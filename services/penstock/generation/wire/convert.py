@@ -13,7 +13,7 @@ from penstock.common.errors import InvalidArgument, PenstockError, to_status
 from penstock.common.pace import Pace
 from penstock.common.unknown_fields import refuse_unknown_fields
 from penstock.generation.adapters.figures import AdapterInfo
-from penstock.generation.core.modes import AnyWatermark
+from penstock.generation.core.decoding_mode import AnyWatermark
 from penstock.generation.core.request import (
     Emission,
     FinishedOutput,
@@ -32,10 +32,10 @@ from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.options.compound_kinds import WATERMARK
 from penstock.generation.options.detect_watermark import DEFAULT_Z_THRESHOLD, DetectWatermarkCommand
 from penstock.generation.options.kinds import check_count
-from penstock.generation.options.limits import DEFAULT_LIMITS, RequestLimits
+from penstock.generation.options.request_limits import DEFAULT_LIMITS, RequestLimits
 from penstock.generation.options.request_options import GenerateOptions
-from penstock.generation.wire.dtypes import from_dtype, to_dtype
-from penstock.generation.wire.options import to_options, to_output, to_stop
+from penstock.generation.wire.dtype_messages import from_dtype, to_dtype
+from penstock.generation.wire.option_messages import to_options, to_output, to_stop
 from penstock.text.thoughts import Thought
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 

@@ -26,11 +26,11 @@ from penstock.router.backends.outliers import Probe
 from penstock.router.backends.patience import Patience
 from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
-from penstock.router.backends.probation_queue import ProbationQueue, Turn
+from penstock.router.backends.probation_queue import ProbationQueue, SuspectTurn
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.attempt_spans import begin_attempt
 from penstock.router.requests.probation import CallProbation, Probation, StreamProbation
-from penstock.router.requests.request_spans import begin_attempt
 from penstock.router.requests.request_state import Loss, RequestState
 from penstock.router.requests.suspect import Suspect
 from penstock.v1 import common_pb2, generation_pb2
@@ -259,7 +259,7 @@ class Attempts:
             await self._pool.changed(left)
         return backend, None
 
-    async def _wait_for_turn(self, turn: Turn, patience: Patience) -> Backend | None:
+    async def _wait_for_turn(self, turn: SuspectTurn, patience: Patience) -> Backend | None:
         return await self._probations.wait(turn, partial(self._pool.crashes.blame, turn.suspect), patience)
 
     def _turn(
@@ -272,7 +272,7 @@ class Attempts:
         *,
         session: str = "",
         is_given_up: Callable[[], bool] = lambda: False,
-    ) -> Turn:
+    ) -> SuspectTurn:
         def choose(free: Sequence[Backend]) -> Backend:
             if self._is_shared(suspect):
                 # Where a crash costs least; but who has shown only that it does no harm alone needs company.
@@ -281,7 +281,7 @@ class Attempts:
 
         needs_company = any(suspect.number in crash.past_probation for crash in suspect.crashes)
         bring = partial(self.adapters.bring, *where) if where[1] else None
-        return Turn(suspect, where, choose, begin, is_given_up, bring)
+        return SuspectTurn(suspect, where, choose, begin, is_given_up, bring)
 
     def _is_shared(self, suspect: Suspect) -> bool:
         return self._pool.crashes.blame(suspect) is Blame.SHARED

@@ -30,7 +30,7 @@ _PICKY_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SuspectTurn:
     """A suspect's wait: the crashes that it is suspected of, where it may go, and how its probation begins."""
 
     suspect: Suspect
@@ -55,7 +55,7 @@ class Turn:
 class _Wait:
     """A turn in the queue."""
 
-    turn: Turn
+    turn: SuspectTurn
     # time.monotonic() from which on it takes any free backend.
     picky_until: float
 
@@ -95,7 +95,7 @@ class ProbationQueue:
             self._pool.wake()
         return set(self._running)
 
-    async def wait(self, turn: Turn, blame: Callable[[], Blame], patience: Patience) -> Backend | None:
+    async def wait(self, turn: SuspectTurn, blame: Callable[[], Blame], patience: Patience) -> Backend | None:
         """Return a backend for a suspect, where its probation has begun; None when it must, or may, do without.
 
         `blame` tells what is known of it now. One that shares it waits for as long as others are on probation; one that
@@ -142,7 +142,7 @@ class ProbationQueue:
         return backend
 
     def _are_for_others(
-        self, places: Sequence[Backend], turn: Turn, usable: Sequence[Backend], taken: set[str]
+        self, places: Sequence[Backend], turn: SuspectTurn, usable: Sequence[Backend], taken: set[str]
     ) -> bool:
         """Return True where those that come earlier may need all of these backends. Who would take none of them now
         keeps nobody back."""

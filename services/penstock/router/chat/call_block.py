@@ -41,7 +41,7 @@ class _Broken(Exception):
     """The text is not a call."""
 
 
-class _Cut(Exception):
+class _EndedInside(Exception):
     """The text ended inside a call."""
 
 
@@ -107,8 +107,8 @@ class CallBlock:
             result.rest = self._text[self._position :]
             if not self._calls:
                 result.raw, result.rest = self.opened + self._text[: self._position], result.rest
-        except (_Broken, _Cut) as end:
-            self._break_off(result, is_cut=isinstance(end, _Cut))
+        except (_Broken, _EndedInside) as end:
+            self._break_off(result, is_cut=isinstance(end, _EndedInside))
         else:
             self._drop_read()
         result.calls = self._calls if result.closed else 0
@@ -194,7 +194,7 @@ class CallBlock:
     def more(self) -> Steps:
         """Wait for more text. Raises when there is none, or when too much waits."""
         if self._is_last:
-            raise _Cut
+            raise _EndedInside
         if len(self._text) - self._position > self._max_chars:
             self._decided = len(self._text)
             raise _Broken
@@ -224,12 +224,12 @@ class CallBlock:
                     self._position += len(option)
                     return option
             if not rest and self._is_last:
-                raise _Cut
+                raise _EndedInside
             if rest and not any(option.startswith(rest) for option in options):
                 return ""
             if self._is_last:
                 if self._is_cut:
-                    raise _Cut
+                    raise _EndedInside
                 return ""
             yield from self.more()
 
@@ -262,7 +262,7 @@ class CallBlock:
         scanner, parts = _Balance(), list[str]()
         if not self._text.startswith("{", self._position):
             if self._is_last and self._position == len(self._text):
-                raise _Cut
+                raise _EndedInside
             self._refuse_behind(1)
         while True:
             begin = self._position

@@ -19,7 +19,7 @@ _GUIDANCE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Text:
     """Text around calls: `head` has %s for the name; `members`: text around each parameter, with %s for its key."""
 
     head: str
@@ -34,26 +34,26 @@ class _Form:
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _OBJECT = '{"name": "%s", "arguments": '
 _INVOKE = ('<invoke name="%s">\n', "</invoke>\n", ('<parameter name="%s">', "</parameter>\n"))
-_FORMS: Mapping[str, _Form] = {
-    "hermes": _Form("<tool_call>\n" + _OBJECT, "}\n</tool_call>"),
-    "granite": _Form(_OBJECT, "}", "<|tool_call|>[", ", ", "]"),
-    "phi4": _Form(_OBJECT, "}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
-    "llama3": _Form('{"name": "%s", "parameters": ', "}", separator="; "),
-    "llama4": _Form('{"name": "%s", "parameters": ', "}", separator="; "),
-    "mistral": _Form("[TOOL_CALLS]%s[ARGS]", "", separator=""),
+_TEXTS: Mapping[str, _Text] = {
+    "hermes": _Text("<tool_call>\n" + _OBJECT, "}\n</tool_call>"),
+    "granite": _Text(_OBJECT, "}", "<|tool_call|>[", ", ", "]"),
+    "phi4": _Text(_OBJECT, "}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    "llama3": _Text('{"name": "%s", "parameters": ', "}", separator="; "),
+    "llama4": _Text('{"name": "%s", "parameters": ', "}", separator="; "),
+    "mistral": _Text("[TOOL_CALLS]%s[ARGS]", "", separator=""),
     # For a vocabulary without [ARGS]: the older format.
-    "mistral_list": _Form(_OBJECT, "}", "[TOOL_CALLS][", ", ", "]"),
-    "deepseek_v3": _Form(
+    "mistral_list": _Text(_OBJECT, "}", "[TOOL_CALLS][", ", ", "]"),
+    "deepseek_v3": _Text(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n",
         "\n```<｜tool▁call▁end｜>",
         _DEEPSEEK[0],
         "\n",
         _DEEPSEEK[1],
     ),
-    "deepseek_v31": _Form(
+    "deepseek_v31": _Text(
         "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>", "<｜tool▁call▁end｜>", _DEEPSEEK[0], "", _DEEPSEEK[1]
     ),
-    "deepseek_v32": _Form(
+    "deepseek_v32": _Text(
         '<｜DSML｜invoke name="%s">\n',
         "</｜DSML｜invoke>\n",
         "<｜DSML｜function_calls>\n",
@@ -61,28 +61,28 @@ _FORMS: Mapping[str, _Form] = {
         "</｜DSML｜function_calls>",
         ('<｜DSML｜parameter name="%s" string="%s">', "</｜DSML｜parameter>\n"),
     ),
-    "kimi_k2": _Form(
+    "kimi_k2": _Text(
         f"<|tool_call_begin|>functions.%s:{_NUMBER}<|tool_call_argument_begin|>",
         "<|tool_call_end|>",
         "<|tool_calls_section_begin|>",
         "",
         "<|tool_calls_section_end|>",
     ),
-    "minimax_m2": _Form(*_INVOKE[:2], "<minimax:tool_call>\n", "", "</minimax:tool_call>", _INVOKE[2]),
-    "qwen3_coder": _Form(
+    "minimax_m2": _Text(*_INVOKE[:2], "<minimax:tool_call>\n", "", "</minimax:tool_call>", _INVOKE[2]),
+    "qwen3_coder": _Text(
         "<tool_call>\n<function=%s>\n", "</function>\n</tool_call>", members=("<parameter=%s>\n", "\n</parameter>\n")
     ),
-    "seed_oss": _Form(
+    "seed_oss": _Text(
         "<seed:tool_call>\n<function=%s>\n",
         "</function>\n</seed:tool_call>",
         members=("<parameter=%s>\n", "\n</parameter>\n"),
     ),
-    "glm4": _Form(
+    "glm4": _Text(
         "<tool_call>%s\n",
         "</tool_call>",
         members=("<arg_key>%s</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
-    "harmony": _Form("<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", "<|call|>", is_single=True),
+    "harmony": _Text("<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", "<|call|>", is_single=True),
 }
 _HARMONY_ANSWER = "<|channel|>final<|message|>"
 _HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
@@ -114,14 +114,14 @@ class _Grammar:
         pattern = "|".join(re.escape(marker) for marker in sorted(token_ids, key=len, reverse=True))
         self._split: Callable[[str], list[str]] = re.compile(f"({pattern})").split if pattern else lambda text: [text]
         name = chat.tools.name
-        self._form = _FORMS["mistral_list" if name == "mistral" and "[ARGS]" not in token_ids else name]
+        self._written = _TEXTS["mistral_list" if name == "mistral" and "[ARGS]" not in token_ids else name]
 
     def build(self, schemas: Schemas, *, max_calls: int, in_reasoning: bool) -> str:
-        form = self._form
+        written = self._written
         calls = " | ".join(self._call(name, schema) for name, schema in schemas.items())
-        most = 1 if form.is_single else max_calls
-        many = f"({self._text(form.separator)} call){{0,{most - 1}}}" if most > 1 else ""
-        start = f"{self._thought(in_reasoning)} {self._text(form.begin)} call {many} {self._text(form.end)}"
+        most = 1 if written.is_single else max_calls
+        many = f"({self._text(written.separator)} call){{0,{most - 1}}}" if most > 1 else ""
+        start = f"{self._thought(in_reasoning)} {self._text(written.begin)} call {many} {self._text(written.end)}"
         return "\n".join([f"start: {start}", f"call: {calls}", *self._rules]) + "\n"
 
     def build_answer(self, *, in_reasoning: bool) -> str:
@@ -147,10 +147,10 @@ class _Grammar:
         place = len(self._rules)
         self._rules.append("")
         # In JSON the name stands in quotes: a quote in it would end it.
-        is_json = '"name": "' in self._form.head
-        head = self._form.head.replace("%s", json.dumps(name, ensure_ascii=False)[1:-1] if is_json else name)
-        body = self._members(schema, name) if self._form.members else self._json({"type": "object", **schema}, name)
-        self._rules[place] = f"{rule}: {self._text(head)} {body} {self._text(self._form.tail)}"
+        is_json = '"name": "' in self._written.head
+        head = self._written.head.replace("%s", json.dumps(name, ensure_ascii=False)[1:-1] if is_json else name)
+        body = self._members(schema, name) if self._written.members else self._json({"type": "object", **schema}, name)
+        self._rules[place] = f"{rule}: {self._text(head)} {body} {self._text(self._written.tail)}"
         return rule
 
     def _members(self, schema: Mapping[str, Any], tool: str) -> str:
@@ -162,7 +162,7 @@ class _Grammar:
         return " ".join(parts)
 
     def _member(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], tool: str) -> str:
-        opens, closes = self._form.members or ("", "")
+        opens, closes = self._written.members or ("", "")
         is_text = schema.get("type") == "string"
         opens = opens.replace("%s", key, 1).replace("%s", "true" if is_text else "false")
         if is_text and isinstance(schema.get("enum"), list):

@@ -29,7 +29,7 @@ from penstock.router.frontend.admission import fair_share_key, tenant_of
 from penstock.router.frontend.drain import GraceEnd, grace_over
 from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.stream_writer import StreamKind, StreamWriter
-from penstock.router.requests.request_spans import describe_request
+from penstock.router.requests.attempt_spans import describe_request
 from penstock.router.requests.request_state import RequestSpec, RequestState, Timings
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.serving.transport import ServerCall
@@ -47,7 +47,7 @@ class TextFlow:
 
     async def run(self, request: convert.PublicRequest, kind: StreamKind, context: ServerCall) -> None:
         """Serve one stream. Raises PenstockError, which the interceptor maps to a status."""
-        call = _Call(request, kind, context, self._parts)
+        call = _StreamedCall(request, kind, context, self._parts)
         status = "INTERNAL"
         try:
             convert.check(request, self._parts.config)
@@ -80,7 +80,7 @@ class TextFlow:
         return request_id
 
 
-class _Call:
+class _StreamedCall:
     """One stream on its way through the stages."""
 
     def __init__(self, request: convert.PublicRequest, kind: StreamKind, context: ServerCall, parts: Parts) -> None:
@@ -113,15 +113,15 @@ class _Call:
         demand = convert.to_demand(self._request, fair_share_key(tenant), self._info())
         # A stack: everything held is given back even if one release fails.
         with contextlib.ExitStack() as held:
-            coming = _Place(parts.forecast.expect(self._model, demand, self._left()))
+            coming = _HeldPlace(parts.forecast.expect(self._model, demand, self._left()))
             held.callback(coming.give_back)
             with stage("admission"):
                 await parts.admission.enter(tenant, self._left(), parts.forecast.tokens(self._model, demand))
-            place = _Place(partial(parts.admission.leave, tenant))
+            place = _HeldPlace(partial(parts.admission.leave, tenant))
             held.callback(place.give_back)
             if self._adapter:
                 await parts.attempts.adapters.require(self._model, self._adapter, self._left())
-            room = _Place(parts.attempts.prepare(self._model, self._adapter))
+            room = _HeldPlace(parts.attempts.prepare(self._model, self._adapter))
             held.callback(room.give_back)
             self._timings.route = time.monotonic() - self._timings.received_at
             with stage("tokenize", SpanKind.CLIENT):
@@ -210,7 +210,7 @@ class _Call:
         return 1 if convert.allows_one_call(request) else self._parts.config.max_tool_calls
 
     async def _stream(
-        self, state: RequestState, prompt: Prompt, place: _Place, coming: Sequence[_Place], grace_end: GraceEnd
+        self, state: RequestState, prompt: Prompt, place: _HeldPlace, coming: Sequence[_HeldPlace], grace_end: GraceEnd
     ) -> None:
         parts, loop = self._parts, asyncio.get_running_loop()
         await parts.pipeline.negative_prompt(state.spec.template.config, self._left())
@@ -273,7 +273,7 @@ async def _abort(context: ServerCall, error: PenstockError) -> None:
         await context.abort(error.code, error.message, trailing_metadata(error))
 
 
-class _Place:
+class _HeldPlace:
     """A held place that is given back once."""
 
     __slots__ = ("_give_back",)

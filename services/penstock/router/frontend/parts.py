@@ -15,7 +15,7 @@ from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.metrics import RouterMetrics
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Pipeline
-from penstock.router.tokenizer.token_text import TokenTexts
+from penstock.router.tokenizer.remembered_texts import TokenTexts
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 
 

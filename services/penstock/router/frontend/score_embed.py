@@ -23,7 +23,7 @@ from penstock.router.frontend.convert import BYTES_PER_TOKEN, MAX_RESPONSE_BYTES
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.score_embed_text import ScoredIds, ScoreEmbedTexts
 from penstock.router.metrics import RouterMetrics
-from penstock.router.tokenizer.token_text import TokenTexts
+from penstock.router.tokenizer.remembered_texts import TokenTexts
 from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
@@ -32,7 +32,7 @@ AnswerT = TypeVar("AnswerT", text_pb2.ScoreTextResponse, text_pb2.EmbedTextRespo
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _CallFacts:
     """Facts about a call that every stage needs. `deadline` is a time of time.monotonic()."""
 
     model: str
@@ -118,7 +118,7 @@ class ScoreEmbedFlow:
             return text_pb2.DetectWatermarkTextResponse(evidence=answer.evidence, token_ids=message.token_ids)
 
     @asynccontextmanager
-    async def _admitted(self, method: str, request: _Request, context: ServerCall) -> AsyncIterator[_Call]:
+    async def _admitted(self, method: str, request: _Request, context: ServerCall) -> AsyncIterator[_CallFacts]:
         """Hold a place from admission during the block, and count the call's end."""
         remaining = context.time_remaining()
         begin = time.monotonic()
@@ -128,7 +128,7 @@ class ScoreEmbedFlow:
             tenant = tenant_of(self.config, context.invocation_metadata())
             # A watermark does not depend on an adapter.
             adapter = "" if isinstance(request, text_pb2.DetectWatermarkTextRequest) else request.adapter
-            call = _Call(*self.pool.choose_model(request.model, adapter), tenant, deadline)
+            call = _CallFacts(*self.pool.choose_model(request.model, adapter), tenant, deadline)
             self.attempts.check_capacity(call.model, call.adapter)
             demand = Demand(fair_share_key(tenant), request.ByteSize() // BYTES_PER_TOKEN, 0)
             if remaining is not None:
@@ -157,7 +157,7 @@ class ScoreEmbedFlow:
             raise InvalidArgument(field, f"must have between 1 and {self.config.max_items} entries")
 
     def _score_request(
-        self, request: text_pb2.ScoreTextRequest, items: Sequence[ScoredIds], call: _Call
+        self, request: text_pb2.ScoreTextRequest, items: Sequence[ScoredIds], call: _CallFacts
     ) -> generation_pb2.ScoreRequest:
         message = generation_pb2.ScoreRequest(
             model=call.model,
@@ -173,7 +173,7 @@ class ScoreEmbedFlow:
             message.top_logprobs = request.top_logprobs
         return message
 
-    async def _ask(self, ask: Any, call: _Call, prompt: Sequence[int], salt: str) -> Any:
+    async def _ask(self, ask: Any, call: _CallFacts, prompt: Sequence[int], salt: str) -> Any:
         """Return a backend's answer; a backend that probably has the first prompt cached is asked first."""
         info = self.pool.models.get(call.model)
         hashes: list[int] = []

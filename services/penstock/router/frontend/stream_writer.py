@@ -14,9 +14,9 @@ from penstock.common.errors import Aborted, Cancelled, PenstockError, Unavailabl
 from penstock.common.tracing import exemplar
 from penstock.router.frontend import convert
 from penstock.router.frontend.parts import Parts
+from penstock.router.requests.attempt_spans import describe_answer
 from penstock.router.requests.delta_buffer import PendingDelta
 from penstock.router.requests.prompt_length import num_prompt_tokens
-from penstock.router.requests.request_spans import describe_answer
 from penstock.router.requests.request_state import RequestState, results_of
 from penstock.router.requests.returned_sequence import ReturnedSequence
 from penstock.router.tokenizer.pipeline import Prompt

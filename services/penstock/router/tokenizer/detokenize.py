@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted, Unavailable
 from penstock.router.aio import Wakeup
-from penstock.router.chat.thoughts import to_thought
+from penstock.router.chat.prompt_thought import to_thought
 from penstock.router.requests.returned_sequence import Piece, ReturnedSequence
 from penstock.serving.transport import StreamCall
 from penstock.text.detokenizer import DecodeTable

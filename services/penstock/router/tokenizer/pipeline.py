@@ -11,7 +11,7 @@ from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import prompt_opens_reasoning
 from penstock.router.chat.forced_calls import answer_grammar, forced_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat, choose_format
-from penstock.router.chat.thoughts import thought_before
+from penstock.router.chat.prompt_thought import thought_before
 from penstock.router.config import RouterConfig
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.text.fill_in_middle import TOKENS, form_of

@@ -13,7 +13,7 @@ from factories.engine.model_engine import load_tiny
 from factories.models.adapters import lora_folder
 from factories.models.checkpoints import tiny_checkpoint
 from penstock.common.errors import InvalidArgument
-from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.adapters.adapter_limits import AdapterLimits
 from penstock.generation.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftFolder
 from penstock.generation.models.decoder import CausalLM
 from safetensors.torch import load_file, save_file

@@ -9,7 +9,7 @@ from threading import Event
 
 import pytest
 from penstock.common.errors import InvalidArgument, NotFound, ResourceExhausted
-from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.adapters.adapter_limits import AdapterLimits
 from penstock.generation.adapters.store import AdapterStore
 
 PATH = Path("adapter")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from penstock.generation.attention.base import AttentionLayer, turned
-from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear import fp8
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
 from torch import Tensor

@@ -19,7 +19,7 @@ from penstock.generation.core.request import (
 )
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.delivery.item_batch import ItemBatch
-from penstock.generation.options.score_embed import ScoreItem, followers
+from penstock.generation.options.score_embed_commands import ScoreItem, followers
 
 
 class Hub:

@@ -15,13 +15,13 @@ from penstock.common.errors import StartupError
 from penstock.generation import attention
 from penstock.generation.attention.npu import NPUAttention
 from penstock.generation.attention.sdpa import SDPAAttention
-from penstock.generation.devices import registry
+from penstock.generation.devices import device_registry
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.devices.cuda import CUDADevice
+from penstock.generation.devices.device_registry import open_device
 from penstock.generation.devices.npu import NPUDevice
-from penstock.generation.devices.registry import open_device
 from penstock.generation.host.arena import Arena
-from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear.dense import PlainLinearMethod
 from structlog.testing import capture_logs
 
@@ -102,7 +102,7 @@ def test_a_triton_that_cannot_compile_is_done_without(error: Exception, monkeypa
 
 @pytest.mark.parametrize(("count", "kind"), [(0, CPUDevice), (2, NPUDevice)])
 def test_auto_takes_an_npu_where_there_is_one(count: int, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "num_npus", lambda: count)
+    monkeypatch.setattr(device_registry, "num_npus", lambda: count)
     assert type(open_device("auto")) is kind
 
 

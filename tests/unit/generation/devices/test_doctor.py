@@ -9,7 +9,7 @@ from factories.models.emulated_cuda import EmulatedCUDA
 from factories.models.emulated_npu import EmulatedNPU
 from penstock.cli import app
 from penstock.generation.attention import npu_operators
-from penstock.generation.devices import registry
+from penstock.generation.devices import device_registry
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.devices.doctor import examine
@@ -78,7 +78,7 @@ def test_an_operator_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_command_prints_a_line_for_each_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "NPUDevice", lambda number: EmulatedNPU(number))
+    monkeypatch.setattr(device_registry, "NPUDevice", lambda number: EmulatedNPU(number))
     found = CliRunner().invoke(app.app, ["doctor", "--device", "npu:0"])
     assert found.exit_code == 0, found.output
     assert "npu:0 (emulated)" in found.output

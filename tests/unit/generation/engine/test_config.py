@@ -10,9 +10,9 @@ from factories.engine.fake_engine import engine_config
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.engine.admission import most_output_tokens
+from penstock.generation.engine.acceptance import most_output_tokens
 from penstock.generation.engine.deadlines import DeadlineQueue
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 
 
 @pytest.mark.parametrize(

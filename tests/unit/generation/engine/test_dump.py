@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from factories.engine.fake_engine import FakeDrafter, FakeRunner, collect, engine_config, make_engine, request
-from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.decoding_mode import GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.engine import step_plan

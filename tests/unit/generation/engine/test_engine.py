@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from factories.engine.fake_engine import Answer, FakeDrafter, collect, engine_config, make_engine, request, run
 from penstock.common.errors import Aborted, Internal, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
-from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.decoding_mode import GuidanceOptions
 from penstock.generation.core.request import Emission, FinishedOutput, FinishReason, RequestTimings, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import DraftRequest, SampledToken
-from penstock.generation.engine.admission import most_output_tokens
+from penstock.generation.engine.acceptance import most_output_tokens
 from penstock.generation.engine.decoding.assisted import AssistanceOptions, AssistedGeneration
 from penstock.generation.engine.decoding.base import Decision
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
 
 

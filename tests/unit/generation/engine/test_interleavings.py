@@ -27,7 +27,7 @@ from factories.engine.fake_engine import (
 from factories.engine.host_pools import HOSTS, AnyPolicy, host_fields
 from penstock.common.errors import DeadlineExceeded, Internal, PenstockError, ResourceExhausted
 from penstock.generation.core.adapter import Adapter
-from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.decoding_mode import GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.engine.block_commands import BlockCommands
 from penstock.generation.engine.block_pool import BlockPool

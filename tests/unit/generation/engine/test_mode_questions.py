@@ -12,7 +12,7 @@ import pytest
 GENERATION = Path(__file__).resolve().parents[4] / "services" / "penstock" / "generation"
 DECODING = GENERATION / "engine" / "decoding"
 # Makes the options of a mode of what a caller asked for.
-MAKER = GENERATION / "options" / "modes.py"
+MAKER = GENERATION / "options" / "mode_options.py"
 # Where a SamplingParams, or what becomes of one, keeps its mode.
 MODE_FIELDS = {"mode", "generation_mode"}
 

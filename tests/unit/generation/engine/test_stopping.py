@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.generation.core.request import FinishReason, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.engine.stopping import Stop, StopCriteria, StopStrings
+from penstock.generation.engine.stopping import Stop, StopCriteria, StopStringAutomaton
 from penstock.text.thoughts import Thought
 from penstock.text.token_bytes import Leading, TextCursor, TokenBytes
 
@@ -84,7 +84,7 @@ def test_stop_strings_end_where_a_search_in_the_decoded_text_first_finds_one(
 @settings(max_examples=40, deadline=None)
 @given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=5, unique=True))
 def test_the_automaton_finds_what_ends_first_and_of_those_the_longest(text: str, strings: list[str]) -> None:
-    _, matched = StopStrings(tuple(strings)).scan(0, text.encode())
+    _, matched = StopStringAutomaton(tuple(strings)).scan(0, text.encode())
     found = [(text.find(string) + len(string), -len(string), string) for string in strings if string in text]
     assert (strings[matched] if matched >= 0 else None) == (min(found)[2] if found else None)
 

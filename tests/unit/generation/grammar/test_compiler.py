@@ -16,7 +16,7 @@ from factories.engine.grammars import EOS, VOCAB_SIZE, allowed, choice, lark, re
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from penstock.generation.grammar.compiler import GrammarCompiler
-from penstock.generation.grammar.limits import GrammarLimits
+from penstock.generation.grammar.grammar_limits import GrammarLimits
 from penstock.generation.grammar.matching import shorten
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.trial_pool import TrialPool

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from factories.engine.grammars import accepts, grammar_tokenizer, spellings
+from penstock.generation.grammar.matcher_state import CompiledGrammar
 from penstock.generation.grammar.matching import new_matcher
-from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.trial_process import answer_to
 
 SUITE = Path(__file__).parents[3] / "data" / "json-schema-test-suite"

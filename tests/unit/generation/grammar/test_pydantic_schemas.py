@@ -12,8 +12,8 @@ import random
 import factories.wire.pydantic_models as models
 import pytest
 from factories.engine.grammars import EOS, VOCAB_SIZE, allowed, grammar_tokenizer, ids_of, text_tokenizer
+from penstock.generation.grammar.matcher_state import CompiledGrammar
 from penstock.generation.grammar.matching import new_matcher
-from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.trial_process import answer_to
 
 COUNT, IN_A_TEST = 200, 20

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from factories.engine.grammars import accepts, grammar_tokenizer
+from penstock.generation.grammar.matcher_state import CompiledGrammar
 from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.schemas.document import read_json, write_json
 from penstock.generation.grammar.schemas.multiples import exact_multiples
-from penstock.generation.grammar.schemas.place import find_place
-from penstock.generation.grammar.state import CompiledGrammar
+from penstock.generation.grammar.schemas.refused_part import find_refused_part
 from penstock.generation.grammar.trial_process import answer_to
 
 INTEGER, TEXT, NUMBER = {"type": "integer"}, {"type": "string"}, {"type": "number"}
@@ -291,12 +291,12 @@ def test_the_search_for_a_place_tries_little_and_has_an_end() -> None:
         tried.append(text)
         return new_matcher(grammar_tokenizer(), f"start: %json {text}").is_error()
 
-    assert find_place(schema, is_refused, max_seconds=60.0) == ("#/$defs/M60/properties/z", "pattern")
+    assert find_refused_part(schema, is_refused, max_seconds=60.0) == ("#/$defs/M60/properties/z", "pattern")
     # Of definitions together, and then of each in a group; none of them with all the others in it.
     assert len(tried) < 30
     assert max(map(len, tried)) < len(write_json(schema)) // 2
     tried.clear()
-    assert find_place(schema, is_refused, max_seconds=-1.0) == ("#", "")
+    assert find_refused_part(schema, is_refused, max_seconds=-1.0) == ("#", "")
     assert tried == []
 
 

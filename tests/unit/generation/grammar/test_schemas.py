@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from factories.engine.grammars import accepts, grammar_tokenizer
+from penstock.generation.grammar.matcher_state import CompiledGrammar
 from penstock.generation.grammar.matching import new_matcher
-from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.trial_process import answer_to
 from penstock.router.chat.forced_calls import forced_grammar
 from penstock.router.chat.formats import choose_format

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from penstock.common.errors import InvalidArgument, NotFound
-from penstock.generation.graphs.graph import BATCH, LENGTH, ROWS, Graph, Graphs, ModelSizes, Stage, Weights
+from penstock.generation.graphs.graph import BATCH, LENGTH, ROWS, Graph, Graphs, GraphStage, GraphWeights, ModelSizes
 
-STAGES = (Stage(1, 8), Stage(1, 32), Stage(4, 8), Stage(4, 32))
+STAGES = (GraphStage(1, 8), GraphStage(1, 32), GraphStage(4, 8), GraphStage(4, 32))
 SIZES = ModelSizes(num_layers=2, hidden_size=6, num_kv_heads=2, head_dim=3, vocab_size=11, dtype="bfloat16")
-GRAPHS = Graphs(SIZES, STAGES, embedding=Weights(), layers=[Weights("int8", 0.5)] * 2, head=Weights())
+GRAPHS = Graphs(SIZES, STAGES, embedding=GraphWeights(), layers=[GraphWeights("int8", 0.5)] * 2, head=GraphWeights())
 
 
 def graph(name: str) -> Graph:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument, NotFound, ResourceExhausted
-from penstock.generation.graphs.access import Turns
-from penstock.generation.graphs.graph import Stage
+from penstock.generation.graphs.graph import GraphStage
+from penstock.generation.graphs.graph_limits import GraphLimits
 from penstock.generation.graphs.leases import Lease, Leases
-from penstock.generation.graphs.limits import GraphLimits
+from penstock.generation.graphs.model_access import GraphTurns
 from penstock.generation.graphs.sequences import PoolSequence, SequenceBlocks
 
 LIMITS = GraphLimits(
-    stages=(Stage(1, 8),),
+    stages=(GraphStage(1, 8),),
     max_call_bytes=1 << 20,
     max_streams=2,
     max_tensors=3,
@@ -157,7 +157,7 @@ class Clock:
 
 async def test_graphs_get_their_share_while_there_are_requests() -> None:
     clock = Clock()
-    turns = Turns(0.25, clock.wait_idle, lambda: clock.now)
+    turns = GraphTurns(0.25, clock.wait_idle, lambda: clock.now)
     async with turns.turn() as took:
         took(2.0)
     # Three times as long is the requests'.
@@ -171,7 +171,7 @@ async def test_graphs_get_their_share_while_there_are_requests() -> None:
 
 async def test_a_turn_waits_for_the_one_before_and_for_no_more() -> None:
     clock = Clock()
-    turns = Turns(1.0, clock.wait_idle, lambda: clock.now)
+    turns = GraphTurns(1.0, clock.wait_idle, lambda: clock.now)
     async with turns.turn() as took:
         took(5.0)
         late = asyncio.ensure_future(turns.turn().__aenter__())

@@ -11,7 +11,7 @@ from factories.models.kernels import assert_close
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from penstock.generation.core.model_config import Activation, Experts
 from penstock.generation.layers.experts import MixtureOfExperts, OneByOne, SharedExpert
-from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear.native import Format, NativeLinearMethod
 from torch import Tensor
 

@@ -13,10 +13,10 @@ from factories.models.native import use_native
 from factories.models.paged import PagedDriver, PagedSequence
 from penstock.common.errors import StartupError
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.devices.registry import open_device
+from penstock.generation.devices.device_registry import open_device
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.weights import checkpoint
+from penstock.generation.weights import safetensors_folder
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
@@ -82,7 +82,7 @@ def test_the_model_says_what_it_is(single: Path) -> None:
 
 
 def test_progress_rises_to_all_bytes_also_within_a_tensor(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 500)
+    monkeypatch.setattr(safetensors_folder, "PIECE_BYTES", 500)
     seen: list[tuple[int, int]] = []
     load_model(
         sharded,
@@ -101,8 +101,8 @@ def test_progress_rises_to_all_bytes_also_within_a_tensor(sharded: Path, monkeyp
 
 def test_mapping_a_file_anew_while_it_is_read_changes_nothing(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = logits(load(single))
-    monkeypatch.setattr(checkpoint, "RELEASE_BYTES", 1000)
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 500)
+    monkeypatch.setattr(safetensors_folder, "RELEASE_BYTES", 1000)
+    monkeypatch.setattr(safetensors_folder, "PIECE_BYTES", 500)
     assert torch.equal(logits(load(single)), before)
 
 

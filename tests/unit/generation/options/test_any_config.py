@@ -10,14 +10,14 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, NotFound
-from penstock.generation.engine.admission import most_output_tokens
+from penstock.generation.engine.acceptance import most_output_tokens
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.modes import MODES
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.engine.decoding.mode_registry import MODES
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import resolve
 from penstock.generation.options.validate import validate
-from penstock.generation.wire.options import from_options, to_options
+from penstock.generation.wire.option_messages import from_options, to_options
 from penstock.v1 import config_pb2
 
 ENGINE = EngineConfig(num_blocks=64, block_size=4, max_context_tokens=128)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import StartupError
-from penstock.generation.core.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
+from penstock.generation.core.decoding_mode import AssistantSchedule, EarlyStopping, WatermarkOptions
 from penstock.generation.options.hf_json import LoadedDefaults, load_defaults
 
 

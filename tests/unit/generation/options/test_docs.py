@@ -13,13 +13,13 @@ import pytest
 from penstock.common.options import options_of
 from penstock.compat.option_names import ALIASES, VLLM_SAMPLING
 from penstock.generation.config import GenerationServiceConfig
-from penstock.generation.core.modes import AssistantSchedule, Scope
+from penstock.generation.core.decoding_mode import AssistantSchedule, Scope
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.options.kinds import FLAG, FLOAT32, INTEGER, NUMBERS, SCHEDULE, TEXT, Choice
-from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.option_spec import OptionSpec
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import resolve
 from penstock.generation.options.table import CONFIG, SECTIONS, OutputOptions, RequestOptions, StopOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from penstock.common.errors import InvalidArgument
-from penstock.generation.options.modes import candidate_layers
+from penstock.generation.options.mode_options import candidate_layers
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from penstock.common.errors import InvalidArgument, PenstockError
 from penstock.generation.core.tensors import TensorData
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import Resolved, resolve
 from penstock.generation.options.table import OutputOptions, RequestOptions

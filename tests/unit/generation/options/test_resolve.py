@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import EarlyStopping
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.core.decoding_mode import EarlyStopping
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import Resolved, resolve
 from penstock.generation.options.table import OutputOptions, RequestOptions, StopOptions

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import TensorOutputs
+from penstock.generation.core.decoding_mode import TensorOutputs
 from penstock.generation.core.request import Emission, FinishReason, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.tensors import StepTensors, TensorData
 from penstock.generation.delivery.delta_sizes import MAX_DELTA_BYTES, split, with_tensors
 from penstock.generation.engine.decoding.beam_options import BeamOptions
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.table import OutputOptions
-from penstock.generation.options.tensors import TensorSizes, resolve_tensors
+from penstock.generation.options.tensor_options import TensorSizes, resolve_tensors
 
 SIZES = TensorSizes(vocab_size=1000, num_layers=4, hidden_size=64, num_heads=8)
 ALL = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelFacts
 from penstock.generation.options.table import OutputOptions, RequestOptions, StopOptions
 from penstock.generation.options.validate import validate

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 from penstock.common.errors import StartupError
-from penstock.generation.parallel.launch import Place, refuse_launcher
+from penstock.generation.parallel.launch import Rendezvous, refuse_launcher
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_the_variables_are_a_place() -> None:
-    assert Place.of(GOOD, 4) == Place(1, 4, "127.0.0.1", 29500, is_store_there=False)
+    assert Rendezvous.of(GOOD, 4) == Rendezvous(1, 4, "127.0.0.1", 29500, is_store_there=False)
     agents = {**GOOD, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert Place.of(agents, 4) == Place(1, 4, "127.0.0.1", 29500, is_store_there=True)
+    assert Rendezvous.of(agents, 4) == Rendezvous(1, 4, "127.0.0.1", 29500, is_store_there=True)
     again = {**agents, "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert Place.of(again, 4) == Place(1, 4, "127.0.0.1", 29500, is_store_there=True, attempt=2)
+    assert Rendezvous.of(again, 4) == Rendezvous(1, 4, "127.0.0.1", 29500, is_store_there=True, attempt=2)
 
 
 @pytest.mark.parametrize(
     ("environment", "count"), [({}, 4), (GOOD, 1), ({"WORLD_SIZE": "4"}, 4), ({"RANK": "0", "WORLD_SIZE": "1"}, 4)]
 )
 def test_without_a_launcher_or_ranks_there_is_no_place(environment: dict[str, str], count: int) -> None:
-    assert Place.of(environment, count) is None
+    assert Rendezvous.of(environment, count) is None
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
@@ -29,7 +29,7 @@ def test_without_a_launcher_or_ranks_there_is_no_place(environment: dict[str, st
 def test_a_variable_that_is_missing_is_named(name: str, value: str | None) -> None:
     own = {key: one for key, one in {**GOOD, name: value}.items() if one is not None}
     with pytest.raises(StartupError, match=f"RANK is set, and {name} is not") as caught:
-        Place.of(own, 4)
+        Rendezvous.of(own, 4)
     assert caught.value.flag == name
 
 
@@ -49,7 +49,7 @@ def test_a_variable_that_is_missing_is_named(name: str, value: str | None) -> No
 )
 def test_a_variable_that_is_wrong_is_named(name: str, value: str, words: str) -> None:
     with pytest.raises(StartupError, match=words) as caught:
-        Place.of({**GOOD, name: value}, 4)
+        Rendezvous.of({**GOOD, name: value}, 4)
     assert caught.value.flag == name
     assert len(caught.value.message) < 300
 

@@ -23,10 +23,10 @@ from factories.servers.stack import free_port
 from penstock.common.errors import StartupError
 from penstock.generation.parallel import launch
 from penstock.generation.parallel import meeting as meeting_file
-from penstock.generation.parallel.group import PATIENCE
-from penstock.generation.parallel.launch import Place
+from penstock.generation.parallel.launch import Rendezvous
 from penstock.generation.parallel.meeting import Meeting, _key, meet_rank_0
-from penstock.generation.parallel.messages import REFUSED
+from penstock.generation.parallel.rank_group import PATIENCE
+from penstock.generation.parallel.rank_messages import REFUSED
 
 # To notice a wait that would have no end.
 BOUND = 30.0
@@ -55,9 +55,9 @@ def store() -> Any:
     )
 
 
-def place_of(count: int, store: Any = None) -> Place:
+def rendezvous_of(count: int, store: Any = None) -> Rendezvous:
     port = free_port() if store is None else store.port
-    return Place(0, count, "127.0.0.1", port, is_store_there=store is not None)
+    return Rendezvous(0, count, "127.0.0.1", port, is_store_there=store is not None)
 
 
 def connected(meeting: Meeting) -> Connection:
@@ -74,9 +74,9 @@ def come(meeting: Meeting, number: int) -> Connection:
 
 
 def test_ranks_come_in_any_order_and_leave_nothing_open(folders: Path, pool: ThreadPoolExecutor) -> None:
-    place = place_of(3)
-    meeting = Meeting(place)
-    second, first = (pool.submit(meet_rank_0, replace(place, rank=rank)) for rank in (2, 1))
+    rendezvous = rendezvous_of(3)
+    meeting = Meeting(rendezvous)
+    second, first = (pool.submit(meet_rank_0, replace(rendezvous, rank=rank)) for rank in (2, 1))
     for rank, coming in ((1, first), (2, second)):
         process, connection = meeting.take(rank, {"rank": rank})
         theirs, pid = coming.result(BOUND)
@@ -85,12 +85,12 @@ def test_ranks_come_in_any_order_and_leave_nothing_open(folders: Path, pool: Thr
         connection.close()
     assert not [*folders.iterdir()]
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((place.address, place.port))
+        socket.create_connection((rendezvous.address, rendezvous.port))
     meeting.close()
 
 
 def test_who_says_nothing_holds_up_nobody(pool: ThreadPoolExecutor) -> None:
-    meeting = Meeting(place_of(3))
+    meeting = Meeting(rendezvous_of(3))
     silent, short, gone = (connected(meeting) for _ in range(3))
     os.write(short.fileno(), b"\0\0")
     gone.close()
@@ -107,8 +107,8 @@ def test_who_says_nothing_holds_up_nobody(pool: ThreadPoolExecutor) -> None:
 
 
 def test_a_meeting_that_ends_leaves_nothing(folders: Path) -> None:
-    place = place_of(2)
-    meeting = Meeting(place)
+    rendezvous = rendezvous_of(2)
+    meeting = Meeting(rendezvous)
     theirs = come(meeting, 1)
     meeting.close()
     meeting.close()
@@ -116,11 +116,11 @@ def test_a_meeting_that_ends_leaves_nothing(folders: Path) -> None:
     with pytest.raises((EOFError, ConnectionError)):
         theirs.recv_bytes()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((place.address, place.port))
+        socket.create_connection((rendezvous.address, rendezvous.port))
 
 
 def test_two_processes_of_one_rank_are_refused(pool: ThreadPoolExecutor) -> None:
-    meeting = Meeting(place_of(3))
+    meeting = Meeting(rendezvous_of(3))
     first = come(meeting, 1)
     meeting.take(1, {})
     assert json.loads(first.recv_bytes()) == {}
@@ -133,60 +133,60 @@ def test_two_processes_of_one_rank_are_refused(pool: ThreadPoolExecutor) -> None
 
 
 def test_a_process_that_comes_beside_the_last_rank_is_told(store: Any) -> None:
-    place = place_of(2, store)
-    meeting = Meeting(place)
-    path = store.get(_key(place))
+    rendezvous = rendezvous_of(2, store)
+    meeting = Meeting(rendezvous)
+    path = store.get(_key(rendezvous))
     first, second = come(meeting, 1), come(meeting, 1)
     meeting.take(1, {"rank": 1})
     assert json.loads(first.recv_bytes()) == {"rank": 1}
     assert second.poll(BOUND)
     assert REFUSED in json.loads(second.recv_bytes())
     # One that comes later still reads the path.
-    assert store.get(_key(place)) == path
+    assert store.get(_key(rendezvous)) == path
     with pytest.raises(StartupError, match="has another process as rank 1"):
-        meet_rank_0(replace(place, rank=1))
+        meet_rank_0(replace(rendezvous, rank=1))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_comes_after_the_last_rank_is_refused_at_once(pool: ThreadPoolExecutor, rank: int) -> None:
     """Case of a store that rank 0 had, and that is closed by then: nobody waits for it."""
-    place = place_of(2)
-    with closing(Meeting(place)) as meeting:
+    rendezvous = rendezvous_of(2)
+    with closing(Meeting(rendezvous)) as meeting:
         first = come(meeting, 1)
         meeting.take(1, {})
-        late = replace(place, rank=rank, attempt=1)
+        late = replace(rendezvous, rank=rank, attempt=1)
         with pytest.raises(StartupError, match=f"two processes have RANK {rank}") as caught:
             pool.submit(meet_rank_0 if rank else Meeting, late).result(BOUND)
         assert caught.value.flag == "RANK"
         assert json.loads(first.recv_bytes()) == {}
     # The place is free again.
-    Meeting(replace(place, attempt=2)).close()
+    Meeting(replace(rendezvous, attempt=2)).close()
 
 
 def test_a_rank_that_comes_before_rank_0_tries_again(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     looks, has_tried, has_all = [], threading.Event(), meeting_file._has_all
 
-    def looked(place: Place) -> bool:
-        looks.append(place)
+    def looked(rendezvous: Rendezvous) -> bool:
+        looks.append(rendezvous)
         if len(looks) > 2:
             has_tried.set()
-        return has_all(place)
+        return has_all(rendezvous)
 
     monkeypatch.setattr(meeting_file, "_TRY", timedelta(milliseconds=50))
     monkeypatch.setattr(meeting_file, "_has_all", looked)
-    place = place_of(2)
-    coming = pool.submit(meet_rank_0, replace(place, rank=1))
+    rendezvous = rendezvous_of(2)
+    coming = pool.submit(meet_rank_0, replace(rendezvous, rank=1))
     assert has_tried.wait(BOUND)
-    with closing(Meeting(place)) as meeting:
+    with closing(Meeting(rendezvous)) as meeting:
         meeting.take(1, {"rank": 1})
         theirs, _ = coming.result(BOUND)
         assert json.loads(theirs.recv_bytes()) == {"rank": 1}
 
 
 def test_ranks_of_one_attempt_find_each_other(store: Any, pool: ThreadPoolExecutor) -> None:
-    place = place_of(2, store)
-    Meeting(place).close()
-    again = replace(place, attempt=1)
+    rendezvous = rendezvous_of(2, store)
+    Meeting(rendezvous).close()
+    again = replace(rendezvous, attempt=1)
     # It may come before rank 0 has told its new place.
     coming = pool.submit(meet_rank_0, replace(again, rank=1))
     with closing(Meeting(again)) as meeting:
@@ -199,9 +199,9 @@ def test_a_long_folder_is_no_matter(folders: Path, monkeypatch: pytest.MonkeyPat
     long = folders / ("x" * 120)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    place = place_of(2)
-    meeting = Meeting(place)
-    coming = pool.submit(meet_rank_0, replace(place, rank=1))
+    rendezvous = rendezvous_of(2)
+    meeting = Meeting(rendezvous)
+    coming = pool.submit(meet_rank_0, replace(rendezvous, rank=1))
     meeting.take(1, {})
     assert coming.result(BOUND)
 
@@ -209,12 +209,12 @@ def test_a_long_folder_is_no_matter(folders: Path, monkeypatch: pytest.MonkeyPat
 def test_a_folder_that_cannot_be_made_names_its_variable(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folders / "none"))
     with pytest.raises(StartupError, match="TMPDIR") as caught:
-        Meeting(place_of(2))
+        Meeting(rendezvous_of(2))
     assert caught.value.flag == "TMPDIR"
 
 
 def test_a_rank_that_dies_after_its_number_is_named() -> None:
-    meeting = Meeting(place_of(2))
+    meeting = Meeting(rendezvous_of(2))
     come(meeting, 1).close()
     with pytest.raises(StartupError, match="rank 1 of 2 has ended before it got its part") as caught:
         meeting.take(1, {})
@@ -223,12 +223,12 @@ def test_a_rank_that_dies_after_its_number_is_named() -> None:
 
 
 def test_a_place_that_is_not_rank_0s_is_refused(store: Any, folders: Path) -> None:
-    place = place_of(2, store)
+    rendezvous = rendezvous_of(2, store)
     others = folders / "penstock-meeting-of-others"
     others.mkdir()
     others.chmod(0o777)
     for attempt, path in enumerate((f"{others}/ranks", "/etc/ranks", "penstock-meeting-1/ranks", f"{others}/other")):
-        own = replace(place, rank=1, attempt=attempt)
+        own = replace(rendezvous, rank=1, attempt=attempt)
         store.set(_key(own), path)
         with pytest.raises(StartupError) as caught:
             meet_rank_0(own)
@@ -236,8 +236,8 @@ def test_a_place_that_is_not_rank_0s_is_refused(store: Any, folders: Path) -> No
 
 
 def test_a_process_is_a_rank_of_one_model() -> None:
-    place = place_of(2)
-    Meeting(place).close()
+    rendezvous = rendezvous_of(2)
+    Meeting(rendezvous).close()
     with pytest.raises(StartupError, match="an earlier model of this process") as caught:
-        Meeting(place)
+        Meeting(rendezvous)
     assert caught.value.flag == "RANK"

@@ -20,8 +20,16 @@ from penstock.generation.parallel import processes
 from penstock.generation.parallel.adapter_loads import AdapterLoads
 from penstock.generation.parallel.begun import BegunRank, BegunRanks
 from penstock.generation.parallel.meeting import LaunchedProcess
-from penstock.generation.parallel.messages import FAILED, NO_MEMORY, READY, Kind, decode_adapter, decode_forget, kind_of
 from penstock.generation.parallel.processes import RankLost, Ranks
+from penstock.generation.parallel.rank_messages import (
+    FAILED,
+    NO_MEMORY,
+    READY,
+    MessageKind,
+    decode_adapter,
+    decode_forget,
+    kind_of,
+)
 
 SITES = {0: [LoraPart(0, torch.randn(2, 3), torch.randn(4, 2), 1.0)]}
 
@@ -171,9 +179,9 @@ class Sent:
     def send(self, message: bytes) -> None:
         self.threads.add(threading.current_thread().name)
         kind, body = kind_of(message)
-        if kind is Kind.ADAPTER:
+        if kind is MessageKind.ADAPTER:
             self.complete.append(decode_adapter(body))
-        elif kind is Kind.FORGET:
+        elif kind is MessageKind.FORGET:
             with self.changed:
                 self.forgotten.extend(decode_forget(body))
                 self.changed.notify_all()

@@ -15,8 +15,9 @@ from factories.engine.model_engine import load_tiny
 from factories.models.checkpoints import tiny_checkpoint
 from penstock.generation.layers.lora import DOWN, OUTPUT, QKV, AdapterBatch, DenseAdapter, EmbeddingPart, LoraPart
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.parallel.adapters import HeldAdapter, LeaderAdapter, LeaderBatch
-from penstock.generation.parallel.messages import (
+from penstock.generation.parallel.leader_adapters import HeldAdapter, LeaderAdapter, LeaderBatch
+from penstock.generation.parallel.rank_adapters import RankAdapters
+from penstock.generation.parallel.rank_messages import (
     FAILED,
     NO_MEMORY,
     READY,
@@ -25,7 +26,6 @@ from penstock.generation.parallel.messages import (
     encode_forget,
     kind_of,
 )
-from penstock.generation.parallel.rank_adapters import RankAdapters
 from penstock.generation.weights.sharding import Shard
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from penstock.common.errors import StartupError
 from penstock.generation.parallel import worker
-from penstock.generation.parallel.messages import READY, REFUSED
+from penstock.generation.parallel.rank_messages import READY, REFUSED
 from penstock.generation.parallel.worker import serve
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

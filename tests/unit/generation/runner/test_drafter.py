@@ -8,7 +8,7 @@ from typing import Any
 from factories.engine.fake_engine import FakeRunner, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.modes import PLAIN
+from penstock.generation.core.decoding_mode import PLAIN
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import DraftRequest, RunnerOutput, SampledToken, SchedulerOutput

@@ -220,11 +220,11 @@ def test_drafts_that_are_refused_leave_no_count_and_probes_no_state() -> None:
         lived.token_ids += drafts
         lived.num_draft_tokens = len(drafts)
         for place in range(confirmed - 1, lived.num_tokens if drafts else confirmed - 1):
-            probe = sequence([1, 2, 3], options, seq_id=next_id, output=lived.token_ids[3 : place + 1])
-            probe.origin = lived
-            lived.probes.append((place, probe))
+            verifier = sequence([1, 2, 3], options, seq_id=next_id, output=lived.token_ids[3 : place + 1])
+            verifier.origin = lived
+            lived.verifiers.append((place, verifier))
             next_id += 1
-        drawers = [probe for _, probe in lived.probes] or [lived]
+        drawers = [verifier for _, verifier in lived.verifiers] or [lived]
         given_NV = logits(1, step, vocab=20).repeat(len(drawers), 1)
         drawn = [token.token_id for token in sampler.sample(given_NV.clone(), drawers)]
         fresh = new_sampler()

@@ -13,8 +13,8 @@ from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.request import Logprob, at_most_0
 from penstock.generation.engine.decoding.beams import BeamLogprobs
-from penstock.generation.sampling.kernels import NativeSampling, QueuedSampling, SamplingKernels
 from penstock.generation.sampling.sampler import Sampler
+from penstock.generation.sampling.sampling_kernels import NativeSampling, QueuedSampling, SamplingKernels
 
 KERNELS = {"native": NativeSampling(), "torch": SamplingKernels(), "queued": QueuedSampling()}
 

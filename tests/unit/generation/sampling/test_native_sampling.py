@@ -24,8 +24,8 @@ from penstock.generation.engine.engine import Engine
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.sampling.batch import SamplingBatch
-from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 from penstock.generation.sampling.sampler import Sampler
+from penstock.generation.sampling.sampling_kernels import NativeSampling, SamplingKernels
 from penstock.generation.sampling.state import SamplingState
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 from factories.engine.sequences import params, sequence
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.sampling import queued_drawing
-from penstock.generation.sampling.kernels import QueuedSampling, SamplingKernels
 from penstock.generation.sampling.sampler import Sampler
+from penstock.generation.sampling.sampling_kernels import QueuedSampling, SamplingKernels
 
 VOCAB = 9000
 OPTIONS: list[dict[str, Any]] = [

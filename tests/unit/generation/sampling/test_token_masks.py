@@ -19,7 +19,7 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.beam_options import BeamOptions
-from penstock.generation.grammar.state import MaskWorkers, MatcherState
+from penstock.generation.grammar.matcher_state import MaskWorkers, MatcherState
 from penstock.generation.runner.grammar_masks import GrammarMasks
 from penstock.generation.sampling.token_masks import TokenMasks
 

@@ -24,7 +24,7 @@ from penstock.generation.host.memory import format_weights
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.startup.load import load as load_service
-from penstock.generation.weights import checkpoint
+from penstock.generation.weights import safetensors_folder
 from penstock.generation.weights.files import stored_tensors
 from safetensors.torch import load_file, save_file
 
@@ -185,7 +185,7 @@ def test_a_header_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, mon
         assert path == folder / WEIGHTS
         return MappedFile(other / WEIGHTS)
 
-    monkeypatch.setattr(checkpoint, "MappedFile", swapped)
+    monkeypatch.setattr(safetensors_folder, "MappedFile", swapped)
     with pytest.raises(StartupError, match="changed while it was being loaded") as caught:
         load(folder)
     assert caught.value.flag == "MODEL"
@@ -207,7 +207,7 @@ def test_a_truncated_file_is_refused_before_anything_is_read_of_it(
     begin = json.loads(content[8 : 8 + size])[EMBEDDING]["data_offsets"][0]
     short = tmp_path / "short"
     short.write_bytes(content[: 8 + size + begin + 100])
-    monkeypatch.setattr(checkpoint, "MappedFile", lambda path: MappedFile(short))
+    monkeypatch.setattr(safetensors_folder, "MappedFile", lambda path: MappedFile(short))
     with pytest.raises(StartupError, match="changed while it was being loaded"):
         load(folder)
 

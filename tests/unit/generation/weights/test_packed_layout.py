@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
-from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear.native import (
     LAYOUT_VERSION,
     SAME_DENSE,

@@ -14,7 +14,7 @@ from factories.models.quantised import CASES, EIGHT_BITS, FOUR_BITS, Pair
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import ConfigReader
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.layers.kernels import NativeKernels
+from penstock.generation.layers.layer_kernels import NativeKernels
 from penstock.generation.layers.linear.base import WholeRows, WholeWeight
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
 from penstock.generation.layers.linear.int8 import Int8LinearMethod

@@ -13,12 +13,12 @@ import torch
 from factories.models.adapters import LAYER_TARGETS, lora_folder, merged_weights
 from factories.models.checkpoints import tiny_checkpoint
 from penstock.common.errors import StartupError
-from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.adapters.adapter_limits import AdapterLimits
 from penstock.generation.adapters.peft_folder import PeftFolder
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.layers.lora import SITES_A_LAYER, LoraPart
 from penstock.generation.models.registry import read_model_config
-from penstock.generation.weights.checkpoint import Checkpoint
+from penstock.generation.weights.safetensors_folder import Checkpoint
 from penstock.generation.weights.sharding import Shard, ShardedSource, adapter_copies, adapter_parts
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, layer_linears, layer_prefix
 from safetensors.torch import save_file

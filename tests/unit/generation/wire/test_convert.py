@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, ResourceExhausted, from_status
 from penstock.common.pace import Pace
-from penstock.generation.core.modes import AssistantSchedule, EarlyStopping, SynthIdOptions, WatermarkOptions
+from penstock.generation.core.decoding_mode import AssistantSchedule, EarlyStopping, SynthIdOptions, WatermarkOptions
 from penstock.generation.core.plugins import PluginChoice
 from penstock.generation.core.request import (
     Emission,
@@ -31,7 +31,7 @@ from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.options.kinds import as_written
 from penstock.generation.options.table import CONFIG, RequestOptions
 from penstock.generation.wire import convert
-from penstock.generation.wire.options import from_options, to_options, to_output
+from penstock.generation.wire.option_messages import from_options, to_options, to_output
 from penstock.router.backends.load_report import to_pace
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 

@@ -7,11 +7,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument
-from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import resolve
 from penstock.generation.options.validate import validate
-from penstock.generation.wire.options import from_options, to_options
+from penstock.generation.wire.option_messages import from_options, to_options
 from penstock.router.backends.expectations import expectations_of
 from penstock.router.requests.request_state import RequestSpec
 from penstock.v1 import common_pb2, config_pb2, generation_pb2, model_pb2, tokenizer_pb2

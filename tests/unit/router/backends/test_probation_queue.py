@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.router.backends.crash_log import Blame, CrashLog
 from penstock.router.backends.patience import Patience
-from penstock.router.backends.probation_queue import ProbationQueue, Turn
+from penstock.router.backends.probation_queue import ProbationQueue, SuspectTurn
 from penstock.router.config import RouterConfig
 from penstock.router.requests.probation import StreamProbation
 from penstock.router.requests.suspect import Suspect
@@ -77,7 +77,7 @@ class World:
 
     async def come_back(self, stream: Stream) -> Any:
         state: Any = stream
-        turn = Turn(
+        turn = SuspectTurn(
             stream.suspect,
             ("m", ""),
             lambda free: free[0],

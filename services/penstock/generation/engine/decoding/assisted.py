@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from penstock.generation.core.modes import AssistantSchedule, DecodingMode, GenerationMode, Scope
+from penstock.generation.core.decoding_mode import AssistantSchedule, DecodingMode, GenerationMode, Scope
 from penstock.generation.core.plugins import plugin_failed
 from penstock.generation.core.request import Emission
 from penstock.generation.core.sequence import Sequence
@@ -199,7 +199,7 @@ class AssistedGeneration(ParallelSampling):
 
         There are fewer draws than drafts when the step had no room for all: the other drafts wait for the next step.
         """
-        sequence, probes = track.sequence, track.sequence.probes
+        sequence, verifiers = track.sequence, track.sequence.verifiers
         drafting = self._drafting[sequence]
         drafts = sequence.take_back_drafts()
         accepted = 0
@@ -225,7 +225,7 @@ class AssistedGeneration(ParallelSampling):
         if sequence.num_tokens >= drafting.num_remembered + _REMEMBERED_AT_A_TIME:
             self._remember(sequence)
         if is_draft and accepted < len(drafts):
-            sequence.append_drafts(drafts[accepted:], probes[accepted:])
+            sequence.append_drafts(drafts[accepted:], verifiers[accepted:])
             return
         self._adapt(drafting, len(drafts), accepted)
         self._ready.append(sequence)
@@ -325,12 +325,12 @@ class AssistedGeneration(ParallelSampling):
         self._drafting[sequence].kind = kind
         first = sequence.num_tokens
         sequence.append_drafts(drafts, [])
-        sequence.probes = [
-            (first - 1 + place, self._probe(sequence, first + place, state)) for place, state in enumerate(states)
+        sequence.verifiers = [
+            (first - 1 + place, self._verifier(sequence, first + place, state)) for place, state in enumerate(states)
         ]
 
-    def _probe(self, sequence: Sequence, num_tokens: int, grammar: GrammarState | None) -> Sequence:
-        """Return a probe of the first `num_tokens` tokens. It copies them: a step has a few dozen probes only."""
+    def _verifier(self, sequence: Sequence, num_tokens: int, grammar: GrammarState | None) -> Sequence:
+        """Return a verifier of the first `num_tokens` tokens. It copies them: a step has a few dozen verifiers only."""
         return Sequence(
             seq_id=self._next_seq_id(),
             index=sequence.index,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.common.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from penstock.generation.core.modes import DecodingMode
+    from penstock.generation.core.decoding_mode import DecodingMode
     from penstock.generation.core.request import Emission, FinishReason, Request
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
@@ -105,7 +105,7 @@ class DecodingStrategy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ModeSpec:
-    """Specification of a decoding mode for the registry in modes.py. A mode's file ends with it."""
+    """Specification of a decoding mode for the registry in mode_registry.py. A mode's file ends with it."""
 
     # Type of its options and facts. A request is of this mode when its `params.mode` is of this type.
     options: type[DecodingMode]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from penstock.generation.core.modes import DecodingMode, EarlyStopping, GenerationMode, Rescue, Scope
+from penstock.generation.core.decoding_mode import DecodingMode, EarlyStopping, GenerationMode, Rescue, Scope
 
 if TYPE_CHECKING:
     from penstock.generation.core.sampling_params import SamplingParams

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from penstock.common.errors import InvalidArgument
+from penstock.generation.core.decoding_mode import DecodingMode, GenerationMode, Scope
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
-from penstock.generation.core.modes import DecodingMode, GenerationMode, Scope
 from penstock.generation.core.request import (
     Emission,
     FinishReason,

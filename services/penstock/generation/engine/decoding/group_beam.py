@@ -28,7 +28,7 @@ _LENGTH = Stop(FinishReason.LENGTH)
 
 
 @dataclass(slots=True)
-class _Group:
+class _BeamGroup:
     """One search. Before its first draw it has no beams, or one without output."""
 
     hypotheses: Hypotheses
@@ -57,13 +57,13 @@ class GroupBeamSearch(BeamStrategy):
         self._keep = self.candidates_per_beam * self._size
         self._most = criteria.max_output_tokens
         self._groups = [
-            _Group(Hypotheses(self._size, self.options, self._most)) for _ in range(self.options.num_beam_groups)
+            _BeamGroup(Hypotheses(self._size, self.options, self._most)) for _ in range(self.options.num_beam_groups)
         ]
         eos = request.params.eos_token_ids
         pad = self.options.pad_token_id
         # Stands for a finished group. Without an end id and a pad id such a group counts as no token.
         self._padding = (pad if pad is not None else eos[0],) * self._size if eos or pad is not None else ()
-        self._group_of: dict[Sequence, _Group] = {}
+        self._group_of: dict[Sequence, _BeamGroup] = {}
 
     @property
     def width(self) -> int:
@@ -134,7 +134,7 @@ class GroupBeamSearch(BeamStrategy):
             beam.sequence.draw = spec
             self._group_of[beam.sequence] = group
 
-    def _choose(self, group: _Group, ranked: list[Extension]) -> list[Extension]:
+    def _choose(self, group: _BeamGroup, ranked: list[Extension]) -> list[Extension]:
         """Return the extensions that go on, best first. Ended ones of the first become hypotheses."""
         running: list[Extension] = []
         for place, extension in enumerate(ranked):
@@ -162,11 +162,11 @@ class GroupBeamSearch(BeamStrategy):
             taken += before.chosen[position] if position < len(before.chosen) else self._padding
         return taken
 
-    def _close_all(self, group: _Group, reason: FinishReason) -> None:
+    def _close_all(self, group: _BeamGroup, reason: FinishReason) -> None:
         for beam in group.beams:
             self.close(group.hypotheses, beam, reason)
 
-    def _finish(self, group: _Group, decision: Decision) -> None:
+    def _finish(self, group: _BeamGroup, decision: Decision) -> None:
         group.is_over = True
         decision.dropped += [beam.sequence for beam in group.beams]
         for beam in group.beams:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.generation.core.modes import EarlyStopping
+from penstock.generation.core.decoding_mode import EarlyStopping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

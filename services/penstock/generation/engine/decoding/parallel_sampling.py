@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from penstock.common.errors import InvalidArgument
+from penstock.generation.core.decoding_mode import NO_GUIDANCE, PLAIN, DecodingMode, GenerationMode, Scope
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
-from penstock.generation.core.modes import NO_GUIDANCE, PLAIN, DecodingMode, GenerationMode, Scope
 from penstock.generation.core.request import Emission, FinishReason, SequenceFinish
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence

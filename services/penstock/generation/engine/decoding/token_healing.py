@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.generation.core.modes import PLAIN, DecodingMode
+from penstock.generation.core.decoding_mode import PLAIN, DecodingMode
 from penstock.generation.core.request import Emission
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence

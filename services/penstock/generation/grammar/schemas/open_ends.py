@@ -9,7 +9,7 @@ import itertools
 from decimal import Decimal
 from typing import Any
 
-from penstock.generation.grammar.limits import JsonBounds
+from penstock.generation.grammar.grammar_limits import JsonBounds
 from penstock.generation.grammar.schemas.document import WrittenFloat
 from penstock.generation.grammar.schemas.words import types_of
 

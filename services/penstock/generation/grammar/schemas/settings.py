@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from penstock.generation.grammar.limits import JsonBounds
+from penstock.generation.grammar.grammar_limits import JsonBounds
 from penstock.generation.grammar.schemas.refusal import Refusal
 
 NAME = "x-guidance"

@@ -13,11 +13,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from penstock.generation.grammar.limits import JsonBounds
+from penstock.generation.grammar.grammar_limits import JsonBounds
 from penstock.generation.grammar.schemas.combinations import rewrite_counts, subsets
 from penstock.generation.grammar.schemas.disjoint import are_disjoint
 from penstock.generation.grammar.schemas.document import write_json
-from penstock.generation.grammar.schemas.formats import NATIVE, pattern_of
 from penstock.generation.grammar.schemas.multiples import exact_multiples, keep_multiples, only_whole
 from penstock.generation.grammar.schemas.open_ends import (
     anything,
@@ -27,11 +26,12 @@ from penstock.generation.grammar.schemas.open_ends import (
     bound_number,
     bound_text,
 )
-from penstock.generation.grammar.schemas.place import ORIGIN
 from penstock.generation.grammar.schemas.recursion import bound_recursion
 from penstock.generation.grammar.schemas.references import References
 from penstock.generation.grammar.schemas.refusal import ONE_OF, Refusal, step
+from penstock.generation.grammar.schemas.refused_part import ORIGIN
 from penstock.generation.grammar.schemas.shapes import check_shapes
+from penstock.generation.grammar.schemas.string_formats import NATIVE, pattern_of
 from penstock.generation.grammar.schemas.words import (
     ALL_TYPES,
     ASSERTIONS,
@@ -52,7 +52,7 @@ _UNSUPPORTED = ("not", "if", "then", "else", "contains", "minContains", "maxCont
 _SILENT = ("$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$schema")
 
 
-class Placed(dict[str, Any]):
+class MovedSchema(dict[str, Any]):
     """A schema that was moved, and its place in the caller's text."""
 
     def __init__(self, schema: dict[str, Any], path: str) -> None:
@@ -116,7 +116,7 @@ class _Simplifier:
             return schema
         if not isinstance(schema, dict):
             raise Refusal(path, "", "must be an object, or true or false")
-        path = schema.path if isinstance(schema, Placed) else path
+        path = schema.path if isinstance(schema, MovedSchema) else path
         check_shapes(schema, path)
         made = {word: value for word, value in schema.items() if word in ASSERTIONS or word.startswith("$")}
         for word in _SILENT:
@@ -368,7 +368,7 @@ class _Simplifier:
             for name, then in asked.items():
                 then = {"required": then} if isinstance(then, list) else then
                 if not says_nothing(then) and then != {"required": []}:
-                    placed = Placed(then, step(path, word, name)) if isinstance(then, dict) else then
+                    placed = MovedSchema(then, step(path, word, name)) if isinstance(then, dict) else then
                     one = {"anyOf": [{"properties": {name: False}}, {"allOf": [placed, {"required": [name]}]}]}
                     made["allOf"] = [*made.get("allOf", ()), one]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.generation.core.model_config import Activation
 
 if TYPE_CHECKING:
-    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.lora import SiteAdapters
 
 # (ids) -> (ids, features) of the weight's rows.

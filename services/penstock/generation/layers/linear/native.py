@@ -32,7 +32,7 @@ from penstock.generation.layers.linear.rotation import natural_scale, rotation_b
 
 if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
-    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.lora import SiteAdapters
 
 # Version of the meaning of a packed weight's bytes, for files that store them. Raise it with every change of the layout

@@ -10,7 +10,7 @@ _BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class CandidateTensors:
     """The C highest scores of R rows, by (score descending, id ascending).
 
     Tokens outside a row's candidates score at most its last candidate. So all of a set {score >= t} is among the
@@ -22,7 +22,7 @@ class Candidates:
     is_complete: bool
 
 
-def top_candidates(scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> Candidates:
+def top_candidates(scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> CandidateTensors:
     """Find the `count` highest scores of the selected rows by reading the vocabulary once, for the maxima of its
     blocks.
 
@@ -39,7 +39,7 @@ def top_candidates(scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) ->
         ids_RC = starts_RC.gather(1, places_RC // _BLOCK) + places_RC % _BLOCK
     ids_RC, order_RC = ids_RC.sort(dim=-1)
     scores_RC, order_RC = scores_RC.gather(1, order_RC).sort(dim=-1, descending=True, stable=True)
-    return Candidates(scores_RC, ids_RC.gather(1, order_RC), is_complete=count == vocab_size)
+    return CandidateTensors(scores_RC, ids_RC.gather(1, order_RC), is_complete=count == vocab_size)
 
 
 def _best_blocks(scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

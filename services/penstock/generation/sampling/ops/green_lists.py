@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from penstock.generation.core.modes import WatermarkOptions
+    from penstock.generation.core.decoding_mode import WatermarkOptions
 
 # (vocabulary, ids of a list, seeds, ids) -> answers: see `in_head`.
 HeadSearch = Callable[[int, int, "Seq[int]", "Seq[int]"], list[bool]]

@@ -12,7 +12,7 @@ from penstock.generation.sampling.ops.candidates import top_candidates
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.sampling.ops.candidates import Candidates
+    from penstock.generation.sampling.ops.candidates import CandidateTensors
 
 # More than the API allows, and the same for every row: the choice among equal scores must not depend on the number that
 # other rows of the batch request.
@@ -58,7 +58,7 @@ def listed_logprobs(
     ]
 
 
-def top_logprobs(found: Candidates, row: int, num_top: int, log_total: float) -> tuple[Logprob, ...]:
+def top_logprobs(found: CandidateTensors, row: int, num_top: int, log_total: float) -> tuple[Logprob, ...]:
     """Return the `num_top` most likely tokens of one row of candidates; `log_total` is the log of the sum of
     exp(scores)."""
     scores = found.scores_RC[row, :num_top].tolist()

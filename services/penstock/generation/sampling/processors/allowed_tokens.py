@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Self, cast
 import numpy as np
 import torch
 
-from penstock.generation.core.modes import Rescue
-from penstock.generation.sampling.ops.places import id_array, only
+from penstock.generation.core.decoding_mode import Rescue
+from penstock.generation.sampling.ops.row_tokens import id_array, only
 from penstock.generation.sampling.processors.base import Processor
 from penstock.generation.sampling.trackers import Tracker
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.attention.upload import uploaded
-from penstock.generation.sampling.ops.places import Places, id_array
+from penstock.generation.attention.to_device import uploaded
+from penstock.generation.sampling.ops.row_tokens import RowTokens, id_array
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, Processor
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class ExponentialDecayLength(Processor):
         ids = [id_array(p.eos_token_ids) for p in params]
         options = [p.exponential_decay_length_penalty or (0, 1.0) for p in params]
         lengths = [len(some) for some in ids]
-        self._places = Places(rows, ids, device)
+        self._places = RowTokens(rows, ids, device)
         self._rows_E = np.array(rows, dtype=np.int64).repeat(lengths)
         self._starts_E = np.array([start for start, _ in options], dtype=np.float64).repeat(lengths)
         self._factors_E = np.array([factor for _, factor in options], dtype=np.float64).repeat(lengths)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from penstock.generation.sampling.ops.places import Places, id_array
+from penstock.generation.sampling.ops.row_tokens import RowTokens, id_array
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, Processor
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class SuppressTokens(Processor):
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         ids = [cast("npt.NDArray[np.int64]", state.prepared[SuppressTokens]) for state in states]
-        self._places = Places(rows, ids, device)
+        self._places = RowTokens(rows, ids, device)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
@@ -61,7 +61,7 @@ class BeginSuppressTokens(Processor):
         active = [place for place, row in enumerate(self._rows) if context.positions_N[row] == self._begin[place]]
         if active:
             rows, ids = [self._rows[place] for place in active], [self._ids[place] for place in active]
-            Places(rows, ids, self._device).fill(scores_NV, -np.inf)
+            RowTokens(rows, ids, self._device).fill(scores_NV, -np.inf)
 
 
 def _begin(state: RowState) -> int:

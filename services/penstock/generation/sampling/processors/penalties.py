@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from penstock.generation.attention.upload import uploaded
+from penstock.generation.attention.to_device import uploaded
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, Processor
 from penstock.generation.sampling.trackers import PromptIds, TokenCounts
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Self, cast
 
 import torch
 
-from penstock.generation.core.modes import SynthIdOptions
-from penstock.generation.sampling.ops.synthid import coin_flips, context_hash, g_values, tournament
+from penstock.generation.core.decoding_mode import SynthIdOptions
+from penstock.generation.sampling.ops.synthid_numbers import coin_flips, context_hash, g_values, tournament
 from penstock.generation.sampling.processors.base import Processor, Stage
 from penstock.generation.sampling.trackers import Tracker
 

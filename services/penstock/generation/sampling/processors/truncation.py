@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.generation.sampling.ops.candidates import top_candidates
-from penstock.generation.sampling.ops.places import only
+from penstock.generation.sampling.ops.row_tokens import only
 from penstock.generation.sampling.processors.base import (
     Processor,
     Stage,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.core.decoding_mode import WatermarkOptions
 from penstock.generation.sampling.ops.candidates import top_candidates
 from penstock.generation.sampling.ops.green_lists import SELF_HASH, are_green, green_bits
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, Processor, Stage

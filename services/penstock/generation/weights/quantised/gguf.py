@@ -22,7 +22,7 @@ from penstock.common.progress import CountBytes
 from penstock.generation.devices.torch_dtypes import STORED_DTYPES
 from penstock.generation.host.mapped import MappedFile
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, WholeRows
-from penstock.generation.weights.checkpoint import PIECE_BYTES
+from penstock.generation.weights.safetensors_folder import PIECE_BYTES
 
 # ggml's types with a form of whole numbers.
 WHOLE_TYPES = {"Q4_0": INT4, "Q4_1": INT4_ASYMMETRIC, "Q4_K": INT4_ASYMMETRIC}

@@ -13,8 +13,8 @@ from penstock.common.errors import StartupError
 from penstock.generation.host.mapped import MappedFile
 from penstock.generation.layers.linear.base import WholeRows
 from penstock.generation.layers.linear.native import PANEL
-from penstock.generation.weights.checkpoint import PIECE_BYTES, Checkpoint
 from penstock.generation.weights.quantised.base import FIELD, Part, QuantFormat, StoredMatrix
+from penstock.generation.weights.safetensors_folder import PIECE_BYTES, Checkpoint
 
 _WEIGHT = ".weight"
 

@@ -14,7 +14,6 @@ from penstock.common.errors import StartupError
 from penstock.common.gguf_folder import GGUF_FILE
 from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, read_json
-from penstock.generation.weights.checkpoint import Checkpoint
 from penstock.generation.weights.quantised.awq import Awq
 from penstock.generation.weights.quantised.base import FIELD, UNQUANTISED, Part, QuantFormat, StoredFiles, StoredMatrix
 from penstock.generation.weights.quantised.bitsandbytes import BitsAndBytes
@@ -24,6 +23,7 @@ from penstock.generation.weights.quantised.gguf import WHOLE_TYPES, GgufCheckpoi
 from penstock.generation.weights.quantised.gptq import Gptq
 from penstock.generation.weights.quantised.quantised_checkpoint import QuantisedCheckpoint
 from penstock.generation.weights.quantised.torchao import TorchAo
+from penstock.generation.weights.safetensors_folder import Checkpoint
 
 
 class Gguf(QuantFormat):

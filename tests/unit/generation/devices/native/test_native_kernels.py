@@ -19,7 +19,7 @@ from penstock.cli import kernels
 from penstock.common.errors import StartupError
 from penstock.generation.devices.native import LIBRARY, build, library, prebuilt
 from penstock.generation.devices.native.trust import digest, digest_path
-from penstock.generation.layers.kernels import LayerKernels, NativeKernels
+from penstock.generation.layers.layer_kernels import LayerKernels, NativeKernels
 
 dtypes = st.sampled_from(library.DTYPES)
 

@@ -128,7 +128,7 @@ def test_the_wheel_computes_in_an_environment_without_a_compiler(tmp_path: Path)
         "from pathlib import Path\n"
         "from penstock.generation.devices.native import library\n"
         "print(library.find_first(Path(sys.argv[2])), library.load(Path(sys.argv[2])))\n"
-        "from penstock.generation.layers.kernels import NativeKernels\n"
+        "from penstock.generation.layers.layer_kernels import NativeKernels\n"
         "pair = torch.randn(4, 64)\n"
         "told = NativeKernels().silu_mul(pair)\n"
         "torch.testing.assert_close(told, torch.nn.functional.silu(pair[:, :32]) * pair[:, 32:])\n"

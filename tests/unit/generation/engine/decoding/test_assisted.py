@@ -21,7 +21,7 @@ from factories.engine.fake_engine import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.adapter import Adapter
-from penstock.generation.core.modes import PLAIN, AssistantSchedule, DecodingMode
+from penstock.generation.core.decoding_mode import PLAIN, AssistantSchedule, DecodingMode
 from penstock.generation.core.request import FinishReason
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import DraftKind, RunnerOutput, SampledToken, SchedulerOutput
@@ -307,7 +307,7 @@ class GrammaticalRunner(FakeRunner):
     assistance=st.sampled_from([LOOKUP, MODEL, MEMORY, LOOKAHEAD]),
     n=st.integers(1, 2),
 )
-def test_every_probe_draws_by_its_own_state_of_the_grammar(
+def test_every_verifier_draws_by_its_own_state_of_the_grammar(
     length: int, quality: float, assistance: AssistanceOptions, n: int
 ) -> None:
     ids = []
@@ -435,7 +435,7 @@ def test_drafting_pauses_while_nothing_is_accepted(mode: AssistanceOptions) -> N
         item.past_outputs = wrong
         wrong.add = lambda token_ids: None  # type: ignore[method-assign]
     run(engine)
-    drafted = [step for step in runner.steps if step.scheduled[0].probes]
+    drafted = [step for step in runner.steps if step.scheduled[0].verifiers]
     # Without pauses all of them would be; the pauses are 8, 16, 32 … 128 tokens, with 4 attempts between.
     assert 4 <= len(drafted) < 100
 
@@ -470,7 +470,9 @@ class FinicalRunner(FakeRunner):
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         result = super().execute(output)
-        drawers = [one for entry in output.scheduled for one in (*entry.sample, *(probe for _, probe in entry.probes))]
+        drawers = [
+            one for entry in output.scheduled for one in (*entry.sample, *(verifier for _, verifier in entry.verifiers))
+        ]
         lost = frozenset(one.seq_id for one in drawers if one.token_ids[-1] == 3)
         sampled = {seq_id: token for seq_id, token in result.sampled.items() if seq_id not in lost}
         return replace(result, sampled=sampled, **{self.reason: lost})

@@ -8,11 +8,11 @@ import pytest
 from factories.engine.fake_engine import Answer, engine_config, make_engine, ranking, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.modes import EarlyStopping
+from penstock.generation.core.decoding_mode import EarlyStopping
 from penstock.generation.core.request import FinishReason
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.constraints import Constraint, Progress
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 
 VOCABULARY = 50
 

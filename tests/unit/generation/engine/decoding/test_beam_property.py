@@ -7,11 +7,11 @@ from typing import Any
 from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.modes import EarlyStopping
-from penstock.generation.engine.admission import check_capacity
+from penstock.generation.core.decoding_mode import EarlyStopping
+from penstock.generation.engine.acceptance import check_capacity
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.beam_options import BeamOptions
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
 

@@ -10,8 +10,8 @@ from factories.engine.fake_engine import candidates as answer_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import Internal, InvalidArgument
+from penstock.generation.core.decoding_mode import EarlyStopping
 from penstock.generation.core.draw import Candidates, DrawKind, DrawSpec
-from penstock.generation.core.modes import EarlyStopping
 from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence

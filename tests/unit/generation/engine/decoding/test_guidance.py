@@ -19,13 +19,13 @@ from factories.engine.fake_engine import (
 from factories.engine.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
+from penstock.generation.core.decoding_mode import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 from penstock.generation.engine.engine import Engine
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)

@@ -10,10 +10,10 @@ from factories.engine.fake_engine import Answer, collect, engine_config, make_en
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
+from penstock.generation.core.decoding_mode import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import FinishReason, Request, TokenHealingOptions
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.mode_registry import MODES
 
 VOCABULARY = 50
 # The fake runner's draws know no bounds.

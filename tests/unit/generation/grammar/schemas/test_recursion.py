@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from factories.engine.grammars import accepts, grammar_tokenizer
 from factories.wire.pydantic_models import Tree
+from penstock.generation.grammar.matcher_state import CompiledGrammar
 from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.schemas.recursion import bound_recursion
-from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.trial_process import answer_to
 
 INTEGER, NULL = {"type": "integer"}, {"type": "null"}

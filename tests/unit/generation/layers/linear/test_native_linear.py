@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear.base import NotFinite, WholeRows
 from penstock.generation.layers.linear.int4 import quantize_groups
 from penstock.generation.layers.linear.int8 import int8_numbers, quantize_rows
