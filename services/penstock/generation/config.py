@@ -13,17 +13,17 @@ from penstock.common.options import option, values_of
 from penstock.common.ports import GENERATION_METRICS_PORT, GENERATION_PORT
 from penstock.common.units import parse_size_or_auto
 from penstock.generation.adapters.adapter_limits import ADAPTERS, AdapterLimits, AdapterOptions
+from penstock.generation.core.graph_options import GRAPHS, GraphOptions
 from penstock.generation.core.model_config import ROUTES, ModelRoute
 from penstock.generation.devices import KERNELS
 from penstock.generation.engine.config import BATCHING, INSIDE, MEMORY, PREEMPTIONS, SWAP, EngineOptions
 from penstock.generation.engine.failpoints import Failpoint
-from penstock.generation.grammar.grammar_limits import GrammarLimits, JsonBounds
+from penstock.generation.grammar.grammar_limits import GrammarLimits, GrammarOptions, JsonBounds
 from penstock.generation.host.memory import parse_memory
 from penstock.generation.layers.linear import FP8, QUANTIZATIONS
 from penstock.generation.options.request_limits import REQUESTS, RequestBounds, RequestLimits
 
 MODEL, LOADING = "Model", "Loading by call"
-CONSTRAINTS, GRAPHS = "Structured output", "The model as graphs"
 KV_CACHE_DTYPES = ("auto", "int8")
 
 
@@ -35,17 +35,6 @@ def _batch_tokens(text: str) -> int | None:
         return int(text)
     except ValueError:
         raise ValueError("expected a whole number or auto") from None
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """Parse whole numbers above 0, with commas between them. Raises ValueError."""
-    try:
-        sizes = tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ValueError("expected whole numbers with commas between them") from None
-    if not sizes or min(sizes) < 1:
-        raise ValueError("expected numbers of at least 1")
-    return sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +255,37 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, EngineOptions, RequestBounds):
+class AccessOptions:
+    """Options that open the model to callers."""
+
+    model_access: Literal["off", "local", "all"] = option(
+        "local",
+        "Who may call Forward, Sample, LoadModel and the other calls of ModelService that open the model: local: "
+        "callers of a service on loopback; all: also callers of other addresses, with --model-access-token-file; off: "
+        "nobody.",
+        group=GRAPHS,
+    )
+    model_access_token_file: str | None = option(
+        None,
+        "Callers of these must send one of the bearer tokens in this file; a router sends the one in its "
+        "--channel-token-file.",
+        group=GRAPHS,
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationServiceConfig(
+    ServerConfig,
+    ModelOptions,
+    AdapterOptions,
+    EngineOptions,
+    RequestBounds,
+    GrammarOptions,
+    JsonBounds,
+    AccessOptions,
+    GraphOptions,
+):
     """One model on one device, behind one gRPC server: the options of its parts, and those of the service."""
 
     port: int = option(GENERATION_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
@@ -326,122 +345,6 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
         "Bytes of inputs_embeds of all waiting and running requests, in the model's dtype; more are refused.",
         group=REQUESTS,
         minimum=0,
-    )
-
-    max_constraint_bytes: int = option(
-        GrammarLimits.max_bytes, "Longest source of a constraint.", group=CONSTRAINTS, minimum=1
-    )
-    max_constraint_choices: int = option(
-        GrammarLimits.max_choices, "Most values of a choice.", group=CONSTRAINTS, minimum=1
-    )
-    constraint_compile_seconds: float = option(
-        GrammarLimits.compile_seconds, "Longest compilation of a constraint.", group=CONSTRAINTS, minimum=0.01
-    )
-    constraint_compile_memory_bytes: int = option(
-        GrammarLimits.compile_memory_bytes,
-        "Memory that one compilation may take.",
-        group=CONSTRAINTS,
-        minimum=1 << 20,
-    )
-    constraint_processes: int = option(
-        GrammarLimits.compile_processes,
-        "Processes that try constraints; the first starts with the first constraint.",
-        group=CONSTRAINTS,
-        minimum=1,
-    )
-    max_queued_constraints: int = option(
-        GrammarLimits.max_queued, "Constraints waiting for a process; more are refused.", group=CONSTRAINTS, minimum=1
-    )
-    constraint_cache: int = option(
-        GrammarLimits.cache_entries, "Compiled constraints to keep.", group=CONSTRAINTS, minimum=1
-    )
-    max_json_digits: int = option(
-        JsonBounds.digits,
-        "Most digits of an integer, unless its JSON schema has a bound; 0: no bound. Numbers with a decimal point have "
-        "at most 15 digits, and 9 after the point.",
-        group=CONSTRAINTS,
-        minimum=0,
-        maximum=19,
-    )
-    max_json_keys: int = option(
-        JsonBounds.keys,
-        "Most keys of an object besides those in its JSON schema; 0: no bound.",
-        group=CONSTRAINTS,
-        minimum=0,
-    )
-    max_json_depth: int = option(
-        JsonBounds.depth,
-        "Deepest nesting where a JSON schema allows any value, and of a definition within itself; 0: no bound.",
-        group=CONSTRAINTS,
-        minimum=0,
-        maximum=32,
-    )
-    max_json_items: int = option(
-        JsonBounds.items,
-        "Most items of an array without maxItems in its JSON schema; 0: no bound.",
-        group=CONSTRAINTS,
-        minimum=0,
-    )
-    max_json_characters: int = option(
-        JsonBounds.characters,
-        "Most characters of a string without maxLength in its JSON schema; 0: no bound.",
-        group=CONSTRAINTS,
-        minimum=0,
-    )
-    mask_threads: int = option(
-        GrammarLimits.mask_threads, "Threads that compute token masks beside the model.", group=CONSTRAINTS, minimum=1
-    )
-
-    model_access: Literal["off", "local", "all"] = option(
-        "local",
-        "Who may call Forward, Sample, LoadModel and the other calls of ModelService that open the model: local: "
-        "callers of a service on loopback; all: also callers of other addresses, with --model-access-token-file; off: "
-        "nobody.",
-        group=GRAPHS,
-    )
-    model_access_token_file: str | None = option(
-        None,
-        "Callers of these must send one of the bearer tokens in this file; a router sends the one in its "
-        "--channel-token-file.",
-        group=GRAPHS,
-        metavar="FILE",
-    )
-    graph_lengths: tuple[int, ...] = option(
-        (512, 2048),
-        "Sequence lengths of the graphs' stages, up to the context; shapes in between are accepted as well.",
-        group=GRAPHS,
-        metavar="INT,INT",
-        parse=_sizes,
-    )
-    graph_batches: tuple[int, ...] = option(
-        (1, 4), "Sequences at once of the graphs' stages.", group=GRAPHS, metavar="INT,INT", parse=_sizes
-    )
-    graph_kv_tokens: int = option(
-        4096,
-        "Tokens of the KV pool for named sequences, in addition to --kv-memory; memory is allocated on use.",
-        group=GRAPHS,
-        minimum=0,
-    )
-    graph_share: float = option(
-        0.5,
-        "Largest share of the engine's time for graphs while there are requests.",
-        group=GRAPHS,
-        minimum=0.01,
-        maximum=1.0,
-    )
-    max_graph_streams: int = option(8, "Forward streams that are open at once.", group=GRAPHS, minimum=1)
-    max_graph_call_bytes: int = option(
-        64 << 20, "Most bytes of inputs, and of outputs, of one graph call in messages.", group=GRAPHS, minimum=1024
-    )
-    max_graph_tensors: int = option(1024, "Tensors kept at the server; 0: none.", group=GRAPHS, minimum=0)
-    max_graph_tensor_bytes: int = option(256 << 20, "Bytes of all tensors kept.", group=GRAPHS, minimum=0)
-    max_graph_leases: int = option(64, "Leases at once; they own the tensors kept.", group=GRAPHS, minimum=1)
-    graph_lease_seconds: float = option(
-        60.0,
-        "Default lifetime of an unused lease; 1h at most.",
-        group=GRAPHS,
-        minimum=0.01,
-        maximum=3600.0,
     )
 
     status_seconds: float = option(
@@ -575,23 +478,7 @@ class GenerationServiceConfig(ServerConfig, ModelOptions, AdapterOptions, Engine
 
     def grammar_limits(self) -> GrammarLimits:
         """Return the limits on constraints."""
-        return GrammarLimits(
-            max_bytes=self.max_constraint_bytes,
-            max_choices=self.max_constraint_choices,
-            compile_seconds=self.constraint_compile_seconds,
-            compile_memory_bytes=self.constraint_compile_memory_bytes,
-            compile_processes=self.constraint_processes,
-            max_queued=self.max_queued_constraints,
-            cache_entries=self.constraint_cache,
-            mask_threads=self.mask_threads,
-            json=JsonBounds(
-                self.max_json_digits,
-                self.max_json_keys,
-                self.max_json_depth,
-                self.max_json_items,
-                self.max_json_characters,
-            ),
-        )
+        return GrammarLimits(**values_of(GrammarOptions, self), json=JsonBounds(**values_of(JsonBounds, self)))
 
     def request_limits(self) -> RequestLimits:
         """Return the limits that requests are checked against."""

@@ -64,7 +64,15 @@ NAMES, SLOTS = ("a", "b", "c"), 2
 # Blocks behind the engine's, of named sequences.
 FURTHER = 24
 TOLERANCE = 2e-4
-_GRAPH_LIMITS = GraphLimits((GraphStage(1, 64),), 1 << 24, 4, 8, 1 << 24, 4, 60.0, 0.5, 1.0)
+_GRAPH_LIMITS = GraphLimits(
+    stages=(GraphStage(1, 64),),
+    max_graph_call_bytes=1 << 24,
+    max_graph_streams=4,
+    max_graph_tensors=8,
+    max_graph_tensor_bytes=1 << 24,
+    max_graph_leases=4,
+    retry_seconds=1.0,
+)
 
 
 @dataclasses.dataclass(frozen=True)

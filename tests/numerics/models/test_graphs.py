@@ -139,7 +139,7 @@ def test_ids_and_positions_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     """A caller may write into a tensor at the server after it was checked: no place outside a table may be read."""
     model = load_tiny(tiny_checkpoint(tmp_path / "model", "llama"))
     kv = PagedDriver(model, num_blocks=4, block_size=BLOCK).kv
-    limits = GraphLimits((GraphStage(1, 16),), 1 << 24, 1, 1, 1, 1, 1.0, 0.5, 1.0)
+    limits = GraphLimits(stages=(GraphStage(1, 16),), retry_seconds=1.0)
     runner = GraphRunner(model, kv, SequenceBlocks(0, 4, BLOCK, 16), cpu_device().sampling_kernels())
     graph = describe_graphs(model, limits).named("block_0")
     positions = torch.arange(3, dtype=torch.int32)[None]

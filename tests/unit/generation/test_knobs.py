@@ -14,7 +14,10 @@ import pytest
 from penstock.common.options import options_of
 from penstock.generation.adapters.adapter_limits import AdapterLimits, AdapterOptions
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.graph_options import GraphOptions
 from penstock.generation.engine.config import EngineConfig, EngineOptions
+from penstock.generation.grammar.grammar_limits import GrammarLimits, GrammarOptions, JsonBounds
+from penstock.generation.graphs.graph_limits import GraphLimits
 from penstock.generation.options.request_limits import RequestBounds, RequestLimits
 
 PACKAGE = Path(penstock.__file__).parent / "generation"
@@ -63,7 +66,14 @@ def test_a_knob_of_the_engine_is_one_edit() -> None:
 
 @pytest.mark.parametrize(
     ("part", "whole"),
-    [(EngineOptions, EngineConfig), (RequestBounds, RequestLimits), (AdapterOptions, AdapterLimits)],
+    [
+        (EngineOptions, EngineConfig),
+        (RequestBounds, RequestLimits),
+        (AdapterOptions, AdapterLimits),
+        (GrammarOptions, GrammarLimits),
+        (JsonBounds, JsonBounds),
+        (GraphOptions, GraphLimits),
+    ],
 )
 def test_a_knob_is_declared_in_one_class_and_copied_by_none(part: type, whole: type) -> None:
     names = {bound.name for bound in options_of(part)}

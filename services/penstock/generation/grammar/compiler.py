@@ -39,7 +39,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._table = table
         self._trials = TrialPool({"folder": str(folder), "vocab_size": vocab_size}, limits)
-        self._threads = ThreadPoolExecutor(limits.compile_processes, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(limits.constraint_processes, thread_name_prefix="grammar")
         self._tokenizer: asyncio.Future[GrammarTokenizer] | None = None
         self._cache: OrderedDict[bytes, CompiledGrammar | _Refusal] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[CompiledGrammar]] = {}
@@ -63,7 +63,7 @@ class GrammarCompiler:
                 reason="NO_TOKENIZER",
                 field="constraint",
             )
-        check_spec(spec, max_bytes=self.limits.max_bytes, max_choices=self.limits.max_choices)
+        check_spec(spec, max_bytes=self.limits.max_constraint_bytes, max_choices=self.limits.max_constraint_choices)
         key = spec.key
         known = self._cache.get(key)
         if known is not None:
@@ -113,7 +113,7 @@ class GrammarCompiler:
 
     def _keep(self, key: bytes, entry: CompiledGrammar | _Refusal) -> CompiledGrammar | _Refusal:
         self._cache[key] = entry
-        while len(self._cache) > self.limits.cache_entries:
+        while len(self._cache) > self.limits.constraint_cache:
             self._cache.popitem(last=False)
         return entry
 

@@ -29,13 +29,13 @@ class TrialPool:
         """`settings`: the folder and vocab_size of the child's GrammarTokenizer."""
         self._settings = {
             **settings,
-            "memory_bytes": limits.compile_memory_bytes,
-            "cpu_seconds": limits.compile_seconds,
+            "memory_bytes": limits.constraint_compile_memory_bytes,
+            "cpu_seconds": limits.constraint_compile_seconds,
             "mask_seconds": limits.mask_seconds,
             "json": asdict(limits.json),
         }
         self._limits = limits
-        self._places = asyncio.Semaphore(limits.compile_processes)
+        self._places = asyncio.Semaphore(limits.constraint_processes)
         self._idle: list[Child] = []
         self._processes: set[Child] = set()
         self._num_queued = 0
@@ -47,7 +47,7 @@ class TrialPool:
 
     async def try_constraint(self, request: Mapping[str, Any]) -> dict[str, str]:
         """Return the child's answer. Raises OverLimit, ResourceExhausted (queue) and Internal (no process starts)."""
-        if self._num_queued >= self._limits.max_queued:
+        if self._num_queued >= self._limits.max_queued_constraints:
             raise ResourceExhausted(
                 "too many constraints are waiting to be compiled", reason="QUEUE_FULL", retry_after_seconds=0.5
             )
@@ -68,7 +68,7 @@ class TrialPool:
     async def _exchange(self, process: Child, request: Mapping[str, Any]) -> dict[str, str]:
         answered = False
         try:
-            async with asyncio.timeout(self._limits.compile_seconds):
+            async with asyncio.timeout(self._limits.constraint_compile_seconds):
                 answer: dict[str, str] = await process.ask(request)
             answered = True
             return answer

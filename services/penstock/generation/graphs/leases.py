@@ -59,9 +59,9 @@ class Leases:
 
     def open(self, seconds: float | None) -> Lease:
         """Begin a lease. Raises InvalidArgument, and ResourceExhausted GRAPH_QUOTA."""
-        seconds = _checked(self._limits.lease_seconds if seconds is None else seconds)
-        if len(self._by_id) >= self._limits.max_leases:
-            raise self._full("leases", self._limits.max_leases, "--max-graph-leases")
+        seconds = _checked(self._limits.graph_lease_seconds if seconds is None else seconds)
+        if len(self._by_id) >= self._limits.max_graph_leases:
+            raise self._full("leases", self._limits.max_graph_leases, "--max-graph-leases")
         # Nobody else can guess it.
         lease = Lease(secrets.token_hex(_ID_BYTES), seconds)
         self._by_id[lease.lease_id] = lease
@@ -107,10 +107,10 @@ class Leases:
         All or none. Raises ResourceExhausted GRAPH_QUOTA.
         """
         wanted = list(sizes)
-        if self.num_tensors + len(wanted) > self._limits.max_tensors:
-            raise self._full("tensors", self._limits.max_tensors, "--max-graph-tensors")
-        if self.tensor_bytes + sum(wanted) > self._limits.max_tensor_bytes:
-            raise self._full("bytes of tensors", self._limits.max_tensor_bytes, "--max-graph-tensor-bytes")
+        if self.num_tensors + len(wanted) > self._limits.max_graph_tensors:
+            raise self._full("tensors", self._limits.max_graph_tensors, "--max-graph-tensors")
+        if self.tensor_bytes + sum(wanted) > self._limits.max_graph_tensor_bytes:
+            raise self._full("bytes of tensors", self._limits.max_graph_tensor_bytes, "--max-graph-tensor-bytes")
         made = [make(index) for index in range(len(wanted))]
         handles: list[int] = []
         for tensor, size in zip(made, wanted, strict=True):

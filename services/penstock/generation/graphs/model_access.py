@@ -116,7 +116,7 @@ class ModelAccess:
             kv.num_blocks, kv.num_further_blocks, kv.block_size, loaded.served.max_context_tokens
         )
         self._runner = GraphRunner(model, kv, self._blocks, loaded.weights.device.sampling_kernels())
-        self._turns = GraphTurns(limits.share, wait_idle)
+        self._turns = GraphTurns(limits.graph_share, wait_idle)
         self._leases = Leases(limits, self._release)
         self._num_streams = 0
         self._is_released = False
@@ -124,7 +124,7 @@ class ModelAccess:
     @property
     def can_keep_tensors(self) -> bool:
         """True when tensors can stay at the server."""
-        return self.limits.max_tensors > 0 and self.limits.max_tensor_bytes > 0
+        return self.limits.max_graph_tensors > 0 and self.limits.max_graph_tensor_bytes > 0
 
     def figures(self) -> GraphFigures:
         """Return the present state. Callable from any thread."""
@@ -159,9 +159,10 @@ class ModelAccess:
     @contextmanager
     def stream(self) -> Iterator[GraphStream]:
         """Open a stream of calls; its tensors and sequences end with it. Raises ResourceExhausted GRAPH_QUOTA."""
-        if self._num_streams >= self.limits.max_streams:
+        most = self.limits.max_graph_streams
+        if self._num_streams >= most:
             raise ResourceExhausted(
-                f"there are as many Forward streams as the {self.limits.max_streams} that --max-graph-streams allows",
+                f"there are as many Forward streams as the {most} that --max-graph-streams allows",
                 reason="GRAPH_QUOTA",
                 retry_after_seconds=self.limits.retry_seconds,
             )
@@ -184,8 +185,8 @@ class ModelAccess:
         self._check(model)
         if tensors and not self.can_keep_tensors:
             raise _no_tensors()
-        if len(tensors) > self.limits.max_tensors:
-            raise InvalidArgument("tensors", f"must have at most {self.limits.max_tensors} entries")
+        if len(tensors) > self.limits.max_graph_tensors:
+            raise InvalidArgument("tensors", f"must have at most {self.limits.max_graph_tensors} entries")
         sizes = [_size(one.dtype, one.shape, f"tensors[{index}]") for index, one in enumerate(tensors)]
         lease = self._leases.find(lease_id) if lease_id else self._leases.open(seconds)
         if lease_id and seconds is not None:
@@ -345,8 +346,8 @@ class ModelAccess:
                 kept.append((one.index, output.dtype, shape))
             else:
                 returned += _size(output.dtype, shape, field)
-        if returned > self.limits.max_call_bytes:
-            raise InvalidArgument("outputs", f"must be at most {self.limits.max_call_bytes} bytes in messages")
+        if returned > self.limits.max_graph_call_bytes:
+            raise InvalidArgument("outputs", f"must be at most {self.limits.max_graph_call_bytes} bytes in messages")
         if not kept:
             return {}
         if not self.can_keep_tensors:

@@ -35,7 +35,7 @@ class GraphCalls(model_pb2_grpc.ModelServiceServicer):
     ) -> None:
         """Run calls of graphs, one after the other."""
         access = self._access()
-        assembler = wire.CallAssembler(access.limits.max_call_bytes)
+        assembler = wire.CallAssembler(access.limits.max_graph_call_bytes)
         with access.stream() as stream:
             async for message in request_iterator:
                 command = assembler.take(message)
@@ -56,8 +56,8 @@ class GraphCalls(model_pb2_grpc.ModelServiceServicer):
         """Make tensors in a lease."""
         access = self._access()
         seconds = request.lease_seconds if request.HasField("lease_seconds") else None
-        if len(request.tensors) > access.limits.max_tensors:
-            raise InvalidArgument("tensors", f"must have at most {access.limits.max_tensors} entries")
+        if len(request.tensors) > access.limits.max_graph_tensors:
+            raise InvalidArgument("tensors", f"must have at most {access.limits.max_graph_tensors} entries")
         tensors = wire.to_tensors(request.tensors)
         lease, handles = access.allocate(request.model, request.lease_id, seconds, tensors)
         return graphs_pb2.AllocateTensorsResponse(lease_id=lease.lease_id, lease_seconds=lease.seconds, handles=handles)

@@ -53,7 +53,7 @@ ECHOED_GRAMMARS = (
 async def compiler(*, table: bool = True, **limits: Any) -> AsyncIterator[GrammarCompiler]:
     tokens = TokenBytes.from_folder(demo_folder()) if table else None
     # What a busy machine makes slow is not refused for it.
-    bounds = GrammarLimits(**{"compile_seconds": 60.0, **limits})
+    bounds = GrammarLimits(**{"constraint_compile_seconds": 60.0, **limits})
     made = GrammarCompiler(demo_folder(), VOCAB_SIZE, bounds, tokens)
     try:
         yield made
@@ -65,7 +65,7 @@ async def compiler(*, table: bool = True, **limits: Any) -> AsyncIterator[Gramma
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bounded() -> AsyncIterator[GrammarCompiler]:
     """One with bounds that are soon exceeded."""
-    async with compiler(max_bytes=1500, max_choices=3) as made:
+    async with compiler(max_constraint_bytes=1500, max_constraint_choices=3) as made:
         yield made
 
 
@@ -106,7 +106,7 @@ async def test_a_source_is_compiled_once_for_all_that_ask_at_the_same_time() -> 
 
 
 async def test_the_least_recently_used_is_forgotten() -> None:
-    async with compiler(cache_entries=2) as one:
+    async with compiler(constraint_cache=2) as one:
         first = await one.compile(regex("a"))
         second = await one.compile(regex("b"))
         assert await one.compile(regex("a")) is first
@@ -127,7 +127,7 @@ async def test_a_caller_who_gives_up_leaves_the_others_their_grammar() -> None:
 
 
 async def test_a_slow_compilation_holds_nobody_up() -> None:
-    async with compiler(compile_processes=2) as one:
+    async with compiler(constraint_processes=2) as one:
         await asyncio.gather(one.compile(regex("a")), one.compile(regex("b")))
         slow = asyncio.create_task(one.compile(ENDLESS))
         await until(lambda: len(one._trials._idle) == 1)
@@ -138,7 +138,7 @@ async def test_a_slow_compilation_holds_nobody_up() -> None:
 
 async def test_a_compilation_over_its_time_is_refused_and_the_next_one_works() -> None:
     # Longer than a busy machine keeps the next one waiting.
-    async with compiler(compile_seconds=4.0) as one:
+    async with compiler(constraint_compile_seconds=4.0) as one:
         error = await refusal(one, ENDLESS)
         assert (error.field, error.reason) == ("constraint.json_schema", "CONSTRAINT_TOO_COMPLEX")
         assert one.pids == []
@@ -159,12 +159,12 @@ async def test_a_compilation_that_ends_its_process_is_refused_and_the_next_one_w
 
 async def test_a_compilation_over_its_memory_is_refused() -> None:
     many = "|".join(f"x{number}y{number * 7919 % 10007}[a-z]{{1,50}}" for number in range(6000))
-    async with compiler(compile_memory_bytes=4 << 20) as one:
+    async with compiler(constraint_compile_memory_bytes=4 << 20) as one:
         assert (await refusal(one, regex(many))).reason == "CONSTRAINT_TOO_COMPLEX"
 
 
 async def test_what_waits_for_a_process_is_bounded() -> None:
-    async with compiler(compile_processes=1, max_queued=1) as one:
+    async with compiler(constraint_processes=1, max_queued_constraints=1) as one:
         await one.compile(regex("a"))
         running = asyncio.create_task(one.compile(ENDLESS))
         await until(lambda: not one._trials._idle)

@@ -15,13 +15,13 @@ from penstock.generation.graphs.sequences import PoolSequence, SequenceBlocks
 
 LIMITS = GraphLimits(
     stages=(GraphStage(1, 8),),
-    max_call_bytes=1 << 20,
-    max_streams=2,
-    max_tensors=3,
-    max_tensor_bytes=100,
-    max_leases=2,
-    lease_seconds=60.0,
-    share=0.25,
+    max_graph_call_bytes=1 << 20,
+    max_graph_streams=2,
+    max_graph_tensors=3,
+    max_graph_tensor_bytes=100,
+    max_graph_leases=2,
+    graph_lease_seconds=60.0,
+    graph_share=0.25,
     retry_seconds=1.5,
 )
 

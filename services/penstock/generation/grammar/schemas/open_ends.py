@@ -27,12 +27,12 @@ def bound_number(schema: dict[str, Any], bounds: JsonBounds) -> None:
     """Bound the digits of a number in place, only if its type is named: without a type it may be anything."""
     named = schema.get("type")
     listed = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    if not bounds.digits or not {"integer", "number"} & {*listed}:
+    if not bounds.max_json_digits or not {"integer", "number"} & {*listed}:
         return
     if "number" not in listed:
-        _bound_integer(schema, 10**bounds.digits - 1)
+        _bound_integer(schema, 10**bounds.max_json_digits - 1)
         return
-    digits = min(bounds.digits, _MOST_BEFORE)
+    digits = min(bounds.max_json_digits, _MOST_BEFORE)
     most = 10**digits - 1
     behind = min(digits, _MOST_BEHIND)
     limits = [schema[word] for word in (*_LOWER, *_UPPER) if _is_number(schema.get(word))]
@@ -63,18 +63,18 @@ def _bound_integer(schema: dict[str, Any], most: int) -> None:
 
 def bound_text(schema: dict[str, Any], bounds: JsonBounds) -> None:
     """Bound the characters of a text in place."""
-    if bounds.characters and "string" in types_of(schema) and "type" in schema:
+    if bounds.max_json_characters and "string" in types_of(schema) and "type" in schema:
         least = schema.get("minLength", 0)
-        if "maxLength" not in schema and isinstance(least, int | float) and least <= bounds.characters:
-            schema["maxLength"] = bounds.characters
+        if "maxLength" not in schema and isinstance(least, int | float) and least <= bounds.max_json_characters:
+            schema["maxLength"] = bounds.max_json_characters
 
 
 def bound_items(schema: dict[str, Any], bounds: JsonBounds) -> None:
     """Bound the items of an array in place, after those in `prefixItems`."""
-    if bounds.items and "array" in types_of(schema) and "type" in schema:
+    if bounds.max_json_items and "array" in types_of(schema) and "type" in schema:
         least, named = schema.get("minItems", 0), len(schema.get("prefixItems") or ())
-        if "maxItems" not in schema and isinstance(least, int | float) and least <= bounds.items:
-            schema["maxItems"] = named if schema.get("items") is False else named + bounds.items
+        if "maxItems" not in schema and isinstance(least, int | float) and least <= bounds.max_json_items:
+            schema["maxItems"] = named if schema.get("items") is False else named + bounds.max_json_items
 
 
 def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
@@ -84,7 +84,7 @@ def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
     that may be; where these are many, with none or all of them, or without any key that it does not name.
     """
     is_open = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
-    if not bounds.keys or not is_open or "type" not in schema or "object" not in types_of(schema):
+    if not bounds.max_json_keys or not is_open or "type" not in schema or "object" not in types_of(schema):
         return
     required = {*(schema.get("required") or ())}
     named = schema.get("properties") or {}
@@ -92,8 +92,8 @@ def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
     if schema.keys() & {"minProperties", "maxProperties"} and optional:
         return
     if not optional:
-        if "maxProperties" not in schema and schema.get("minProperties", 0) <= len(required) + bounds.keys:
-            schema["maxProperties"] = len(required) + bounds.keys
+        if "maxProperties" not in schema and schema.get("minProperties", 0) <= len(required) + bounds.max_json_keys:
+            schema["maxProperties"] = len(required) + bounds.max_json_keys
         return
     if len(optional) <= _MOST_OPTIONAL:
         chosen = [one for size in range(len(optional) + 1) for one in itertools.combinations(optional, size)]
@@ -103,7 +103,7 @@ def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
         told = [{"properties": dict.fromkeys([*required, *named], True), "additionalProperties": False}]
     for names in chosen:
         others = {name: False for name in optional if name not in names}
-        one: dict[str, Any] = {"maxProperties": len(required) + len(names) + bounds.keys}
+        one: dict[str, Any] = {"maxProperties": len(required) + len(names) + bounds.max_json_keys}
         told.append(one | ({"required": list(names)} if names else {}) | ({"properties": others} if others else {}))
     schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": told}]
 
@@ -111,10 +111,10 @@ def bound_keys(schema: dict[str, Any], bounds: JsonBounds) -> None:
 def bound_names(schema: dict[str, Any], bounds: JsonBounds) -> None:
     """Bound the characters of keys in place, if all keys are free: with named keys llguidance accepts no such rule."""
     values = schema.get("additionalProperties", True)
-    if not bounds.characters or values is False or "type" not in schema or "object" not in types_of(schema):
+    if not bounds.max_json_characters or values is False or "type" not in schema or "object" not in types_of(schema):
         return
     if not any(schema.get(word) for word in ("properties", "patternProperties", "required")):
-        schema["patternProperties"] = {rf"^[\s\S]{{0,{bounds.characters}}}$": values}
+        schema["patternProperties"] = {rf"^[\s\S]{{0,{bounds.max_json_characters}}}$": values}
         schema["additionalProperties"] = False
 
 

@@ -13,6 +13,8 @@ NAME = "x-guidance"
 # Here there is none before a comma and a colon, and after one a blank, or a line break with indentation.
 _WRITTEN = {"item_separator": r",(\x20|\x0A\x20{0,32})?", "key_separator": r":\x20?", "whitespace_flexible": False}
 _COMPACT = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}
+# Our names of bounds -> fields: max_digits -> max_json_digits.
+_BOUNDS = {field.name.replace("_json", ""): field.name for field in fields(JsonBounds)}
 _SPACING = frozenset({*_WRITTEN, "whitespace_pattern"})
 
 
@@ -45,7 +47,8 @@ def take_settings(schema: dict[str, Any], bounds: JsonBounds) -> Settings:
     flags = {name: guidance.pop(name, False) for name in ("compact", "strict")}
     if not all(isinstance(flag, bool) for flag in flags.values()):
         raise Refusal("#", NAME, "must have true or false for compact and strict")
-    own = {each.name: guidance.pop(f"max_{each.name}") for each in fields(bounds) if f"max_{each.name}" in guidance}
+    set_here = [setting for setting in _BOUNDS if setting in guidance]
+    own = {_BOUNDS[setting]: guidance.pop(setting) for setting in set_here}
     if not all(isinstance(bound, int) and not isinstance(bound, bool) and bound >= 0 for bound in own.values()):
-        raise Refusal("#", NAME, f"must have whole numbers of 0 or more for {', '.join(f'max_{name}' for name in own)}")
+        raise Refusal("#", NAME, f"must have whole numbers of 0 or more for {', '.join(set_here)}")
     return Settings(guidance, flags["compact"], flags["strict"], replace(bounds, **own))

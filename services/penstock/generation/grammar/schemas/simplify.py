@@ -105,10 +105,12 @@ class _Simplifier:
             if asked.is_listed:
                 listed.add(name)
         if self._has_any:
-            definitions |= {f"any{at}": anything(at, self._bounds) for at in range(self._bounds.depth + 1)}
+            definitions |= {f"any{at}": anything(at, self._bounds) for at in range(self._bounds.max_json_depth + 1)}
         definitions |= dict(self._common.values())
-        depths = dict.fromkeys(listed, max(self._bounds.depth, self._deepest))
-        return bound_recursion(made | ({"$defs": definitions} if definitions else {}), self._bounds.depth, depths)
+        depths = dict.fromkeys(listed, max(self._bounds.max_json_depth, self._deepest))
+        return bound_recursion(
+            made | ({"$defs": definitions} if definitions else {}), self._bounds.max_json_depth, depths
+        )
 
     def _node(self, schema: Any, path: str, is_part: bool) -> Any:
         """Return a simplified schema. `is_part`: another one is combined with it, and closes the object."""
@@ -203,10 +205,10 @@ class _Simplifier:
 
     def _any(self, made: dict[str, Any]) -> dict[str, Any]:
         """Return the schema of anything, of bounded depth."""
-        if not self._bounds.depth or not self._references.are_plain or self._is_listed:
+        if not self._bounds.max_json_depth or not self._references.are_plain or self._is_listed:
             return made
         self._has_any = True
-        return {"$ref": f"#/$defs/any{self._bounds.depth}"}
+        return {"$ref": f"#/$defs/any{self._bounds.max_json_depth}"}
 
     def _bound(self, made: dict[str, Any]) -> None:
         """Add bounds to a schema that stands alone. A schema combined with it could need more."""
@@ -214,7 +216,7 @@ class _Simplifier:
             return
         for bound in (bound_number, bound_text, bound_items):
             bound(made, self._bounds)
-        if not self._references.are_plain or not self._bounds.depth:
+        if not self._references.are_plain or not self._bounds.max_json_depth:
             return
         types = types_of(made) if "type" in made else frozenset()
         for kind, word in (("object", "additionalProperties"), ("array", "items")):
