@@ -34,7 +34,7 @@ from penstock.generation.graphs.model_access import ModelAccess
 from penstock.generation.host.mapped import MappedFile, weights_written
 from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures, StateFigures
 from penstock.generation.service import GenerationCore
-from penstock.generation.startup.load import load_again
+from penstock.generation.startup.load_again import load_again
 from penstock.generation.startup.load_weights import adapter_opener
 from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.startup.make_pools import opens_graphs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,9 @@ from penstock.generation.weights.quantised.table import QUANTISED_FIELDS, read_d
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
+    from penstock.generation.layers.layer_kernels import LayerKernels
+    from penstock.generation.layers.linear.base import LinearMethod
+    from penstock.generation.weights.files import StoredTensor
 
 _log = get_logger("penstock.generation")
 # Context of a model that names no largest position.
@@ -131,46 +134,17 @@ def load_transformers_model(
     total = sum(one.end - one.begin for one in headers.values())
     if progress is not None:
         progress(0, total)
-    stored = COMPUTED_DTYPES.get(config.checkpoint_dtype or "")
-    if stored is None:
-        kinds = (BY_STORED[one.dtype].name for one in headers.values() if one.dtype in BY_STORED)
-        stored = next((COMPUTED_DTYPES[name] for name in kinds if name in COMPUTED_DTYPES), torch.float32)
-    compute = device.compute_dtype(dtype, stored)
+    compute = device.compute_dtype(dtype, _stored_dtype(config, headers.values()))
     quantization = "none" if quantization == "auto" else quantization
     # Before the weights: it may be refused.
     method = device.linear_method(compute, quantization)
     causal, num_dequantised = _loaded(folder, config, route, compute)
     causal = causal.to(device.torch_device)
     parameters = sum(parameter.numel() for parameter in causal.parameters())
-    with _as_startup_error(f"MODEL: transformers' modules of model_type {config.model_type!r} do not run"):
-        try:
-            recording = record(causal, config.num_layers, config.max_position_embeddings)
-        except UnsupportedAttention as error:
-            raise StartupError(
-                f"MODEL: model_type {config.model_type!r} cannot run by the fallback: {error}", flag="MODEL"
-            ) from error
-    swaps, kernels = ModuleSwaps(causal, compute), device.layer_kernels(compute)
-    if method.name != "plain":
-        swaps.linears(method, recording.read_linears)
-        swaps.experts(method, kernels, is_quantised=quantization != "none")
-    swaps.norms(kernels)
-    if quantization != "none":
-        _log.info(
-            "linear layers and experts of transformers are quantised; other weights stay as they are",
-            quantization=quantization,
-            quantised_parameters=swaps.num_swapped,
-            other_parameters=sum(parameter.numel() for parameter in causal.parameters()),
-        )
-    # Without any attention, one small layer stands for the pool that blocks are counted in.
-    kv_heads = max((call.num_kv_heads for call in recording.calls), default=1)
-    width = max((max(call.key_width, call.value_width) for call in recording.calls), default=2)
+    recording = _recorded(causal, config)
+    num_bytes = _swap_modules(causal, recording, method, device.layer_kernels(compute), compute, quantization)
     config = replace(
-        config,
-        num_layers=max(1, len(recording.calls)),
-        num_heads=max((call.num_heads for call in recording.calls), default=1),
-        num_kv_heads=kv_heads,
-        # Kernels take pairs.
-        head_dim=width + width % 2,
+        _with_geometry(config, recording),
         dtype=dtype_name(compute),
         num_parameters=parameters,
         weight_forms=_forms(num_dequantised, compute, quantization),
@@ -184,8 +158,8 @@ def load_transformers_model(
         device.attention(compute, config.head_dim),
         dtype=compute,
         device=device.torch_device,
-        num_bytes=swaps.num_bytes + _dense_bytes(causal),
-        unsupported=_unsupported(recording, kv_heads),
+        num_bytes=num_bytes,
+        unsupported=_unsupported(recording, config.num_kv_heads),
         states=recording.states,
     )
     _log_geometry(config, recording)
@@ -196,6 +170,67 @@ def load_transformers_model(
     if progress is not None:
         progress(total, total)
     return model
+
+
+def _stored_dtype(config: ModelConfig, tensors: Iterable[StoredTensor]) -> torch.dtype:
+    """Return the checkpoint's number format: as its config.json says, else that of the first tensor with a known
+    one."""
+    named = COMPUTED_DTYPES.get(config.checkpoint_dtype or "")
+    if named is not None:
+        return named
+    kinds = (BY_STORED[one.dtype].name for one in tensors if one.dtype in BY_STORED)
+    return next((COMPUTED_DTYPES[name] for name in kinds if name in COMPUTED_DTYPES), torch.float32)
+
+
+def _recorded(causal: Any, config: ModelConfig) -> Recording:
+    """Run the model once, and return what it did. Raises StartupError where the fallback cannot do the same."""
+    with _as_startup_error(f"MODEL: transformers' modules of model_type {config.model_type!r} do not run"):
+        try:
+            return record(causal, config.num_layers, config.max_position_embeddings)
+        except UnsupportedAttention as error:
+            raise StartupError(
+                f"MODEL: model_type {config.model_type!r} cannot run by the fallback: {error}", flag="MODEL"
+            ) from error
+
+
+def _swap_modules(
+    causal: Any,
+    recording: Recording,
+    method: LinearMethod,
+    kernels: LayerKernels,
+    compute: torch.dtype,
+    quantization: str,
+) -> int:
+    """Put the device's linear layers, experts and norms in place of the model's; return the bytes of all weights."""
+    swaps = ModuleSwaps(causal, compute)
+    if method.name != "plain":
+        swaps.linears(method, recording.read_linears)
+        swaps.experts(method, kernels, is_quantised=quantization != "none")
+    swaps.norms(kernels)
+    if quantization != "none":
+        _log.info(
+            "linear layers and experts of transformers are quantised; other weights stay as they are",
+            quantization=quantization,
+            quantised_parameters=swaps.num_swapped,
+            other_parameters=sum(parameter.numel() for parameter in causal.parameters()),
+        )
+    return swaps.num_bytes + _dense_bytes(causal)
+
+
+def _with_geometry(config: ModelConfig, recording: Recording) -> ModelConfig:
+    """Return `config` with the pool's geometry: the widest of the recorded calls of attention.
+
+    Without any attention, one small layer stands for the pool that blocks are counted in.
+    """
+    width = max((max(call.key_width, call.value_width) for call in recording.calls), default=2)
+    return replace(
+        config,
+        num_layers=max(1, len(recording.calls)),
+        num_heads=max((call.num_heads for call in recording.calls), default=1),
+        num_kv_heads=max((call.num_kv_heads for call in recording.calls), default=1),
+        # Kernels take pairs.
+        head_dim=width + width % 2,
+    )
 
 
 def transformers_version() -> str:

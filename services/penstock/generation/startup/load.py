@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
-from penstock.common.errors import StartupError
-from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
-from penstock.common.progress import CountBytes, IfCancelled, ShowProgress, never_cancelled
+from penstock.common.progress import IfCancelled, ShowProgress, never_cancelled
 from penstock.generation.config import GenerationServiceConfig
-from penstock.generation.devices.device_registry import open_device
 from penstock.generation.engine.acceptance import most_output_tokens
 from penstock.generation.engine.decoding.mode_registry import MODES
-from penstock.generation.models.registry import read_model_config
 from penstock.generation.options.request_options import ModelFacts
-from penstock.generation.startup.load_weights import LoadedWeights, check_room, load_weights
+from penstock.generation.startup.load_weights import LoadedWeights, load_weights
 from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.startup.make_pools import make_pools
 from penstock.generation.startup.preload import Begun
 from penstock.generation.startup.read_files import ModelFiles, read_files
-from penstock.generation.startup.read_model import read_model
 from penstock.generation.startup.start import Start
 from penstock.generation.startup.tune_engine import EngineParts, tune_engine
-from penstock.generation.weights.sharding import FLAG
 from penstock.text.token_bytes import TokenPrefixes
 
 _log = get_logger("penstock.generation")
-# Fields of ModelConfig that loading sets, and those that it sets in the fallback.
-_LOADED = ("dtype", "num_parameters", "weight_forms")
-_RECORDED = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
 def load(
@@ -78,35 +68,6 @@ def load(
         return loaded
 
 
-def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: CountBytes) -> LoadedModel:
-    """Return `loaded` with weights, device and runner made anew; the KV pool and all else are the same.
-
-    Both models are in memory until the caller lets the old one go. `count` gets the bytes and may raise to give up.
-    Raises StartupError when the folder cannot be read, holds another model or tokenizer, or memory is short.
-    """
-    files, weights = loaded.files, loaded.weights
-    if weights.ranks is not None:
-        raise StartupError(f"a model of several processes is not read again: start anew ({FLAG})", flag=FLAG)
-    old = weights.model.config
-    # The loader sets these.
-    known = {name: getattr(old, name) for name in (*_LOADED, *(_RECORDED if old.route == "fallback" else ()))}
-    found = replace(read_model_config(files.folder, config.route), **known)
-    if found != old or _fingerprint(files) != loaded.served.tokenizer_fingerprint:
-        raise StartupError("MODEL's folder holds another model or tokenizer: start a process for it", flag="MODEL")
-    device = open_device(config.device)
-    device.start(num_threads=config.threads, kernels=config.kernels)
-    check_room(config, files.folder, found, None, device.memory().available)
-    model = read_model(config, files.folder, device, count)
-    if model.config != old:
-        raise StartupError("MODEL's weights have another number format: start a process for them", flag="MODEL")
-    trim_heap()
-    return replace(
-        loaded,
-        weights=replace(weights, model=model, device=device),
-        engine=replace(loaded.engine, runner=loaded.engine.runner.over(model)),
-    )
-
-
 def _served(start: Start, files: ModelFiles, weights: LoadedWeights, engine: EngineParts) -> ModelFacts:
     """Return the facts that requests are checked against."""
     model = weights.model.config
@@ -114,7 +75,7 @@ def _served(start: Start, files: ModelFiles, weights: LoadedWeights, engine: Eng
         name=start.name,
         vocab_size=model.vocab_size,
         max_context_tokens=files.context,
-        tokenizer_fingerprint=_fingerprint(files),
+        tokenizer_fingerprint=files.tokenizer_fingerprint(),
         has_token_bytes=files.token_bytes is not None,
         loads_tokenizer=start.config.load_tokenizer,
         num_layers=model.num_layers,
@@ -125,10 +86,6 @@ def _served(start: Start, files: ModelFiles, weights: LoadedWeights, engine: Eng
         max_output_tokens=partial(most_output_tokens, engine.config, MODES),
         has_adapter=weights.adapters.__contains__,
     )
-
-
-def _fingerprint(files: ModelFiles) -> str:
-    return "" if files.tokenizer_folder is None else tokenizer_fingerprint(files.tokenizer_folder)
 
 
 def _log_loaded(start: Start, loaded: LoadedModel) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.common.checkpoint import resolve_model
 from penstock.common.errors import StartupError
+from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.generation.core.model_config import ModelConfig
@@ -35,6 +36,10 @@ class ModelFiles:
     token_bytes: TokenBytes | None
     defaults: ModelDefaults
     plugins: PluginRegistry
+
+    def tokenizer_fingerprint(self) -> str:
+        """Return the fingerprint of the tokenizer.json as it is now; empty where none is read."""
+        return "" if self.tokenizer_folder is None else tokenizer_fingerprint(self.tokenizer_folder)
 
 
 def read_files(start: Start) -> ModelFiles:

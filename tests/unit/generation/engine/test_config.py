@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.engine.acceptance import most_output_tokens
-from penstock.generation.engine.deadlines import DeadlineQueue
 from penstock.generation.engine.decoding.mode_registry import MODES
+from penstock.generation.engine.end_times import DeadlineQueue
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+"""A loaded model read from its files again, for a Reload. Blocking: runs on a thread of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.common.errors import StartupError
+from penstock.common.heap import trim_heap
+from penstock.common.progress import CountBytes
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.devices.device_registry import open_device
+from penstock.generation.models.registry import read_model_config
+from penstock.generation.startup.load_weights import check_room
+from penstock.generation.startup.loaded_model import LoadedModel
+from penstock.generation.startup.read_model import read_model
+from penstock.generation.weights.sharding import FLAG
+
+# Fields of ModelConfig that loading sets, and those that it sets in the fallback.
+_LOADED = ("dtype", "num_parameters", "weight_forms")
+_RECORDED = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+
+def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: CountBytes) -> LoadedModel:
+    """Return `loaded` with weights, device and runner made anew; the KV pool and all else are the same.
+
+    Both models are in memory until the caller lets the old one go. `count` gets the bytes and may raise to give up.
+    Raises StartupError when the folder cannot be read, holds another model or tokenizer, or memory is short.
+    """
+    files, weights = loaded.files, loaded.weights
+    if weights.ranks is not None:
+        raise StartupError(f"a model of several processes is not read again: start anew ({FLAG})", flag=FLAG)
+    old = weights.model.config
+    # The loader sets these.
+    known = {name: getattr(old, name) for name in (*_LOADED, *(_RECORDED if old.route == "fallback" else ()))}
+    found = replace(read_model_config(files.folder, config.route), **known)
+    if found != old or files.tokenizer_fingerprint() != loaded.served.tokenizer_fingerprint:
+        raise StartupError("MODEL's folder holds another model or tokenizer: start a process for it", flag="MODEL")
+    device = open_device(config.device)
+    device.start(num_threads=config.threads, kernels=config.kernels)
+    check_room(config, files.folder, found, None, device.memory().available)
+    model = read_model(config, files.folder, device, count)
+    if model.config != old:
+        raise StartupError("MODEL's weights have another number format: start a process for them", flag="MODEL")
+    trim_heap()
+    return replace(
+        loaded,
+        weights=replace(weights, model=model, device=device),
+        engine=replace(loaded.engine, runner=loaded.engine.runner.over(model)),
+    )
