@@ -67,7 +67,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
         service = self._ready(request.model)
-        _check_count("sequences", len(request.sequences), service.config.max_batch)
+        # Pieces are of single ids, which have a bound of their own: a router asks for those of a prompt at once.
+        if not request.with_pieces:
+            _check_count("sequences", len(request.sequences), service.config.max_batch)
         sequences = [sequence.ids for sequence in request.sequences]
         tokens = sum(map(len, sequences))
         _check_count("sequences", tokens, service.config.max_decode_ids)

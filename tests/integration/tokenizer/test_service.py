@@ -131,6 +131,20 @@ async def test_bad_input_names_its_field() -> None:
         assert isinstance(await error_of(stub.GetTokenizer(pb.GetTokenizerRequest(model="other"))), NotFound)
 
 
+async def test_pieces_of_single_ids_have_the_bound_of_ids() -> None:
+    """A router asks for the texts of all tokens of a prompt's log-probabilities at once."""
+    async with serving(max_batch=2, max_decode_ids=300) as running:
+        many = [{"ids": [token]} for token in range(300)]
+        answer = await running.stub.Decode(pb.DecodeRequest(sequences=many, with_pieces=True))
+        assert len(answer.pieces) == 300
+        for request in (
+            pb.DecodeRequest(sequences=many[:3]),
+            pb.DecodeRequest(sequences=[*many, {"ids": [1]}], with_pieces=True),
+        ):
+            error = await error_of(running.stub.Decode(request))
+            assert (error.field, error.reason) == ("sequences", "TOO_MANY")
+
+
 async def test_padding_is_refused_before_it_takes_the_memory(running: Running) -> None:
     for request in (
         pb.EncodeRequest(texts=["a"], padding=pb.PADDING_STRATEGY_MAX_LENGTH, max_length=2**32 - 1),
