@@ -27,31 +27,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from penstock.common.checkpoint import resolve_model
-from penstock.generation.attention.base import AttentionMetadata
-from penstock.generation.attention.kv_cache import KVCachePool, kv_cache_dtype
+from penstock.evaluation.number_format import NumberFormat
+from penstock.evaluation.stepped_model import SteppedModel
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.models.decoder import CausalLM
-from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.models.registry import read_model_config
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks._arguments import be_quiet, refuse
 from benchmarks._report import Report, Table
 
-BLOCK_SIZE = 16
 DTYPES, QUANTIZATIONS, KV_CACHE_DTYPES = ("float32", "bfloat16"), ("none", "int8", "int4"), ("auto", "int8")
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A number format, as the flags of the generation service name it."""
-
-    dtype: str
-    quantization: str
-    kv_cache_dtype: str
-
-
-FORMATS = [Format(*values) for values in itertools.product(DTYPES, QUANTIZATIONS, KV_CACHE_DTYPES)]
+FORMATS = [NumberFormat(*values) for values in itertools.product(DTYPES, QUANTIZATIONS, KV_CACHE_DTYPES)]
 COLUMNS = (
     "dtype", "quantization", "KV", "perplexity", "logit error, mean", "largest", "same argmax", "of answers",
     "equal tokens of a continuation", "equal continuations", "weights MiB", "KV bytes a token",
@@ -76,26 +65,6 @@ class Found:
     continuations: list[list[int]]
     weight_bytes: int
     kv_bytes_per_token: float
-
-
-class Model:
-    """One model and pool, in which sequences are computed in slots of their own."""
-
-    def __init__(self, folder: Path, device: CPUDevice, format: Format, sequences: int, longest: int) -> None:
-        self.weights: CausalLM = load_model(folder, dtype=format.dtype, quantization=format.quantization, device=device)
-        facts = self.weights.config
-        self._blocks = -(-longest // BLOCK_SIZE)
-        geometry = (facts.num_layers, sequences * self._blocks, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim)
-        self.kv = KVCachePool(*geometry, kv_cache_dtype(format.kv_cache_dtype, self.weights.dtype), self.weights.device)
-
-    def step(self, rows: list[list[int]], computed: list[int]) -> Tensor:
-        """The next tokens of every sequence, after `computed` of each: logits (rows, vocabulary)."""
-        tables = torch.arange(len(rows) * self._blocks, dtype=torch.int32).view(len(rows), -1)
-        counts = [len(row) for row in rows]
-        lengths = [before + count for before, count in zip(computed, counts, strict=True)]
-        metadata, positions = AttentionMetadata.build(counts, lengths, tables, BLOCK_SIZE)
-        ids = torch.tensor([token for row in rows for token in row])
-        return self.weights.compute_logits(self.weights.forward(ids, positions, metadata, self.kv))
 
 
 def held_out(folder: Path, options: argparse.Namespace) -> Material:
@@ -137,20 +106,22 @@ def cut(items: list[Any], context: int, tokens: int) -> list[list[Any]]:
     return pieces
 
 
-def run(folder: Path, device: CPUDevice, format: Format, material: Material, options: argparse.Namespace) -> Found:
+def run(
+    folder: Path, device: CPUDevice, format: NumberFormat, material: Material, options: argparse.Namespace
+) -> Found:
     """Read the documents in chunks, then continue all prompts together."""
     longest = max(options.context, max(map(len, material.prompts)) + options.new_tokens)
-    model = Model(folder, device, format, len(material.prompts), longest)
+    model = SteppedModel(folder, device, format, len(material.prompts), longest)
     logits = []
     for document in material.documents:
         starts = range(0, len(document), options.chunk)
         chunks = [model.step([document[start : start + options.chunk]], [start]) for start in starts]
         logits.append(torch.cat(chunks)[:-1])
     continuations = [until(ids, material.ends) for ids in greedy(model, material.prompts, options.new_tokens)]
-    return Found(logits, continuations, model.weights.num_bytes, model.kv.bytes_per_block / BLOCK_SIZE)
+    return Found(logits, continuations, model.weights.num_bytes, model.kv_bytes_per_token)
 
 
-def greedy(model: Model, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+def greedy(model: SteppedModel, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """The likeliest token, again and again; nothing ends a continuation."""
     lengths = [len(prompt) for prompt in prompts]
     last = torch.tensor(lengths).cumsum(0) - 1

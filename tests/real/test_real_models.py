@@ -9,11 +9,13 @@ import pytest
 import torch
 from factories.models.paged import PagedDriver, PagedSequence
 from penstock.common.checkpoint import resolve_model
+from penstock.evaluation.difference import Difference
+from penstock.evaluation.readers import FormatReader, TransformersReader, read_all
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.registry import load_model
 from tokenizers import Tokenizer
 
-from benchmarks.accuracy_real import FORMATS, Difference, documents, read_exact, read_ours
+from benchmarks.accuracy_real import FORMATS, documents, show_nothing
 from benchmarks.checkpoints import CACHE
 from benchmarks.real_models import MODELS, bf16_folder
 
@@ -68,12 +70,12 @@ def test_a_gguf_file_continues_as_transformers_does(name: str) -> None:
 # 1.15 times what SmolLM2, the worse of both, has of these tokens (0.0276 and 0.0882, AVX2): another CPU's sums
 # have another order. int8 whose blocks are not turned has 0.23 of the pages' 1,536 tokens.
 @pytest.mark.parametrize(("label", "most"), [("bf16", 0.032), ("int8", 0.102)])
-@torch.inference_mode()
 def test_a_format_is_as_near_to_float32_as_the_pages_say(name: str, label: str, most: float) -> None:
     folder = bf16_folder(name, HOME)
     rows = documents(folder, TOKENS, 512)
-    found = read_ours(folder, started(), FORMATS[label], rows, 128)
-    assert Difference.between(found, read_exact(folder, rows, 128)).mean < most
+    found = read_all(FormatReader(folder, started(), FORMATS[label], 512, 128), rows, 8, show_nothing)
+    exact = read_all(TransformersReader(folder), rows, 8, show_nothing)
+    assert Difference.between(found, exact).mean < most
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -52,6 +52,12 @@ COMMANDS = (
         "pack:commands",
         "Write a model's weights as the C++ kernels read them: starts take less time and memory.",
     ),
+    CommandRow(
+        "eval",
+        MODELS,
+        "evaluate.eval_command:commands",
+        "Measure how near number formats, or a server, are to a reference on a text.",
+    ),
     CommandRow("models", MODELS, "client.models:commands", "Load, unload and show a generation service's model."),
     CommandRow("adapters", MODELS, "adapters:commands", "LoRA adapters of a running generation service."),
     CommandRow(

@@ -1,0 +1,1 @@
+"""`penstock eval`: the accuracy of number formats and of running servers on a text."""
