@@ -5,6 +5,7 @@
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 if TYPE_CHECKING:
     from penstock.generator.generator import Generator
@@ -20,8 +21,10 @@ _MOVED = ("LoraStatus", "ModelInput", "SamplingMetadata")
 
 def __getattr__(name: str) -> Any:
     if name in _MOVED:
-        # An AttributeError's words would be lost in `from penstock import ...`.
-        raise ImportError(f"{name} is in penstock.compat.mindie")
+        # No error can tell the place: hasattr() lets an ImportError through, and `from penstock import ...` loses the
+        # words of an AttributeError.
+        warn(f"{name} is in penstock.compat.mindie", DeprecationWarning, stacklevel=2)
+        return getattr(import_module("penstock.compat.mindie"), name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"penstock.generator.{_HOMES[name]}"), name)

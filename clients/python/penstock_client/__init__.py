@@ -7,7 +7,9 @@
 ...     print(client.generate("The capital of France is", max_new_tokens=8).text)
 """
 
+from importlib import import_module
 from typing import Any
+from warnings import warn
 
 from penstock_client._async import AsyncClient, AsyncStream
 from penstock_client._exceptions import (
@@ -90,6 +92,8 @@ _MOVED = ("BmrtFlag", "Dtype", "EngineLLM", "ServerTensor")
 
 def __getattr__(name: str) -> Any:
     if name in _MOVED:
-        # An AttributeError's words would be lost in `from penstock_client import ...`.
-        raise ImportError(f"{name} is in penstock_client.compat.sail")
+        # No error can tell the place: hasattr() lets an ImportError through, and `from penstock_client import ...`
+        # loses the words of an AttributeError.
+        warn(f"{name} is in penstock_client.compat.sail", DeprecationWarning, stacklevel=2)
+        return getattr(import_module("penstock_client.compat.sail"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

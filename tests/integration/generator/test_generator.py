@@ -395,5 +395,3 @@ def test_a_keyword_goes_before_the_dictionary_and_is_what_is_wrong(folder: Path)
 def test_the_dictionary_is_none_of_generators_own_and_what_takes_it_is_named() -> None:
     with pytest.raises(TypeError, match=r"penstock\.compat\.mindie\.GeneratorTorch"):
         Generator(REQUIRED_FIELDS)  # type: ignore[arg-type]
-    with pytest.raises(ImportError, match=r"ModelInput is in penstock\.compat\.mindie"):
-        from penstock import ModelInput  # noqa: F401

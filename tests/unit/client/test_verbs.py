@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import penstock
+import penstock_client
 import pytest
 from factories.wire.conversation import user
 from penstock import Generator
@@ -34,6 +39,25 @@ def test_the_old_verb_names_the_new_ones() -> None:
             client.chat("Hello")
         with pytest.raises(AttributeError, match="no attribute 'chart'"):
             client.chart("Hello")
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "home"),
+    [
+        *((penstock, name, "penstock.compat.mindie") for name in ("LoraStatus", "ModelInput", "SamplingMetadata")),
+        *((penstock_client, name, "penstock_client.compat.sail") for name in ("BmrtFlag", "Dtype", "EngineLLM")),
+        (penstock_client, "ServerTensor", "penstock_client.compat.sail"),
+    ],
+)
+def test_a_name_that_has_moved_is_there_and_tells_its_place(package: ModuleType, name: str, home: str) -> None:
+    """hasattr() raised ImportError."""
+    with pytest.warns(DeprecationWarning, match=rf"{name} is in {re.escape(home)}$"):
+        assert hasattr(package, name)
+    with pytest.warns(DeprecationWarning, match=name):
+        assert getattr(package, name) is getattr(importlib.import_module(home), name)
+    with pytest.warns(DeprecationWarning, match=name):
+        exec(f"from {package.__name__} import {name}")
+    assert not hasattr(package, "Unknown")
 
 
 def answer() -> Completion:

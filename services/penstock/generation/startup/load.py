@@ -16,7 +16,7 @@ from penstock.generation.options.request_options import ModelFacts
 from penstock.generation.startup.load_weights import LoadedWeights, load_weights
 from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.startup.make_pools import make_pools
-from penstock.generation.startup.preload import Begun
+from penstock.generation.startup.preload import Begun, begin_ranks
 from penstock.generation.startup.read_files import ModelFiles, read_files
 from penstock.generation.startup.start import Start
 from penstock.generation.startup.tune_engine import EngineParts, tune_engine
@@ -39,9 +39,8 @@ def load(
     flag to change.
     """
     if begun is None:
-        begun = Begun()
         # They import torch while this process reads files.
-        begun.ranks.begin(config.tensor_parallel)
+        begun = Begun(ranks=begin_ranks(config))
     start = Start(config, name, show, if_cancelled)
     with (
         contextlib.closing(begun),

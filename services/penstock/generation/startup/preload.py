@@ -11,6 +11,7 @@ from penstock.common.deferred import defer
 from penstock.common.environment import cache_folder, system_folder
 from penstock.common.errors import StartupError
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.model_config import CONFIG_FILE, read_json
 from penstock.generation.devices.native import LIBRARY
 from penstock.generation.host.arena import Arena, open_arena
 from penstock.generation.host.mapped import populate_beside
@@ -73,10 +74,26 @@ def begin(config: GenerationServiceConfig) -> Begun:
     """
     if config.defer_imports and _is_for_cpu(config.device):
         defer(UNUSED_OF_TORCH)
-    begun = Begun(_arena(config))
-    if not config.empty:
-        begun.ranks.begin(config.tensor_parallel)
+    return Begun(_arena(config), BegunRanks() if config.empty else begin_ranks(config))
+
+
+def begin_ranks(config: GenerationServiceConfig) -> BegunRanks:
+    """Begin the other processes of `config.model`: none where config.json tells that they cannot share its heads, for
+    which the loader refuses it. Never raises."""
+    begun = BegunRanks()
+    if config.tensor_parallel == 1 or _may_be_spread(config):
+        begun.begin(config.tensor_parallel)
     return begun
+
+
+def _may_be_spread(config: GenerationServiceConfig) -> bool:
+    try:
+        values = read_json(resolve_model(config.model, allow_hub=False) / CONFIG_FILE)
+    except (StartupError, OSError):
+        # A model that is fetched first, or none.
+        return True
+    heads = values.get("num_attention_heads")
+    return not isinstance(heads, int) or heads % config.tensor_parallel == 0
 
 
 def _arena(config: GenerationServiceConfig) -> Arena | None:

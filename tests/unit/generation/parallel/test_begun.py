@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import StartupError
+from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.parallel.begun import BegunRanks
 from penstock.generation.parallel.processes import Ranks
+from penstock.generation.startup.preload import begin
 
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 BEFORE_TORCH = """
@@ -60,6 +66,21 @@ def test_none_is_begun_where_none_is_needed(
         monkeypatch.setenv(name, value)
     begun.begin(count)
     assert not begun._ranks
+
+
+@pytest.mark.parametrize(("count", "begins"), [(2, 1), (64, 0), (3, 0)])
+def test_none_is_begun_for_a_model_whose_heads_they_cannot_share(count: int, begins: int) -> None:
+    """The loader refuses it, and says why: 63 processes would import torch for that."""
+    assert json.loads((demo_folder() / "config.json").read_text())["num_attention_heads"] % 2 == 0
+    config = GenerationServiceConfig(model=str(demo_folder()), tensor_parallel=count, prefault_weights=False)
+    with contextlib.closing(begin(config)) as made:
+        assert len(made.ranks._ranks) == begins
+
+
+def test_a_model_that_is_not_there_yet_may_be_spread(tmp_path: Path) -> None:
+    config = GenerationServiceConfig(model=str(tmp_path / "none"), tensor_parallel=2, prefault_weights=False)
+    with contextlib.closing(begin(config)) as made:
+        assert len(made.ranks._ranks) == 1
 
 
 def test_they_are_begun_before_torch_is_imported() -> None:
