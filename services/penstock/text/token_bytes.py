@@ -118,6 +118,15 @@ class TokenBytes:
             place += is_inside
         return numbers
 
+    def ids_with(self, byte: int) -> npt.NDArray[np.uint32]:
+        """Return the ids of the tokens that have this byte, in order."""
+        import numpy as np
+
+        places = np.flatnonzero(np.frombuffer(self._buffer, dtype=np.uint8) == byte)
+        # Tokens without bytes begin where the next one does: the last of these has it.
+        ids = np.searchsorted(np.frombuffer(self._offsets, dtype=np.uint32), places, side="right") - 1
+        return np.unique(ids).astype(np.uint32)
+
     def bytes_at_start(self, token_id: int, data: bytes) -> bytes:
         """Bytes of the token's `data` when it is the first token of a text that is not skipped."""
         match self.leading:

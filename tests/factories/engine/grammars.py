@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from penstock.common.checkpoint import demo_folder
 from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer, words_of
 from penstock.generation.grammar.matcher_state import CompiledGrammar, MaskWorkers, MatcherState
 from penstock.generation.grammar.matching import new_matcher
+from penstock.generation.grammar.repeated_keys import written_keys
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.translate import to_lark
 from penstock.generation.grammar.trial_process import answer_to
@@ -68,7 +70,7 @@ def compiled(spec: ConstraintSpec, tokenizer: GrammarTokenizer | None = None) ->
     assert spec.kind is not None
     matcher = new_matcher(tokenizer, to_lark(spec.kind, spec.text, spec.choices))
     assert not matcher.is_error(), matcher.get_error()
-    return CompiledGrammar(matcher, tokenizer, spec.field)
+    return CompiledGrammar(matcher, tokenizer, spec.field, written=written_keys(spec))
 
 
 def compiled_around(spec: ConstraintSpec, around: str, tokenizer: GrammarTokenizer | None = None) -> CompiledGrammar:
@@ -80,7 +82,7 @@ def compiled_around(spec: ConstraintSpec, around: str, tokenizer: GrammarTokeniz
     answer = answer_to(tokenizer, request, 10.0)
     matcher = new_matcher(tokenizer, answer["lark"], answer["around"])
     assert not matcher.is_error(), matcher.get_error()
-    return CompiledGrammar(matcher, tokenizer, spec.field)
+    return CompiledGrammar(matcher, tokenizer, spec.field, written=written_keys(replace(spec, around=around)))
 
 
 def allowed(state: MatcherState, vocab_size: int = VOCAB_SIZE) -> set[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from penstock.generation.grammar.repeated_keys import KeyTokens
 from penstock.text.token_bytes import TokenBytes
 
 
@@ -23,7 +24,9 @@ class GrammarTokenizer:
         Raises UnsupportedTokenizer, or the error of reading a broken file.
         """
         self.vocab_size = vocab_size
-        vocabulary = _Vocabulary(folder, vocab_size, table or TokenBytes.from_folder(folder, vocab_size))
+        table = table or TokenBytes.from_folder(folder, vocab_size)
+        self.keys = KeyTokens(table, vocab_size)
+        vocabulary = _Vocabulary(folder, vocab_size, table)
         wrapper = TokenizerWrapper(vocabulary)
         self.native = vocabulary.native = LLTokenizer(wrapper)
         # LLTokenizer has its own copy now, and keeps the wrapper for its `__call__`.

@@ -12,6 +12,7 @@ from llguidance import LLExecutor, LLMatcher
 from penstock.common.errors import Internal, InvalidArgument, PenstockError
 from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer, words_of
 from penstock.generation.grammar.matching import is_too_complex
+from penstock.generation.grammar.repeated_keys import WrittenKeys
 
 if TYPE_CHECKING:
     from penstock.generation.core.grammar import GrammarState
@@ -21,22 +22,31 @@ class CompiledGrammar:
     """A grammar at the start of an output (core.grammar.Grammar)."""
 
     def __init__(
-        self, matcher: LLMatcher, tokenizer: GrammarTokenizer, field: str, *, ends_itself: bool = False
+        self,
+        matcher: LLMatcher,
+        tokenizer: GrammarTokenizer,
+        field: str,
+        *,
+        ends_itself: bool = False,
+        written: WrittenKeys | None = None,
     ) -> None:
-        """`matcher` is without error and never advanced. Errors name `field`."""
+        """`matcher` is without error and never advanced. Errors name `field`. `written`: the start of an output that is
+        JSON."""
         self._field = field
         self._ends_itself = ends_itself
         self._matcher = matcher
         self._tokenizer = tokenizer
+        self._written = written
 
     def start(self, eos_token_ids: tuple[int, ...]) -> MatcherState:
         """Return the state of an output that these ids end; without ids only the grammar ends it."""
         eos = () if self._ends_itself else eos_token_ids
-        return MatcherState(self._matcher.deep_copy(), self._tokenizer, eos, self._field)
+        written = None if self._written is None else self._written.copy()
+        return MatcherState(self._matcher.deep_copy(), self._tokenizer, eos, self._field, written)
 
     def ending_itself(self) -> CompiledGrammar:
         """Return the grammar for a request that ignores end-of-sequence ids: they are plain text, or not allowed."""
-        return CompiledGrammar(self._matcher, self._tokenizer, self._field, ends_itself=True)
+        return CompiledGrammar(self._matcher, self._tokenizer, self._field, ends_itself=True, written=self._written)
 
 
 class MatcherState:
@@ -46,14 +56,22 @@ class MatcherState:
     text: it ends the sequence.
     """
 
-    __slots__ = ("_eos", "_failure", "_field", "_tokenizer", "is_done", "matcher")
+    __slots__ = ("_eos", "_failure", "_field", "_tokenizer", "_written", "is_done", "matcher")
 
-    def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, eos: tuple[int, ...], field: str) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        tokenizer: GrammarTokenizer,
+        eos: tuple[int, ...],
+        field: str,
+        written: WrittenKeys | None = None,
+    ) -> None:
         self.matcher = matcher
         self.is_done = matcher.is_stopped()
         self._tokenizer = tokenizer
         self._eos = eos
         self._field = field
+        self._written = written
         self._failure: PenstockError | None = None
 
     def advance(self, token_id: int) -> bool:
@@ -69,11 +87,14 @@ class MatcherState:
             raise self._fail()
         if taken:
             self.is_done = self.matcher.is_stopped()
+            if self._written is not None:
+                self._written.feed(self._tokenizer.keys.bytes_of(token_id))
         return taken
 
     def copy(self) -> MatcherState:
         """Return an independent state that shares the lexer's computed states."""
-        twin = MatcherState(self.matcher.deep_copy(), self._tokenizer, self._eos, self._field)
+        written = None if self._written is None else self._written.copy()
+        twin = MatcherState(self.matcher.deep_copy(), self._tokenizer, self._eos, self._field, written)
         twin._failure = self._failure
         return twin
 
@@ -100,6 +121,8 @@ class MatcherState:
                 row[word] |= 1 << bit
             else:
                 row[word] &= ~(1 << bit) & 0xFFFFFFFF
+        if self._written is not None and self._written.num_repeated:
+            self._tokenizer.keys.forbid(row, self._written)
         if (self._eos or complete) and not row.any():
             self._failure = InvalidArgument(
                 self._field,

@@ -7,6 +7,7 @@ import hashlib
 from dataclasses import dataclass
 
 from penstock.common.errors import InvalidArgument
+from penstock.text.thoughts import Thought
 
 
 class ConstraintKind(enum.Enum):
@@ -33,6 +34,8 @@ class ConstraintSpec:
     enabled: bool = True
     # Lark text of an output with its constrained part at @answer; empty: the whole output is constrained.
     around: str = ""
+    # Thought before the constrained part, of an output with text around it.
+    thought: Thought | None = None
 
     @property
     def field(self) -> str:
@@ -50,7 +53,7 @@ class ConstraintSpec:
     def key(self) -> bytes:
         """SHA-256 of its content, equal for equal constraints."""
         digest = hashlib.sha256(self.field.encode())
-        for part in (self.around, self.text, *self.choices):
+        for part in (self.around, repr(self.thought), self.text, *self.choices):
             data = part.encode()
             digest.update(len(data).to_bytes(8, "big"))
             digest.update(data)

@@ -74,6 +74,7 @@ def to_generate_options(
     for name in _OPTIONS:
         if message.HasField(name):
             refuse_unknown_fields(getattr(message, name), name)
+    thought = _to_thought(message.thought, limits) if message.HasField("thought") else None
     return GenerateOptions(
         request_id=message.request_id,
         attempt_epoch=message.attempt_epoch,
@@ -82,7 +83,7 @@ def to_generate_options(
         options=to_options(message.config, limits),
         stop=to_stop(message.stop, limits),
         output=to_output(message.output, limits),
-        constraint=_constraint(message),
+        constraint=_constraint(message, thought),
         eos_token_ids=tuple(message.eos_token_ids),
         seed=message.seed if message.HasField("seed") else None,
         cache_salt=message.cache_salt,
@@ -94,7 +95,7 @@ def to_generate_options(
         model=message.model,
         timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
         begins_text=message.begins_text,
-        thought=_to_thought(message.thought, limits) if message.HasField("thought") else None,
+        thought=thought,
         inputs_embeds=_to_tensor(message.inputs_embeds) if message.HasField("inputs_embeds") else None,
         inputs_embeds_before_ids=message.inputs_embeds_before_ids,
     )
@@ -129,10 +130,12 @@ def from_evidence(evidence: WatermarkEvidence) -> generation_pb2.WatermarkEviden
     return generation_pb2.WatermarkEvidence(**asdict(evidence))
 
 
-def _constraint(message: generation_pb2.GenerateRequest) -> ConstraintSpec | None:
+def _constraint(message: generation_pb2.GenerateRequest, thought: Thought | None) -> ConstraintSpec | None:
     if not message.HasField("constraint"):
         return None
-    return replace(to_constraint(message.constraint), around=message.thought.grammar)
+    found = to_constraint(message.constraint)
+    around = message.thought.grammar
+    return replace(found, around=around, thought=thought) if around else found
 
 
 def _to_thought(message: common_pb2.Thought, limits: RequestLimits) -> Thought:
