@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories.engine.grammars import EOS, compiled_around, ids_of
+from factories.engine.grammars import EOS, compiled, compiled_around, ids_of, lark
+from factories.engine.grammars import accepts as says
 from factories.servers import stack
 from factories.servers.gateway import Gateway, running_gateway
 from factories.servers.router import backend, running_router
@@ -167,3 +168,23 @@ async def test_a_model_that_names_no_thought_answers_at_once(tokenizer: str) -> 
         script.ids = ids_of("left")
         assert await ask(gateway, "chat", template_ends("", choice=["left", "right"])) == ("left", "")
         assert not served.submitted[-1].HasField("thought")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "end", "may_think"),
+    [("auto", "", False), ("think", "", True), ("think", "<think>\n\n</think>\n\n", False), ("none", "", False)],
+    ids=["a template without thoughts", "one that lets the model think", "a closed thought", "no format"],
+)
+async def test_a_forced_call_has_a_thought_only_where_one_may_come(
+    tokenizer: str, reasoning: str, end: str, may_think: bool
+) -> None:
+    """A model without thoughts began one all the same, and its call came late or never."""
+    script = Script()
+    tool = {"type": "function", "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}
+    call = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
+    async with serving(tokenizer, script, reasoning) as (gateway, served):
+        script.ids = ids_of(call)
+        await ask(gateway, "chat", template_ends(end, tools=[tool], tool_choice="required"))
+        grammar = compiled(lark(served.submitted[-1].constraint.grammar))
+        assert says(grammar, call)
+        assert says(grammar, f"<think>\nHm.\n</think>\n\n{call}") is may_think

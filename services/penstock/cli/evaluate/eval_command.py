@@ -19,7 +19,7 @@ from penstock.cli.console import complain, console
 from penstock.cli.evaluate.eval_config import OPTIONS, SAVED, TRANSFORMERS, EvalConfig
 from penstock.cli.evaluate.picture import check_picture, draw_errors
 from penstock.cli.flags import ENV_NOTE, Overrides, command
-from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
+from penstock.cli.progress_display import LiveLine, PlainLines, ProgressDisplay, is_live
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError

@@ -89,14 +89,21 @@ _HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant
 
 
 def forced_grammar(
-    chat: ChatFormat, schemas: Schemas, token_ids: Mapping[str, int], *, max_calls: int, in_reasoning: bool
+    chat: ChatFormat,
+    schemas: Schemas,
+    token_ids: Mapping[str, int],
+    *,
+    max_calls: int,
+    in_reasoning: bool,
+    may_think: bool = True,
 ) -> str:
     """Return the Lark text of up to `max_calls` calls of the tools in `schemas`, after a thought if the model has one.
 
     `token_ids`: the format's markers that are one token of the vocabulary; the others become text.
-    `in_reasoning`: the prompt ends inside a thought.
+    `in_reasoning`: the prompt ends inside a thought. `may_think`: a thought comes, or may come.
     """
-    return _Grammar(chat, token_ids).build(schemas, max_calls=max_calls, in_reasoning=in_reasoning)
+    grammar = _Grammar(chat, token_ids)
+    return grammar.build(schemas, max_calls=max_calls, in_reasoning=in_reasoning, may_think=may_think)
 
 
 def answer_grammar(chat: ChatFormat, token_ids: Mapping[str, int], *, in_reasoning: bool) -> str:
@@ -116,12 +123,13 @@ class _Grammar:
         name = chat.tools.name
         self._written = _TEXTS["mistral_list" if name == "mistral" and "[ARGS]" not in token_ids else name]
 
-    def build(self, schemas: Schemas, *, max_calls: int, in_reasoning: bool) -> str:
+    def build(self, schemas: Schemas, *, max_calls: int, in_reasoning: bool, may_think: bool) -> str:
         written = self._written
+        thought = self._thought(in_reasoning) if may_think else ""
         calls = " | ".join(self._call(name, schema) for name, schema in schemas.items())
         most = 1 if written.is_single else max_calls
         many = f"({self._text(written.separator)} call){{0,{most - 1}}}" if most > 1 else ""
-        start = f"{self._thought(in_reasoning)} {self._text(written.begin)} call {many} {self._text(written.end)}"
+        start = f"{thought} {self._text(written.begin)} call {many} {self._text(written.end)}"
         return "\n".join([f"start: {start}", f"call: {calls}", *self._rules]) + "\n"
 
     def build_answer(self, *, in_reasoning: bool) -> str:

@@ -159,6 +159,7 @@ class Pipeline:
             await self._ids_of_markers(prompt.chat, timeout),
             max_calls=max_calls,
             in_reasoning=prompt.opens_reasoning,
+            may_think=prompt.thought is not None,
         )
         prompt.constraint = config_pb2.Constraint(grammar=grammar)
 

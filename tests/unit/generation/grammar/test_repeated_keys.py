@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.generation.grammar.repeated_keys import WrittenKeys
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
-from penstock.generation.grammar.state import MatcherState
+from penstock.generation.grammar.matcher_state import MatcherState
 from penstock.text.thoughts import Thought
 from penstock.text.token_bytes import TokenBytes
 
