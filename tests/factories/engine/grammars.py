@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 from penstock.common.checkpoint import demo_folder
+from penstock.generation.grammar.grammar_limits import JsonBounds
 from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer, words_of
 from penstock.generation.grammar.matcher_state import CompiledGrammar, MaskWorkers, MatcherState
 from penstock.generation.grammar.matching import new_matcher
-from penstock.generation.grammar.repeated_keys import written_keys
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.translate import to_lark
 from penstock.generation.grammar.trial_process import answer_to
+from penstock.generation.grammar.written_keys import written_keys
 from tokenizers import Tokenizer
 
 VOCAB_SIZE = 4096
@@ -70,7 +71,7 @@ def compiled(spec: ConstraintSpec, tokenizer: GrammarTokenizer | None = None) ->
     assert spec.kind is not None
     matcher = new_matcher(tokenizer, to_lark(spec.kind, spec.text, spec.choices))
     assert not matcher.is_error(), matcher.get_error()
-    return CompiledGrammar(matcher, tokenizer, spec.field, written=written_keys(spec))
+    return CompiledGrammar(matcher, tokenizer, spec.field, written=written_keys(spec, JsonBounds()))
 
 
 def compiled_around(spec: ConstraintSpec, around: str, tokenizer: GrammarTokenizer | None = None) -> CompiledGrammar:
@@ -82,7 +83,8 @@ def compiled_around(spec: ConstraintSpec, around: str, tokenizer: GrammarTokeniz
     answer = answer_to(tokenizer, request, 10.0)
     matcher = new_matcher(tokenizer, answer["lark"], answer["around"])
     assert not matcher.is_error(), matcher.get_error()
-    return CompiledGrammar(matcher, tokenizer, spec.field, written=written_keys(replace(spec, around=around)))
+    written = written_keys(replace(spec, around=around), JsonBounds())
+    return CompiledGrammar(matcher, tokenizer, spec.field, written=written)
 
 
 def allowed(state: MatcherState, vocab_size: int = VOCAB_SIZE) -> set[int]:

@@ -14,9 +14,9 @@ from penstock.generation.grammar.grammar_limits import GrammarLimits
 from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer
 from penstock.generation.grammar.matcher_state import CompiledGrammar
 from penstock.generation.grammar.matching import new_matcher
-from penstock.generation.grammar.repeated_keys import written_keys
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec, check_spec
 from penstock.generation.grammar.trial_pool import OverLimit, TrialPool
+from penstock.generation.grammar.written_keys import written_keys
 from penstock.text.token_bytes import TokenBytes
 
 TOO_COMPLEX = "CONSTRAINT_TOO_COMPLEX"
@@ -101,7 +101,9 @@ class GrammarCompiler:
             refusal = _Refusal(f"is too complex: {answer['too_complex']}", TOO_COMPLEX)
             return _raise_refusal(spec, self._keep(key, refusal))
         loop = asyncio.get_running_loop()
-        grammar = await loop.run_in_executor(self._threads, _build, await asyncio.shield(tokenizer), answer, spec)
+        grammar = await loop.run_in_executor(
+            self._threads, _build, await asyncio.shield(tokenizer), answer, spec, self.limits
+        )
         return _raise_refusal(spec, self._keep(key, grammar))
 
     def _load_tokenizer(self) -> asyncio.Future[GrammarTokenizer]:
@@ -125,14 +127,16 @@ class GrammarCompiler:
             task.exception()
 
 
-def _build(tokenizer: GrammarTokenizer, answer: Mapping[str, str], spec: ConstraintSpec) -> CompiledGrammar:
+def _build(
+    tokenizer: GrammarTokenizer, answer: Mapping[str, str], spec: ConstraintSpec, limits: GrammarLimits
+) -> CompiledGrammar:
     """Compile, on a thread. The trial process has done the same before."""
     matcher = new_matcher(tokenizer, answer["lark"], answer["around"])
     # Computes the lexer's first states, with which every output begins.
     matcher.compute_bitmask()
     if matcher.is_error():
         raise RuntimeError("a grammar that compiled in the trial process did not compile here")
-    return CompiledGrammar(matcher, tokenizer, spec.field, written=written_keys(spec))
+    return CompiledGrammar(matcher, tokenizer, spec.field, written=written_keys(spec, limits.json))
 
 
 def _raise_refusal(spec: ConstraintSpec, entry: CompiledGrammar | _Refusal) -> CompiledGrammar:

@@ -27,6 +27,12 @@ class JsonBounds:
         group=CONSTRAINTS,
         minimum=0,
     )
+    max_json_key_characters: int = option(
+        128,
+        "Characters of a key that its JSON schema does not name, after which it ends; 0: no bound.",
+        group=CONSTRAINTS,
+        minimum=0,
+    )
     max_json_depth: int = option(
         8,
         "Deepest nesting where a JSON schema allows any value, and of a definition within itself; 0: no bound.",

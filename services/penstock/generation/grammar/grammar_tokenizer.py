@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from penstock.generation.grammar.repeated_keys import KeyTokens
+from penstock.generation.grammar.written_keys import KeyTokens
 from penstock.text.token_bytes import TokenBytes
 
 

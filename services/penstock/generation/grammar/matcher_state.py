@@ -12,7 +12,7 @@ from llguidance import LLExecutor, LLMatcher
 from penstock.common.errors import Internal, InvalidArgument, PenstockError
 from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer, words_of
 from penstock.generation.grammar.matching import is_too_complex
-from penstock.generation.grammar.repeated_keys import WrittenKeys
+from penstock.generation.grammar.written_keys import WrittenKeys
 
 if TYPE_CHECKING:
     from penstock.generation.core.grammar import GrammarState
@@ -121,8 +121,8 @@ class MatcherState:
                 row[word] |= 1 << bit
             else:
                 row[word] &= ~(1 << bit) & 0xFFFFFFFF
-        if self._written is not None and self._written.num_repeated:
-            self._tokenizer.keys.forbid(row, self._written)
+        if self._written is not None:
+            self._tokenizer.keys.restrict(row, self._written)
         if (self._eos or complete) and not row.any():
             self._failure = InvalidArgument(
                 self._field,

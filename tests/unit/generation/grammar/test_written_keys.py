@@ -1,4 +1,4 @@
-"""An object in which a key came twice holds nothing more: a model that repeats a key comes to the end."""
+"""An object in which a key came twice holds nothing more, and a long key ends: a model that repeats itself ends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from factories.engine.grammars import EOS, allowed, compiled, compiled_around, ids_of, schema
+from factories.engine.grammars import EOS, accepts, allowed, compiled, compiled_around, ids_of, schema, text_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.generation.grammar.repeated_keys import WrittenKeys
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.matcher_state import MatcherState
+from penstock.generation.grammar.written_keys import WrittenKeys
 from penstock.text.thoughts import Thought
 from penstock.text.token_bytes import TokenBytes
 
@@ -77,6 +77,44 @@ def test_it_comes_after_a_thought() -> None:
     assert COMMA not in allowed(after(text, ConstraintSpec(ConstraintKind.JSON_OBJECT, thought=thought), around))
     # Nobody knows where the answer begins.
     assert COMMA in allowed(after(text, ConstraintSpec(ConstraintKind.JSON_OBJECT), around))
+
+
+NAMED = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
+
+
+@pytest.mark.parametrize(
+    ("begin", "document"),
+    [
+        ('{"', {"type": "object"}),
+        ('{"x":[{"', {"type": "object"}),
+        # llguidance itself bounds no keys beside named ones.
+        ('{"title":"x","', {**NAMED, "additionalProperties": {"type": "integer"}}),
+    ],
+)
+@pytest.mark.parametrize(("own", "most"), [({}, 128), ({"max_key_characters": 9}, 9), ({"max_characters": 5}, 5)])
+def test_a_key_that_runs_on_ends(begin: str, document: dict[str, Any], own: dict[str, int], most: int) -> None:
+    state = after(begin + "é" * (most - 1), schema({"x-guidance": own, **document}))
+    for token_id in ids_of("é"):
+        assert token_id in allowed(state)
+        assert state.advance(token_id)
+    texts = {text_tokenizer().decode([token_id]) for token_id in allowed(state)}
+    assert texts
+    assert all(text.startswith('"') for text in texts)
+
+
+def test_a_long_key_of_the_schema_is_written_whole() -> None:
+    name = "a long name " * 20
+    one = schema({"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]})
+    assert accepts(compiled(one), json.dumps({name: 1}))
+    state = compiled(one).start(EOS)
+    for token_id in ids_of(json.dumps({name: 1})):
+        assert token_id in allowed(state)
+        assert state.advance(token_id)
+
+
+def test_no_bound_is_none() -> None:
+    state = after('{"' + "k" * 400, schema({"x-guidance": {"max_key_characters": 0}, "type": "object"}))
+    assert ids_of("k")[0] in allowed(state)
 
 
 def reference(text: str) -> int:

@@ -1,7 +1,8 @@
-"""Keys of a JSON answer as it is written: an object in which a key came twice holds nothing more.
+"""Keys of a JSON answer as it is written: an object in which a key came twice holds nothing more, and a long key ends.
 
-A grammar cannot say so: keys that the schema does not name may come twice, and a model that repeats one would do so up
-to the bound of keys. JSON's readers keep the last of equal keys, so a document loses nothing that its reader would see.
+A grammar cannot say the first: keys that the schema does not name may come twice, and a model that repeats one would do
+so up to the bound of keys. JSON's readers keep the last of equal keys, so a document loses nothing that its reader
+would see. The second llguidance takes only for objects without named keys.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from penstock.generation.grammar.grammar_limits import JsonBounds
+from penstock.generation.grammar.schemas.document import read_json
+from penstock.generation.grammar.schemas.settings import NAME, take_settings
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from penstock.text.thoughts import ThoughtGate
@@ -23,12 +28,18 @@ _OPEN_OBJECT, _CLOSE_OBJECT, _OPEN_ARRAY, _CLOSE_ARRAY = b"{}[]"
 _IN_TEXT = re.compile(rb'["\\]')
 
 
-def written_keys(spec: ConstraintSpec) -> WrittenKeys | None:
-    """Return the start of an output that is JSON; None: it is not, or nobody knows where it begins."""
+def written_keys(spec: ConstraintSpec, bounds: JsonBounds) -> WrittenKeys | None:
+    """Return the start of an output that is JSON; None: it is not, or nobody knows where it begins.
+
+    The schema of `spec` compiles; its own bounds go before `bounds`.
+    """
     is_json = spec.kind in (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT)
     if not is_json or (spec.around and spec.thought is None):
         return None
-    return WrittenKeys(None if spec.thought is None else spec.thought.byte_gate())
+    if NAME in spec.text:
+        bounds = take_settings(read_json(spec.text), bounds).bounds
+    most = min((one for one in (bounds.max_json_key_characters, bounds.max_json_characters) if one), default=0)
+    return WrittenKeys(None if spec.thought is None else spec.thought.byte_gate(), most_characters=most)
 
 
 class _OpenObject:
@@ -46,11 +57,11 @@ class _OpenObject:
 class WrittenKeys:
     """Place in an output that is JSON, perhaps after a thought, and the keys of its open objects."""
 
-    __slots__ = ("_gate", "_is_escaped", "_is_key", "_is_text", "_key", "_open", "num_repeated")
+    __slots__ = ("_gate", "_is_escaped", "_is_key", "_is_text", "_key", "_most_characters", "_open", "num_repeated")
 
-    def __init__(self, gate: ThoughtGate[bytes] | None = None) -> None:
-        """`gate`: reader of the thought before the JSON."""
-        self._gate = gate
+    def __init__(self, gate: ThoughtGate[bytes] | None = None, *, most_characters: int = 0) -> None:
+        """`gate`: reader of the thought before the JSON. `most_characters`: of a key; 0: any number."""
+        self._gate, self._most_characters = gate, most_characters
         # Objects and arrays (None) that are open, outermost first.
         self._open: tuple[_OpenObject | None, ...] = ()
         self._is_text = self._is_escaped = False
@@ -62,10 +73,18 @@ class WrittenKeys:
 
     def copy(self) -> WrittenKeys:
         """Return an independent place."""
-        twin = WrittenKeys(None if self._gate is None else self._gate.copy())
+        gate = None if self._gate is None else self._gate.copy()
+        twin = WrittenKeys(gate, most_characters=self._most_characters)
         twin._open, twin._key, twin.num_repeated = self._open, self._key, self.num_repeated
         twin._is_text, twin._is_escaped, twin._is_key = self._is_text, self._is_escaped, self._is_key
         return twin
+
+    @property
+    def is_in_long_key(self) -> bool:
+        """True within a key that has the most characters."""
+        if not self._is_text or not self._is_key or not 0 < self._most_characters <= len(self._key):
+            return False
+        return len(self._key.decode(errors="replace")) >= self._most_characters
 
     def feed(self, data: bytes) -> bool:
         """Take more of the output; False where it goes on with an object in which a key came twice. O(its length)."""
@@ -126,23 +145,38 @@ class WrittenKeys:
 
 
 class KeyTokens:
-    """Bytes of a vocabulary's tokens, and those with a comma: only these go on with an object. Immutable."""
+    """Bytes of a vocabulary's tokens, those with a comma, which alone go on with an object, and those that begin with a
+    quote, which alone end a text. Immutable."""
 
     def __init__(self, table: TokenBytes, vocab_size: int) -> None:
         """Make them for a model of `vocab_size` ids. O(vocabulary)."""
         self._table = table
         commas = table.ids_with(_COMMA)
         self._commas = commas[commas < vocab_size]
+        # One bit for each, as in a mask, which has one id more than the model.
+        self._quotes_W = np.zeros(vocab_size // 32 + 1, dtype=np.uint32)
+        for one in table.ids_with(_QUOTE).tolist():
+            if one < vocab_size and self.bytes_of(one)[0] == _QUOTE:
+                self._quotes_W[one >> 5] |= 1 << (one & 31)
 
     def bytes_of(self, token_id: int) -> bytes:
         """Bytes of a token, control tokens by their names."""
         return self._table.bytes_of(token_id, skip_special=False)
 
-    def forbid(self, row_W: npt.NDArray[np.uint32], written: WrittenKeys) -> None:
-        """Clear the bits of tokens that go on with an object in which a key came twice.
+    def restrict(self, row_W: npt.NDArray[np.uint32], written: WrittenKeys) -> None:
+        """Clear the bits of tokens that go on with a key that is long enough, or with an object in which a key came
+        twice.
 
-        Where nothing else is allowed, as the schema asks for more keys, it wins.
+        Where nothing else is allowed, as the schema asks for more, it wins.
         """
+        if written.is_in_long_key:
+            left_W = row_W & self._quotes_W
+            if left_W.any():
+                row_W[:] = left_W
+        elif written.num_repeated:
+            self._forbid_members(row_W, written)
+
+    def _forbid_members(self, row_W: npt.NDArray[np.uint32], written: WrittenKeys) -> None:
         commas = self._commas
         allowed = commas[(row_W[commas >> 5] >> (commas & 31)) & 1 == 1]
         going_on = [number for number in allowed.tolist() if not written.copy().feed(self.bytes_of(number))]
