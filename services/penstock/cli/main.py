@@ -47,14 +47,7 @@ def _run(debug: bool) -> int:
             code = run_plainly(sys.argv[1:])
             if code is not None:
                 return code
-        from penstock.cli.app import app
-
-        if {"-h", "--help"} & set(sys.argv):
-            # Imports modules that only a help text needs.
-            from penstock.cli.flags import fold_long_flags
-
-            fold_long_flags()
-        app(prog_name="penstock")
+        return _call()
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except KeyboardInterrupt:
@@ -63,14 +56,38 @@ def _run(debug: bool) -> int:
         if debug:
             raise
         return _explain(error)
-    return 0
+
+
+def _call() -> int:
+    """Read the command line by typer, run the command, and return the exit code."""
+    import typer
+
+    from penstock.cli.app import app
+    from penstock.cli.usage_errors import ClickException, show
+
+    if {"-h", "--help", "--help-all", "help"} & set(sys.argv):
+        # Imports modules that only a help text needs.
+        from penstock.cli.flags import fold_long_flags
+
+        fold_long_flags()
+    try:
+        # Exit codes come back as numbers; commands return nothing else.
+        code = app(prog_name="penstock", standalone_mode=False)
+    except ClickException as error:
+        return show(error)
+    except typer.Abort:
+        return 1
+    return code if isinstance(code, int) else 0
 
 
 def _explain(error: Exception) -> int:
     """Write one line to stderr, and return the exit code."""
     from penstock.cli.console import STARTUP_EXIT_CODE, complain, complain_or_log, startup_line
+    from penstock.cli.missing_packages import missing_package
     from penstock.common.errors import PenstockError, StartupError
 
+    if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error, sys.argv[1:])) is not None:
+        error = missing
     tell = complain_or_log if sys.argv[1:2] == ["serve"] else complain
     if isinstance(error, StartupError):
         tell(startup_line(error))

@@ -14,6 +14,7 @@ from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.client.watermark import WatermarkConfig
 from penstock.cli.command_table import COMMANDS
 from penstock.cli.debug import DebugConfig
+from penstock.cli.demo import DemoConfig
 from penstock.cli.download import DownloadConfig
 from penstock.cli.flags import shown_default
 from penstock.cli.infer.config import InferConfig
@@ -85,6 +86,8 @@ def _sections() -> Iterator[str]:
     yield "`penstock chat` and `penstock complete`.\n"
     yield _table([*options_of(SamplingConfig), *options_of(ConnectionConfig)])
     connection = {bound.name for bound in options_of(ConnectionConfig)}
+    yield "`penstock demo`.\n"
+    yield _table(options_of(DemoConfig))
     yield "`penstock watermark detect TEXT`, and the options of the connection above.\n"
     yield _table(options_of(WatermarkConfig))
     yield "`penstock bench`, and the options of the connection above.\n"

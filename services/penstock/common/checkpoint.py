@@ -1,4 +1,4 @@
-"""Place of a model: the embedded one, a folder, or a Hugging Face hub id."""
+"""Place of a model: the embedded one, a folder or a file, one with a short name, or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.common.environment import hub_cache_folder, is_hub_off
 from penstock.common.errors import StartupError
 from penstock.common.gguf_folder import SUFFIX, gguf_folder, made_folder
+from penstock.common.named_models import named_file
 from penstock.common.progress import ShowProgress, show_nothing
 
 DEMO_MODEL_NAME = "penstock-demo"
@@ -70,7 +71,7 @@ def resolve_model(
     offline: bool = False,
     files: Sequence[str] = HUB_FILES,
 ) -> Path:
-    """Find the folder of `model`: None is the embedded one; then an existing folder; then a hub id.
+    """Find the folder of `model`: None is the embedded one; then an existing folder; then a short name; then a hub id.
 
     A GGUF file, or a folder with one and without config.json, is first made a folder in the cache (`gguf_folder`),
     which takes seconds; not if `allow_hub` is false. A hub id is `owner/name@revision`. Only safetensors, JSON, Jinja
@@ -93,7 +94,10 @@ def resolve_model(
 
 
 def _locate(model: str | None) -> Path | re.Match[str]:
-    """Return the folder, a GGUF file, or the parts of a hub id. Raises StartupError naming MODEL."""
+    """Return the folder, a GGUF file (also that of a short name), or the parts of a hub id.
+
+    Raises StartupError naming MODEL.
+    """
     if model is None:
         return _checked(demo_folder(), "the embedded model")
     path = _path(model)
@@ -106,6 +110,8 @@ def _locate(model: str | None) -> Path | re.Match[str]:
             f"MODEL {model} is a file; expected a folder with config.json, or a file named *{SUFFIX}",
             flag="MODEL",
         )
+    if (named := named_file(model)) is not None:
+        return named
     match = _HUB_ID.fullmatch(model)
     if _looks_like_path(model) or match is None:
         raise StartupError(f"MODEL {model}: {_missing(path)}", flag="MODEL")
@@ -168,7 +174,9 @@ def _download(
         from penstock.common.hub_download import ConnectionLost, download
     except ImportError as error:
         raise StartupError(
-            f"MODEL {model}: no such folder, and huggingface-hub is not installed", flag="MODEL"
+            f"MODEL {model}: no such folder, and huggingface-hub, which asks the hub, is not installed: "
+            "pip install 'penstock[generation]'",
+            flag="MODEL",
         ) from error
     try:
         return download(repo, revision, files, show, ask_seconds=HUB_SECONDS, is_hub_off=is_hub_off)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from penstock.common.environment import current_environment
 from penstock.common.errors import StartupError
 from penstock.common.log_limits import LineBounds
 from penstock.common.options import load, option
+from penstock.common.ports import NEXT_METRICS_PORTS
 
 NETWORK, SECURITY, LIMITS, LOGGING = "Network", "TLS and authentication", "Limits", "Logging"
 TRACING = "Tracing"
@@ -19,6 +20,31 @@ FILE_ENDPOINT = "file:"
 CHANNELS = "Connections to other services"
 
 C = TypeVar("C")
+
+
+def _port_or_auto(text: str) -> int | None:
+    """Parse a port; None for `auto`. Raises ValueError."""
+    if text.strip().lower() == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("expected a whole number or auto") from None
+
+
+def metrics_port_option(usual: int) -> Any:
+    """Make the field `metrics_port` of a service with a usual port."""
+    first, last = NEXT_METRICS_PORTS[0], NEXT_METRICS_PORTS[-1]
+    return option(
+        None,
+        f"Port of the Prometheus endpoint; auto: {usual}, or if it is taken the first free one of {first} to {last}; "
+        "0 takes a free one, -1 has none.",
+        group=NETWORK,
+        minimum=-1,
+        maximum=65535,
+        metavar="INT|auto",
+        parse=_port_or_auto,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +154,11 @@ class ProcessConfig:
 class ServerConfig(ProcessConfig, TransportConfig):
     """Configuration of a gRPC server with its metrics endpoint. Port 0 takes a free port."""
 
+    # Tried first when no port is given: --metrics-port auto.
+    usual_metrics_port: ClassVar[int] = 0
+
     port: int = option(0, "gRPC port; 0 takes a free one.", group=NETWORK, minimum=0, maximum=65535)
-    metrics_port: int = option(
+    metrics_port: int | None = option(
         0, "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.", group=NETWORK, minimum=-1, maximum=65535
     )
     metrics_max_connections: int = option(
@@ -255,6 +284,13 @@ class ServerConfig(ProcessConfig, TransportConfig):
         group=SECURITY,
         metavar="FILE",
     )
+
+    @property
+    def metrics_ports(self) -> Sequence[int]:
+        """Ports that the metrics endpoint tries, in order; empty: there is none."""
+        if self.metrics_port is None:
+            return (self.usual_metrics_port, *NEXT_METRICS_PORTS)
+        return (self.metrics_port,) if self.metrics_port >= 0 else ()
 
     @property
     def receive_limit_bytes(self) -> int:

@@ -44,6 +44,8 @@ BY_STORED = {one.stored: one for one in DTYPES}
 # What models compute in, by name; what the C++ kernels do; what a checkpoint's plain tensors may be stored in.
 COMPUTED = {name: BY_NAME[name] for name in ("float32", "bfloat16", "float16")}
 NATIVE = {name: BY_NAME[name] for name in ("bfloat16", "float32")}
+# Names that --dtype takes, besides auto.
+DTYPE_NAMES = tuple(name for one in COMPUTED.values() for name in (one.name, one.short))
 FLOATS = {name: BY_NAME[name] for name in ("float64", *COMPUTED)}
 
 

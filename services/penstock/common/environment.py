@@ -96,6 +96,11 @@ def num_npus() -> int:
     return found if listed is None else min(found, sum(bool(part.strip()) for part in listed.split(",")))
 
 
+def may_have_gpu() -> bool:
+    """True unless no driver of a GPU has put its device file into /dev; torch alone knows what a GPU can do."""
+    return any(os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "dxg", "kfd", "nvhost-gpu", "nvgpu"))
+
+
 def usable_cores() -> int:
     """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

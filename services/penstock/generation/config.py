@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from penstock.common.config import ServerConfig, is_loopback
-from penstock.common.environment import usable_cores
+from penstock.common.config import ServerConfig, is_loopback, metrics_port_option
+from penstock.common.dtypes import DTYPE_NAMES
+from penstock.common.environment import may_have_gpu, num_npus, usable_cores
 from penstock.common.errors import StartupError
+from penstock.common.named_models import MODEL_HELP
 from penstock.common.options import option, values_of
 from penstock.common.ports import GENERATION_METRICS_PORT, GENERATION_PORT
-from penstock.common.units import parse_size_or_auto
+from penstock.common.units import format_size, parse_size_or_auto
 from penstock.generation.adapters.adapter_limits import ADAPTERS, AdapterLimits, AdapterOptions
 from penstock.generation.core.graph_options import GRAPHS, GraphOptions
 from penstock.generation.core.model_config import ROUTES, ModelRoute
-from penstock.generation.devices import KERNELS
+from penstock.generation.devices import DEVICE_NAME, DEVICE_WORDS, KERNELS
 from penstock.generation.engine.config import BATCHING, INSIDE, MEMORY, PREEMPTIONS, SWAP, EngineOptions
 from penstock.generation.engine.failpoints import Failpoint
 from penstock.generation.grammar.grammar_limits import GrammarLimits, GrammarOptions, JsonBounds
-from penstock.generation.host.memory import parse_memory
+from penstock.generation.host.memory import host_memory, parse_memory
 from penstock.generation.layers.linear import FP8, QUANTIZATIONS
 from penstock.generation.options.request_limits import REQUESTS, RequestBounds, RequestLimits
 
@@ -41,7 +43,7 @@ def _batch_tokens(text: str) -> int | None:
 class ModelOptions:
     """Options of a start: model, adapters and memory."""
 
-    model: str | None = option(None, "Folder or hub id of the model; the embedded one when left out.", group=MODEL)
+    model: str | None = option(None, MODEL_HELP, group=MODEL)
     served_model_name: tuple[str, ...] = option(
         (),
         "Name that callers use; by default the folder's own. Answers carry the first of several.",
@@ -289,13 +291,8 @@ class GenerationServiceConfig(
     """One model on one device, behind one gRPC server: the options of its parts, and those of the service."""
 
     port: int = option(GENERATION_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
-    metrics_port: int = option(
-        GENERATION_METRICS_PORT,
-        "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.",
-        group="Network",
-        minimum=-1,
-        maximum=65535,
-    )
+    usual_metrics_port: ClassVar[int] = GENERATION_METRICS_PORT
+    metrics_port: int | None = metrics_port_option(GENERATION_METRICS_PORT)
 
     max_batch_tokens: int | None = option(
         None,
@@ -374,6 +371,7 @@ class GenerationServiceConfig(
         super().validate()
         for flag, value, allowed in (
             ("--kernels", self.kernels, KERNELS),
+            ("--dtype", self.dtype, ("auto", *DTYPE_NAMES)),
             ("--quantization", self.quantization, ("auto", *QUANTIZATIONS, FP8)),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("--model-route", self.model_route, ROUTES),
@@ -381,6 +379,8 @@ class GenerationServiceConfig(
         ):
             if value not in allowed:
                 raise StartupError(f"{flag} must be one of {', '.join(allowed)}", flag=flag)
+        if DEVICE_NAME.fullmatch(self.device) is None:
+            raise StartupError(f"--device must be {DEVICE_WORDS}", flag="--device")
         self._check_ranks()
         if self.empty and self.model is not None:
             raise StartupError("--empty starts without a model: leave MODEL out", flag="--empty")
@@ -399,7 +399,7 @@ class GenerationServiceConfig(
         self.adapter_limits()
         self.adapters_to_load()
         self.adapter_folder()
-        parse_memory(self.kv_memory)
+        self._check_kv_memory()
         parse_memory(self.assistant_kv_memory, flag="--assistant-kv-memory")
         if parse_memory(self.host_kv_memory, flag="--host-kv-memory") == 0 and self.preemption == SWAP:
             raise StartupError(
@@ -410,6 +410,20 @@ class GenerationServiceConfig(
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-running-sequences "
                 f"{self.max_running_sequences}: every running sequence needs a token a step",
                 flag="--max-batch-tokens",
+            )
+
+    def _check_kv_memory(self) -> None:
+        """Refuse a pool that this machine can never hold; the rest is known once there are weights.
+
+        Raises StartupError.
+        """
+        memory = parse_memory(self.kv_memory)
+        is_host = self.device == "cpu" or (self.device == "auto" and not (may_have_gpu() or num_npus()))
+        if memory is not None and is_host and memory > (total := host_memory()[0]):
+            raise StartupError(
+                f"--kv-memory {format_size(memory)} is more than the {format_size(total)} of memory that this machine "
+                "has",
+                flag="--kv-memory",
             )
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.common.config import ChannelConfig, ServerConfig, metrics_port_option
 from penstock.common.errors import StartupError
 from penstock.common.options import option
 from penstock.common.ports import GENERATION_PORT, ROUTER_METRICS_PORT, ROUTER_PORT, TOKENIZER_PORT
@@ -21,13 +21,8 @@ class RouterConfig(ServerConfig, ChannelConfig):
     """Configuration of `penstock serve router`."""
 
     port: int = option(ROUTER_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
-    metrics_port: int = option(
-        ROUTER_METRICS_PORT,
-        "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.",
-        group="Network",
-        minimum=-1,
-        maximum=65535,
-    )
+    usual_metrics_port: ClassVar[int] = ROUTER_METRICS_PORT
+    metrics_port: int | None = metrics_port_option(ROUTER_METRICS_PORT)
     processes: int = option(
         1,
         "Worker processes that share the port (Linux). Connections are spread over them, and one that dies is "

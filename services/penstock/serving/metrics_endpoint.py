@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from errno import EADDRINUSE
 from socket import AI_PASSIVE, SHUT_RDWR, SOCK_STREAM, getaddrinfo, socket
 from socketserver import TCPServer
 from ssl import SSLError
@@ -91,6 +92,24 @@ def start_metrics_server(
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return BoundMetrics(host, server.server_port, server)
+
+
+def start_on_first_free(
+    registry: CollectorRegistry,
+    host: str,
+    ports: Sequence[int],
+    *,
+    is_ready: Callable[[], bool],
+    config: ServerConfig | None = None,
+) -> BoundMetrics:
+    """Serve at the first of `ports` that nobody has, as `start_metrics_server`, which says what it raises."""
+    for port in ports[:-1]:
+        try:
+            return start_metrics_server(registry, host, port, is_ready=is_ready, config=config)
+        except StartupError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == EADDRINUSE):
+                raise
+    return start_metrics_server(registry, host, ports[-1], is_ready=is_ready, config=config)
 
 
 def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: TokenFile | None) -> WSGIApplication:

@@ -29,7 +29,7 @@ from penstock.serving.health import Health, add_reflection
 from penstock.serving.health_socket import HealthSocket
 from penstock.serving.interceptors import CallInterceptor
 from penstock.serving.loop_errors import LoopErrors
-from penstock.serving.metrics_endpoint import BoundMetrics, start_metrics_server
+from penstock.serving.metrics_endpoint import BoundMetrics, start_on_first_free
 from penstock.serving.transport import make_transport
 
 if TYPE_CHECKING:
@@ -199,12 +199,12 @@ class RunningServer:
         except OSError as error:
             raise _bind_error(self.config) from error
         host, config = (LOOPBACK, None) if self._is_worker else (self.config.host, self.config)
-        if self.config.metrics_port >= 0:
+        if ports := self.config.metrics_ports:
             add_process_metrics(self.registry)
-            self._metrics = start_metrics_server(
+            self._metrics = start_on_first_free(
                 self.registry,
                 host,
-                self.config.metrics_port,
+                ports,
                 is_ready=lambda: self.health.is_serving,
                 config=config,
             )

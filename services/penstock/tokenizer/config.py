@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from penstock.common.config import ServerConfig
+from penstock.common.config import ServerConfig, metrics_port_option
+from penstock.common.named_models import MODEL_HELP
 from penstock.common.options import option
 from penstock.common.ports import TOKENIZER_METRICS_PORT, TOKENIZER_PORT
 
@@ -16,13 +18,8 @@ class TokenizerConfig(ServerConfig):
     """Configuration of the tokenizer process, which holds no model weights and never imports torch."""
 
     port: int = option(TOKENIZER_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
-    metrics_port: int = option(
-        TOKENIZER_METRICS_PORT,
-        "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.",
-        group="Network",
-        minimum=-1,
-        maximum=65535,
-    )
+    usual_metrics_port: ClassVar[int] = TOKENIZER_METRICS_PORT
+    metrics_port: int | None = metrics_port_option(TOKENIZER_METRICS_PORT)
     processes: int = option(
         1,
         "Worker processes that share the port (Linux). Connections are spread over them, and one that dies is "
@@ -31,7 +28,7 @@ class TokenizerConfig(ServerConfig):
         minimum=1,
         maximum=256,
     )
-    model: str | None = option(None, "Model folder or hub id; the embedded demo model when left out.", group=MODEL)
+    model: str | None = option(None, MODEL_HELP, group=MODEL)
     served_model_name: tuple[str, ...] = option(
         (), "Name, or several names, that requests use; MODEL's own when left out.", group=MODEL, metavar="NAME"
     )

@@ -86,6 +86,31 @@ async def test_chat_remembers_the_conversation_until_it_is_reset() -> None:
     ]
 
 
+async def test_a_question_is_answered_once_with_what_a_pipe_has() -> None:
+    async with scripted() as (script, address):
+        for question, piped in (("Why?", ""), ("Sum it up.", "a\nb\n"), ("-", "all of it\n")):
+            code, stdout, stderr = await penstock("chat", question, "--address", address, "--stats", stdin=piped)
+            assert code == 0
+            assert "5 prompt (2 cached) + 3 tokens" in stderr
+            assert "prompt" not in stdout
+    spoken = [[(message.role, message.content) for message in chat.messages] for chat in script.chats]
+    assert spoken == [[("user", "Why?")], [("user", "Sum it up.\n\na\nb\n")], [("user", "all of it\n")]]
+
+
+async def test_a_question_that_is_refused_is_an_error_of_the_command() -> None:
+    async with scripted() as (_, address):
+        code, stdout, stderr = await penstock("chat", "bad", "--address", address)
+    assert (code, stdout) == (1, "")
+    assert "INVALID_ARGUMENT: messages: not this one" in stderr
+
+
+async def test_standard_input_without_a_text_is_no_question() -> None:
+    async with scripted() as (script, address):
+        code, _, stderr = await penstock("chat", "-", "--address", address, stdin=" \n")
+    assert (code, script.chats) == (2, [])
+    assert "QUESTION is empty" in stderr
+
+
 async def test_chat_shows_counts_and_timings_when_asked() -> None:
     async with scripted() as (_, address):
         code, stdout, _ = await penstock("chat", "--address", address, "--stats", stdin="hi\n")

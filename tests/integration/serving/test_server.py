@@ -18,6 +18,7 @@ from penstock.common.errors import (
     from_rpc_error,
     trailing_metadata,
 )
+from penstock.common.ports import NEXT_METRICS_PORTS
 from penstock.common.request_context import REQUEST_ID_KEY
 from penstock.serving.channels import open_channel
 from penstock.serving.server import RunningServer
@@ -137,6 +138,38 @@ async def test_a_taken_port_is_a_startup_error_naming_the_flag(which: str) -> No
             await running.listen()
         await running.stop(drain=False)
     assert caught.value.flag == "--" + which.replace("_", "-")
+
+
+class UsualMetrics(ServerConfig):
+    """Configuration of a service with a usual port for metrics."""
+
+
+async def test_metrics_move_on_from_a_usual_port_that_somebody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(UsualMetrics, "usual_metrics_port", port)
+        running = RunningServer(TinyService(), UsualMetrics(metrics_port=None))
+        try:
+            bound = await running.listen()
+            assert bound.metrics is not None
+            assert int(bound.metrics.rpartition(":")[2]) in NEXT_METRICS_PORTS
+            given = RunningServer(TinyService(), UsualMetrics(metrics_port=port))
+            with pytest.raises(StartupError, match="cannot serve metrics"):
+                await given.listen()
+            await given.stop(drain=False)
+        finally:
+            await running.stop(drain=False)
+
+
+async def test_metrics_take_the_usual_port_where_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(UsualMetrics, "usual_metrics_port", port)
+    running = RunningServer(TinyService(), UsualMetrics(metrics_port=None))
+    try:
+        assert (await running.listen()).metrics == f"127.0.0.1:{port}"
+    finally:
+        await running.stop(drain=False)
 
 
 async def test_stop_waits_for_the_drain() -> None:

@@ -26,12 +26,15 @@ from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.client.watermark import WatermarkConfig
 from penstock.cli.command_table import COMMANDS
 from penstock.cli.debug import DebugConfig
+from penstock.cli.demo import DemoConfig
+from penstock.cli.foreign_flags import SAME_COMMANDS
 from penstock.cli.infer.config import InferConfig, connection_options, engine_options
 from penstock.cli.kernels import BuildProgress
 from penstock.cli.pack import PackConfig
 from penstock.cli.reference import configuration_markdown
+from penstock.cli.serve.commands import FIRST
 from penstock.cli.serve.reports import Reporter
-from penstock.cli.serve.service_process import ROLES, check_models
+from penstock.cli.serve.service_process import EVERYTHING, ROLES, check_models
 from penstock.cli.serve.tree import Tree, TreeConfig, front_variables, gateway_variables, role_arguments, tree_options
 from penstock.cli.trace import TraceConfig
 from penstock.common import checkpoint
@@ -93,6 +96,14 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("serve", "--lora", "=/no/such"), "--lora"),
     (("serve", "generation", "--lora", "a=x", "--lora", "a=y"), "--lora"),
     (("serve", "--adapter-root", "/no/such"), "--adapter-root"),
+    (("serve", "--dtype", "float8"), "--dtype must be one of auto, float32, fp32"),
+    (("serve", "generation", "--device", "gpu"), "--device must be auto, cpu, cuda"),
+    (("serve", "--kv-memory", "2 apples"), "--kv-memory must be"),
+    (("serve", "--device", "cpu", "--kv-memory", "900TiB"), "--kv-memory 900 TiB is more than the"),
+    (("serve", "tokeniser"), "the service is `penstock serve tokenizer`"),
+    (("serve", "generator"), "the service is `penstock serve generation`"),
+    (("demo", "--model", "/no/such"), "MODEL /no/such: no such folder"),
+    (("chat", ""), "QUESTION is empty"),
     (("adapters", "load", "a", "--timeout", "never"), "--timeout"),
     (("admin", "drain", "--grace-seconds", "-1"), "--grace-seconds"),
 ]
@@ -180,7 +191,7 @@ def test_a_command_that_is_not_there_is_told_beside_one_like_it() -> None:
 
 
 def test_no_flag_is_cut_on_a_narrow_terminal() -> None:
-    shown = penstock("serve", "--help", COLUMNS="80").stdout
+    shown = penstock("serve", "--help-all", COLUMNS="80").stdout
     assert "--allow-control-tok" in shown
     assert "…" not in shown
 
@@ -238,9 +249,61 @@ def test_help_of_serve_groups_the_options() -> None:
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("role", ["tokenizer", "generation", "router", "gateway"])
 def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> None:
-    shown = penstock("serve", role, "--help").stdout
+    shown = penstock("serve", role, "--help-all").stdout
     for bound in options_of(ROLES[role].config_class()):
         assert (bound.flag[:25] in shown) is not bound.settings.hidden
+
+
+@pytest.mark.parametrize("name", list(FIRST))
+def test_help_lists_what_people_need_first_and_names_the_way_to_the_rest(name: str) -> None:
+    options = tree_options() if name == EVERYTHING else options_of(ROLES[name].config_class())
+    known = {bound.name: bound.flag for bound in options}
+    assert FIRST[name] <= known.keys()
+    shown = penstock("serve", *([] if name == EVERYTHING else [name]), "--help", COLUMNS="100").stdout
+    flags = set(re.findall(r"--[a-z][a-z-]+", shown.partition("Examples")[0]))
+    assert {known[one] for one in FIRST[name]} - {"MODEL"} <= flags
+    assert f"Show all {len(known)} options" in shown
+    # Texts of the listed ones name some others.
+    assert len(flags - {known[one] for one in FIRST[name]}) < 12
+    assert len(shown.splitlines()) < 80
+
+
+def test_help_by_a_word_is_that_of_the_flag() -> None:
+    assert penstock("help", "health").stdout == penstock("health", "--help").stdout
+    assert penstock("help").stdout == penstock("--help").stdout
+    assert penstock("version").stdout == penstock("--version").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("serve", "--max-model-len", "4096"), "no option --max-model-len (vLLM's; here it is --max-context)"),
+        (("serve", "-c", "4096"), "no option -c (llama.cpp's; here it is --max-context)"),
+        (("serve", "generation", "--api-key", "x"), "here it is --auth-token-file"),
+        (("complete", "x", "--max-tokens", "3"), "here it is --max-new-tokens"),
+        (("run", "llama"), "`penstock chat`"),
+        (("tokenize", "x"), "/tokenize"),
+    ],
+)
+def test_words_of_other_servers_are_answered_by_ours_in_plain_lines(arguments: tuple[str, ...], told: str) -> None:
+    done = penstock(*arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
+    usage, hint, line = done.stderr.splitlines()
+    assert usage.startswith("Usage: penstock")
+    assert hint.startswith("Try 'penstock")
+    assert line.startswith("penstock: ")
+
+
+@pytest.mark.parametrize(("theirs", "ours"), SAME_COMMANDS.items())
+def test_names_that_other_programs_have_for_our_commands_are_theirs(theirs: str, ours: str) -> None:
+    names = [row.name for row in COMMANDS]
+    assert ours in names
+    assert theirs not in names
+
+
+def test_the_package_is_the_command() -> None:
+    assert python("-m", "penstock", "--version").stdout == f"penstock {__version__}\n"
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +440,18 @@ def test_a_tree_is_quiet_unless_its_level_is_set_and_leaves_the_format_to_each_p
     assert "PENSTOCK_LOG_LEVEL" not in front_variables()
 
 
+def test_metrics_that_moved_from_their_usual_port_are_told() -> None:
+    front = from_env_and_flags(ROLES["router"].config_class(), {})
+    assert isinstance(front, ServerConfig)
+    assert (front.metrics_port, front.metrics_ports[0]) == (None, 9100)
+    started = Tree({}, TreeConfig(), front, "m", Reporter(None))
+    assert started._moved_metrics({"router": "127.0.0.1:9103"}) == " (port 9100 is taken)"
+    assert started._moved_metrics({"router": "127.0.0.1:9100"}) == ""
+    assert tree({"metrics_port": 9105})._moved_metrics({"router": "127.0.0.1:9105"}) == ""
+    assert from_env_and_flags(ServerConfig, {"metrics_port": "-1"}).metrics_ports == ()
+    assert role_arguments("router", {"metrics_port": "auto"})[2:] == ["--metrics-port", "auto"]
+
+
 def test_a_variable_has_one_meaning() -> None:
     """The same variable of two commands is read as the same type, with the same bounds or words."""
     configs = [role.config_class() for role in ROLES.values()]
@@ -395,6 +470,7 @@ def test_a_variable_has_one_meaning() -> None:
         ListAdaptersConfig,
         LoadAdapterConfig,
         DrainConfig,
+        DemoConfig,
         InferConfig,
         download.DownloadConfig,
         inspect_model.InspectConfig,

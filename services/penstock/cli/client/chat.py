@@ -1,7 +1,9 @@
-"""`penstock chat`, a conversation in the terminal, and `penstock complete`, one text continued."""
+"""`penstock chat`, a question or a conversation in the terminal, and `penstock complete`, one text continued."""
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,19 +16,26 @@ from penstock.cli.client.connection import ConnectionConfig, open_client
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.console import complain, console, lines_until
 from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
-from penstock.common.config import from_env_and_flags
-from penstock.common.errors import PenstockError
+from penstock.common.config import TransportConfig, from_env_and_flags
+from penstock.common.errors import PenstockError, StartupError
 from penstock.common.options import options_of
+from penstock.common.units import format_size
 
 if TYPE_CHECKING:
-    from penstock_client import Client
+    from penstock_client import Client, Completion
 
-CHAT_EPILOG = f"""/reset forgets the conversation, /system TEXT gives instructions, /stats shows timings, /quit ends;
+CHAT_EPILOG = f"""With a QUESTION it is answered once. A file or a pipe as standard input is then added to the question;
+- alone is that text as the question. Without a QUESTION it is a conversation, a line each:
+/reset forgets the conversation, /system TEXT gives instructions, /stats shows timings, /quit ends;
 Ctrl-C stops an answer.
 
 {ENV_NOTE}
 
 Examples:
+
+  penstock chat "What is Penstock?"
+
+  cat notes.txt | penstock chat "Summarise this." --max-new-tokens 100
 
   penstock chat --stats
 
@@ -55,6 +64,8 @@ Examples:
 
   penstock complete "Once" --option 'bad_words_ids=[[5], [6, 7]]'"""
 
+# Standard input that is longer would fit no message.
+STDIN_BYTES = TransportConfig.max_message_bytes
 HELP = "/reset forgets the conversation, /system TEXT gives instructions, /stats shows timings, /quit ends"
 
 
@@ -63,6 +74,48 @@ def split_options(given: Overrides) -> tuple[ConnectionConfig, SamplingConfig]:
     names = {bound.name for bound in options_of(ConnectionConfig)}
     connection = from_env_and_flags(ConnectionConfig, {n: v for n, v in given.items() if n in names})
     return connection, from_env_and_flags(SamplingConfig, {n: v for n, v in given.items() if n not in names})
+
+
+def run_question(question: str, given: Overrides) -> None:
+    """Answer one question with what a file or a pipe as standard input has; statistics go to standard error.
+
+    Raises PenstockError, StartupError.
+    """
+    connection, sampling = split_options(given)
+    allow_any_text()
+    text = _asked(question)
+    with open_client(connection) as client:
+        completion = stream_answer(client.stream([{"role": "user", "content": text}], **sampling.request_options()))
+    _complain_stats(completion, sampling)
+
+
+def _asked(question: str) -> str:
+    """Return the question and the text from standard input. Raises StartupError if there is none of either."""
+    piped = _piped_text("QUESTION") if question == "-" or _is_piped() else ""
+    text = piped if question == "-" else "\n\n".join(part for part in (question, piped) if part.strip())
+    if not text.strip():
+        raise StartupError("QUESTION is empty, and standard input has no text", flag="QUESTION")
+    return text
+
+
+def _is_piped() -> bool:
+    """True when standard input is a file or a pipe. Others, as an open socket of a service, may never end."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or a test's
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _piped_text(flag: str) -> str:
+    """Return standard input. Raises StartupError naming `flag` when it is longer than a message, or is not UTF-8."""
+    data = sys.stdin.buffer.read(STDIN_BYTES + 1)
+    if len(data) > STDIN_BYTES:
+        raise StartupError(f"standard input is longer than {format_size(STDIN_BYTES)}, the largest message", flag=flag)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise StartupError("standard input is not UTF-8 text", flag=flag) from error
 
 
 def run_chat(given: Overrides) -> None:
@@ -137,9 +190,15 @@ def run_complete(prompt: str, given: Overrides) -> None:
     """Stream the continuation; statistics go to standard error. Raises PenstockError, StartupError."""
     connection, sampling = split_options(given)
     allow_any_text()
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _piped_text("PROMPT") if prompt == "-" else prompt
     with open_client(connection) as client:
         completion = stream_answer(client.stream(text, **sampling.request_options()))
+    _complain_stats(completion, sampling)
+
+
+def _complain_stats(completion: Completion | None, sampling: SamplingConfig) -> None:
+    """Write warnings and statistics to standard error if they are wanted. Raises KeyboardInterrupt for an answer that
+    was stopped."""
     if completion is None:
         raise KeyboardInterrupt
     if sampling.stats:
@@ -147,13 +206,22 @@ def run_complete(prompt: str, given: Overrides) -> None:
             complain(line)
 
 
+def _chat(given: Overrides) -> None:
+    question = given.pop("question", None)
+    if question is None:
+        run_chat(given)
+    else:
+        run_question(str(question), given)
+
+
 def _complete(given: Overrides) -> None:
     run_complete(str(given.pop("prompt")), given)
 
 
 _PROMPT = argument("prompt", "PROMPT", "Text to continue; - reads it from standard input.", default=...)
+_QUESTION = argument("question", "[QUESTION]", "Question to answer once; - reads it from standard input.")
 _OPTIONS = [*options_of(SamplingConfig), *options_of(ConnectionConfig)]
 chat = typer.Typer(add_completion=False)
-chat.command("chat", epilog=CHAT_EPILOG)(command(_OPTIONS, run_chat))
+chat.command("chat", epilog=CHAT_EPILOG)(command(_OPTIONS, _chat, first=[_QUESTION]))
 complete = typer.Typer(add_completion=False)
 complete.command("complete", epilog=COMPLETE_EPILOG)(command(_OPTIONS, _complete, first=[_PROMPT]))

@@ -6,12 +6,15 @@ import asyncio
 import signal
 import time
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 from penstock import __version__
 from penstock.cli.console import complain_or_log
 from penstock.cli.flags import as_flags
+from penstock.cli.missing_packages import require_stack
 from penstock.cli.progress_display import ProgressDisplay, parent_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import READY, Report, Reporter
@@ -52,6 +55,8 @@ SHARED = {"model", "served_model_name"}
 _TLS_FLAGS = {"--tls-cert": "tls_cert", "--tls-key": "tls_key", "--tls-client-ca": "tls_client_ca"}
 # The tree waits for its children as long as they live: loading a large model may take any time.
 FOREVER = "24h"
+# Likeness, as difflib has it, from which a MODEL that is not there is a misspelt service: tokeniser, generator, route.
+SERVICE_LIKENESS = 0.8
 # Routine logs of children would bury the start-up print, and nobody wants JSON lines in it.
 QUIET_LEVEL = "warning"
 
@@ -258,10 +263,16 @@ class Tree:
         # Inner processes listen on loopback, in the clear.
         schemes = {name: "https" for name in ("router", "gateway") if self.front.is_tls}
         shown = ", ".join(f"{schemes.get(name, 'http')}://{where}/metrics" for name, where in metrics.items())
-        self._say(f"metrics: {shown or 'off'}")
+        self._say(f"metrics: {shown or 'off'}{self._moved_metrics(metrics)}")
         at = f"{schemes.get('gateway', 'http')}://{addresses.get('gateway')}"
         http = f" · chat page {at}/ · HTTP {at}/v1" if "gateway" in addresses else ""
         self._say(f"READY · gRPC {addresses['router']}{http} · {seconds:.1f} s")
+
+    def _moved_metrics(self, metrics: dict[str, str]) -> str:
+        """Return words for the router's metrics if they are not at their usual port, which somebody has."""
+        usual = self.front.usual_metrics_port
+        is_usual = metrics.get("router", "").endswith(f":{usual}")
+        return "" if self.front.metrics_port is not None or is_usual else f" (port {usual} is taken)"
 
 
 def front_variables() -> set[str]:
@@ -295,7 +306,7 @@ def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfi
         if is_asked:
             raise StartupError(f"{why} (or --http-port -1)", flag=flag)
         return False
-    if config.http_port and config.http_port in (front.port, front.metrics_port):
+    if config.http_port and config.http_port in (front.port, *front.metrics_ports[:1]):
         raise StartupError(
             "--http-port is the port of another process of the tree: choose another port", flag="--http-port"
         )
@@ -305,7 +316,7 @@ def _wants_gateway(given: dict[str, Any], config: TreeConfig, front: ServerConfi
 def _require_free_ports(front: ServerConfig, http_port: int | None) -> None:
     """Check the ports, the gateway's included if there is one. Raises StartupError naming the flag of a taken one."""
     require_free_port(front.host, front.port, "--port")
-    if front.metrics_port > 0:
+    if front.metrics_port is not None and front.metrics_port > 0:
         require_free_port(front.host, front.metrics_port, "--metrics-port")
     if http_port is None:
         return
@@ -321,6 +332,7 @@ def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
 
     Faults that would stop a service later, such as a wrong option or a missing folder, stop the tree now.
     """
+    _refuse_misspelt_service(given.get("model"))
     read = {
         role: from_env_and_flags(kind.config_class(), _only(given, (_own(role) | _server_fields()) & _names(kind)))
         for role, kind in ROLES.items()
@@ -332,6 +344,15 @@ def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
     refuse_launcher(generation.tensor_parallel)
     channel = cast("ChannelConfig", read["gateway"])
     return front, channel, (*generation.served_model_name, model_name(generation.model))[0]
+
+
+def _refuse_misspelt_service(model: str | None) -> None:
+    """Refuse a MODEL that is nearly the name of a service, before a hub is asked for it. Raises StartupError."""
+    if model is None or Path(model).exists():
+        return
+    near = get_close_matches(model.lower(), ROLES, n=1, cutoff=SERVICE_LIKENESS)
+    if near:
+        raise StartupError(f"MODEL {model}: no such folder; the service is `penstock serve {near[0]}`", flag="MODEL")
 
 
 def _names(role: Role) -> set[str]:
@@ -355,6 +376,7 @@ def run_tree(
     try:
         config = from_env_and_flags(TreeConfig, _only(given, tree_names))
         front, channel, model = _check(given)
+        require_stack()
         has_gateway = _wants_gateway(given, config, front, channel)
         # Last: faults of the options come first, since they are the same on every machine.
         _require_free_ports(front, config.http_port if has_gateway else None)

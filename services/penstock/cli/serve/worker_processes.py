@@ -30,7 +30,7 @@ from penstock.common.errors import StartupError
 from penstock.common.options import options_of
 from penstock.common.progress import StageProgress
 from penstock.serving.health_socket import HealthSocket
-from penstock.serving.metrics_endpoint import BoundMetrics, start_metrics_server
+from penstock.serving.metrics_endpoint import BoundMetrics, start_on_first_free
 from penstock.serving.summed_metrics import SummedMetrics
 
 # Seconds before a dead worker is replaced; doubled while its successors also die soon.
@@ -121,14 +121,14 @@ class WorkerProcesses:
 
     def _open_metrics(self) -> BoundMetrics | None:
         config = self._config
-        if config.metrics_port < 0:
+        if not config.metrics_ports:
             return None
         registry = CollectorRegistry()
         registry.register(self._metrics)
-        return start_metrics_server(
+        return start_on_first_free(
             registry,
             config.host,
-            config.metrics_port,
+            config.metrics_ports,
             is_ready=self._is_serving,
             config=config,
         )
@@ -160,7 +160,7 @@ class WorkerProcesses:
         for name, value in self._given.items():
             if name not in _OWN:
                 arguments += as_flags(bound[name], value)
-        metrics_port = -1 if self._config.metrics_port < 0 else 0
+        metrics_port = 0 if self._config.metrics_ports else -1
         arguments += ["--processes", "1", "--port", str(port), "--metrics-port", str(metrics_port)]
         arguments += ["--gate-fd", str(-1 if gate is None else gate)]
         name = f"{self._role} {slot + 1}"

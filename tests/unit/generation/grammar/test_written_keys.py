@@ -10,8 +10,8 @@ import pytest
 from factories.engine.grammars import EOS, accepts, allowed, compiled, compiled_around, ids_of, schema, text_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.matcher_state import MatcherState
+from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.written_keys import WrittenKeys
 from penstock.text.thoughts import Thought
 from penstock.text.token_bytes import TokenBytes
