@@ -20,7 +20,7 @@ from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.dtypes import COMPUTED, dtype_name
 from penstock.common.errors import StartupError
-from penstock.common.gguf_folder import GGUF_FILE
+from penstock.common.gguf_parts import GGUF_FILE
 from penstock.common.options import option, options_of
 from penstock.common.units import format_size
 from penstock.generation.config import GenerationServiceConfig

@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.common.environment import hub_cache_folder, is_hub_off
 from penstock.common.errors import StartupError
 from penstock.common.gguf_folder import SUFFIX, gguf_folder, made_folder
+from penstock.common.gguf_parts import SUFFIX, first_of, whole_name
 from penstock.common.named_models import named_file
 from penstock.common.progress import ShowProgress, show_nothing
 
@@ -34,7 +35,7 @@ def model_name(model: str | Path | None) -> str:
         return DEMO_MODEL_NAME
     path = _path(model)
     if path.is_file() and path.suffix == SUFFIX:
-        return path.stem
+        return whole_name(path)
     if path.is_dir() or _looks_like_path(str(model)):
         return path.resolve().name
     return str(model).partition("@")[0]
@@ -119,8 +120,11 @@ def _locate(model: str | None) -> Path | re.Match[str]:
 
 
 def _gguf_in(folder: Path) -> Path | None:
-    """Return the only GGUF file of a folder without config.json; None: there is none. Raises StartupError."""
+    """Return the only GGUF file of a folder without config.json, or the first of its parts; None: there is none.
+    Raises StartupError."""
     found = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{SUFFIX}"))
+    if len(found) > 1 and (first := first_of(found)) is not None:
+        return first
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:3])
         raise StartupError(f"MODEL {folder} has several GGUF files ({names}): give one of them as MODEL", flag="MODEL")

@@ -69,12 +69,13 @@ _OTHERS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: its type, its shape with the rows first, and the start and end of its bytes."""
+    """A tensor: its type, its shape with the rows first, the start and end of its bytes, and their file."""
 
     type: GgufType
     shape: tuple[int, ...]
     begin: int
     end: int
+    path: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,10 @@ class GgufArray:
 
 
 class GgufFile:
-    """The metadata and the tensors of a file. A fact is a number, a text, true, false or a GgufArray."""
+    """The metadata and the tensors of a file. A fact is a number, a text, true, false or a GgufArray.
+
+    A model may consist of several files: `gguf_parts.read_gguf` reads them all.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read the header. Raises StartupError naming the file, and the broken or unsupported part."""
@@ -208,8 +212,6 @@ class GgufFile:
             if name in self.facts:
                 raise ValueError(f"it has {name[:_SHOWN_CHARS]} twice")
             self.facts[name] = reader.value(self.path, *reader.numbers("I"))
-        if (self.whole("split.count", 0) or 0) > 1:
-            raise self.error("is a part of a split file: join the parts with llama.cpp's `llama-gguf-split --merge`")
         alignment = self.whole("general.alignment", 32, least=1, most=_MOST_ALIGNMENT) or 1
         found = [(reader.text(_MOST_NAME_BYTES), *self._entry(reader)) for _ in range(num_tensors)]
         data = -(-reader.position // alignment) * alignment
@@ -225,7 +227,7 @@ class GgufFile:
         end = begin + math.prod(shape) // kind.numbers * kind.num_bytes
         if end > size:
             raise self.error(f"is cut short: tensor {shown} ends at byte {end}, the file at {size}")
-        self.tensors[name] = GgufTensor(kind, shape, begin, end)
+        self.tensors[name] = GgufTensor(kind, shape, begin, end, self.path)
 
     def _entry(self, reader: _Reader) -> tuple[GgufType, tuple[int, ...], int]:
         (count,) = reader.numbers("I")

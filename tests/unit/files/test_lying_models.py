@@ -18,7 +18,8 @@ from factories.models.lies import HOSTILE_FACTS, Outcomes, damaged, lies, opened
 from factories.models.quantised import CASES, quantised_pair, write_gguf
 from penstock.common.errors import StartupError
 from penstock.common.gguf_file import GgufFile
-from penstock.common.gguf_folder import GGUF_FILE, config_of
+from penstock.common.gguf_folder import config_of
+from penstock.common.gguf_parts import GGUF_FILE, read_gguf
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.registry import FAMILIES, checkpoint_weights, load_model, read_model_config
 from penstock.generation.options.hf_json import load_defaults
@@ -272,8 +273,7 @@ def gguf_tensors() -> dict[str, tuple[int, tuple[int, ...], bytes]]:
 
 def use_gguf(folder: Path) -> None:
     """All that a service does with a file, but for the tokenizer's conversion, which is a process of its own."""
-    file = GgufFile(folder / GGUF_FILE)
-    write(folder / "config.json", config_of(file))
+    write(folder / "config.json", config_of(read_gguf(folder / GGUF_FILE)))
     weights(folder)
 
 
@@ -287,6 +287,84 @@ def test_facts_of_gguf(tmp_path: Path) -> None:
             write_gguf(tmp_path / GGUF_FILE, {**GGUF_FACTS, fact: value}, gguf_tensors())
             outcomes.note(f"{fact}: {name}", lambda: use_gguf(tmp_path))
     outcomes.check(700)
+
+
+# Facts of architectures that read more than llama's, beside those that all have.
+OWN_FACTS: dict[str, dict[str, Any]] = {
+    "gemma3": {"attention.sliding_window": 8, "attention.sliding_window_pattern": [1, 0], "rope.freq_base_swa": 1e4},
+    "gemma4": {
+        "attention.sliding_window": 8,
+        "attention.sliding_window_pattern": [1, 0],
+        "attention.head_count_kv": [2, 1],
+        "attention.key_length_swa": 16,
+        "attention.shared_kv_layers": 1,
+        "feed_forward_length": [128, 256],
+        "embedding_length_per_layer_input": 8,
+        "final_logit_softcapping": 5.0,
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 32,
+    },
+    "phi3": {"attention.sliding_window": 8, "rope.scaling.attn_factor": 1.1},
+    "qwen35": {
+        "attention.key_length": 16,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 16,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 4,
+        "ssm.inner_size": 64,
+        "full_attention_interval": 2,
+        "rope.dimension_sections": [2, 1, 1, 0],
+        "rope.dimension_count": 8,
+        "nextn_predict_layers": 1,
+    },
+    "falcon-h1": {
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 16,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 4,
+        "ssm.inner_size": 64,
+    },
+    "lfm2": {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
+    "deepseek2": {
+        "attention.kv_lora_rank": 16,
+        "attention.q_lora_rank": 16,
+        "attention.key_length": 24,
+        "attention.value_length": 16,
+        "attention.key_length_mla": 24,
+        "attention.value_length_mla": 16,
+        "rope.dimension_count": 8,
+        "rope.scaling.yarn_log_multiplier": 0.1,
+        "leading_dense_block_count": 1,
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 32,
+        "expert_shared_count": 1,
+        "expert_group_count": 2,
+        "expert_group_used_count": 1,
+        "expert_weights_scale": 2.5,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", OWN_FACTS)
+def test_facts_of_further_architectures_of_gguf(tmp_path: Path, architecture: str) -> None:
+    outcomes = Outcomes()
+    path = tmp_path / GGUF_FILE
+    common = {"context_length": 512, "embedding_length": 64, "feed_forward_length": 128, "block_count": 2}
+    common |= {"attention.head_count": 4, "attention.key_length": 16, "rope.freq_base": 1e4}
+    common |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0} if architecture == "deepseek2" else {}
+    facts = {f"{architecture}.{one}": value for one, value in {**common, **OWN_FACTS[architecture]}.items()}
+    facts = {"general.architecture": architecture, **facts}
+    write_gguf(path, facts, gguf_tensors())
+    assert config_of(read_gguf(path))["architectures"]
+    for fact in facts:
+        for name, value in HOSTILE_FACTS.items():
+            write_gguf(path, {**facts, fact: value}, gguf_tensors())
+            outcomes.note(f"{fact}: {name}", lambda: json.dumps(config_of(read_gguf(path))))
+    outcomes.check(200)
 
 
 def test_tensors_and_bytes_of_gguf(tmp_path: Path) -> None:

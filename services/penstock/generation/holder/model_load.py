@@ -23,6 +23,7 @@ from penstock.common.errors import (
     ResourceExhausted,
     StartupError,
 )
+from penstock.common.gguf_parts import SUFFIX, existing_parts
 from penstock.common.logging import get_logger
 from penstock.common.progress import RECEIVE, CancellableProgress, ShowProgress, StageProgress, StartCancelled
 from penstock.generation.config import GenerationServiceConfig
@@ -44,7 +45,6 @@ from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.startup.memory_check import check_weights
 
 _NAME = re.compile(r"[\w./:@-]{1,128}", re.ASCII)
-_GGUF_SUFFIX = ".gguf"
 _PATH_FIELD, _FILES_FIELD = "start.path", "start.upload.files"
 # Of a message about files: it contains names from the caller.
 _MAX_MESSAGE_CHARS = 600
@@ -274,10 +274,10 @@ def folder_below(root: str, path: str) -> tuple[Path, Path]:
     try:
         top = Path(root).expanduser().resolve(strict=True)
         folder = (top / path).resolve(strict=True)
-        is_gguf = folder.suffix == _GGUF_SUFFIX and folder.is_file()
+        is_gguf = folder.suffix == SUFFIX and folder.is_file()
         if not folder.is_relative_to(top) or not (folder.is_dir() or is_gguf):
             raise refusal("is no folder below")
-        for entry in [folder] if is_gguf else folder.iterdir():
+        for entry in existing_parts(folder) if is_gguf else folder.iterdir():
             target = entry.resolve(strict=True)
             if not target.is_relative_to(top):
                 raise refusal("has a link that leaves")

@@ -12,7 +12,7 @@ import torch
 
 from penstock.common.dtypes import BY_STORED, dtype_name
 from penstock.common.errors import StartupError
-from penstock.common.gguf_folder import GGUF_FILE
+from penstock.common.gguf_parts import GGUF_FILE, linked_parts
 from penstock.common.logging import get_logger
 from penstock.common.progress import CountBytes
 from penstock.generation.attention.state_pool import state_bytes
@@ -29,7 +29,7 @@ from penstock.generation.models.transformers_fallback import (
     TransformersModel,
 )
 from penstock.generation.models.transformers_states import UNSUPPORTED, StatefulModel, has_states
-from penstock.generation.weights.files import file_names, read_header
+from penstock.generation.weights.files import StoredTensor, file_names, read_header
 from penstock.generation.weights.quantised.table import QUANTISED_FIELDS, read_dense, read_format
 
 if TYPE_CHECKING:
@@ -69,10 +69,6 @@ def read_transformers_config(
         raise _no_decoder(model_type)
     _refuse_state(model_type, whole)
     format = read_format(config)
-    if (folder / GGUF_FILE).exists():
-        raise StartupError(
-            f"MODEL: a GGUF file of model_type {model_type!r} is not read: the fallback reads safetensors", flag="MODEL"
-        )
     number = _Numbers(config, text)
     # Some without attention name no heads.
     heads, hidden = number("num_attention_heads", 1), number("hidden_size")
@@ -130,8 +126,12 @@ def load_transformers_model(
 
     Arguments as of `registry.load_model`. Raises StartupError naming the flag.
     """
-    headers = {name: one for file in file_names(folder) for name, one in read_header(folder / file).items()}
-    total = sum(one.end - one.begin for one in headers.values())
+    headers: dict[str, StoredTensor] = {}
+    if (folder / GGUF_FILE).exists():
+        total = sum(path.stat().st_size for path in linked_parts(folder))
+    else:
+        headers = {name: one for file in file_names(folder) for name, one in read_header(folder / file).items()}
+        total = sum(one.end - one.begin for one in headers.values())
     if progress is not None:
         progress(0, total)
     compute = device.compute_dtype(dtype, _stored_dtype(config, headers.values()))
@@ -433,7 +433,11 @@ def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.d
         if names:
             what = "lacks" if kind == "missing_keys" else "has in another shape"
             raise StartupError(f"{folder} {what} {', '.join(names[:5])} ({len(names)} tensors)", flag="MODEL")
-    if unexpected := sorted(map(str, info.get("unexpected_keys") or ())):
+    unexpected = sorted(map(str, info.get("unexpected_keys") or ()))
+    if unexpected and (folder / GGUF_FILE).exists():
+        # All of its tensors were named: the facts ask for another model.
+        raise StartupError(f"{folder} has tensors that its facts do not ask for: {unexpected[0]}", flag="MODEL")
+    if unexpected:
         _log.warning(
             "tensors of the checkpoint that the model does not have", count=len(unexpected), some=unexpected[:5]
         )

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from penstock.common.errors import DoesNotFit
-from penstock.common.gguf_folder import GGUF_FILE
+from penstock.common.gguf_parts import GGUF_FILE, linked_parts
 from penstock.common.units import format_size
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.layers.linear import FP8
@@ -22,7 +22,7 @@ _KEPT_BYTES = {"int8": 1.0, "int4": 0.625, "int4-asymmetric": 0.75}
 def stored_weight_bytes(folder: Path) -> int:
     """Return the bytes of the folder's weights on disk."""
     # The loader reports a link without its file, as a cleaned-up hub cache leaves it.
-    files = [folder / GGUF_FILE] if (folder / GGUF_FILE).exists() else folder.glob("*.safetensors")
+    files = linked_parts(folder) if (folder / GGUF_FILE).exists() else list(folder.glob("*.safetensors"))
     if is_packed(folder):
         files = [folder / PACKED_FILE]
     return sum(path.stat().st_size for path in files if path.is_file())

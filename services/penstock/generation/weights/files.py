@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from penstock.common.dtypes import NATIVE, dtype_name
 from penstock.common.errors import StartupError
-from penstock.common.gguf_folder import GGUF_FILE
+from penstock.common.gguf_parts import GGUF_FILE, linked_parts
 from penstock.generation.core.model_config import CONFIG_FILE, read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -135,7 +135,7 @@ def _is_file_name(name: str) -> bool:
 def file_names(folder: Path) -> list[str]:
     """Return the names of all files, each once. Raises like `indexed_files`."""
     if (folder / GGUF_FILE).exists():
-        return [GGUF_FILE]
+        return [path.name for path in linked_parts(folder)]
     listed = indexed_files(folder)
     return list(dict.fromkeys(listed.values())) if listed else [SINGLE_FILE]
 

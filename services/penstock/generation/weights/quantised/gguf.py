@@ -1,8 +1,7 @@
 """GGUF: all tensors in one file, matrices by rows of blocks of 32 or 256 numbers. Layout of llama.cpp's ggml-quants.
 
-A block contains its scales. Q4_0, Q4_1 and Q4_K map to our int4 to the bit; the others become numbers of the dtype. In
-the architecture llama the rows of the query's and the key's projections have another order in the file, which is
-undone; in gemma3 norms are larger by one than Hugging Face's.
+A block contains its scales. Q4_0, Q4_1 and Q4_K map to our int4 to the bit; the others become numbers of the dtype.
+What else differs from Hugging Face's tensors is a row of `common.gguf_architectures` and of `gguf_tensors`.
 """
 
 from __future__ import annotations
@@ -11,49 +10,26 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.common.gguf_file import GgufFile, GgufTensor
-from penstock.common.gguf_folder import GGUF_FILE, ROPE_FACTORS
+from penstock.common.gguf_architectures import architecture_of
+from penstock.common.gguf_file import GgufTensor
+from penstock.common.gguf_parts import GGUF_FILE, read_gguf
 from penstock.common.progress import CountBytes
 from penstock.generation.devices.torch_dtypes import STORED_DTYPES
 from penstock.generation.host.mapped import MappedFile
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, WholeRows
+from penstock.generation.weights.quantised.gguf_tensors import named_tensors
 from penstock.generation.weights.safetensors_folder import PIECE_BYTES
 
 # ggml's types with a form of whole numbers.
 WHOLE_TYPES = {"Q4_0": INT4, "Q4_1": INT4_ASYMMETRIC, "Q4_K": INT4_ASYMMETRIC}
-# llama.cpp's names -> Hugging Face's, without `.weight` and `.bias`.
-_ENDS = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
-_LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-# Other names of an architecture.
-_OWN_LAYER = {
-    "gemma3": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-}
-# Number added to norms in the file.
-_NORM_OFFSETS = {"gemma3": 1.0}
-_NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(\w+)\.(weight|bias)")
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.\w+")
-_SHOWN, _SHOWN_CHARS = 5, 80
+_SHOWN = 5
 
 
 class GgufCheckpoint:
@@ -62,72 +38,80 @@ class GgufCheckpoint:
     def __init__(self, folder: Path, progress: CountBytes | None = None) -> None:
         """Read the header. Raises StartupError naming the file, or a tensor that no model here has."""
         self.folder = folder
-        self._file = GgufFile(folder / GGUF_FILE)
+        self._file = read_gguf(folder / GGUF_FILE)
         self._progress = progress
-        self._names: dict[str, GgufTensor] = {}
+        self._row = architecture_of(self._file)
+        found = named_tensors(self._file, self._row)
+        self._made = found.made
+        # With the sources of tensors that are made.
+        self._names: dict[str, GgufTensor] = {**found.stored, **found.sources}
+        self._visible = dict.fromkeys((*found.stored, *found.made))
         # Of each head, for the order of rows.
         name = self._file.architecture
         heads = self._file.whole(f"{name}.attention.head_count", 1, least=1) or 1
-        self._heads = {"q": heads, "k": self._file.whole(f"{name}.attention.head_count_kv", heads, least=1) or 1}
-        self._is_turned = name == "llama"
-        self._norm_offset = _NORM_OFFSETS.get(name, 0.0)
-        layer_names = {**_LAYER, **_OWN_LAYER.get(name, {})}
-        unknown = []
-        for found, tensor in self._file.tensors.items():
-            ours = _hf_name(found, layer_names)
-            if ours is not None:
-                self._names[ours] = tensor
-            elif found != ROPE_FACTORS:
-                unknown.append(found)
-        if unknown:
-            raise self._file.error(
-                f"has unexpected tensors {', '.join(name[:_SHOWN_CHARS] for name in unknown[:_SHOWN])}"
-            )
+        self._heads = {"q": heads, "k": heads}
+        if self._row.is_turned:
+            self._heads["k"] = self._file.whole(f"{name}.attention.head_count_kv", heads, least=1) or 1
         self._total = sum(tensor.end - tensor.begin for tensor in self._names.values())
+        self._done = 0
+        self._ends: dict[Path, int] = {}
+        for tensor in self._names.values():
+            self._ends[tensor.path] = max(tensor.end, self._ends.get(tensor.path, 0))
         self._taken: set[str] = set()
         self._mapped: MappedFile | None = None
 
     def names(self) -> Iterable[str]:
         """Return Hugging Face's names of all tensors, in the order of the file."""
-        return self._names
+        return self._visible
 
     def __contains__(self, tensor: str) -> bool:
-        return tensor in self._names
+        return tensor in self._visible
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
         """Raise StartupError naming missing, unexpected and wrongly shaped tensors."""
-        missing = [name for name in expected if name not in self._names]
+        missing = [name for name in expected if name not in self._visible]
         if missing:
             raise self._file.error(f"lacks tensors {', '.join(missing[:_SHOWN])} that its facts ask for")
         shapes = {**expected, **optional}
-        for name, tensor in self._names.items():
+        for name in self._visible:
             if name not in shapes:
                 raise self._file.error(f"has unexpected tensor {name}")
-            if tensor.shape != shapes[name]:
+            if (shape := self.shape(name)) != shapes[name]:
                 asked = list(shapes[name])
-                raise self._file.error(f"tensor {name} has shape {list(tensor.shape)}, its facts ask for {asked}")
+                raise self._file.error(f"tensor {name} has shape {list(shape)}, its facts ask for {asked}")
 
     def dtype(self, tensor: str) -> torch.dtype | None:
         """See TensorSource."""
+        if tensor in self._made:
+            are_plain = all(self._names[one].type.name in STORED_DTYPES for one in self._made[tensor].sources)
+            return torch.float32 if are_plain else None
         return STORED_DTYPES.get(self._names[tensor].type.name)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """See TensorSource."""
+        if (made := self._made.get(tensor)) is not None:
+            empty = [torch.empty(self._names[one].shape, device="meta") for one in made.sources]
+            return tuple(self._make(tensor, empty).shape)
         return self._names[tensor].shape
 
     def take(self, tensor: str) -> Tensor:
         """See TensorSource."""
-        pieces = list(self.pieces(tensor))
+        if (made := self._made.get(tensor)) is not None:
+            return self._make(tensor, [self._taken_whole(one).float() for one in made.sources])
+        return self._taken_whole(tensor)
+
+    def _taken_whole(self, tensor: str) -> Tensor:
+        pieces = list(self._pieces(tensor))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
         """See TensorSource."""
         self._read(tensor)
-        return self._memory(), self._names[tensor].begin
+        return self._memory(self._names[tensor].path), self._names[tensor].begin
 
     def are_equal(self, one: str, other: str) -> bool:
         """See TensorSource. Blocks are equal if their bytes are."""
-        if self._names[one].type != self._names[other].type:
+        if one in self._made or other in self._made or self._names[one].type != self._names[other].type:
             return False
         pairs = zip(self._stored(one), self._stored(other), strict=True)
         return all(torch.equal(first, second) for first, second in pairs)
@@ -138,25 +122,65 @@ class GgufCheckpoint:
 
     def form(self, tensor: str) -> str:
         """See TensorSource."""
-        return WHOLE_TYPES.get(self._names[tensor].type.name, "")
+        return "" if tensor in self._made else WHOLE_TYPES.get(self._names[tensor].type.name, "")
 
     def row(self, tensor: str, number: int) -> Tensor:
         """See TensorSource."""
-        return self.take(tensor)[number]
+        if (made := self._made.get(tensor)) is None:
+            return self._row_of(tensor, number)
+        return self._make(tensor, [self._row_of(one, number).float()[None] for one in made.sources])[0]
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
         """See TensorSource."""
+        if tensor in self._made:
+            yield self.take(tensor)
+        else:
+            yield from self._pieces(tensor, multiple)
+
+    def dense(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], int]:
+        """Return all tensors by their names, blocks as `dtype` and others as they are stored, and the number of those
+        in blocks."""
+        found: dict[str, Tensor] = {}
+        for name in self._visible:
+            value = self.take(name)
+            found[name] = value.to(dtype) if self.is_quantised(name) else value
+        return found, sum(map(self.is_quantised, found))
+
+    def _make(self, tensor: str, sources: list[Tensor]) -> Tensor:
+        """Make a tensor of others. Raises StartupError naming it if their shapes do not fit."""
+        try:
+            return self._made[tensor].recipe.make(sources, self._file)
+        except (RuntimeError, IndexError, ValueError) as error:
+            shapes = ", ".join(str(list(one.shape)) for one in sources)
+            raise self._file.error(f"has tensors of shapes {shapes}: no {tensor} can be made of them") from error
+
+    def _row_of(self, tensor: str, number: int) -> Tensor:
+        """Return one row of a stored tensor, without reading the others."""
         stored = self._names[tensor]
+        size = (stored.end - stored.begin) // stored.shape[0]
+        begin = stored.begin + number * size
+        part = replace(stored, shape=(1, *stored.shape[1:]), begin=begin, end=begin + size)
+        return next(self._pieces(tensor, part=part))[0]
+
+    def _pieces(self, tensor: str, multiple: int = 1, part: GgufTensor | None = None) -> Iterator[Tensor]:
+        stored = part or self._names[tensor]
         numbers = _NUMBERS.get(stored.type.name)
-        for rows in self._stored(tensor, multiple):
+        offset = self._norm_offset(tensor)
+        for rows in self._stored(tensor, multiple, part):
             if numbers is None:
                 piece = rows.view(STORED_DTYPES[stored.type.name])
             else:
-                blocks = rows.view(-1, stored.type.num_bytes)
-                piece = numbers(blocks).view(len(rows), stored.shape[-1])
-            if self._norm_offset and tensor.endswith("norm.weight"):
-                piece = piece.float() - self._norm_offset
-            yield piece if len(stored.shape) > 1 else piece.flatten()
+                piece = numbers(rows.view(-1, stored.type.num_bytes))
+            if offset:
+                piece = piece.float() - offset
+            yield piece.view(len(rows), *stored.shape[1:]) if len(stored.shape) > 1 else piece.flatten()
+
+    def _norm_offset(self, tensor: str) -> float:
+        """Return the number that was added to a norm in the file."""
+        if not self._row.norm_offset or not tensor.endswith("norm.weight"):
+            return 0.0
+        is_plain = tensor.removesuffix(".weight").endswith(self._row.plain_norms)
+        return 0.0 if is_plain and self._row.plain_norms else self._row.norm_offset
 
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
         """See TensorSource."""
@@ -170,18 +194,19 @@ class GgufCheckpoint:
                 None if offset is None else offset.reshape(len(rows), -1),
             )
 
-    def _stored(self, tensor: str, multiple: int = 1) -> Iterator[Tensor]:
+    def _stored(self, tensor: str, multiple: int = 1, part: GgufTensor | None = None) -> Iterator[Tensor]:
         """Yield the rows' bytes (rows, bytes) as uint8, some at a time, in the model's order. A vector is a row, or
-        rows of one number each where they have another order in the file."""
-        stored = self._names[tensor]
-        order = self._order(tensor)
+        rows of one number each where they have another order in the file. `part`: of the tensor's rows, which have no
+        order of their own."""
+        stored = part or self._names[tensor]
+        order = None if part is not None else self._order(tensor)
         is_matrix = len(stored.shape) > 1
         count = stored.shape[0] if is_matrix or order is not None else 1
         num_bytes = stored.end - stored.begin
         with warnings.catch_warnings():
             # torch warns that the memory cannot be written; it must not be.
             warnings.simplefilter("ignore", UserWarning)
-            memory = self._memory().memory
+            memory = self._memory(stored.path).memory
             data = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=stored.begin).view(count, -1)
         some = max(1, PIECE_BYTES // (4 * max(1, math.prod(stored.shape) // count)) // multiple) * multiple
         for first in range(0, count, some):
@@ -194,7 +219,7 @@ class GgufCheckpoint:
 
     def _order(self, tensor: str) -> Tensor | None:
         """Return the place in the file of each row; None: they are in order."""
-        match = _TURNED.fullmatch(tensor) if self._is_turned else None
+        match = _TURNED.fullmatch(tensor) if self._row.is_turned else None
         if match is None:
             return None
         rows, heads = self.shape(tensor)[0], self._heads[match[1]]
@@ -203,34 +228,24 @@ class GgufCheckpoint:
         # In the file the two halves of a head are interleaved.
         return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
-    def _memory(self) -> MappedFile:
-        if self._mapped is None:
+    def _memory(self, path: Path) -> MappedFile:
+        if self._mapped is None or self._mapped.path != path:
             try:
-                self._mapped = MappedFile(self._file.path)
+                self._mapped = MappedFile(path)
             except OSError as error:
                 raise self._file.error(f"cannot be read: {error.strerror}") from error
-            if len(self._mapped.memory) < max((tensor.end for tensor in self._names.values()), default=0):
+            if len(self._mapped.memory) < self._ends[path]:
                 raise self._file.error("changed while it was being loaded")
         return self._mapped
 
     def _read(self, tensor: str) -> None:
         """Note that the tensor is read."""
+        if tensor in self._taken:
+            return
         self._taken.add(tensor)
+        self._done += self._names[tensor].end - self._names[tensor].begin
         if self._progress is not None:
-            done = sum(self._names[name].end - self._names[name].begin for name in self._taken)
-            self._progress(done, self._total)
-
-
-def _hf_name(name: str, layer_names: Mapping[str, str]) -> str | None:
-    """Return Hugging Face's name of a tensor, `layer_names`: those within a layer; None: there is none."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    layer, module, kind = match.groups()
-    found = _ENDS.get(module) if layer is None else layer_names.get(module)
-    if found is None:
-        return None
-    return f"{found}.{kind}" if layer is None else f"model.layers.{int(layer)}.{found}.{kind}"
+            self._progress(self._done, self._total)
 
 
 def _half(blocks: Tensor, first: int) -> Tensor:

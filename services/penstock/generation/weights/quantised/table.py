@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from penstock.common.dtypes import BY_STORED
 from penstock.common.errors import StartupError
-from penstock.common.gguf_folder import GGUF_FILE
+from penstock.common.gguf_parts import GGUF_FILE
 from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, read_json
 from penstock.generation.weights.quantised.awq import Awq
@@ -99,8 +99,11 @@ def read_dense(
     """Read all tensors of a quantised folder: matrices of `linears` (module -> outputs, inputs) dequantised, in
     `dtype`, the others as stored. Return them by name, and the number of quantised matrices.
 
-    Raises StartupError naming a tensor that belongs to a quantised matrix of no linear layer, as of fused experts.
+    Raises StartupError naming a tensor that belongs to a quantised matrix of no linear layer, as of fused experts; a
+    GGUF file has these, too.
     """
+    if (folder / GGUF_FILE).exists():
+        return GgufCheckpoint(folder, progress).dense(dtype)
     files = Checkpoint(folder, progress)
     format = read_format(ConfigReader(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
     if format is None:

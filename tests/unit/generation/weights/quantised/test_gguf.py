@@ -17,7 +17,8 @@ from factories.models.quantised import write_gguf
 from penstock.common.checkpoint import check_model, demo_folder, model_name, resolve_model
 from penstock.common.errors import StartupError
 from penstock.common.gguf_file import TYPES, GgufFile
-from penstock.common.gguf_folder import GGUF_FILE, config_of
+from penstock.common.gguf_folder import config_of
+from penstock.common.gguf_parts import GGUF_FILE, read_gguf
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.startup.memory_check import stored_weight_bytes
@@ -154,7 +155,7 @@ def folder_of(path: Path) -> Path:
     """The folder that resolve_model makes, without a tokenizer."""
     folder = path.with_suffix("")
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_of(GgufFile(path))))
+    (folder / "config.json").write_text(json.dumps(config_of(read_gguf(path))))
     (folder / GGUF_FILE).symlink_to(path)
     return folder
 
@@ -283,10 +284,11 @@ def test_config_is_made_of_the_facts(tmp_path: Path, model: tuple[dict[str, Entr
         ({"llama.attention.head_count": "four"}, "has llama.attention.head_count 'four', which is not a whole number"),
         ({"llama.attention.head_count_kv": 0}, "has llama.attention.head_count_kv 0, which is not a whole number"),
         ({"llama.rope.freq_base": float("nan")}, "has llama.rope.freq_base nan, which is not a number above 0"),
-        ({"llama.expert_count": 8}, "has llama.expert_count"),
+        ({"llama.expert_count": 8}, "has no llama.expert_used_count"),
+        ({"llama.logit_scale": 2.0}, "has llama.logit_scale"),
         ({"llama.rope.dimension_count": 8}, "has llama.rope.dimension_count 8"),
         ({"llama.rope.scaling.type": "longrope"}, "has llama.rope.scaling.type 'longrope'"),
-        ({"split.count": 3}, "is a part of a split file"),
+        ({"split.count": 3}, "is part 1 of 3, and they are found by their names"),
         ({"llama.feed_forward_length": 96}, "tensor model.layers.0.mlp.down_proj.weight has shape [64, 128]"),
         ({"llama.block_count": 3}, "lacks tensors model.layers.2."),
     ],
@@ -334,7 +336,7 @@ def test_broken_files_are_named(tmp_path: Path, model: tuple[dict[str, Entry], P
 def test_model_may_be_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[dict[str, Entry], Path]
 ) -> None:
-    """With its tokenizer, which transformers converts in a process of its own."""
+    """With its tokenizer, which is converted in a process of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     ours = json.loads((demo_folder() / "tokenizer.json").read_text())
     vocabulary = {**ours["model"]["vocab"], **{one["content"]: one["id"] for one in ours["added_tokens"]}}
