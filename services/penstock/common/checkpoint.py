@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.common.environment import hub_cache_folder, is_hub_off
 from penstock.common.errors import StartupError
-from penstock.common.gguf_folder import SUFFIX, gguf_folder, made_folder
+from penstock.common.gguf_folder import gguf_folder, made_folder
 from penstock.common.gguf_parts import SUFFIX, first_of, whole_name
 from penstock.common.named_models import named_file
 from penstock.common.progress import ShowProgress, show_nothing

@@ -58,12 +58,15 @@ TYPES = {
     12: GgufType("Q4_K", 256, 144),
     13: GgufType("Q5_K", 256, 176),
     14: GgufType("Q6_K", 256, 210),
+    20: GgufType("IQ4_NL", 32, 18),
+    23: GgufType("IQ4_XS", 256, 136),
     30: GgufType("BF16", 1, 2),
+    39: GgufType("MXFP4", 32, 17),
 }
 # Names of unsupported types, for the error.
 _OTHERS = {
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from penstock.common.errors import DoesNotFit
+from penstock.common.gguf_file import TYPES
 from penstock.common.gguf_parts import GGUF_FILE, linked_parts
 from penstock.common.units import format_size
 from penstock.generation.core.model_config import ModelConfig
@@ -16,7 +17,9 @@ from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_
 # Bytes per weight of a linear layer, with its part of the scales: quantised here, or by a form that was kept with its
 # own scales.
 _QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5625, FP8: 1.0}
-_KEPT_BYTES = {"int8": 1.0, "int4": 0.625, "int4-asymmetric": 0.75}
+_KEPT_BYTES = {"int8": 1.0, "int4": 0.625, "int4-asymmetric": 0.75} | {
+    kind.name.lower(): kind.num_bytes / kind.numbers for kind in TYPES.values()
+}
 
 
 def stored_weight_bytes(folder: Path) -> int:
@@ -70,7 +73,7 @@ def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
     if model.checkpoint_format:
         stored = total * 2
     each = _QUANTISED_BYTES[quantization]
-    if quantization == "int4":
+    if quantization == "int4" and model.kept_form.startswith("int4"):
         each = max(each, _KEPT_BYTES.get(model.kept_form, each))
     # The embedding's table stays as it is. The head is int8, also where the two are tied; with fp8 it stays, too.
     head = sizes.get(LM_HEAD, 0) * stored / total if quantization == FP8 else table * _QUANTISED_BYTES["int8"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -68,6 +69,15 @@ class TensorSource(Protocol):
     def whole_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[WholeRows]:
         """Yield the rows of a matrix with such a format, as `pieces`."""
 
+    def block_type(self, tensor: str) -> str:
+        """Return the type of a quantised matrix's blocks (layers.linear.gguf_blocks); empty: it has none."""
+
+    def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
+        """Yield the rows of a matrix with such a type as (rows, bytes) of uint8, as `pieces`."""
+
+    def block_row(self, tensor: str, number: int) -> Tensor:
+        """Return one matrix's rows (outputs, bytes) of a tensor (matrices, inputs, outputs) with such a type."""
+
 
 class CheckpointWeights:
     """loader.Weights of a Hugging Face checkpoint. Every tensor of it is taken exactly once."""
@@ -99,6 +109,7 @@ class CheckpointWeights:
         self._exact_method = self._linear_method if quantization in ("auto", "none") else device.linear_method(dtype)
         has_products = dtype in (torch.bfloat16, torch.float32)
         self._kept = _KEPT.get(quantization, ()) if has_products else ()
+        self._keeps_blocks = has_products and quantization == "auto"
         # With either --quantization the head is int8.
         self._kept_head = (INT8,) if has_products and quantization == INT4 else self._kept
         self._whole_methods: dict[str, LinearMethod | None] = {}
@@ -134,7 +145,8 @@ class CheckpointWeights:
         names = [f"{prefix}{part}" for part in linear.parts]
         if linear.expert is not None:
             stacked = StackedExpert(self._checkpoint, names[0], linear, self.dtype, self._device.torch_device)
-            return self._made(stacked, lambda: made(stacked, stacked.bias()))
+            of_blocks = partial(self._of_blocks, stacked, stacked.bias(), kernels, activation)
+            return self._made(stacked, lambda: (of_blocks() if kept else None) or made(stacked, stacked.bias()))
         bias = self._joined([f"{name}.bias" for name in names]) if linear.has_bias else None
         if bias is not None and linear.order is not None:
             bias = linear.order.applied(bias)
@@ -194,7 +206,9 @@ class CheckpointWeights:
             ) from error
         self.num_bytes += linear.num_bytes
         quantised = sum(map(self._checkpoint.is_quantised, weight.names))
-        if quantised:
+        if weight.block_types:
+            self._forms.update(name.lower() for name in weight.block_types)
+        elif quantised:
             self._forms[linear.quantised_as or dtype_name(self.dtype)] += quantised
         return linear
 
@@ -206,10 +220,30 @@ class CheckpointWeights:
         kernels: LayerKernels | None = None,
         activation: Activation = Activation.SILU,
     ) -> Linear | None:
-        """Return the Linear of whole numbers; None: the tensors have no common format to keep."""
+        """Return the Linear of blocks or of whole numbers; None: the tensors have no format to keep."""
+        if kept and (linear := self._of_blocks(weight, bias, kernels, activation)) is not None:
+            return linear
         weight.form = self._common_form(weight.names, kept)
         method = self._whole_method(weight.form) if weight.form else None
         return None if method is None else method.whole(weight, bias, kernels, activation)
+
+    def _of_blocks(
+        self,
+        weight: StoredWeight | StackedExpert,
+        bias: Tensor | None,
+        kernels: LayerKernels | None,
+        activation: Activation,
+    ) -> Linear | None:
+        """Return the Linear of blocks, with several types if need be; None: not all tensors have them, or the device
+        has no product."""
+        if self._keeps_blocks:
+            weight.block_types = [self._checkpoint.block_type(name) for name in weight.names]
+        if weight.block_types and all(weight.block_types):
+            linear = self._linear_method.blocks(weight, bias, kernels, activation)
+            if linear is not None:
+                return linear
+        weight.block_types = []
+        return None
 
     def _common_form(self, names: Sequence[str], kept: tuple[str, ...]) -> str:
         """Return the format of one product of these tensors; empty: they have none in common, or none of `kept`."""
@@ -250,8 +284,9 @@ class CheckpointWeights:
 
 
 class StoredWeight:
-    """The rows of `names`, in order, as `dtype`: a layers.linear.base.Weight, or a WholeWeight if they have a format of
-    whole numbers. Each use reads them anew. `order`: the order of the rows' heads."""
+    """The rows of `names`, in order, as `dtype`: a layers.linear.base.Weight, a WholeWeight if they have a format of
+    whole numbers, or a layers.linear.base.BlockWeight if they have blocks. Each use reads them anew. `order`:
+    the order of the rows' heads."""
 
     def __init__(
         self,
@@ -265,6 +300,8 @@ class StoredWeight:
         self.shape = (sum(shape[0] for shape in shapes), shapes[0][1])
         self.dtype = dtype
         self.form = ""
+        # Of each name, where they are kept.
+        self.block_types: list[str] = []
         self._checkpoint = checkpoint
         self.names = names
         self._ends = list(accumulate(shape[0] for shape in shapes))
@@ -302,6 +339,19 @@ class StoredWeight:
                 yield rows.to(self._device)
                 first += piece.values.shape[0]
 
+    def block_parts(self) -> list[tuple[str, int]]:
+        """See BlockWeight."""
+        rows = [self._checkpoint.shape(name)[0] for name in self.names]
+        return list(zip(self.block_types, rows, strict=True))
+
+    def block_pieces(self) -> Iterator[Tensor]:
+        """See BlockWeight."""
+        first, order = 0, self._order
+        for name in self.names:
+            for piece in self._checkpoint.block_pieces(name, multiple=1 if order is None else len(order.dims)):
+                yield piece if order is None else order.applied(piece, first)
+                first += len(piece)
+
     def joined(self) -> Tensor:
         """See Weight."""
         return self.copied(torch.empty(self.shape, dtype=self.dtype, device=self._device))
@@ -329,6 +379,8 @@ class StackedExpert:
         self.shape = linear.shape
         self.dtype = dtype
         self.names = (name,)
+        # See StoredWeight.
+        self.block_types: list[str] = []
         self._checkpoint = checkpoint
         self._linear = linear
         self._device = device
@@ -340,6 +392,15 @@ class StackedExpert:
     def joined(self) -> Tensor:
         """See Weight."""
         return self._apart(self._stored(self.names[0]).t())
+
+    def block_parts(self) -> list[tuple[str, int]]:
+        """See BlockWeight."""
+        return [(self.block_types[0], self.shape[0])]
+
+    def block_pieces(self) -> Iterator[Tensor]:
+        """See BlockWeight: one piece."""
+        assert self._linear.expert is not None
+        yield self._apart(self._checkpoint.block_row(self.names[0], self._linear.expert))
 
     def bias(self) -> Tensor:
         """Return the bias (outputs)."""

@@ -189,6 +189,18 @@ class Checkpoint:
         """See TensorSource."""
         raise TypeError(f"{tensor} is not quantised")
 
+    def block_type(self, tensor: str) -> str:
+        """See TensorSource."""
+        return ""
+
+    def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
+        """See TensorSource."""
+        raise TypeError(f"{tensor} has no blocks")
+
+    def block_row(self, tensor: str, number: int) -> Tensor:
+        """See TensorSource."""
+        raise TypeError(f"{tensor} has no blocks")
+
     def _view(self, tensor: str, first: int, last: int) -> Tensor:
         file, shape, _ = self._tensors[tensor]
         try:

@@ -183,6 +183,18 @@ class ShardedSource:
         """See TensorSource."""
         raise TypeError(f"{tensor} is not kept as whole numbers")
 
+    def block_type(self, tensor: str) -> str:
+        """See TensorSource: none is kept."""
+        return ""
+
+    def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
+        """See TensorSource."""
+        raise TypeError(f"{tensor} has no blocks")
+
+    def block_row(self, tensor: str, number: int) -> Tensor:
+        """See TensorSource."""
+        raise TypeError(f"{tensor} has no blocks")
+
     def _stored(self, tensor: str) -> str:
         """Return the checkpoint's name of a tensor: a tied one has one name."""
         other = {EMBEDDING: LM_HEAD, LM_HEAD: EMBEDDING}.get(tensor)

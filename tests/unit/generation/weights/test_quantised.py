@@ -329,7 +329,7 @@ def test_estimates_of_memory_know_the_form(tmp_path: Path) -> None:
 
 def test_all_formats_are_told_apart_by_their_method() -> None:
     assert sorted(FORMATS) == [
-        *("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "torchao")
+        *("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4", "torchao")
     ]
     assert read_format(ConfigReader({}, "config.json")) is None
 

@@ -31,7 +31,7 @@ SOURCES = Path(__file__).parent / "csrc"
 # its processor; the operators (ops_*.cpp) pick one at run time. All file names differ, across folders too.
 _FLAGS_OF_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
-    "avx2": ("-mavx2", "-mfma", "-Wno-psabi"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c", "-Wno-psabi"),
     "neon_bf16": ("-march=armv8.2-a+dotprod+bf16+i8mm",),
     "neon": ("-march=armv8.2-a+dotprod",),
 }
@@ -52,7 +52,7 @@ _FLAGS = (
 # Contract only where the source asks for it: some sums are written in two ways that must give the same bits.
 # (In these files a unit of 32 bits is a float in one place and an integer in another.)
 _EXACT = ("-ffp-contract=off", "-fno-strict-aliasing")
-_EXACT_SOURCES = ("attention", "pack")
+_EXACT_SOURCES = ("attention", "gguf_products", "pack", "pack_gguf")
 # Flag of a build without the wider instruction set.
 _NARROW_ONLY = "-DPENSTOCK_NARROW_ONLY"
 # Flags of a build for tests only: the first wrong access or undefined operation ends the process. The build is

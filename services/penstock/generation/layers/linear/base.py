@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -86,6 +86,19 @@ class WholeWeight(Protocol):
         """Yield the rows in order."""
 
 
+class BlockWeight(Protocol):
+    """A weight (out, in) in blocks, for x in `dtype`; read only on use."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def block_parts(self) -> Sequence[tuple[str, int]]:
+        """Return the type's name (gguf_blocks.BLOCK_TYPES) and the number of rows of each matrix, in their order."""
+
+    def block_pieces(self) -> Iterator[Tensor]:
+        """Yield the rows in order as (rows, bytes) of uint8, some at a time; a piece is of one matrix."""
+
+
 def all_rows(weight: WholeWeight) -> WholeRows:
     """Return all rows as one piece."""
     pieces = list(weight.whole_pieces())
@@ -131,7 +144,8 @@ class Linear(ABC):
 
     @property
     def quantised_as(self) -> str:
-        """Format of a quantised weight, int8, int4 or int4-asymmetric; empty: it is not quantised."""
+        """Format of a quantised weight: int8, int4, int4-asymmetric, or the types of its blocks; empty: it is not
+        quantised."""
         return ""
 
     @property
@@ -182,6 +196,17 @@ class LinearMethod(ABC):
         half of the outputs, as the method of that name."""
         linear = self._whole(all_rows(weight), bias_O)
         return linear if kernels is None else Gated(linear, kernels.gate(activation))
+
+    def blocks(
+        self,
+        weight: BlockWeight,
+        bias_O: Tensor | None,
+        kernels: LayerKernels | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> Linear | None:
+        """Return a linear layer of exactly these blocks, at their own size; `kernels`: gated, as `whole`. None: the
+        method has no product for them."""
+        return None
 
     @abstractmethod
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:

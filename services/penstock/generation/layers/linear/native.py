@@ -5,6 +5,7 @@ A row's result has the same bits with any rows beside it and any number of threa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -20,6 +21,7 @@ from penstock.generation.layers.linear.base import (
     INT4,
     INT4_ASYMMETRIC,
     INT8,
+    BlockWeight,
     Linear,
     LinearMethod,
     NotFinite,
@@ -28,6 +30,7 @@ from penstock.generation.layers.linear.base import (
     WholeRows,
     WholeWeight,
 )
+from penstock.generation.layers.linear.gguf_blocks import fill_blocks, panel_table, panel_types
 from penstock.generation.layers.linear.rotation import natural_scale, rotation_block
 
 if TYPE_CHECKING:
@@ -55,6 +58,8 @@ class Format(IntEnum):
     INT4 = 3
     # INT8 of weights and rows; their blocks are turned before they are rounded (rotation.py).
     ROTATED_INT8 = 4
+    # The blocks of GGUF's types (gguf_blocks.py); never of weights that are quantised here.
+    GGUF = 5
 
 
 _INT8_FORMATS = (Format.INT8, Format.ROTATED_INT8)
@@ -157,11 +162,14 @@ def kept_format(format: Format, kept: str) -> Format:
 class NativeLinear(Linear):
     """A linear layer for x in bfloat16 or float32; for int8 and int4 every row of x is quantised too, by itself."""
 
-    def __init__(self, packed: PackedWeight, activation: Activation = Activation.SILU) -> None:
-        """Take a weight, and the function that gates it where it is gated."""
+    def __init__(
+        self, packed: PackedWeight, activation: Activation = Activation.SILU, block_types: Sequence[str] = ()
+    ) -> None:
+        """Take a weight, the function that gates it where it is gated, and the names of the types of its blocks."""
         outputs, self.in_features = packed.shape
         self.out_features = outputs // 2 if packed.gated else outputs
         self.packed = packed
+        self._block_types = block_types
         # csrc/linear/linear.h: 0 is no gate.
         self.gate = int(activation) if packed.gated else 0
         multiply = partial(
@@ -214,11 +222,12 @@ class NativeLinear(Linear):
         return result
 
     def rows(self) -> Rows | None:
-        """See Linear: int8 and int4 do not keep the weight."""
-        if self.format not in (Format.F32, Format.BF16):
+        """See Linear: int8 and int4 do not keep the weight; blocks have the numbers of the file."""
+        if self.packed.gated or self.format not in (Format.F32, Format.BF16, Format.GGUF):
             return None
         is_bf16 = self.packed.dtype is torch.bfloat16
-        lookup = torch.ops.penstock.packed_rows.default
+        operators = torch.ops.penstock
+        lookup = (operators.block_rows if self.format is Format.GGUF else operators.packed_rows).default
         weight, inputs, outputs = self.packed.weight, self.in_features, self.out_features
         return lambda ids_T: lookup(weight, ids_T, inputs, outputs, is_bf16)
 
@@ -232,6 +241,8 @@ class NativeLinear(Linear):
     def quantised_as(self) -> str:
         if self.packed.offset is not None:
             return INT4_ASYMMETRIC
+        if self.format is Format.GGUF:
+            return "+".join(name.lower() for name in self._block_types)
         if self.format in _INT8_FORMATS:
             return INT8
         return INT4 if self.format is Format.INT4 else ""
@@ -296,6 +307,18 @@ class NativeLinearMethod(LinearMethod):
         packed = _pack_whole(weight, bias_O, self._slabs, gated=kernels is not None)
         return NativeLinear(packed, activation)
 
+    @override
+    def blocks(
+        self,
+        weight: BlockWeight,
+        bias_O: Tensor | None,
+        kernels: LayerKernels | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> Linear | None:
+        packed = _pack_blocks(weight, bias_O, self._slabs, gated=kernels is not None)
+        types = tuple(dict.fromkeys(name for name, _ in weight.block_parts()))
+        return None if packed is None else NativeLinear(packed, activation, types)
+
 
 def _pack(
     weight_OI: Tensor | Weight, bias_O: Tensor | None, format: Format, slabs: Slabs, *, gated: bool
@@ -358,6 +381,18 @@ def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gat
         first += len(piece.values)
     bias = None if bias_O is None else _in_panels(bias_O.float(), gated=gated)
     return PackedWeight((outputs, inputs), weight.dtype, format, gated, memory, bias, **parts)
+
+
+def _pack_blocks(weight: BlockWeight, bias_O: Tensor | None, slabs: Slabs, *, gated: bool) -> PackedWeight | None:
+    """Return a weight in its own blocks; None: two types would share a panel."""
+    types = panel_types(weight.block_parts(), gated=gated)
+    if types is None:
+        return None
+    table = panel_table(types, weight.shape[1])
+    memory = slabs.take(int(table[-1]) >> 8)
+    fill_blocks(memory, table, weight, gated=gated)
+    bias = None if bias_O is None else _in_panels(bias_O.float(), gated=gated)
+    return PackedWeight(weight.shape, weight.dtype, Format.GGUF, gated, memory, bias)
 
 
 def _int8_words(piece: WholeRows) -> Tensor:

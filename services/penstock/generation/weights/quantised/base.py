@@ -92,6 +92,19 @@ class QuantFormat(ABC):
         """Return the matrix of the tensors that `parts` named, as far as they are there. Raises StartupError naming a
         tensor with numbers that contradict the rest."""
 
+    def stacked_parts(self, tensor: str, shape: tuple[int, int, int], files: StoredFiles) -> dict[str, Part] | None:
+        """Return the parts of all experts' matrices `tensor` (experts, inputs, outputs), by their names after it, each
+        with the experts first.
+
+        None: they are not quantised. Raises StartupError for unsupported ones.
+        """
+        return None
+
+    def stacked_blocks(self, parts: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+        """Return the type (layers.linear.gguf_blocks) and the rows (outputs, bytes) of one expert's matrix, of its
+        `stacked_parts`."""
+        raise TypeError(f"{self.method} has no stacked matrices")
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatrix(StoredMatrix):

@@ -1,7 +1,9 @@
 """GGUF: all tensors in one file, matrices by rows of blocks of 32 or 256 numbers. Layout of llama.cpp's ggml-quants.
 
-A block contains its scales. Q4_0, Q4_1 and Q4_K map to our int4 to the bit; the others become numbers of the dtype.
-What else differs from Hugging Face's tensors is a row of `common.gguf_architectures` and of `gguf_tensors`.
+A block contains its scales. The C++ kernels multiply blocks of most types as they are
+(layers/linear/gguf_blocks.py). Elsewhere Q4_0, Q4_1 and Q4_K map to our int4 to the bit, and the others become numbers
+of the dtype. What else differs from Hugging Face's tensors is a row of `common.gguf_architectures` and of
+`gguf_tensors`.
 """
 
 from __future__ import annotations
@@ -17,17 +19,19 @@ import torch
 from torch import Tensor
 
 from penstock.common.gguf_architectures import architecture_of
-from penstock.common.gguf_file import GgufTensor
+from penstock.common.gguf_file import TYPES, GgufTensor
 from penstock.common.gguf_parts import GGUF_FILE, read_gguf
 from penstock.common.progress import CountBytes
 from penstock.generation.devices.torch_dtypes import STORED_DTYPES
 from penstock.generation.host.mapped import MappedFile
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, WholeRows
+from penstock.generation.layers.linear.gguf_blocks import BLOCK_TYPES
 from penstock.generation.weights.quantised.gguf_tensors import named_tensors
 from penstock.generation.weights.safetensors_folder import PIECE_BYTES
 
 # ggml's types with a form of whole numbers.
 WHOLE_TYPES = {"Q4_0": INT4, "Q4_1": INT4_ASYMMETRIC, "Q4_K": INT4_ASYMMETRIC}
+_BLOCK_BYTES = {kind.name: kind.num_bytes for kind in TYPES.values()}
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.\w+")
 _SHOWN = 5
 
@@ -124,6 +128,22 @@ class GgufCheckpoint:
         """See TensorSource."""
         return "" if tensor in self._made else WHOLE_TYPES.get(self._names[tensor].type.name, "")
 
+    def block_type(self, tensor: str) -> str:
+        """See TensorSource."""
+        if tensor in self._made or tensor not in self._names:
+            return ""
+        name = self._names[tensor].type.name
+        return name if name in BLOCK_TYPES else ""
+
+    def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
+        """See TensorSource."""
+        return self._stored(tensor, multiple)
+
+    def block_row(self, tensor: str, number: int) -> Tensor:
+        """See TensorSource."""
+        stored, part = self._names[tensor], self._part(tensor, number)
+        return next(self._stored(tensor, 1, part)).view(stored.shape[1], -1)
+
     def row(self, tensor: str, number: int) -> Tensor:
         """See TensorSource."""
         if (made := self._made.get(tensor)) is None:
@@ -156,11 +176,14 @@ class GgufCheckpoint:
 
     def _row_of(self, tensor: str, number: int) -> Tensor:
         """Return one row of a stored tensor, without reading the others."""
+        return next(self._pieces(tensor, part=self._part(tensor, number)))[0]
+
+    def _part(self, tensor: str, number: int) -> GgufTensor:
+        """Return where one row of a stored tensor is."""
         stored = self._names[tensor]
         size = (stored.end - stored.begin) // stored.shape[0]
         begin = stored.begin + number * size
-        part = replace(stored, shape=(1, *stored.shape[1:]), begin=begin, end=begin + size)
-        return next(self._pieces(tensor, part=part))[0]
+        return replace(stored, shape=(1, *stored.shape[1:]), begin=begin, end=begin + size)
 
     def _pieces(self, tensor: str, multiple: int = 1, part: GgufTensor | None = None) -> Iterator[Tensor]:
         stored = part or self._names[tensor]
@@ -248,6 +271,11 @@ class GgufCheckpoint:
             self._progress(self._done, self._total)
 
 
+def block_numbers(name: str, rows: Tensor) -> Tensor:
+    """Return the numbers of rows (rows, bytes) in blocks of the type `name`, as float32 (rows, inputs)."""
+    return _NUMBERS[name](rows.reshape(-1, _BLOCK_BYTES[name])).reshape(len(rows), -1)
+
+
 def _half(blocks: Tensor, first: int) -> Tensor:
     """Return the float16 at byte `first` of each block as float32 (…, 1)."""
     return blocks[..., first : first + 2].contiguous().view(torch.float16).float()
@@ -282,6 +310,29 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 def _q8_0(blocks: Tensor) -> Tensor:
     return _half(blocks, 0) * blocks[:, 2:].view(torch.int8).float()
+
+
+# Sixteen numbers for codes of four bits.
+_IQ4_NUMBERS = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
+_FP4_NUMBERS = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * _IQ4_NUMBERS[_nibbles(blocks[:, 2:]).int()]
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    # Of each group 4 bits of one scale, and 2 more in the word at byte 2.
+    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2).flatten(1)
+    high = (blocks[:, 2:4, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3).flatten(1)
+    step = _half(blocks, 0) * ((low | high << 4).float() - 32.0)
+    numbers = _IQ4_NUMBERS[_nibbles(blocks[:, 8:].reshape(-1, 16)).int()].view(-1, 8, 32)
+    return step[:, :, None] * numbers
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    # The table has doubled numbers.
+    return torch.ldexp(_FP4_NUMBERS[_nibbles(blocks[:, 1:]).int()], blocks[:, :1].int() - 128)
 
 
 def _two_bits(octets: Tensor) -> Tensor:
@@ -360,6 +411,9 @@ _NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
 # (blocks, bytes) as uint8 -> whole numbers, scales and offsets of each 32 of them, as WholeRows has those of a form.
 _WHOLE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]] = {

@@ -14,6 +14,7 @@ from penstock.generation.host.mapped import MappedFile
 from penstock.generation.layers.linear.base import WholeRows
 from penstock.generation.layers.linear.native import PANEL
 from penstock.generation.weights.quantised.base import FIELD, Part, QuantFormat, StoredMatrix
+from penstock.generation.weights.quantised.gguf import block_numbers
 from penstock.generation.weights.safetensors_folder import PIECE_BYTES, Checkpoint
 
 _WEIGHT = ".weight"
@@ -29,17 +30,24 @@ class QuantisedCheckpoint:
         self._format = format
         # Names of quantised matrices, with their shape and parts.
         self._matrices: dict[str, tuple[tuple[int, int], dict[str, Part]]] = {}
+        # Names of the tensors with all experts' matrices, with their shape and parts.
+        self._stacked: dict[str, tuple[tuple[int, ...], dict[str, Part]]] = {}
         # The matrix opened last: callers ask for its format, then for its rows.
         self._open: tuple[str, StoredMatrix] | None = None
 
     def __contains__(self, tensor: str) -> bool:
-        return tensor in self._matrices or tensor in self._files
+        return tensor in self._matrices or tensor in self._stacked or tensor in self._files
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
         """Find the quantised matrices; raise StartupError as Checkpoint.check, for their tensors too."""
         needed, allowed = dict(expected), dict(optional)
         dtypes: dict[str, tuple[str, ...]] = {}
         for name, shape in {**expected, **optional}.items():
+            if len(shape) == 3 and (stacked := self._stacked_parts(name, (shape[0], shape[1], shape[2]))):
+                self._stacked[name] = shape, stacked
+                needed.pop(name, None)
+                needed |= {f"{name}{suffix}": part.shape for suffix, part in stacked.items()}
+                dtypes |= {f"{name}{suffix}": part.dtypes for suffix, part in stacked.items()}
             if len(shape) != 2 or not name.endswith(_WEIGHT):
                 continue
             module = name.removesuffix(_WEIGHT)
@@ -59,10 +67,12 @@ class QuantisedCheckpoint:
 
     def dtype(self, tensor: str) -> torch.dtype | None:
         """Return the tensor's stored dtype; None: it is a quantised matrix."""
-        return None if tensor in self._matrices else self._files.dtype(tensor)
+        return None if self.is_quantised(tensor) else self._files.dtype(tensor)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Return the tensor's shape."""
+        if tensor in self._stacked:
+            return self._stacked[tensor][0]
         return self._matrices[tensor][0] if tensor in self._matrices else self._files.shape(tensor)
 
     def take(self, tensor: str) -> Tensor:
@@ -83,11 +93,13 @@ class QuantisedCheckpoint:
 
     def is_quantised(self, tensor: str) -> bool:
         """True for a quantised matrix."""
-        return tensor in self._matrices
+        return tensor in self._matrices or tensor in self._stacked
 
     def row(self, tensor: str, number: int) -> Tensor:
-        """See Checkpoint. Not for a quantised matrix."""
-        return self._files.row(tensor, number)
+        """See Checkpoint. Not for a quantised matrix; of stacked ones (inputs, outputs) in float32."""
+        if tensor not in self._stacked:
+            return self._files.row(tensor, number)
+        return block_numbers(*self._stacked_rows(tensor, number)).t()
 
     def pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
         """See TensorSource: in the stored dtype; rows of a quantised matrix as float32."""
@@ -105,6 +117,29 @@ class QuantisedCheckpoint:
         for first, last in self._spans(tensor, multiple):
             yield matrix.whole_rows(first, last)
         self._close()
+
+    def block_type(self, tensor: str) -> str:
+        """See TensorSource."""
+        return self._stacked_rows(tensor, 0)[0] if tensor in self._stacked else ""
+
+    def block_row(self, tensor: str, number: int) -> Tensor:
+        """See TensorSource."""
+        return self._stacked_rows(tensor, number)[1]
+
+    def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
+        """See TensorSource."""
+        raise TypeError(f"{tensor} has no blocks")
+
+    def _stacked_parts(self, name: str, shape: tuple[int, int, int]) -> dict[str, Part] | None:
+        try:
+            return self._format.stacked_parts(name, shape, self._files)
+        except StartupError as error:
+            raise self._named(error) from error
+
+    def _stacked_rows(self, tensor: str, number: int) -> tuple[str, Tensor]:
+        """Return the type and the rows of the matrix `number` of `tensor`."""
+        parts = self._stacked[tensor][1]
+        return self._format.stacked_blocks({suffix: self._files.row(f"{tensor}{suffix}", number) for suffix in parts})
 
     def _parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part] | None:
         try:

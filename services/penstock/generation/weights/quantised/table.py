@@ -14,6 +14,7 @@ from penstock.common.errors import StartupError
 from penstock.common.gguf_parts import GGUF_FILE
 from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, read_json
+from penstock.generation.layers.linear.gguf_blocks import BLOCK_TYPES
 from penstock.generation.weights.quantised.awq import Awq
 from penstock.generation.weights.quantised.base import FIELD, UNQUANTISED, Part, QuantFormat, StoredFiles, StoredMatrix
 from penstock.generation.weights.quantised.bitsandbytes import BitsAndBytes
@@ -21,6 +22,7 @@ from penstock.generation.weights.quantised.compressed_tensors import CompressedT
 from penstock.generation.weights.quantised.fp8 import FbgemmFp8, Fp8
 from penstock.generation.weights.quantised.gguf import WHOLE_TYPES, GgufCheckpoint
 from penstock.generation.weights.quantised.gptq import Gptq
+from penstock.generation.weights.quantised.mxfp4 import Mxfp4
 from penstock.generation.weights.quantised.quantised_checkpoint import QuantisedCheckpoint
 from penstock.generation.weights.quantised.torchao import TorchAo
 from penstock.generation.weights.safetensors_folder import Checkpoint
@@ -38,7 +40,7 @@ class Gguf(QuantFormat):
         self.description = f"gguf of {', '.join(names)}"
         if types is not None:
             most = max(types.values, key=lambda name: types.values[name] if name not in BY_STORED else 0, default="")
-            self.form = WHOLE_TYPES.get(most, "")
+            self.form = WHOLE_TYPES.get(most) or (most.lower() if most in BLOCK_TYPES else "")
 
     def parts(self, module: str, shape: tuple[int, int], files: StoredFiles) -> dict[str, Part] | None:
         """See QuantFormat: no safetensors have this format."""
@@ -49,7 +51,7 @@ class Gguf(QuantFormat):
         raise StartupError(f"quantization_config.quant_method gguf needs {GGUF_FILE}", flag="MODEL")
 
 
-_CLASSES = (Gptq, Awq, CompressedTensors, BitsAndBytes, TorchAo, Fp8, FbgemmFp8, Gguf)
+_CLASSES = (Gptq, Awq, CompressedTensors, BitsAndBytes, TorchAo, Fp8, FbgemmFp8, Gguf, Mxfp4)
 FORMATS: dict[str, Callable[[ConfigReader], QuantFormat]] = {one.method: one for one in _CLASSES}
 # Fields of config.json that tell of a quantised checkpoint: compressed-tensors had one of its own once.
 QUANTISED_FIELDS = (FIELD, "compression_config")
@@ -58,9 +60,6 @@ _ADVICE = {
     "auto-round": f"AutoRound exports to the format auto_gptq or llm_compressor, too; or {UNQUANTISED}",
     "modelopt": f"a checkpoint of llm-compressor has the same fp8; or {UNQUANTISED}",
     "quark": f"a checkpoint of llm-compressor has the same int8 and fp8; or {UNQUANTISED}",
-    "mxfp4": "transformers makes a bfloat16 checkpoint of it once, which --quantization int8 and int4 quantise as they "
-    "load: AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=Mxfp4Config(dequantize=True))"
-    ".save_pretrained(FOLDER), and the tokenizer's files beside it",
 }
 
 
@@ -108,6 +107,11 @@ def read_dense(
     format = read_format(ConfigReader(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
     if format is None:
         raise TypeError(f"{folder} is not quantised")
+    if format.method == Mxfp4.method:
+        raise StartupError(
+            f"{folder}: quantization_config.quant_method 'mxfp4' is read of gpt-oss only: {UNQUANTISED}",
+            flag="MODEL",
+        )
     checkpoint = QuantisedCheckpoint(files, format)
     weights: dict[str, tuple[int, ...]] = {f"{module}.weight": shape for module, shape in linears.items()}
     others = {name: files.shape(name) for name in files.names if name.rpartition(".")[0] not in linears}

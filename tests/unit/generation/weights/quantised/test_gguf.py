@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from factories.models.checkpoints import tiny_checkpoint
+from factories.models.gguf_blocks import random_blocks
 from factories.models.native import use_native
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.quantised import write_gguf
@@ -23,6 +24,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.startup.memory_check import stored_weight_bytes
 from penstock.generation.weights.quantised import gguf
+from penstock.generation.weights.quantised.gguf import GgufCheckpoint
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -195,13 +197,79 @@ def test_a_tied_head_in_q4_0_runs_in_the_one_call_of_the_kernels(
     device = CPUDevice()
     device.instruction_set = torch.ops.penstock.instruction_set("")
     kept = load_model(folder, dtype="float32", device=device)
-    assert kept.config.weight_forms == (("int4", 15),)
+    assert kept.config.weight_forms == (("q4_0", 15),)
     assert kept.can_draw
     assert torch.equal(kept.embed(torch.arange(320)), table)
     exact = logits(folder, quantization="none")
     sequence = PagedSequence(list(range(5, 35)))
     PagedDriver(kept, num_blocks=8, block_size=8).step([(sequence, 30)])
     assert float((torch.stack(sequence.logits) - exact).abs().mean() / exact.std()) < 0.05
+
+
+MIX = {
+    "attn_q": "Q4_K",
+    "attn_k": "IQ4_XS",
+    "attn_v": "Q6_K",
+    "attn_output": "Q5_0",
+    "ffn_gate": "Q5_K",
+    "ffn_up": "Q5_K",
+    "ffn_down": "MXFP4",
+    "token_embd": "Q8_0",
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a llama with matrices of eight types, and with one table for embedding and head."""
+    home = tmp_path_factory.mktemp("mixed")
+    folder = tiny_checkpoint(home / "dense", "llama", hidden_size=256, intermediate_size=256, head_dim=64)
+    found: dict[str, Entry] = {}
+    draw = torch.Generator().manual_seed(5)
+    for name, value in load_file(folder / "model.safetensors").items():
+        module, _, kind = name.rpartition(".")
+        parts = module.split(".", 3)
+        ours = ENDS.get(module) or NAMES[parts[3]]
+        whole = ours if module in ENDS else f"blk.{parts[2]}.{ours}"
+        if value.dim() == 1:
+            found[f"{whole}.{kind}"] = NUMBERS["F32"], tuple(value.shape), value.float().numpy().tobytes()
+        elif ours in MIX:
+            rows = random_blocks(MIX[ours], *value.shape, draw)
+            found[f"{whole}.{kind}"] = NUMBERS[MIX[ours]], tuple(value.shape), rows.numpy().tobytes()
+    facts = FACTS | {
+        "llama.embedding_length": 256,
+        "llama.feed_forward_length": 256,
+        "llama.rope.dimension_count": 64,
+        "llama.attention.key_length": 64,
+    }
+    write_gguf(home / "mixed.gguf", facts, found)
+    return folder_of(home / "mixed.gguf")
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mix_of_types_stays_as_it_is_in_the_one_call_of_the_kernels(mixed: Path, dtype: str) -> None:
+    use_native()
+    device = CPUDevice()
+    device.instruction_set = torch.ops.penstock.instruction_set("")
+    kept = load_model(mixed, dtype=dtype, device=device)
+    assert dict(kept.config.weight_forms) == {
+        **dict.fromkeys(("q4_k", "iq4_xs", "q6_k", "q5_0", "mxfp4"), 2),
+        "q5_k": 4, "q8_0": 1,
+    }
+    assert kept.can_draw
+    table = GgufCheckpoint(mixed).take("model.embed_tokens.weight")
+    assert torch.equal(kept.embed(torch.arange(320)).float(), table.to(kept.dtype).float())
+    # The table has no second copy, and each matrix the size of the file's.
+    assert kept.num_bytes < 1.05 * stored_weight_bytes(mixed)
+    exact = logits(mixed, quantization="none")
+    sequence = PagedSequence(list(range(5, 35)))
+    PagedDriver(kept, num_blocks=8, block_size=8).step([(sequence, 30)])
+    assert float((torch.stack(sequence.logits).float() - exact).abs().mean() / exact.std()) < 0.05
+
+
+def test_without_the_kernels_a_mix_of_types_is_dequantised(mixed: Path) -> None:
+    kept = load_model(mixed, dtype="float32", device=CPUDevice())
+    assert {form for form, _ in kept.config.weight_forms} == {"float32"}
 
 
 GEMMA3_NAMES = NAMES | {
@@ -322,8 +390,8 @@ def test_broken_files_are_named(tmp_path: Path, model: tuple[dict[str, Entry], P
     with pytest.raises(StartupError, match=r"version 1; supported are 2, 3"):
         GgufFile(path)
     number, shape, data = found["blk.0.ffn_up.weight"]
-    write_gguf(path, FACTS, {**found, "blk.0.ffn_up.weight": (23, shape, data)})
-    with pytest.raises(StartupError, match=r"type IQ4_XS; supported are F32"):
+    write_gguf(path, FACTS, {**found, "blk.0.ffn_up.weight": (22, shape, data)})
+    with pytest.raises(StartupError, match=r"type IQ2_S; supported are F32"):
         GgufFile(path)
     write_gguf(path, FACTS, {**found, "blk.0.ffn_up.weight": (number, (64, 65), data)})
     with pytest.raises(StartupError, match=r"ffn_up.weight has shape \[64, 65\]: its rows are not whole blocks"):

@@ -13,6 +13,7 @@
 #include "decoder/rows.h"
 #include "linear/adapters.h"
 #include "linear/linear_work.h"
+#include "linear/packed_rows.h"
 #include "util/barrier.h"
 
 namespace penstock {
@@ -73,17 +74,17 @@ struct Linear {
         inputs(inputs),
         width(width),
         granules(granules_of(format, inputs)),
-        panels(weight.numel() / (granules * PANEL * 4)),
+        panels(panels_of(weight, format, inputs, granules, width, gate != Gate::NONE)),
         gate(gate) {
-    TORCH_CHECK(panels > 0 && panels * granules * PANEL * 4 == weight.numel() &&
-                    width <= panels * (gate == Gate::NONE ? PANEL : PANEL / 2),
+    TORCH_CHECK(panels > 0 && width <= panels * (gate == Gate::NONE ? PANEL : PANEL / 2),
                 "a weight has the wrong size");
     // One number per output, padded ones included; int4 has a scale for each group of inputs.
     const int64_t columns = panels * PANEL,
                   scales = format == Format::INT4 ? columns * (granules * 8 / GROUP) : columns;
     TORCH_CHECK(!bias || bias->numel() >= columns, "a bias is too short");
-    TORCH_CHECK(format < Format::INT8 || (scale && scale->numel() >= scales),
-                "the scales of a weight are too few");
+    TORCH_CHECK(
+        format < Format::INT8 || format == Format::GGUF || (scale && scale->numel() >= scales),
+        "the scales of a weight are too few");
     TORCH_CHECK(!scale || scale->scalar_type() == at::kFloat || has_bf16_scale(),
                 "scales are float, or bfloat16 of int4");
     TORCH_CHECK(!offset || !has_bf16_scale(), "offsets need scales in float");

@@ -30,7 +30,7 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
   // In a quantised checkpoint some matrices may have another format than the rest.
   const auto linear = [&](const char* name, int64_t inputs, int64_t width, Gate gate) {
     const int64_t format = own.take(std::string(name) + ".format");
-    TORCH_CHECK(format >= 0 && format <= int(Format::ROTATED_INT8), owner, " has no such ", name);
+    TORCH_CHECK(format >= 0 && format <= int(Format::GGUF), owner, " has no such ", name);
     return Linear(from, name, Format(format), inputs, width, gate);
   };
   const int64_t heads = model.num_heads * model.head_dim;
@@ -100,7 +100,9 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   Linear head;
   int64_t num_turns = 0;
   // Of rows that are quantised, and of those by group; and those of the dtype of x.
-  bool is_quantised = false, is_grouped = false;
+  bool is_quantised = false;
+  // Sums of a group; 0: no rows are quantised by group.
+  int64_t sums = 0;
   std::optional<Format> dense;
 
   // `layers`: tensors of each by name; `own`: numbers of each: `window`, 0 for none, `turn`, the
@@ -119,7 +121,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     const auto inputs = [&](int64_t count, int64_t width) {
       return empty({count, spread(width * size) / size}, type);
     };
-    const int64_t groups = is_grouped ? padded / GROUP : 1;
+    const int64_t groups = sums > 0 ? padded / GROUP : 1;
     const int64_t quantised = !is_quantised                                      ? 0
                               : is_small(rows, std::min({hidden, inner, heads})) ? threads * rows
                                                                                  : rows;
@@ -134,7 +136,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
         .added = empty({rows, hidden}, type),
         .bytes = empty({quantised * spread(padded)}, at::kChar),
         .scales = empty({quantised * groups}, at::kFloat),
-        .sums = empty({quantised * groups}, at::kInt),
+        .sums = empty({quantised * groups * std::max<int64_t>(1, sums)}, at::kInt),
         .shrunk = empty({ranks == 0 ? 0 : rows, shrunk_stride(ranks)}, type),
     };
   }
@@ -191,7 +193,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
 
   void take_format(const Linear& layer) {
     is_quantised |= layer.format >= Format::INT8;
-    is_grouped |= layer.format == Format::INT4;
+    sums = std::max(sums, is_grouped(layer.format) ? sums_of_group(layer.format) : 0);
     if (layer.format >= Format::INT8) return;
     TORCH_CHECK(!dense || *dense == layer.format, "weights of two dtypes");
     dense = layer.format;
@@ -204,8 +206,9 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   std::pair<at::Tensor, std::vector<int64_t>> compute(const Pass& pass) const;
   // Embeddings times their scale, in place.
   at::Tensor scaled(at::Tensor rows) const;
-  at::Tensor embedded(const std::vector<int64_t>& ids,
-                      const std::optional<at::Tensor>& embedding) const;
+  // `type`: of the rows.
+  at::Tensor embedded(const std::vector<int64_t>& ids, const std::optional<at::Tensor>& embedding,
+                      at::ScalarType type) const;
   void pick(Step& step, Walk& walk) const;
   void finish(Step& step, Walk& walk) const;
   static std::vector<int64_t> argmax_ids(const Step& step, int64_t threads);
@@ -240,20 +243,21 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     Buffers& b = step.buffers;
     const bool small = is_small(step.rows, layer.inputs);
     const int64_t padded = layer.granules * granule_inputs(layer.format), stride = spread(padded);
-    const int64_t groups = layer.format == Format::INT4 ? padded / GROUP : 1,
-                  own = small ? walk.thread * step.rows : 0;
+    const int64_t groups = is_grouped(layer.format) ? padded / GROUP : 1,
+                  each = sums_of_group(layer.format), own = small ? walk.thread * step.rows : 0;
     const QuantizeArgs to{
         .x = from.rows,
         .width = layer.inputs,
         .x_stride = from.stride,
         .is_bf16 = bf16,
-        .grouped = layer.format == Format::INT4,
+        .grouped = is_grouped(layer.format),
+        .sums = each,
         .rotation = layer.rotation,
         .out = (int8_t*)b.bytes.data_ptr() + own * stride,
         .padded = padded,
         .stride = stride,
         .scale = b.scales.data_ptr<float>() + own * groups,
-        .sum = b.sums.data_ptr<int32_t>() + own * groups,
+        .sum = b.sums.data_ptr<int32_t>() + own * groups * each,
     };
     if (small)
       by_row(walk, [&](int64_t row) { KERNEL(quantize)(to, row, row + 1); });
@@ -578,7 +582,8 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
     context_lens[s] = lengths[s];
   }
   std::iota(starts.begin(), starts.end(), 0);
-  const at::Tensor hidden_rows = embedded(ids, embedding);
+  TORCH_CHECK(!cos.empty(), "there is no rotary embedding");
+  const at::Tensor hidden_rows = embedded(ids, embedding, cos[0].scalar_type());
   check(hidden_rows, cos, sin, pool, scales);
   return compute({
                      .hidden = hidden_rows,
@@ -603,11 +608,15 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
 }
 
 at::Tensor Decoder::embedded(const std::vector<int64_t>& ids,
-                             const std::optional<at::Tensor>& embedding) const {
+                             const std::optional<at::Tensor>& embedding,
+                             at::ScalarType type) const {
   const int64_t count = ids.size();
   if (!embedding)
-    return scaled(packed_rows(head.weight, ids.data(), count, hidden, head.width,
-                              head.format == Format::BF16));
+    return scaled(
+        head.format == Format::GGUF
+            ? block_rows(head.weight, ids.data(), count, hidden, head.width, type == at::kBFloat16)
+            : packed_rows(head.weight, ids.data(), count, hidden, head.width,
+                          head.format == Format::BF16));
   TORCH_CHECK(embedding->is_contiguous() && embedding->dim() == 2 && embedding->size(1) == hidden &&
               (embedding->scalar_type() == final_norm.scalar_type() ||
                final_norm.scalar_type() == at::kFloat));

@@ -22,12 +22,13 @@ class ExpertInputs {
         size_(format_ < Format::INT8 ? at::elementSize(type) : 1),
         padded_(granules_of(format_, width) * granule_inputs(format_)),
         stride_(spread(padded_ * size_)),
-        groups_(format_ == Format::INT4 ? padded_ / GROUP : 1),
+        groups_(is_grouped(format_) ? padded_ / GROUP : 1),
+        sums_(sums_of_group(format_)),
         is_bf16_(type == at::kBFloat16),
         rows_(at::detail::empty_cpu({rows, stride_}, at::kByte)) {
     if (format_ < Format::INT8) return;
     scale_ = at::detail::empty_cpu({rows, groups_}, at::kFloat);
-    sum_ = at::detail::empty_cpu({rows, groups_}, at::kInt);
+    sum_ = at::detail::empty_cpu({rows, groups_ * sums_}, at::kInt);
   }
 
   // Fills one row from `x`, `width` numbers.
@@ -43,13 +44,14 @@ class ExpertInputs {
       .width = width_,
       .x_stride = width_,
       .is_bf16 = is_bf16_,
-      .grouped = format_ == Format::INT4,
+      .grouped = is_grouped(format_),
+      .sums = sums_,
       .rotation = rotation_,
       .out = (int8_t*)to,
       .padded = padded_,
       .stride = stride_,
       .scale = scale_.data_ptr<float>() + row * groups_,
-      .sum = sum_.data_ptr<int32_t>() + row * groups_},
+      .sum = sum_.data_ptr<int32_t>() + row * groups_ * sums_},
      0, 1);
   }
 
@@ -68,7 +70,7 @@ class ExpertInputs {
         .scale_is_bf16 = layer.has_bf16_scale(),
         .column_sum = data<int32_t>(layer.sum),
         .column_offset = data<float>(layer.offset),
-        .row_sum = quantised ? sum_.const_data_ptr<int32_t>() + first * groups_ : nullptr,
+        .row_sum = quantised ? sum_.const_data_ptr<int32_t>() + first * groups_ * sums_ : nullptr,
         .out = nullptr,
         .width = layer.width,
         .out_stride = 0,
@@ -81,7 +83,7 @@ class ExpertInputs {
   void* at(int64_t row) const { return (char*)rows_.data_ptr() + row * stride_; }
 
   Format format_;
-  int64_t rotation_, width_, size_, padded_, stride_, groups_;
+  int64_t rotation_, width_, size_, padded_, stride_, groups_, sums_;
   bool is_bf16_;
   at::Tensor rows_, scale_, sum_;
 };

@@ -19,6 +19,7 @@ namespace NS {
 // there; rows of bfloat16 become twice as long, which gains too little with few panels.
 static inline bool is_expanded(Format format, int64_t rows, int64_t panels) {
   if (format == Format::F32) return rows >= 5;
+  if (format == Format::GGUF) return false;
   return format == Format::BF16 ? rows >= 4 && panels >= 3 : rows >= 3;
 }
 // Vectors of half a panel, and the rows that have their sums in registers beside them.

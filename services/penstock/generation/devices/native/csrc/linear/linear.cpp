@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "linear/expanded.h"
+#include "linear/gguf_blocks.h"
 #include "linear/products.h"
 #include "linear/rotate.h"
 #include "util/abs_max.h"
@@ -432,7 +433,17 @@ static void multiply_expanded(const LinearArgs& a, const LinearTask& task) {
 }
 #endif
 
+static void multiply_blocks(const LinearArgs& a, const LinearTask& task) {
+  const int64_t rows = task.last_row - task.first_row;
+  alignas(64) float block[ROW_BLOCK][PANEL];
+  for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel) {
+    sum_blocks(a, task.first_row, rows, panel, block);
+    finish_rows(a, task.first_row, rows, panel, block, Beyond{nullptr});
+  }
+}
+
 void multiply(const LinearArgs& a, const LinearTask& task) {
+  if (a.format == Format::GGUF) return multiply_blocks(a, task);
 #ifdef PENSTOCK_EXPANDS
   if (is_expanded(a.format, task.last_row - task.first_row, task.last_panel - task.first_panel))
     return multiply_expanded(a, task);
@@ -505,8 +516,14 @@ static void quantize_row(const QuantizeArgs& a, int64_t row) {
   std::memset(out + a.width, 0, a.padded - a.width);
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t first = g * GROUP, count = std::clamp<int64_t>(a.width - first, 0, GROUP);
-    a.sum[row * groups + g] = quantize_run(x + first, count, abs_max(x + first, count), 0,
-                                           out + first, a.scale + row * groups + g);
+    const int32_t sum = quantize_run(x + first, count, abs_max(x + first, count), 0, out + first,
+                                     a.scale + row * groups + g);
+    int32_t* to = a.sum + (row * groups + g) * a.sums;
+    *to = sum;
+    if (a.sums == 1) continue;
+    to[1] = 0;
+    for (int64_t i = first + GROUP / 2; i < first + GROUP; ++i) to[1] += out[i];
+    to[0] -= to[1];
   }
 }
 

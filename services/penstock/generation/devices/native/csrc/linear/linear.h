@@ -17,7 +17,13 @@ constexpr int64_t ROW_BLOCK = 264;
 
 // ROTATED_INT8 differs from INT8 only in the quantisation of a weight and its rows; the product is
 // INT8's.
-enum class Format : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, ROTATED_INT8 = 4 };
+// GGUF has its parts and their types in the weight itself (gguf_blocks.h).
+enum class Format : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, ROTATED_INT8 = 4, GGUF = 5 };
+
+// True if rows are quantised by groups, and not as a whole.
+inline bool is_grouped(Format format) { return format == Format::INT4 || format == Format::GGUF; }
+// Sums of a group of a row: GGUF may have two scales in one.
+inline int64_t sums_of_group(Format format) { return format == Format::GGUF ? 2 : 1; }
 
 inline Format product_of(Format format) {
   return format == Format::ROTATED_INT8 ? Format::INT8 : format;
@@ -80,14 +86,14 @@ struct LinearArgs {
   const char* weight;
   int64_t granules;          // of a row of the weight
   const float* bias;         // (panels * 32) or null
-  const float* row_scale;    // int8: (rows); int4: (rows, groups)
+  const float* row_scale;    // int8: (rows); int4, blocks: (rows, groups)
   const void* column_scale;  // int8: (panels * 32) floats; int4: (panels, groups, 32), of floats or
                              // bfloat16
   bool scale_is_bf16;
   const int32_t* column_sum;   // int8: (panels * 32)
   const float* column_offset;  // int4: as column_scale, of numbers from 0 to 15; null: they are
                                // from -8 to 7
-  const int32_t* row_sum;      // int4: (rows, groups)
+  const int32_t* row_sum;      // int4: (rows, groups); blocks: (rows, groups, 2)
   void* out;                   // (rows, width)
   int64_t width, out_stride;   // in elements
   bool out_bf16;
@@ -110,8 +116,9 @@ struct QuantizeArgs {
   const void* x;  // (rows, width)
   int64_t width, x_stride;
   bool is_bf16;
-  bool grouped;  // int4's: signed, a scale and a sum for each group; else unsigned with 128 as 0, a
-                 // scale a row
+  bool grouped;  // int4's and blocks': signed, a scale and sums for each group; else unsigned with
+                 // 128 as 0, a scale a row
+  int64_t sums;  // of a group: 1 or 2, of its halves
   int64_t rotation;  // of the latter: inputs of a block, 1 for none
   int8_t* out;       // (rows, padded)
   int64_t padded;    // a multiple of a granule, of a group where grouped

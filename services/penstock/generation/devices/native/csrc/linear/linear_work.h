@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "linear/gguf_blocks.h"
 #include "linear/linear.h"
 #include "util/dispatch.h"
 #include "util/progress.h"
@@ -13,8 +14,14 @@ inline int64_t granule_inputs(Format format) {
 }
 
 inline int64_t granules_of(Format format, int64_t inputs) {
-  const int64_t unit = format == Format::INT4 ? GROUP : granule_inputs(format);
+  const int64_t unit = is_grouped(format) ? GROUP : granule_inputs(format);
   return (inputs + unit - 1) / unit * unit / granule_inputs(format);
+}
+
+// Byte of a weight at which a panel begins; the end of the last for the number of panels.
+inline int64_t panel_offset(const LinearArgs& args, int64_t panel) {
+  return args.format == Format::GGUF ? PanelTable(args.weight).offset(panel)
+                                     : panel * args.granules * PANEL * 4;
 }
 
 // Bytes from a row to the next where many are multiplied at once: an odd number of cache lines. A
@@ -34,13 +41,18 @@ struct LinearShare {
 
   LinearShare(const LinearArgs& args, int64_t rows, int64_t panels, int64_t threads)
       : rows(rows), panels(panels), threads(threads), blocks((rows + ROW_BLOCK - 1) / ROW_BLOCK) {
-    const int64_t each = std::max<int64_t>(KERNEL(panels_at_once)(args.format, rows),
-                                           TASK_BYTES / (args.granules * PANEL * 4));
+    const int64_t each =
+        std::max<int64_t>(KERNEL(panels_at_once)(args.format, rows), TASK_BYTES / mean_panel(args));
     // The same number for each thread, if there are enough.
     const int64_t turns = std::max<int64_t>(1, (panels + each * threads - 1) / (each * threads));
     parts = std::min(panels, turns * threads);
   }
 
+  // Bytes of a panel; at least 1.
+  int64_t mean_panel(const LinearArgs& args) const {
+    const int64_t all = panel_offset(args, panels) - panel_offset(args, 0);
+    return std::max<int64_t>(1, panels > 0 ? all / panels : 0);
+  }
   int64_t first_of(int64_t thread) const { return blocks * parts * thread / threads; }
   LinearTask task(int64_t number) const {
     const int64_t block = number / parts, part = number % parts;
@@ -54,13 +66,13 @@ struct LinearShare {
   // Bytes of the weight that `thread` reads in its own share, where rows are one block.
   int64_t bytes_of(const LinearArgs& args, int64_t thread) const {
     const int64_t first = first_of(thread), end = first_of(thread + 1);
-    return first == end ? 0
-                        : std::max<int64_t>(0, task(end - 1).last_panel - task(first).first_panel) *
-                              args.granules * PANEL * 4;
+    if (first == end) return 0;
+    return std::max<int64_t>(0, panel_offset(args, task(end - 1).last_panel) -
+                                    panel_offset(args, task(first).first_panel));
   }
   // The bytes that `thread` will read first.
   const char* beginning(const LinearArgs& args, int64_t thread) const {
-    return args.weight + task(first_of(thread)).first_panel * args.granules * PANEL * 4;
+    return args.weight + panel_offset(args, task(first_of(thread)).first_panel);
   }
 };
 

@@ -160,10 +160,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
   TORCH_CHECK(gate >= int(Gate::NONE) && gate <= int(Gate::CLAMPED), "there is no such gate");
   TORCH_CHECK(adapters == nullptr || (site >= 0 && site < adapters->num_sites));
   const int64_t rows = x.size(0), inputs = x.size(1), granules = granules_of(format, inputs);
-  const int64_t panels = weight.numel() / (granules * PANEL * 4);
-  TORCH_CHECK(
-      x.dim() == 2 && weight.is_contiguous() && panels * granules * PANEL * 4 == weight.numel(),
-      "x is not the weight's input");
+  const int64_t panels =
+      panels_of(weight, format, inputs, granules, width, gate != int(Gate::NONE));
+  TORCH_CHECK(x.dim() == 2 && weight.is_contiguous() && panels >= 0, "x is not the weight's input");
   TORCH_CHECK(format >= Format::INT8 || is_bf16(x) == (format == Format::BF16),
               "x is not of the weight's dtype");
   TORCH_CHECK(width <= panels * (gate != int(Gate::NONE) ? PANEL / 2 : PANEL) &&
@@ -198,12 +197,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
   };
   at::Tensor source, scale, sum;
   if (format >= Format::INT8) {
-    const bool grouped = format == Format::INT4;
+    const bool grouped = is_grouped(format);
     const int64_t padded = granules * granule_inputs(format), groups = grouped ? padded / GROUP : 1,
                   stride = spread(padded);
     source = at::empty({rows, stride}, x.options().dtype(at::kChar));
     scale = at::empty({rows, groups}, x.options().dtype(at::kFloat));
-    sum = at::empty({grouped ? rows : 0, groups}, x.options().dtype(at::kInt));
+    sum = at::empty({grouped ? rows : 0, groups * sums_of_group(format)},
+                    x.options().dtype(at::kInt));
     const at::Tensor dense = x.contiguous();
     const QuantizeArgs quantization{
         .x = dense.const_data_ptr(),
@@ -211,6 +211,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
         .x_stride = inputs,
         .is_bf16 = is_bf16(x),
         .grouped = grouped,
+        .sums = sums_of_group(format),
         .rotation = rotation_of(Format(format_number), inputs),
         .out = (int8_t*)source.data_ptr(),
         .padded = padded,

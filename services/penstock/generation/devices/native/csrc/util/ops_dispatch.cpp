@@ -16,7 +16,10 @@ bool has_wide() {
   return has_narrow() && (getauxval(AT_HWCAP2) & needed) == needed;
 }
 #else
-bool has_narrow() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_narrow() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
 bool has_wide() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
