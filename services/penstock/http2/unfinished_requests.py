@@ -10,6 +10,11 @@ from penstock.http2.limits import Limits
 from penstock.http2.server_call import Call
 
 
+def came_too_slowly(seconds: float) -> str:
+    """Return the details of a call's status when its request took longer than `seconds`."""
+    return f"the request did not arrive within {seconds:g} s"
+
+
 class UnfinishedRequests:
     """Such calls of one connection, from the oldest. Belongs to one event loop."""
 
@@ -26,7 +31,7 @@ class UnfinishedRequests:
         self.calls[call.stream] = call
 
     def discard(self, call: Call) -> None:
-        """Forget a call: its request is whole, or it is over."""
+        """Forget a call: its request is complete, or it is over."""
         self.calls.pop(call.stream, None)
 
     def stop(self) -> None:
@@ -46,6 +51,6 @@ class UnfinishedRequests:
         for call in list(self.calls.values()):
             most = limits.handshake_seconds if call.is_probe else limits.request_seconds
             if call.age_seconds > most:
-                call.finish(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request was not whole within {most:g} s")
+                call.finish(grpc.StatusCode.DEADLINE_EXCEEDED, came_too_slowly(most))
                 call.gone()
         self.watch()

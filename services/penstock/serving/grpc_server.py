@@ -14,6 +14,7 @@ from penstock.common.config import ServerConfig
 from penstock.common.credentials import server_credentials
 from penstock.common.errors import CODE_BY_NUMBER, PenstockError
 from penstock.http2.metadata import Metadata
+from penstock.http2.unfinished_requests import came_too_slowly
 from penstock.serving.grpc_options import server_options
 from penstock.serving.interceptors import Admit, Handler, Wrap, behavior_of, handler_like, refusal_trailers
 
@@ -231,7 +232,7 @@ class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             async with asyncio.timeout(most):
                 data = await call.read()
         except TimeoutError:
-            await call.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request did not arrive within {most:g} s")
+            await call.abort(grpc.StatusCode.DEADLINE_EXCEEDED, came_too_slowly(most))
         if data is _END:
             await call.abort(grpc.StatusCode.INTERNAL, "a unary request is exactly one message")
         return parse(data) if parse is not None else data

@@ -133,7 +133,9 @@ async def test_a_request_that_never_ends_is_ended() -> None:
     await asyncio.wait([call.task])
     assert call.is_over
     (block,) = await peer.received(frames.HEADERS, 1)
-    assert dict(Decoder().decode(block))["grpc-status"] == str(grpc.StatusCode.DEADLINE_EXCEEDED.value[0])
+    status = dict(Decoder().decode(block))
+    assert status["grpc-status"] == str(grpc.StatusCode.DEADLINE_EXCEEDED.value[0])
+    assert status["grpc-message"] == "the request did not arrive within 0.05 s"
 
 
 async def test_a_handler_that_never_waits_leaves_their_turn_to_others() -> None:

@@ -61,6 +61,44 @@ class AttentionCall:
         return self.chunk is None and divides
 
 
+class BoundLayers:
+    """Facts of a model's plain calls as its device's attention reads them, made when a module first calls.
+
+    A call with other arguments than the last one's, or over another pool, makes its facts anew.
+    """
+
+    def __init__(self) -> None:
+        # Number of the call -> what it depended on, the sinks as the module gave them, and the facts.
+        self._known: dict[int, tuple[tuple[object, ...], Tensor | None, AttentionLayer]] = {}
+
+    def layer(
+        self,
+        index: int,
+        call: AttentionCall,
+        kv: KVCachePool,
+        scale: float,
+        softcap: float | None,
+        sinks_H: Tensor | None,
+    ) -> AttentionLayer:
+        """Return the facts of call `index`."""
+        asked = (kv.num_kv_heads, kv.head_dim, scale, softcap)
+        known = self._known.get(index)
+        if known is not None and known[0] == asked and known[1] is sinks_H:
+            return known[2]
+        layer = AttentionLayer(
+            call.num_heads,
+            kv.num_kv_heads,
+            kv.head_dim,
+            scale,
+            index,
+            call.window,
+            softcap=softcap or 0.0,
+            sinks=None if sinks_H is None else sinks_H.float(),
+        )
+        self._known[index] = asked, sinks_H, layer
+        return layer
+
+
 class PagedStep:
     """One forward pass over the rows of a step. Used once."""
 
@@ -71,9 +109,12 @@ class PagedStep:
         kv: KVCachePool,
         attention: Attention,
         positions_T: Tensor | None = None,
+        layers: BoundLayers | None = None,
     ) -> None:
-        """`attention` computes the plain calls; `positions_T` are those of the rows, for `positions_of_step`."""
+        """`attention` computes the plain calls; `positions_T` are those of the rows, for `positions_of_step`. `layers`
+        are the model's, for all of its steps; None: the step has its own."""
         self.positions_T = positions_T
+        self._layers = layers or BoundLayers()
         self._calls = calls
         self._metadata = metadata
         self._kv = kv
@@ -96,16 +137,7 @@ class PagedStep:
                 repeats = kv.num_kv_heads // call.num_kv_heads
                 k_TKD, v_TKD = (x.repeat_interleave(repeats, 1) for x in (k_TKD, v_TKD))
             q_THD, k_TKD, v_TKD = (_padded(x, x.shape[1], kv.head_dim) for x in (q_THD, k_TKD, v_TKD))
-            facts = AttentionLayer(
-                q_THD.shape[1],
-                kv.num_kv_heads,
-                kv.head_dim,
-                scale,
-                layer,
-                call.window,
-                softcap=softcap or 0.0,
-                sinks=None if sinks_H is None else sinks_H.float(),
-            )
+            facts = self._layers.layer(layer, call, kv, scale, softcap, sinks_H)
             out_THD = self._attention.forward(q_THD, k_TKD, v_TKD, facts, self._metadata, kv)
             out_THD = out_THD[..., : call.value_width]
         else:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.generation.attention.transformers_interface import (
     NAME,
     AttentionCall,
+    BoundLayers,
     PagedStep,
     UnsupportedAttention,
     paged,
@@ -63,6 +64,7 @@ class TransformersModel:
         self.attention = attention
         self.causal = causal
         self.calls = tuple(calls)
+        self._layers = BoundLayers()
         self._unsupported = dict(unsupported)
         self._states = tuple(states)
         self._decoder = decoder
@@ -103,7 +105,7 @@ class TransformersModel:
     def with_calls(self, calls: Sequence[AttentionCall]) -> TransformersModel:
         """Return a model on the same weights with another attention."""
         twin = copy.copy(self)
-        twin.calls = tuple(calls)
+        twin.calls, twin._layers = tuple(calls), BoundLayers()
         return twin
 
     def shallow(self, num_layers: int) -> TransformersModel:
@@ -141,7 +143,7 @@ class TransformersModel:
             inputs["inputs_embeds"] = embeds_TI.unsqueeze(0)
         if keeper is not None:
             inputs["output_hidden_states"] = True
-        step = PagedStep(self.calls, metadata, kv, attention or self.attention, positions_T)
+        step = PagedStep(self.calls, metadata, kv, attention or self.attention, positions_T, self._layers)
         with paged(step):
             output = self._decoder(**inputs)
         if step.num_calls != len(self.calls):

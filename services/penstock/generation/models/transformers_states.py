@@ -145,7 +145,7 @@ class StatefulModel(TransformersModel):
             inputs["input_ids"] = input_ids_T.reshape(count, -1)
         else:
             inputs["inputs_embeds"] = embeds_TI.reshape(count, -1, embeds_TI.shape[1])
-        step = PagedStep(self.calls, metadata, kv, attention)
+        step = PagedStep(self.calls, metadata, kv, attention, layers=self._layers)
         with paged(step):
             hidden: Tensor = self._decoder(**inputs).last_hidden_state
         if step.num_calls != len(self.calls):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from factories.engine.pools import unwritten_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention import transformers_interface
-from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.base import AttentionLayer, AttentionMetadata
 from penstock.generation.attention.sdpa import SDPAAttention
-from penstock.generation.attention.transformers_interface import AttentionCall, PagedStep, UnsupportedAttention
+from penstock.generation.attention.transformers_interface import (
+    AttentionCall,
+    BoundLayers,
+    PagedStep,
+    UnsupportedAttention,
+)
 
 BLOCK = 4
 SCALE = 0.3
@@ -120,6 +127,30 @@ def test_sequences_with_as_many_rows_may_come_as_a_batch(chunk: int | None) -> N
     assert found.shape == (3, 5, 4, 6)
     for ours, *own in zip(found, q, k, v, strict=True):
         assert torch.allclose(ours.transpose(0, 1), dense(*own, call, None), rtol=1e-4, atol=1e-5)
+
+
+class NotesLayers(SDPAAttention):
+    """Attention that keeps the facts of its calls."""
+
+    def __init__(self) -> None:
+        self.layers: list[AttentionLayer] = []
+
+    def forward(self, q_THD: Any, k_TKD: Any, v_TKD: Any, layer: AttentionLayer, *step: Any) -> torch.Tensor:
+        self.layers.append(layer)
+        return super().forward(q_THD, k_TKD, v_TKD, layer, *step)
+
+
+def test_a_layers_facts_are_made_once_for_all_steps() -> None:
+    kv = unwritten_pool(1, 2, BLOCK, 1, 4, torch.float32)
+    metadata, _ = AttentionMetadata.build([2], [2], torch.tensor([[0]], dtype=torch.int32), BLOCK)
+    attention, layers = NotesLayers(), BoundLayers()
+    sinks, others, x = torch.zeros(1), torch.ones(1), torch.zeros(1, 1, 2, 4)
+    for scale, softcap, sinks_H in ((1.0, None, sinks), (1.0, None, sinks), (2.0, None, sinks), (2.0, 3.0, others)):
+        step = PagedStep((AttentionCall(1, 1, 4, 4),), metadata, kv, attention, layers=layers)
+        step.attend(x, x, x, scale, softcap, sinks_H)
+    one, again, other, last = attention.layers
+    assert one is again
+    assert (one.scale, other.scale, last.scale, last.softcap, last.sinks) == (1.0, 2.0, 2.0, 3.0, others)
 
 
 def test_a_call_that_was_not_recorded_is_refused() -> None:
