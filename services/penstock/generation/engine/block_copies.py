@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from penstock.generation.core.step import BlockCopy, CopyKind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from penstock.generation.engine.group import SequenceGroup
+
+
+def num_swapped(copies: Iterable[BlockCopy]) -> tuple[int, int]:
+    """Return the numbers of blocks that are copied to the host pool and from it."""
+    kinds = [copy.kind for copy in copies]
+    return kinds.count(CopyKind.OUT), kinds.count(CopyKind.IN)
 
 
 class BlockCopies:

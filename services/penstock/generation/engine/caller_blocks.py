@@ -9,11 +9,11 @@ from penstock.common.errors import FailedPrecondition
 from penstock.generation.engine.acceptance import shareable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence, Sized
+    from collections.abc import Iterable, Sized
 
     from penstock.generation.core.request import Request
     from penstock.generation.engine.config import EngineConfig
-    from penstock.generation.engine.engine_listener import EngineListener
+    from penstock.generation.engine.engine_listener import Listeners
     from penstock.generation.engine.scheduler import Scheduler
 
 
@@ -25,7 +25,7 @@ class CallerBlocks:
         config: EngineConfig,
         scheduler: Scheduler,
         outputs: Sized,
-        listeners: Sequence[EngineListener],
+        listeners: Listeners,
     ) -> None:
         """`outputs` are those that the caller has not taken yet."""
         self._config = config
@@ -121,8 +121,8 @@ class CallerBlocks:
         taken = len(self._scheduler.claims) + len(self._scheduler.held_prefixes)
         config = self._config
         self._room = replace(config, num_blocks=config.num_blocks - taken) if taken else config
-        for listener in self._listeners:
-            listener.claimed(self.device, self.host)
+        for hear in self._listeners.claimed:
+            hear(self.device, self.host)
 
 
 def _last_block() -> FailedPrecondition:

@@ -211,22 +211,6 @@ class EngineConfig(EngineOptions):
         return int(self.reserve_share * self.num_blocks)
 
     @property
-    def shared_batch_tokens(self) -> int:
-        """Rows of a step while several tenants are there, unless a crowd rests in it.
-
-        Prompts must progress beside all decoding sequences.
-        """
-        if not self.tenant_slowdown:
-            return self.max_batch_tokens
-        least = self.max_running_sequences + self.max_running_sequences // 2
-        return min(max(int((1 - self.tenant_share) * self.max_batch_tokens), least), self.max_batch_tokens)
-
-    @property
-    def max_queued_of_tenant(self) -> int:
-        """Most requests of one tenant that wait, where tenants are told apart."""
-        return max(1, int(self.tenant_share * self.max_queued_requests))
-
-    @property
     def blocks_of_window(self) -> int:
         """Most blocks that a sequence holds where there is a window: it, and the rows of one step.
 

@@ -18,19 +18,22 @@ from penstock.common.errors import (
 )
 from penstock.common.logging import get_logger
 from penstock.generation.core.request import FinishReason, Purpose, RequestOutput
-from penstock.generation.core.step import CopyKind, SchedulerOutput
+from penstock.generation.core.step import SchedulerOutput
 from penstock.generation.engine.acceptance import (
     check_capacity,
     check_deadline,
     demand_of,
     output_limit,
 )
+from penstock.generation.engine.block_copies import num_swapped
 from penstock.generation.engine.caller_blocks import CallerBlocks
 from penstock.generation.engine.decoding.base import no_token_left
 from penstock.generation.engine.decoding.mode_registry import MODES, ModeRegistry
 from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.dump import dump_engine
 from penstock.generation.engine.end_times import EndTimes, wait_too_long
+from penstock.generation.engine.engine_listener import EngineListener, Listeners
+from penstock.generation.engine.event_counter import EventCounter
 from penstock.generation.engine.fairness.fair_turns import FairTurns
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.ngram_memory import NgramMemory
@@ -50,7 +53,6 @@ if TYPE_CHECKING:
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.dump import EngineDump
-    from penstock.generation.engine.engine_listener import EngineListener
     from penstock.generation.engine.swap_or_recompute import SwapPolicy
     from penstock.text.token_bytes import TokenBytes
 
@@ -86,7 +88,10 @@ class Engine:
         self._modes = modes
         self._clock = clock
         self._scheduler = Scheduler(config, self.stats)
-        self._listeners = tuple(listeners)
+        self._counter = EventCounter(self.stats)
+        # Shares of a tenant, as numbers.
+        self.shares = self._scheduler.shares
+        self._listeners = Listeners((self._counter, self.watch, *listeners))
         # Groups with outputs that the caller has not taken yet, in the order of their first one.
         self._dirty: dict[SequenceGroup, None] = {}
         # Blocks that callers hold, and the rest for requests.
@@ -167,10 +172,9 @@ class Engine:
             expected=self._meter.expect(demand, pace),
         )
         self._groups[request.request_id] = group
-        self.stats.prompt_tokens += len(request.prompt_token_ids)
         self._scheduler.add(group)
-        for listener in self._listeners:
-            listener.added(group)
+        for hear in self._listeners.added:
+            hear(group)
         self._end_times.accept(group)
         if not sequences:
             self._emit(group, [])
@@ -199,29 +203,36 @@ class Engine:
         self._scheduler.resting = self._resting()
         output = self._scheduler.schedule()
         if output.scheduled:
-            for listener in self._listeners:
-                listener.scheduled(self._scheduler)
+            for hear_scheduled in self._listeners.scheduled:
+                hear_scheduled(self._scheduler, output)
             self._note_admitted(started)
-            num_tokens = self.watch.num_tokens = output.num_tokens
-            if output.copies:
-                self._expect_copies(output)
+            num_tokens = self.watch.num_tokens
             scheduled = self._clock()
             if self._drafter is not None:
                 # Its data for sequences that wait for their blocks would take the room of others.
                 self._drafter.release(output.released + output.parked)
             result = self._runner.execute(output)
             executed = self._clock()
+            for hear_executed in self._listeners.executed:
+                hear_executed(output, result)
             if self._scheduler.host is not None:
-                self._count_copies(output, result, executed - scheduled)
+                self._measure_copies(output, result, executed - scheduled)
             progress = self._scheduler.update(result)
             for group, sampled in progress:
                 self._advance(group, sampled, result)
             updated = self._clock()
             drafted = self._draft(group for group, _ in progress if group.state is not GroupState.GONE)
             draft_seconds = self._clock() - updated if drafted else 0.0
-            self._record(len(output.scheduled), num_tokens, started, scheduled, executed, draft_seconds)
-            for listener in self._listeners:
-                listener.stepped(self._scheduler, self.stats, started, self._clock())
+            sample = StepSample(
+                num_sequences=len(output.scheduled),
+                num_tokens=num_tokens,
+                schedule_seconds=scheduled - started,
+                execute_seconds=executed - scheduled,
+                update_seconds=self._clock() - executed - draft_seconds,
+                draft_seconds=draft_seconds,
+            )
+            for hear_stepped in self._listeners.stepped:
+                hear_stepped(self._scheduler, sample, started, self._clock())
             # Tokens from the prefix cache count, as they do in the cost of requests. Wrong drafts do not.
             tokens = num_tokens + self.stats.prefix_hit_tokens - hits
             self._measure(
@@ -261,8 +272,8 @@ class Engine:
 
     def clear_cache(self) -> int:
         """Forget every prefix that no request holds, of both pools, and return the number of its blocks."""
-        for listener in self._listeners:
-            listener.cleared()
+        for hear in self._listeners.cleared:
+            hear()
         return self._scheduler.clear_cache()
 
     @property
@@ -280,19 +291,15 @@ class Engine:
 
         The blocks `device` and `host` of the two pools are uncached; nobody holds them.
         """
-        begun, listed = self._clock(), tuple(copies)
+        begun = self._clock()
         written = tuple(device), tuple(host)
         self.forget_prefixes(*written)
         # Sequences that are gone are left to the next step: it may still have to fork from them.
-        result = self._runner.execute(SchedulerOutput((), listed))
-        kinds = [copy.kind for copy in listed]
-        stats = self.stats
-        stats.host_out_blocks += kinds.count(CopyKind.OUT)
-        stats.host_in_blocks += kinds.count(CopyKind.IN)
-        stats.host_out_seconds += result.out_seconds
-        stats.host_in_seconds += result.in_seconds
-        for listener in self._listeners:
-            listener.commanded(*written, stats)
+        output = SchedulerOutput((), tuple(copies))
+        result = self._runner.execute(output)
+        self._counter.executed(output, result)
+        for hear in self._listeners.commanded:
+            hear(*written, self.stats)
         return self._clock() - begun
 
     def forget_prefixes(self, device: Iterable[int], host: Iterable[int]) -> None:
@@ -337,8 +344,8 @@ class Engine:
             held = group.state is GroupState.RUNNING or group.is_swapped
             released += self._scheduler.set_back(group)
             if held:
-                for listener in self._listeners:
-                    listener.set_back(group)
+                for hear in self._listeners.set_back:
+                    hear(group)
         return released
 
     def load(self) -> EngineLoad:
@@ -422,10 +429,10 @@ class Engine:
         except Exception as error:
             self._fail(group, error)
             return
-        self._count(group, decision)
+        self._report(group, decision)
         self._emit(group, decision.emissions)
-        for listener in self._listeners:
-            listener.advanced(group, sampled, decision)
+        for hear in self._listeners.advanced:
+            hear(group, sampled, decision)
         self._scheduler.apply(group, decision)
         if group.state is GroupState.GONE:
             self._close(group)
@@ -445,14 +452,11 @@ class Engine:
             if self._drafter is not None:
                 self._drafter.release(seq_ids)
 
-    def _count(self, group: SequenceGroup, decision: Decision) -> None:
-        report, stats = group.report, self.stats
-        for kind, accepted, rejected in decision.drafts or ():
+    def _report(self, group: SequenceGroup, decision: Decision) -> None:
+        report = group.report
+        for _, accepted, rejected in decision.drafts or ():
             report.accepted_drafts += accepted
             report.rejected_drafts += rejected
-            stats.count_drafts(kind, accepted, rejected)
-        for emission in decision.emissions:
-            stats.generated_tokens += len(emission.token_ids)
         if decision.embedding is not None:
             report.embedding = decision.embedding
         if decision.healed is not None:
@@ -500,14 +504,13 @@ class Engine:
     def _cut_off(self, group: SequenceGroup, error: PenstockError | None) -> None:
         failed = error is not None and not isinstance(error, Cancelled)
         self._close(group, _finishes(group, FinishReason.ERROR if failed else FinishReason.ABORTED), error)
-        self.stats.requests_failed += failed
 
     def _close(
         self, group: SequenceGroup, unfinished: Iterable[SequenceFinish] = (), error: PenstockError | None = None
     ) -> None:
         """End a request, `unfinished` or with `error` before its time. No request ends in another way."""
-        for listener in self._listeners:
-            listener.closed(group)
+        for hear in self._listeners.closed:
+            hear(group, error)
         self._scheduler.remove(group)
         self._end_times.forget(group)
         cut = tuple(unfinished)
@@ -517,27 +520,14 @@ class Engine:
         self._settle(group, is_whole=error is None and not cut)
         self._dirty[group] = None
         del self._groups[group.request.request_id]
-        self.stats.requests_finished += 1
 
-    def _expect_copies(self, output: SchedulerOutput) -> None:
-        """Tell the watch how much longer the step takes for its copies."""
-        self.watch.copy_seconds = self._scheduler.policy.copy_seconds(*_num_copies(output))
-
-    def _count_copies(self, output: SchedulerOutput, result: RunnerOutput, seconds: float) -> None:
-        """Count a step's copies to and from the host pool; its `seconds` tell the policy the cost of rows."""
+    def _measure_copies(self, output: SchedulerOutput, result: RunnerOutput, seconds: float) -> None:
+        """Tell the policy the cost of a step's rows, by its `seconds`, and of its copies to and from the host pool."""
         out_seconds, in_seconds = result.out_seconds, result.in_seconds
         self._scheduler.policy.stepped(output.num_tokens, seconds - out_seconds - in_seconds)
-        if not output.copies:
-            return
-        self.watch.copy_seconds = out_seconds + in_seconds
-        num_out, num_in = _num_copies(output)
+        num_out, num_in = num_swapped(output.copies)
         if num_out or num_in:
             self._scheduler.policy.copied(num_out, out_seconds, num_in, in_seconds)
-            stats = self.stats
-            stats.host_out_blocks += num_out
-            stats.host_in_blocks += num_in
-            stats.host_out_seconds += out_seconds
-            stats.host_in_seconds += in_seconds
 
     def _resting(self) -> frozenset[str]:
         """Tenants that rest in the next step. O(1) with one tenant."""
@@ -568,8 +558,8 @@ class Engine:
         generated = group.report.num_generated / request.params.num_return_sequences
         spent = self._spent(group, generated)
         self._scheduler.waiting.close(group, spent)
-        for listener in self._listeners:
-            listener.charged(group, spent)
+        for hear in self._listeners.charged:
+            hear(group, spent)
         self._meter.ended(group.expected, request.arrival_time, group.begun_at, self._clock(), generated)
         if request.purpose is Purpose.GENERATE and group.report.scheduled_at is not None:
             self._meter.answered(generated, output_limit(self.config, request), is_whole=is_whole)
@@ -586,36 +576,6 @@ class Engine:
         outputs = [group.report.take() for group in self._dirty]
         self._dirty.clear()
         return outputs
-
-    def _record(
-        self,
-        num_sequences: int,
-        num_tokens: int,
-        started: float,
-        scheduled: float,
-        executed: float,
-        draft_seconds: float,
-    ) -> None:
-        self.stats.evictions = self._scheduler.pool.evictions
-        if self._scheduler.host is not None:
-            self.stats.host_evictions = self._scheduler.host.pool.evictions
-        self.stats.copy_on_write_blocks = self._scheduler.tables.copied_blocks
-        self.stats.record(
-            StepSample(
-                num_sequences=num_sequences,
-                num_tokens=num_tokens,
-                schedule_seconds=scheduled - started,
-                execute_seconds=executed - scheduled,
-                update_seconds=self._clock() - executed - draft_seconds,
-                draft_seconds=draft_seconds,
-            )
-        )
-
-
-def _num_copies(output: SchedulerOutput) -> tuple[int, int]:
-    """Return the numbers of blocks that a step copies to the host pool and from it."""
-    kinds = [copy.kind for copy in output.copies]
-    return kinds.count(CopyKind.OUT), kinds.count(CopyKind.IN)
 
 
 def _drawers(group: SequenceGroup, sampled: Mapping[Sequence, SampledToken]) -> Iterable[Sequence]:

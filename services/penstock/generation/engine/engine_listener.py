@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+    from penstock.common.errors import PenstockError
     from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import RunnerOutput, SchedulerOutput
     from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.group import SequenceGroup
     from penstock.generation.engine.scheduler import Scheduler
-    from penstock.generation.engine.stats import EngineStats
+    from penstock.generation.engine.stats import EngineStats, StepSample
 
 
 class EngineListener:
@@ -24,16 +26,19 @@ class EngineListener:
     def added(self, group: SequenceGroup) -> None:
         """Hear that a request was accepted."""
 
-    def scheduled(self, scheduler: Scheduler) -> None:
+    def scheduled(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Hear of a step that is scheduled and not run yet."""
+
+    def executed(self, output: SchedulerOutput, result: RunnerOutput) -> None:
+        """Hear of a step's forward pass, with its copies."""
 
     def advanced(self, group: SequenceGroup, drawers: Iterable[Sequence], decision: Decision) -> None:
         """Hear of the effect of a request's draws, before blocks are forked and freed. Once a request and step."""
 
-    def stepped(self, scheduler: Scheduler, stats: EngineStats, started: float, ended: float) -> None:
+    def stepped(self, scheduler: Scheduler, sample: StepSample, started: float, ended: float) -> None:
         """Hear of the end of the step, drafts for the next one included; times are the engine's clock's."""
 
-    def closed(self, group: SequenceGroup) -> None:
+    def closed(self, group: SequenceGroup, error: PenstockError | None) -> None:
         """Hear that a request ends: by itself when it has no sequence left, else it is cut off."""
 
     def charged(self, group: SequenceGroup, tokens: int) -> None:
@@ -50,3 +55,30 @@ class EngineListener:
 
     def cleared(self) -> None:
         """Hear that the prefix cache was cleared."""
+
+
+class Listeners:
+    """Listeners of one engine by event, in order. Those that do not override an event are not called for it."""
+
+    def __init__(self, listeners: Iterable[EngineListener]) -> None:
+        """`listeners` hear each event in their order."""
+        self.all = tuple(listeners)
+        self.added: tuple[Callable[[SequenceGroup], None], ...] = self._hearing("added")
+        self.scheduled: tuple[Callable[[Scheduler, SchedulerOutput], None], ...] = self._hearing("scheduled")
+        self.executed: tuple[Callable[[SchedulerOutput, RunnerOutput], None], ...] = self._hearing("executed")
+        self.advanced: tuple[Callable[[SequenceGroup, Iterable[Sequence], Decision], None], ...] = self._hearing(
+            "advanced"
+        )
+        self.stepped: tuple[Callable[[Scheduler, StepSample, float, float], None], ...] = self._hearing("stepped")
+        self.closed: tuple[Callable[[SequenceGroup, PenstockError | None], None], ...] = self._hearing("closed")
+        self.charged: tuple[Callable[[SequenceGroup, int], None], ...] = self._hearing("charged")
+        self.set_back: tuple[Callable[[SequenceGroup], None], ...] = self._hearing("set_back")
+        self.claimed: tuple[Callable[[Iterable[int], Iterable[int]], None], ...] = self._hearing("claimed")
+        self.commanded: tuple[Callable[[Iterable[int], Iterable[int], EngineStats], None], ...] = self._hearing(
+            "commanded"
+        )
+        self.cleared: tuple[Callable[[], None], ...] = self._hearing("cleared")
+
+    def _hearing(self, event: str) -> tuple[Any, ...]:
+        nothing = getattr(EngineListener, event)
+        return tuple(getattr(one, event) for one in self.all if getattr(type(one), event) is not nothing)

@@ -12,6 +12,7 @@ from penstock.generation.engine.block_pool import BlockClaims, BlockPool, HeldPr
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.config import RECOMPUTE
 from penstock.generation.engine.fairness.fair_queue import FairQueue
+from penstock.generation.engine.fairness.shares import TenantShares
 from penstock.generation.engine.fairness.victims import Victims
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
@@ -77,6 +78,7 @@ class Scheduler:
         self.waiting = FairQueue(config.tenant_memory_seconds)
         self.running = GroupQueue()
         self._victims = Victims(self.running, self.waiting)
+        self.shares = TenantShares(config)
         # Groups that the last `schedule` started for the first time, those that it preempted for recomputation, and
         # those that it swapped out.
         self.admitted: list[SequenceGroup] = []
@@ -87,7 +89,7 @@ class Scheduler:
         # The same before the step was put together: now and then the others have no work for it.
         self.asked_to_rest: frozenset[str] = frozenset()
         self._config = config
-        self._stats = stats
+        self.stats = stats
         self._forks: list[Fork] = []
         self._released: list[int] = []
         self._parked: list[int] = []
@@ -150,7 +152,7 @@ class Scheduler:
             return 0
         # The device's pool may have some of its prefixes, too.
         kept, prefixes = self.host.blocks_of(group)
-        self._stats.preempted_tokens += _computed_tokens(group)
+        self.stats.preempted_tokens += _computed_tokens(group)
         self._give_back(group)
         group.restart()
         here = [block for prefix in prefixes if (block := self.pool.lookup(prefix)) is not None]
@@ -194,8 +196,8 @@ class Scheduler:
     def _put_together(self) -> None:
         # Among several tenants steps are kept short: a new request waits for the current step.
         is_short = self.waiting.is_shared and not self.resting
-        budget = self._config.shared_batch_tokens if is_short else self._config.max_batch_tokens
-        self._plan = StepPlan(budget, self._stats.steps + 1, self.copies)
+        budget = self.shares.step_tokens if is_short else self._config.max_batch_tokens
+        self._plan = StepPlan(budget, self.stats.steps + 1, self.copies)
         self._cut.clear()
         self.prefixes.start_step()
         prompts, drafting = self._schedule_decoding(tuple(self.running))
@@ -450,14 +452,14 @@ class Scheduler:
                     self.tables.give_back(sequence)
                     self._parked.append(sequence.seq_id)
             self.swapped.append(group)
-            self._stats.swaps += 1
+            self.stats.swaps += 1
         else:
-            self._stats.preempted_tokens += _computed_tokens(group)
+            self.stats.preempted_tokens += _computed_tokens(group)
             self._give_back(group)
             group.restart()
         group.state = GroupState.WAITING
         self.waiting.put_back(group)
-        self._stats.preemptions += 1
+        self.stats.preemptions += 1
 
     def _is_swapped_out(self, host: HostPool, group: SequenceGroup) -> bool:
         """Copy the computed blocks of a preempted group to the host pool. False: it must be computed again.
@@ -544,8 +546,7 @@ class Scheduler:
         if not self.waiting.has_others(tenant):
             return False
         running = sum(one.strategy.width for one in self.running if one.request.fair_share_key == tenant)
-        most = self._config.tenant_share * self._config.max_running_sequences
-        return running > 0 and running + group.strategy.width > most
+        return running > 0 and running + group.strategy.width > self.shares.running_sequences
 
     def _start(self, group: SequenceGroup, starts: Starts) -> bool:
         """Move a waiting group to the running ones, with its leaders' prefixes, or with all of its computed blocks.
@@ -570,12 +571,12 @@ class Scheduler:
         # Family 0: an unconditional branch has another prompt.
         leader = next(one for one, _ in starts if one.family == 0)
         leader.first_logprob_row = group.report.next_logprob_row
-        self._stats.host_prefix_hit_tokens += self._host_tokens(starts)
+        self.stats.host_prefix_hit_tokens += self._host_tokens(starts)
         cached = min(leader.num_computed_tokens, leader.num_prompt_tokens)
         if group.report.scheduled(cached):
             self.admitted.append(group)
-            self._stats.prefix_lookup_tokens += leader.num_prompt_tokens
-            self._stats.prefix_hit_tokens += cached
+            self.stats.prefix_lookup_tokens += leader.num_prompt_tokens
+            self.stats.prefix_hit_tokens += cached
         return True
 
     def _start_in_place_of_crowd(self, group: SequenceGroup, starts: Starts) -> bool:

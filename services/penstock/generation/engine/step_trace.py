@@ -22,13 +22,14 @@ from penstock.generation.engine.group import GroupState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from penstock.common.errors import PenstockError
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.core.step import ScheduledSequence
+    from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.group import SequenceGroup
     from penstock.generation.engine.scheduler import Scheduler
-    from penstock.generation.engine.stats import EngineStats
+    from penstock.generation.engine.stats import EngineStats, StepSample
     from penstock.generation.engine.trace_file import TraceFile
 
 # Format 1 said `guide` and `is_guide` for `unconditional` and `is_unconditional`. Formats before 3 had no host pool.
@@ -122,7 +123,7 @@ class StepTrace(EngineListener):
         self._events.append(facts)
 
     @_ends_trace_on_error
-    def closed(self, group: SequenceGroup) -> None:
+    def closed(self, group: SequenceGroup, error: PenstockError | None) -> None:
         """Record that a request ends: by itself when it has no sequence left, else it is cut off."""
         number = _number(group)
         self._widths.pop(number, None)
@@ -168,7 +169,7 @@ class StepTrace(EngineListener):
             self._events.append({"claimed": sorted(blocks)} | ({"claimed_host": on_host} if on_host else {}))
 
     @_ends_trace_on_error
-    def scheduled(self, scheduler: Scheduler) -> None:
+    def scheduled(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Record a step that is scheduled and not run yet."""
         if not self._file.is_open:
             return
@@ -221,7 +222,7 @@ class StepTrace(EngineListener):
         return self._tenants.setdefault(key, len(self._tenants) + 1) if key else 0
 
     @_ends_trace_on_error
-    def stepped(self, scheduler: Scheduler, stats: EngineStats, started: float, ended: float) -> None:
+    def stepped(self, scheduler: Scheduler, sample: StepSample, started: float, ended: float) -> None:
         """Record the end of the step, including drafts for the next one."""
         line, self._line = self._line, {}
         if not line:
@@ -232,7 +233,7 @@ class StepTrace(EngineListener):
                 outcome["drafts"] = drafts
         # An idle engine must not keep ended groups in memory.
         self._moved = {}
-        pool = scheduler.pool
+        pool, stats = scheduler.pool, scheduler.stats
         if self._spent:
             line["spent"], self._spent = self._spent, []
         if scheduler.host is not None and (copies := self._copies(stats)):

@@ -9,8 +9,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.generation.engine.block_copies import num_swapped
+from penstock.generation.engine.engine_listener import EngineListener
+
 if TYPE_CHECKING:
+    from penstock.generation.core.step import RunnerOutput, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.scheduler import Scheduler
 
 # Factor on the slowest time of a size at each further step: one slow moment is forgotten after some tens of steps.
 _KEPT = 0.9
@@ -30,8 +35,9 @@ class StepView(NamedTuple):
     is_hung: bool = False
 
 
-class StepWatch:
-    """Watch that the engine's thread writes, by plain attributes, and any thread reads."""
+class StepWatch(EngineListener):
+    """Watch that the engine's thread writes, by plain attributes, and any thread reads. It hears the size of a step
+    from the engine; its begin and its end are the thread's."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -50,6 +56,17 @@ class StepWatch:
         self.num_tokens = 0
         self.copy_seconds = 0.0
         self._began = time.monotonic()
+
+    def scheduled(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Take the step's rows, and how much longer it takes for its copies."""
+        self.num_tokens = output.num_tokens
+        if output.copies:
+            self.copy_seconds = scheduler.policy.copy_seconds(*num_swapped(output.copies))
+
+    def executed(self, output: SchedulerOutput, result: RunnerOutput) -> None:
+        """Take the time that the copies took."""
+        if output.copies:
+            self.copy_seconds = result.out_seconds + result.in_seconds
 
     def end(self) -> None:
         """Note that the step is done."""

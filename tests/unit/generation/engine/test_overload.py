@@ -13,6 +13,7 @@ from penstock.common.pace import Demand, Pace
 from penstock.generation.core.request import Purpose
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.fairness.fair_turns import FairTurns
+from penstock.generation.engine.fairness.shares import TenantShares
 
 SECONDS = 12.0
 
@@ -305,9 +306,9 @@ def test_what_is_begun_is_not_cut_off_before_its_deadline(begun: dict[str, Any])
 
 def test_prompts_progress_beside_all_decoding_sequences_of_several_tenants() -> None:
     config = engine_config(max_batch_tokens=12, max_running_sequences=8)
-    assert config.shared_batch_tokens == 12
-    assert engine_config(max_batch_tokens=8, max_running_sequences=8).shared_batch_tokens == 8
-    assert engine_config(max_batch_tokens=512, max_running_sequences=64).shared_batch_tokens == 128
+    assert TenantShares(config).step_tokens == 12
+    assert TenantShares(engine_config(max_batch_tokens=8, max_running_sequences=8)).step_tokens == 8
+    assert TenantShares(engine_config(max_batch_tokens=512, max_running_sequences=64)).step_tokens == 128
     engine, runner = make_engine(config)
     for number in range(7):
         engine.add(request([number + 1], fair_share_key="ab"[number % 2], max_new_tokens=40))

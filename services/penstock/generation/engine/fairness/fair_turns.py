@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from penstock.generation.engine.fairness.shares import CROWD
+
 # Weights of a shorter and of a longer light step in their mean: steps with a prompt do not show the time of decoding.
 _SHORTER_WEIGHT, _LONGER_WEIGHT = 1 / 4, 1 / 32
-# A tenant is a crowd with more than this many times the running sequences, or blocks, of the others' mean.
-CROWD = 2.0
 # Most steps in a row in which crowds rest: then they go on, even if their steps are slow.
 _MOST_LIGHT_STEPS = 64
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from penstock.generation.engine.fairness.fair_turns import CROWD
+from penstock.generation.engine.fairness.shares import CROWD
 
 if TYPE_CHECKING:
     from penstock.generation.engine.fairness.fair_queue import FairQueue
