@@ -344,7 +344,7 @@ class StandIn:
         sampled: dict[int, SampledToken] = {}
         prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
         for entry in output.scheduled:
-            for drawer in (*entry.sample, *(probe for _, probe in entry.probes)):
+            for drawer in (*entry.sample, *(verifier for _, verifier in entry.verifiers)):
                 if drawer.draw.kind is not DrawKind.UNCONDITIONAL:
                     sampled[drawer.seq_id] = token
             told = _prompt_rows(entry)

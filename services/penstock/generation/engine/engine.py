@@ -429,7 +429,8 @@ class Engine:
         except Exception as error:
             self._fail(group, error)
             return
-        self._report(group, decision)
+        if decision.drafts or decision.embedding is not None or decision.healed is not None:
+            self._report(group, decision)
         self._emit(group, decision.emissions)
         for hear in self._listeners.advanced:
             hear(group, sampled, decision)
@@ -525,6 +526,8 @@ class Engine:
         """Tell the policy the cost of a step's rows, by its `seconds`, and of its copies to and from the host pool."""
         out_seconds, in_seconds = result.out_seconds, result.in_seconds
         self._scheduler.policy.stepped(output.num_tokens, seconds - out_seconds - in_seconds)
+        if not output.copies:
+            return
         num_out, num_in = num_swapped(output.copies)
         if num_out or num_in:
             self._scheduler.policy.copied(num_out, out_seconds, num_in, in_seconds)

@@ -33,6 +33,8 @@ class EventCounter(EngineListener):
 
     def executed(self, output: SchedulerOutput, result: RunnerOutput) -> None:
         """Count the blocks copied to the host pool and from it."""
+        if not output.copies:
+            return
         num_out, num_in = num_swapped(output.copies)
         if num_out or num_in:
             stats = self._stats
@@ -43,10 +45,12 @@ class EventCounter(EngineListener):
 
     def advanced(self, group: SequenceGroup, drawers: Iterable[Sequence], decision: Decision) -> None:
         """Count drafts and generated tokens."""
-        for kind, accepted, rejected in decision.drafts or ():
-            self._stats.count_drafts(kind, accepted, rejected)
+        stats = self._stats
+        if decision.drafts:
+            for kind, accepted, rejected in decision.drafts:
+                stats.count_drafts(kind, accepted, rejected)
         for emission in decision.emissions:
-            self._stats.generated_tokens += len(emission.token_ids)
+            stats.generated_tokens += len(emission.token_ids)
 
     def stepped(self, scheduler: Scheduler, sample: StepSample, started: float, ended: float) -> None:
         """Count the step, and take the pools' own totals."""
