@@ -254,7 +254,8 @@ def test_a_mix_of_types_stays_as_it_is_in_the_one_call_of_the_kernels(mixed: Pat
     kept = load_model(mixed, dtype=dtype, device=device)
     assert dict(kept.config.weight_forms) == {
         **dict.fromkeys(("q4_k", "iq4_xs", "q6_k", "q5_0", "mxfp4"), 2),
-        "q5_k": 4, "q8_0": 1,
+        "q5_k": 4,
+        "q8_0": 1,
     }
     assert kept.can_draw
     table = GgufCheckpoint(mixed).take("model.embed_tokens.weight")

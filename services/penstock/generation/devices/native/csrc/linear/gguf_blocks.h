@@ -145,10 +145,15 @@ struct PanelTable {
   }
 };
 
+// Takes the sums of rows and a panel, (rows, PANEL), without bias.
+typedef void (*FinishPanel)(const LinearArgs&, int64_t row, int64_t rows, int64_t panel,
+                            float (*sums)[PANEL]);
+// Panels for which the rows of a task are prepared once.
+constexpr int64_t BLOCK_PANELS_AT_ONCE = 16;
+
 #define PENSTOCK_BLOCK_KERNELS                                                                    \
-  /* The sums of rows and a panel into `block`, (rows, PANEL); of no bias. */                     \
-  void sum_blocks(const LinearArgs&, int64_t row, int64_t rows, int64_t panel,                    \
-                  float (*block)[PANEL]);                                                         \
+  /* Calls `finish` with the sums of each panel of a task. */                                     \
+  void sum_blocks(const LinearArgs&, const LinearTask&, FinishPanel finish);                      \
   /* Row `row` of a file, in its blocks, as column `column` of a panel; false: a scale is none or \
    * infinite. */                                                                                 \
   bool pack_block_row(BlockType, const uint8_t* row, int64_t inputs, char* panel, int column);    \

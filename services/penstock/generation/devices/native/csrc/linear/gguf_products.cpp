@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "linear/gguf_codes.h"
 
@@ -179,24 +180,65 @@ struct Next {
 template <int SCALES>
 constexpr int SCALES_AT_ONCE = TILE_ROWS >= 12 ? SCALES : 1;
 
-// M rows and an unpacked part, added to `block`. Offsets come with one scale.
+// Rows of a task as sum_tile reads them, by tiles and groups: of a group the words of x, (8, M),
+// what the sums of its halves begin with, (2, M), and scales and scales times sums as floats, (M)
+// each.
+struct TileRows {
+  static constexpr int WORDS = GROUP / 4 + 4;
+  std::vector<int32_t> words;
+  // Of what they were made: the most rows of a tile, scales of a group, and the codes' zero.
+  int most = 0, scales = 0, zero = 0;
+
+  static int64_t tiles(int64_t rows, int64_t most) { return (rows + most - 1) / most; }
+
+  template <BlockTraits T, int MOST>
+  void prepare(const LinearArgs& a, int64_t row, int64_t rows) {
+    const int64_t groups = a.granules * 8 / GROUP, count = tiles(rows, MOST);
+    most = MOST, scales = T.scales, zero = T.zero;
+    if (int64_t(words.size()) < rows * groups * WORDS) words.resize(rows * groups * WORDS);
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t first = rows * t / count, M = rows * (t + 1) / count - first;
+      int32_t* to = words.data() + first * groups * WORDS;
+      for (int64_t g = 0; g < groups; ++g, to += M * WORDS)
+        for (int64_t m = 0; m < M; ++m) {
+          const RowGroup from(a, row + first + m, g);
+          for (int k = 0; k < GROUP / 4; ++k) to[k * M + m] = from.x[k];
+          for (int s = 0; s < 2; ++s)
+            to[(GROUP / 4 + s) * M + m] =
+                T.has_offset ? 0 : start_of<(T.most > 127)>(T.zero, from.sum(s, T.scales));
+          const float factor = from.scale * float(from.sum());
+          std::memcpy(to + (WORDS - 2) * M + m, &from.scale, 4);
+          std::memcpy(to + (WORDS - 1) * M + m, &factor, 4);
+        }
+    }
+  }
+};
+
+static inline vf splat_float(const int32_t* word) {
+  float f;
+  std::memcpy(&f, word, 4);
+  return splat(f);
+}
+
+// M rows and an unpacked part, added to `block`. `x`: TileRows::words. Offsets come with one scale.
 template <bool IS_BYTES, int SCALES, bool HAS_OFFSET, int M>
-static void sum_tile(const LinearArgs& a, int64_t row, int64_t first, int64_t count, int zero,
-                     const Unpacked& part, Next& next, int64_t group_bytes, float (*block)[PANEL]) {
+static void sum_tile(const int32_t* x, int64_t count, const Unpacked& part, Next& next,
+                     int64_t group_bytes, float (*block)[PANEL]) {
   constexpr int STEPS = GROUP / 8 / SCALES, AT_ONCE = SCALES_AT_ONCE<SCALES>;
-  for (int64_t g = 0; g < count; ++g) {
+  for (int64_t g = 0; g < count; ++g, x += M * TileRows::WORDS) {
     next.fetch(group_bytes);
     for (int from = 0; from < V; from += TILE_VECTORS)
-      for (int first_scale = 0; first_scale < SCALES; first_scale += AT_ONCE) {
+      for (int first = 0; first < SCALES; first += AT_ONCE) {
         vi sum[AT_ONCE][M][TILE_VECTORS];
+#pragma GCC unroll 2
         for (int s = 0; s < AT_ONCE; ++s) {
+#pragma GCC unroll 12
           for (int m = 0; m < M; ++m)
             for (int v = 0; v < TILE_VECTORS; ++v)
-              sum[s][m][v] = splat_bits(start_of<IS_BYTES>(
-                  zero, RowGroup(a, row + m, first + g).sum(first_scale + s, SCALES)));
+              sum[s][m][v] = HAS_OFFSET ? vi{} : splat_bits(x[(GROUP / 4 + first + s) * M + m]);
 #pragma GCC unroll 4
           for (int u = 0; u < STEPS; ++u) {
-            const int step = (first_scale + s) * STEPS + u;
+            const int step = (first + s) * STEPS + u;
             vi low[TILE_VECTORS], high[TILE_VECTORS];
             for (int v = 0; v < TILE_VECTORS; ++v) {
               low[v] = load_bits((const char*)&part.codes[g][2 * step][(from + v) * L]);
@@ -204,24 +246,25 @@ static void sum_tile(const LinearArgs& a, int64_t row, int64_t first, int64_t co
             }
 #pragma GCC unroll 12
             for (int m = 0; m < M; ++m) {
-              const int32_t* x = RowGroup(a, row + m, first + g).x + 2 * step;
-              const vi x0 = splat_bits(x[0]), x1 = splat_bits(x[1]);
+              const vi x0 = splat_bits(x[2 * step * M + m]),
+                       x1 = splat_bits(x[(2 * step + 1) * M + m]);
               for (int v = 0; v < TILE_VECTORS; ++v)
                 sum[s][m][v] = dot_two<IS_BYTES>(sum[s][m][v], low[v], high[v], x0, x1);
             }
           }
         }
+#pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
-          const RowGroup own(a, row + m, first + g);
+          const vf scale = splat_float(x + (TileRows::WORDS - 2) * M + m);
           for (int v = 0; v < TILE_VECTORS; ++v) {
             const int column = (from + v) * L;
             vf total = load(&block[m][column]);
             for (int s = 0; s < AT_ONCE; ++s)
-              total = fmadd(__builtin_convertvector(sum[s][m][v], vf) * splat(own.scale),
-                            load(&part.scale[g][first_scale + s][column]), total);
+              total = fmadd(__builtin_convertvector(sum[s][m][v], vf) * scale,
+                            load(&part.scale[g][first + s][column]), total);
             if constexpr (HAS_OFFSET)
-              total =
-                  fmadd(splat(own.scale * float(own.sum())), load(&part.offset[g][column]), total);
+              total = fmadd(splat_float(x + (TileRows::WORDS - 1) * M + m),
+                            load(&part.offset[g][column]), total);
             store_all(&block[m][column], total);
           }
         }
@@ -229,8 +272,7 @@ static void sum_tile(const LinearArgs& a, int64_t row, int64_t first, int64_t co
   }
 }
 
-typedef void (*Tile)(const LinearArgs&, int64_t, int64_t, int64_t, int, const Unpacked&, Next&,
-                     int64_t, float (*)[PANEL]);
+typedef void (*Tile)(const int32_t*, int64_t, const Unpacked&, Next&, int64_t, float (*)[PANEL]);
 
 template <BlockTraits T>
 constexpr int MOST_ROWS = TILE_ROWS / SCALES_AT_ONCE<T.scales>;
@@ -245,10 +287,10 @@ static Tile pick_tile(int64_t rows) {
 }
 
 template <BlockTraits T>
-static void sum_many(const LinearArgs& a, int64_t row, int64_t rows, const char* panel,
+static void sum_many(const LinearArgs& a, const TileRows& x, int64_t rows, const char* panel,
                      float (*block)[PANEL]) {
   static thread_local Unpacked part;
-  const int64_t groups = a.granules * 8 / GROUP, tiles = (rows + MOST_ROWS<T> - 1) / MOST_ROWS<T>;
+  const int64_t groups = a.granules * 8 / GROUP, tiles = TileRows::tiles(rows, MOST_ROWS<T>);
   const char* end = panel + groups * GROUP / T.inputs * T.block_bytes();
   std::memset(block, 0, rows * sizeof(*block));
   for (int64_t first = 0; first < groups; first += PART_GROUPS) {
@@ -257,23 +299,24 @@ static void sum_many(const LinearArgs& a, int64_t row, int64_t rows, const char*
     // The panel that follows is nearly always of the same type, or as long.
     Next next{BlockGroup<T>(panel, first + count).group, end + PART_GROUPS * T.group_bytes()};
     for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t begin = rows * t / tiles, last = rows * (t + 1) / tiles;
-      pick_tile<T>(last - begin)(a, row + begin, first, count, T.zero, part, next, T.group_bytes(),
-                                 block + begin);
+      const int64_t begin = rows * t / tiles, M = rows * (t + 1) / tiles - begin;
+      pick_tile<T>(M)(x.words.data() + (begin * groups + first * M) * TileRows::WORDS, count, part,
+                      next, T.group_bytes(), block + begin);
       next.end = next.at;
     }
   }
 }
 
-// Codes with further bits take more registers to unpack.
-template <BlockTraits T, int M = (HAS_PLANES<T> ? 2 : FEW_ROWS)>
-static void sum_panel(const LinearArgs& a, int64_t row, int64_t rows, const char* panel,
-                      float (*block)[PANEL]) {
-  if constexpr (M == 0) {
-    sum_many<T>(a, row, rows, panel, block);
-  } else {
+// Rows up to this number are multiplied by sum_few. Codes with further bits take more registers.
+template <BlockTraits T>
+constexpr int FEW_ROWS_OF = HAS_PLANES<T> ? 2 : FEW_ROWS;
+
+template <BlockTraits T, int M = FEW_ROWS_OF<T>>
+static void sum_some(const LinearArgs& a, int64_t row, int64_t rows, const char* panel,
+                     float (*block)[PANEL]) {
+  if constexpr (M > 0) {
     if (rows == M) return sum_few<T, M>(a, row, panel, block);
-    sum_panel<T, M - 1>(a, row, rows, panel, block);
+    sum_some<T, M - 1>(a, row, rows, panel, block);
   }
 }
 
@@ -301,12 +344,24 @@ static void with_traits(BlockType type, F work) {
 
 }  // namespace
 
-void sum_blocks(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel,
-                float (*block)[PANEL]) {
+void sum_blocks(const LinearArgs& a, const LinearTask& task, FinishPanel finish) {
+  static thread_local TileRows x;
   const PanelTable table(a.weight);
-  with_traits(table.type(panel), [&](auto type) {
-    sum_panel<traits_of(type())>(a, row, rows, a.weight + table.offset(panel), block);
-  });
+  const int64_t row = task.first_row, rows = task.last_row - row;
+  alignas(64) float block[ROW_BLOCK][PANEL];
+  bool is_prepared = false;
+  for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel) {
+    with_traits(table.type(panel), [&](auto type) {
+      constexpr BlockTraits T = traits_of(type());
+      const char* bytes = a.weight + table.offset(panel);
+      if (rows <= FEW_ROWS_OF<T>) return sum_some<T>(a, row, rows, bytes, block);
+      if (!is_prepared || x.most != MOST_ROWS<T> || x.scales != T.scales || x.zero != T.zero)
+        x.prepare<T, MOST_ROWS<T>>(a, row, rows);
+      is_prepared = true;
+      sum_many<T>(a, x, rows, bytes, block);
+    });
+    finish(a, row, rows, panel, block);
+  }
 }
 
 }  // namespace NS

@@ -30,10 +30,13 @@ constexpr int TILE = 2;
 
 #ifdef PENSTOCK_EXPANDS
 int64_t panels_at_once(Format format, int64_t rows) {
+  if (format == Format::GGUF) return rows > 2 ? BLOCK_PANELS_AT_ONCE : 1;
   return is_expanded(format, rows, PANELS_AT_ONCE) ? panels_of_turn(format, rows) : 1;
 }
 #else
-int64_t panels_at_once(Format, int64_t) { return 1; }
+int64_t panels_at_once(Format format, int64_t rows) {
+  return format == Format::GGUF && rows > 2 ? BLOCK_PANELS_AT_ONCE : 1;
+}
 #endif
 
 struct F32 {
@@ -433,17 +436,13 @@ static void multiply_expanded(const LinearArgs& a, const LinearTask& task) {
 }
 #endif
 
-static void multiply_blocks(const LinearArgs& a, const LinearTask& task) {
-  const int64_t rows = task.last_row - task.first_row;
-  alignas(64) float block[ROW_BLOCK][PANEL];
-  for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel) {
-    sum_blocks(a, task.first_row, rows, panel, block);
-    finish_rows(a, task.first_row, rows, panel, block, Beyond{nullptr});
-  }
+static void finish_panel(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel,
+                         float (*block)[PANEL]) {
+  finish_rows(a, row, rows, panel, block, Beyond{nullptr});
 }
 
 void multiply(const LinearArgs& a, const LinearTask& task) {
-  if (a.format == Format::GGUF) return multiply_blocks(a, task);
+  if (a.format == Format::GGUF) return sum_blocks(a, task, finish_panel);
 #ifdef PENSTOCK_EXPANDS
   if (is_expanded(a.format, task.last_row - task.first_row, task.last_panel - task.first_panel))
     return multiply_expanded(a, task);
