@@ -32,6 +32,9 @@ _MOST_DIMENSIONS, _MOST_ALIGNMENT = 4, 1 << 20
 # A model's numbers outside this range are no use in float32 arithmetic.
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30
 _MOST_WHOLE = 2**63 - 1
+# Of a text, in front of it.
+_LENGTH = struct.Struct("<Q")
+_PIECE_BYTES = 1 << 18
 # Most characters of a value in an error.
 _SHOWN_CHARS = 80
 
@@ -90,24 +93,30 @@ class GgufArray:
     letter: str
     count: int
     begin: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its numbers."""
-        return self.count * struct.calcsize(f"<{self.letter}")
+    end: int
 
     def numbers(self) -> Sequence[Any]:
         """Read the numbers. Raises OSError, and ValueError when the file is shorter."""
         found = array("b" if self.letter == "?" else self.letter)
         with self.path.open("rb") as file:
-            found.frombytes(_Reader(file, self.begin).take(self.num_bytes))
+            found.frombytes(_Reader(file, self.begin).take(self.end - self.begin))
         return found
 
     def texts(self) -> list[str]:
         """Read the texts. Raises OSError, and ValueError when the file has changed."""
+        # At once: a vocabulary has half a million of them.
+        if self.end - self.begin > _MOST_TEXT_BYTES + _LENGTH.size * self.count:
+            raise ValueError("its texts are longer than those of any file")
         with self.path.open("rb") as file:
-            reader = _Reader(file, self.begin)
-            return [reader.text() for _ in range(self.count)]
+            data = _Reader(file, self.begin).take(self.end - self.begin)
+        found, place = [], 0
+        for _ in range(self.count):
+            (size,) = _LENGTH.unpack_from(data, place)
+            place += _LENGTH.size + size
+            if place > len(data):
+                raise ValueError("it ends too early")
+            found.append(data[place - size : place].decode())
+        return found
 
     def __str__(self) -> str:
         return f"an array of {self.count}"
@@ -284,14 +293,27 @@ class _Reader:
         inner, count = self.numbers("IQ")
         begin = self.position
         if inner in _NUMBERS:
-            found = GgufArray(path, _NUMBERS[inner], count, begin)
-            if found.num_bytes > self.size - begin:
+            end = begin + count * struct.calcsize(f"<{_NUMBERS[inner]}")
+            if end > self.size:
                 raise ValueError("it ends too early")
-            self.position = self._file.seek(begin + found.num_bytes)
-            return found
+            self.position = self._file.seek(end)
+            return GgufArray(path, _NUMBERS[inner], count, begin, end)
         self._array_texts += count
         if inner != _STRING or self._array_texts > _MOST_ARRAY_TEXTS:
             raise ValueError(f"an array has type {inner} or is too long")
+        self._skip_texts(count)
+        return GgufArray(path, "", count, begin, self.position)
+
+    def _skip_texts(self, count: int) -> None:
+        """Go behind some texts, by pieces of the file: one by one, half a million of them took a second."""
+        piece, place = b"", 0
         for _ in range(count):
-            self.take(*self.numbers("Q"))
-        return GgufArray(path, "", count, begin)
+            if len(piece) - place < _LENGTH.size:
+                self.position = self._file.seek(self.position + place)
+                piece, place = self._file.read(_PIECE_BYTES), 0
+                if len(piece) < _LENGTH.size:
+                    raise ValueError("it ends too early")
+            place += _LENGTH.size + _LENGTH.unpack_from(piece, place)[0]
+            if self.position + place > self.size:
+                raise ValueError("it ends too early")
+        self.position = self._file.seek(self.position + place)
