@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.dtypes import COMPUTED, dtype_name
 from penstock.common.errors import StartupError
-from penstock.common.gguf_parts import GGUF_FILE
+from penstock.common.gguf_parts import GGUF_FILE, read_gguf
 from penstock.common.options import option, options_of
 from penstock.common.units import format_size
 from penstock.generation.config import GenerationServiceConfig
@@ -126,7 +127,8 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     # The text part's configuration, for a model of several parts.
     text = next((values[name] for name in ("text_config", "llm_config") if isinstance(values.get(name), dict)), values)
     text = {**values, **text}
-    weights = weights_of(_headers(folder, model), folder)
+    headers = _headers(folder, model)
+    weights = weights_of(headers, folder)
     item = _serving_item(text)
     cache = _kv_bytes(text)
     total, available = host_memory()
@@ -134,7 +136,8 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     packed = (folder / PACKED_FILE).is_file()
     quantized = _quantization(values, packed=packed)
     kinds = ("none",) if quantized else QUANTIZATIONS
-    memory = {kind: weights.stored_bytes if quantized else weights.loaded_bytes(item, kind) for kind in kinds}
+    as_stored = _gguf_bytes(headers, item) if (folder / GGUF_FILE).exists() else weights.stored_bytes
+    memory = {kind: as_stored if quantized else weights.loaded_bytes(item, kind) for kind in kinds}
     context = _first(text, _CONTEXT)
     facts: dict[str, Any] = {
         "model": model_name(model),
@@ -142,7 +145,8 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
         "model_type": values.get("model_type"),
         "architectures": _names(values),
         "kind": _kind(values),
-        "parameters": None if quantized else weights.count or None,
+        # In other formats than GGUF, numbers are stored packed.
+        "parameters": None if quantized and quantized["method"] != "gguf" else weights.count or None,
         "stored": {"bytes": weights.stored_bytes, "dtypes": weights.dtypes},
         "dtype": _dtype(text),
         "quantization": quantized,
@@ -162,7 +166,8 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     }
     facts["starts"], facts["why"], facts["advice"] = _start(folder, values, weights, facts)
     share = 1.0 if not experts or not chosen else min(chosen / experts, 1.0)
-    facts["speed"] = _speed(weights, item, share, kinds, quantized) if measures and weights.count else None
+    read = {kind: as_stored if quantized else weights.read_bytes(item, kind, share) for kind in kinds}
+    facts["speed"] = _speed(read) if measures and weights.count else None
     return facts
 
 
@@ -187,6 +192,8 @@ def weights_of(tensors: Mapping[str, StoredTensor], folder: Path) -> WeightCount
 
 def _headers(folder: Path, model: str | None) -> dict[str, StoredTensor]:
     """Read the headers of the weights from files here, else from the hub. Raises StartupError naming MODEL."""
+    if (folder / GGUF_FILE).exists():
+        return _gguf_headers(folder)
     files = sorted(folder.glob("*.safetensors"))
     if (folder / PACKED_FILE).is_file():
         files = [folder / PACKED_FILE]
@@ -199,6 +206,30 @@ def _headers(folder: Path, model: str | None) -> dict[str, StoredTensor]:
     if files or model is None or Path(model).expanduser().is_dir():
         return found
     return _headers_at_the_hub(model)
+
+
+def _gguf_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Read the header of a GGUF file: types in place of dtypes, and names that `weights_of` knows."""
+    found = read_gguf(folder / GGUF_FILE).tensors.items()
+    names = {"token_embd.": "embed_tokens.", "_exps.": ".experts."}
+    return {
+        reduce(lambda text, one: text.replace(*one), names.items(), name): StoredTensor(
+            tensor.type.name, tensor.shape, tensor.begin, tensor.end
+        )
+        for name, tensor in found
+    }
+
+
+def _gguf_bytes(tensors: Mapping[str, StoredTensor], item: float) -> int:
+    """Return the bytes in memory of a GGUF file's tensors: as they are stored where their type is kept, else with
+    `item` bytes a number."""
+    # Imports torch.
+    from penstock.generation.weights.quantised.gguf import WHOLE_TYPES
+
+    return sum(
+        one.end - one.begin if one.dtype in WHOLE_TYPES else int(math.prod(one.shape) * item)
+        for one in tensors.values()
+    )
 
 
 def _headers_at_the_hub(model: str) -> dict[str, StoredTensor]:
@@ -416,16 +447,13 @@ def _known_types() -> tuple[frozenset[str], str]:
     return frozenset(types), transformers.__version__
 
 
-def _speed(
-    weights: WeightCounts, item: float, share: float, kinds: Iterable[str], quantized: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _speed(read: Mapping[str, int]) -> dict[str, Any]:
     """Estimate tokens a second of one stream: the memory's bandwidth over the bytes that a token reads."""
     bandwidth = measured_bandwidth()
-    read = {kind: weights.stored_bytes if quantized else weights.read_bytes(item, kind, share) for kind in kinds}
     return {
         "is_estimate": True,
         "memory_bytes_per_second": round(bandwidth),
-        "read_bytes_per_token": read,
+        "read_bytes_per_token": dict(read),
         "tokens_per_second": {kind: round(bandwidth / size, 1) for kind, size in read.items() if size},
     }
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from factories.models.checkpoints import tiny_checkpoint
+from factories.models.gguf_converter import convert
+from factories.models.model_types import tiny_model_type
 from factories.servers.hub import running_hub
 from penstock.cli import inspect_model as inspecting
 from penstock.cli.inspect_model import inspect_model, measured_bandwidth, run_inspect
@@ -53,6 +55,27 @@ def test_the_figures_are_those_of_the_loaded_model(tmp_path: Path, family: str, 
     assert facts["context"] == config.max_position_embeddings
     # Scales of small matrices weigh more than the estimate's share.
     assert facts["memory"]["weights_bytes"][quantization] == pytest.approx(model.num_bytes, rel=0.12)
+
+
+@pytest.mark.parametrize(("architecture", "model_type"), [("qwen2moe", "qwen2_moe"), ("lfm2", "lfm2")])
+def test_a_gguf_file_is_described_by_its_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, model_type: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fields = {"use_sliding_window": False, "layer_types": ["full_attention"] * 4} if architecture == "qwen2moe" else {}
+    source = tiny_model_type(tmp_path / "source", model_type, **fields)
+    path = convert(source, tmp_path / "tiny.gguf", architecture)
+    facts = facts_of(path)
+    assert facts["starts"], facts["why"]
+    device = open_device("cpu")
+    device.start(num_threads=1, kernels="torch")
+    model = load_model(Path(facts["folder"]), device=device, map_embeddings=False)
+    assert facts["parameters"] == model.config.num_parameters
+    assert facts["memory"]["weights_bytes"]["none"] == pytest.approx(model.num_bytes, rel=0.12)
+    assert set(facts["stored"]["dtypes"]) == {"F32", "Q8_0"}
+    assert facts["quantization"] == {"method": "gguf", "bits": None}
+    # Transformers' modules run it, and that is said.
+    assert ("transformers" in facts["why"]) == (architecture == "lfm2")
 
 
 def test_the_embedded_model_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
