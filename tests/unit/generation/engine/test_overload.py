@@ -147,10 +147,12 @@ def test_a_crowd_rests_as_long_as_its_steps_are_slow() -> None:
     assert turns.choose({"a": 12, "b": 10}) == frozenset()
 
 
-def test_expired_work_is_never_prefilled() -> None:
+# One that another backend began is started late as well, so only its deadline ends it.
+@pytest.mark.parametrize("resumed", [(), ((3, 4),)])
+def test_expired_work_is_never_prefilled(resumed: tuple[tuple[int, ...], ...]) -> None:
     engine, runner = make_engine(engine_config(), clock=lambda: now)
     now = 0.0
-    engine.add(request([1] * 8, deadline=1.0))
+    engine.add(request([1] * 8, deadline=1.0, resumed_token_ids=resumed))
     now = 1.5
     (output,) = engine.step()
     assert output.finished is not None
