@@ -35,7 +35,7 @@ Examples:
 
   penstock demo --model smollm2"""
 # The embedded model knows about Penstock and hardly anything else; other models have never heard of it.
-QUESTION, QUESTION_FOR_OTHERS = "What is Penstock?", "What is the capital of France?"
+QUESTION, QUESTION_FOR_OTHERS = "What is Penstock?", "Why is the sky blue?"
 STOP_SECONDS = 60.0
 
 
