@@ -20,6 +20,7 @@ from penstock.common.progress import (
     DOWNLOAD,
     LOAD_WEIGHTS,
     PACK,
+    QUANTIZE,
     RECEIVE,
     TUNE,
     WAIT,
@@ -53,6 +54,7 @@ WORDS = {
     WARM_UP: ("running {} once", "ran {} once"),
     PACK: ("packing {}", "packed {}"),
     CHECK: ("checking {}", "checked {}"),
+    QUANTIZE: ("quantising {}", "quantised {}"),
     RECEIVE: ("sending {}", "sent {}"),
 }
 

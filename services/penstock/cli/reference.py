@@ -20,6 +20,7 @@ from penstock.cli.flags import shown_default
 from penstock.cli.infer.config import InferConfig
 from penstock.cli.inspect_model import InspectConfig
 from penstock.cli.pack import PackConfig
+from penstock.cli.quantize import QuantizeConfig
 from penstock.cli.serve.service_process import ROLES
 from penstock.cli.serve.tree import FRONT, TreeConfig
 from penstock.cli.trace import TraceConfig
@@ -113,6 +114,9 @@ def _sections() -> Iterator[str]:
     yield _table(options_of(DownloadConfig))
     yield "`penstock inspect MODEL`:\n"
     yield _table(options_of(InspectConfig))
+    yield "## Quantising\n"
+    yield "`penstock quantize MODEL OUTPUT`; [the page](../guide/quantised-checkpoints.md#make-one) says how.\n"
+    yield _table(options_of(QuantizeConfig))
     yield "## Packing\n"
     yield "`penstock pack MODEL OUTPUT`; [the page](../guide/packed-models.md) says when it pays.\n"
     yield _table(options_of(PackConfig))

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
-# Stages, in the order of a start; the next two belong to `penstock pack`, the last to a model loaded by a call.
+# Stages, in the order of a start; the others are of `penstock pack`, `penstock quantize`, and a model loaded by a call.
 WAIT, DOWNLOAD, LOAD_WEIGHTS, TUNE, WARM_UP = "wait", "download", "load_weights", "tune", "warm_up"
 PACK, CHECK = "pack", "check"
+QUANTIZE = "quantize"
 RECEIVE = "receive"
 # Longest subject: progress must be one small write into a pipe.
 MAX_SUBJECT_CHARS = 200

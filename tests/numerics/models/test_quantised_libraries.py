@@ -352,6 +352,20 @@ def test_fp8_of_transformers(tmp_path: Path) -> None:
     check(folder, dense_reference(tmp_path / "dense", source, weights), "float32")
 
 
+def test_what_quantize_writes_is_read_by_compressed_tensors(tmp_path: Path) -> None:
+    """transformers with the package compressed-tensors, as vLLM reads these folders with it."""
+    pytest.importorskip("compressed_tensors")
+    from factories.models.byte_tokenizer import save_byte_tokenizer
+    from penstock.generation.quantise.quantiser import QuantiseSettings, quantise
+
+    source = base(tmp_path, "llama")
+    save_byte_tokenizer(source)
+    folder = tmp_path / "quantised"
+    quantise(source, folder, QuantiseSettings(group=32, tokens=640, context=64))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    check(folder, expected(model.eval()), "int4-asymmetric")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Written by the library's writer with its quantisers, read back by transformers through the library's reader."""

@@ -31,6 +31,7 @@ from penstock.cli.foreign_flags import SAME_COMMANDS
 from penstock.cli.infer.config import InferConfig, connection_options, engine_options
 from penstock.cli.kernels import BuildProgress
 from penstock.cli.pack import PackConfig
+from penstock.cli.quantize import QuantizeConfig
 from penstock.cli.reference import configuration_markdown
 from penstock.cli.serve.commands import FIRST
 from penstock.cli.serve.reports import Reporter
@@ -463,6 +464,7 @@ def test_a_variable_has_one_meaning() -> None:
         BenchConfig,
         DebugConfig,
         PackConfig,
+        QuantizeConfig,
         TraceConfig,
     ]
     configs += [

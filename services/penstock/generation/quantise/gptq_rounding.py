@@ -1,0 +1,125 @@
+"""GPTQ (Frantar et al., 2022): a matrix is rounded input by input, and what is left of an error goes to later inputs.
+
+With the covariance H of the inputs, an error E costs E·H·Eᵀ. Inputs are taken by falling importance (H's diagonal);
+grids are fitted first, so that groups stay those of neighbours. Afterwards all scales of a row are fitted together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.generation.quantise.grid import Grid, fit_grid
+
+# Added to H's diagonal, as a share of its mean: a direction that calibration hardly shows is not free.
+DAMPING = 0.01
+# Inputs with errors that are given on together.
+_BLOCK = 128
+_RIDGE = 1e-6
+
+
+class Covariance:
+    """Covariance (inputs, inputs) of a matrix's inputs over the calibration text."""
+
+    def __init__(self, inputs: int) -> None:
+        self._sum = torch.zeros(inputs, inputs)
+        self._rows = 0
+
+    def add(self, rows: Tensor) -> None:
+        """Add inputs (rows, inputs)."""
+        self._sum.addmm_(rows.T, rows)
+        self._rows += len(rows)
+
+    def damped(self) -> Tensor:
+        """Return the mean, with DAMPING. Raises ValueError where a number is not finite."""
+        mean = self._sum / max(self._rows, 1)
+        diagonal = mean.diagonal()
+        if not bool(torch.isfinite(diagonal).all()):
+            raise ValueError("the calibration text makes inputs that are not finite")
+        diagonal.add_(DAMPING * float(diagonal.mean().clamp(min=torch.finfo(torch.float32).tiny)))
+        return mean
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedMatrix:
+    """Whole numbers (outputs, inputs) on their grid, and the share of the output's energy that is lost."""
+
+    whole: Tensor
+    grid: Grid
+    loss: float
+
+    def dense(self) -> Tensor:
+        """Return the numbers that they mean, in float32."""
+        return self.grid.dense(self.whole)
+
+
+def round_matrix(weight: Tensor, covariance: Tensor, group: int, bits: int, dtype: torch.dtype) -> RoundedMatrix:
+    """Round a float32 matrix (outputs, inputs) with inputs of this damped covariance; scales are stored in `dtype`."""
+    grid = fit_grid(weight, covariance.diagonal(), group, bits, dtype)
+    whole = _spread_errors(weight, covariance, grid)
+    best = RoundedMatrix(whole, grid, _loss(weight, grid.dense(whole), covariance))
+    refitted = _fit_scales(weight, covariance, whole, grid, dtype)
+    # The same whole numbers with better scales, or whole numbers anew on those.
+    for candidate in (whole, _spread_errors(weight, covariance, refitted)):
+        loss = _loss(weight, refitted.dense(candidate), covariance)
+        if loss < best.loss:
+            best = RoundedMatrix(candidate, refitted, loss)
+    return best
+
+
+def _spread_errors(weight: Tensor, covariance: Tensor, grid: Grid) -> Tensor:
+    """Return the whole numbers of GPTQ on a grid."""
+    order = covariance.diagonal().argsort(descending=True)
+    back = order.argsort()
+    left = weight[:, order].contiguous()
+    spread = _spread(covariance[order][:, order])
+    inputs, groups = left.shape[1], order.tolist()
+    whole = torch.empty_like(left)
+    for first in range(0, inputs, _BLOCK):
+        last = min(first + _BLOCK, inputs)
+        errors = torch.empty(len(left), last - first)
+        block = left[:, first:last]
+        factors = spread[first:last, first:last]
+        for at in range(last - first):
+            numbers, meant = grid.column(block[:, at], groups[first + at])
+            whole[:, first + at] = numbers
+            error = (block[:, at] - meant) / factors[at, at]
+            errors[:, at] = error
+            block[:, at + 1 :].addr_(error, factors[at, at + 1 :], alpha=-1.0)
+        left[:, last:].addmm_(errors, spread[first:last, last:], alpha=-1.0)
+    return whole[:, back].contiguous()
+
+
+def _spread(covariance: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse: row i says how input i's error goes to later inputs."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance.double()))
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor.float()
+
+
+def _fit_scales(weight: Tensor, covariance: Tensor, whole: Tensor, grid: Grid, dtype: torch.dtype) -> Grid:
+    """Return the grid with the scales of each row that lose least with these whole numbers: a least-squares problem
+    over the row's groups."""
+    outputs, groups = grid.scale.shape
+    steps = (whole.view(outputs, groups, -1) - grid.zero[..., None]).view(whole.shape)
+    matrix, right = torch.empty(outputs, groups, groups), torch.empty(outputs, groups)
+    for index in range(groups):
+        part = slice(index * grid.group, (index + 1) * grid.group)
+        seen = steps[:, part] @ covariance[part]
+        matrix[:, index] = (seen * steps).view(outputs, groups, -1).sum(2)
+        right[:, index] = (seen * weight).sum(1)
+    ridge = matrix.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny) * _RIDGE
+    matrix.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+    found = torch.linalg.solve(matrix.double(), right.double()).float().to(dtype).float()
+    # A group of zeros has no best scale, and a negative one would turn its numbers round.
+    is_usable = torch.isfinite(found) & (found > 0.0)
+    return Grid(torch.where(is_usable, found, grid.scale), grid.zero, grid.group, grid.levels)
+
+
+def _loss(weight: Tensor, rounded: Tensor, covariance: Tensor) -> float:
+    """Return the energy of the outputs' error as a share of that of the outputs."""
+    error = weight - rounded
+    lost, whole = ((error @ covariance) * error).sum(), ((weight @ covariance) * weight).sum()
+    return float(lost / whole.clamp(min=torch.finfo(torch.float32).tiny))

@@ -1,0 +1,99 @@
+"""Scales and zeros of groups of inputs: the grid on which a matrix of whole numbers lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+# Shares of a group's lowest and highest number that are tried as the ends of its grid: large numbers are cut where the
+# others gain more.
+_SHARES = (1.0, 0.88, 0.76, 0.64, 0.52, 0.4)
+# Rounds in which the best is fitted to its whole numbers, which are then those of the new scale.
+_ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Scale and zero of each group of each output: a number is (whole - zero) · scale."""
+
+    # (outputs, groups), exact in the dtype that they are stored in.
+    scale: Tensor
+    # (outputs, groups) whole numbers from 0 to `levels` - 1.
+    zero: Tensor
+    group: int
+    levels: int
+
+    def column(self, values: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """Round the numbers (outputs) of one input: whole numbers, and what they mean."""
+        scale, zero = self.scale[:, index // self.group], self.zero[:, index // self.group]
+        whole = (values / scale).round_().add_(zero).clamp_(0, self.levels - 1)
+        return whole, (whole - zero) * scale
+
+    def dense(self, whole: Tensor) -> Tensor:
+        """Return the numbers that whole numbers (outputs, inputs) mean."""
+        parts = whole.view(len(whole), -1, self.group)
+        return ((parts - self.zero[..., None]) * self.scale[..., None]).view(whole.shape)
+
+
+def fit_grid(weight: Tensor, importance: Tensor, group: int, bits: int, dtype: torch.dtype) -> Grid:
+    """Find scales and zeros for a matrix (outputs, inputs) with the least squared error, each input's weighted by its
+    `importance` (inputs). `group` divides the inputs; scales are rounded to `dtype`."""
+    levels = 1 << bits
+    parts = weight.view(len(weight), -1, group)
+    weights = importance.view(1, -1, group).expand(parts.shape)
+    # Zero is a number of every grid.
+    low, high = parts.amin(2).clamp_(max=0.0), parts.amax(2).clamp_(min=0.0)
+    best = _Best(parts, weights, levels)
+    for below, above in product(_SHARES, _SHARES):
+        scale = _stored((high * above - low * below) / (levels - 1), dtype)
+        best.offer(scale, (-low * below / scale).round_().clamp_(0, levels - 1))
+    for _ in range(_ROUNDS):
+        best.offer(*_refit(parts, _whole(parts, best.scale, best.zero, levels), weights, levels, dtype))
+    return Grid(best.scale, best.zero, group, levels)
+
+
+class _Best:
+    """The best scale and zero of each group so far."""
+
+    def __init__(self, parts: Tensor, weights: Tensor, levels: int) -> None:
+        self._parts, self._weights, self._levels = parts, weights, levels
+        self.scale = torch.ones(parts.shape[:2])
+        self.zero = torch.zeros(parts.shape[:2])
+        self._least = torch.full(parts.shape[:2], torch.inf)
+
+    def offer(self, scale: Tensor, zero: Tensor) -> None:
+        """Keep them for the groups with a lesser error."""
+        whole = _whole(self._parts, scale, zero, self._levels)
+        meant = whole.sub_(zero[..., None]).mul_(scale[..., None])
+        error = meant.sub_(self._parts).square_().mul_(self._weights).sum(2)
+        is_less = error < self._least
+        self.scale = torch.where(is_less, scale, self.scale)
+        self.zero = torch.where(is_less, zero, self.zero)
+        self._least = torch.where(is_less, error, self._least)
+
+
+def _whole(parts: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
+    return (parts / scale[..., None]).round_().add_(zero[..., None]).clamp_(0, levels - 1)
+
+
+def _refit(parts: Tensor, whole: Tensor, weights: Tensor, levels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the line through the whole numbers with the least weighted error: its slope, and the whole number that is
+    nearest to its zero."""
+    total = weights.sum(2)
+    mean_whole = (whole * weights).sum(2) / total
+    mean_part = (parts * weights).sum(2) / total
+    centred = whole - mean_whole[..., None]
+    spread = (centred.square() * weights).sum(2)
+    slope = (centred * parts * weights).sum(2) / spread.clamp(min=torch.finfo(spread.dtype).tiny)
+    scale = _stored(slope, dtype)
+    zero = (mean_whole - mean_part / scale).round_().clamp_(0, levels - 1)
+    return scale, zero
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the stored dtype; a group of zeros has any scale but 0."""
+    rounded = scale.to(dtype).float()
+    return torch.where(rounded > 0.0, rounded, torch.ones_like(rounded))
