@@ -28,7 +28,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from benchmarks._arguments import be_quiet
 from benchmarks._report import Report, Table
 from benchmarks.checkpoints import CACHE
-from benchmarks.real_models import MODELS, bf16_folder, gguf_file
+from benchmarks.real_models import MODELS, bf16_folder, gguf_file, quantised_folder
 
 PROSE = Path(__file__).with_name("data") / "prose.txt"
 # By the flags of the generation service.
@@ -43,6 +43,9 @@ FORMATS = {
     "float32, int4": NumberFormat("float32", "int4", "auto"),
     "gguf": NumberFormat("bfloat16", "auto", "auto"),
 }
+# Folders of `penstock quantize`, by the size of groups.
+QUANTIZED = {f"quantize, groups of {group}": group for group in (32, 64)}
+FORMATS |= {label: Format("bfloat16", "auto", "auto") for label in QUANTIZED}
 COLUMNS = (
     "model",
     "format",
@@ -72,9 +75,13 @@ def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
         exact: dict[Path, Reading] = {}
         for label in options.formats:
             format = FORMATS[label]
-            reference = bf16_folder(name, options.cache, permuted=format.quantization == "int4")
-            is_file = format.quantization == "auto"
-            folder = Path(resolve_model(str(gguf_file(name, options.cache)))) if is_file else reference
+            is_permuted = format.quantization == "int4" or label in QUANTIZED
+            reference = bf16_folder(name, options.cache, permuted=is_permuted)
+            folder = reference
+            if label in QUANTIZED:
+                folder = quantised_folder(name, QUANTIZED[label], options.cache)
+            elif format.quantization == "auto":
+                folder = Path(resolve_model(str(gguf_file(name, options.cache))))
             rows = documents(reference, options.tokens, options.context)
             if reference not in exact:
                 exact[reference] = read_all(TransformersReader(reference), rows, options.top, show_nothing)

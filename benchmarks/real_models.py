@@ -103,6 +103,18 @@ def bf16_folder(name: str, cache: Path = CACHE, *, permuted: bool = False) -> Pa
     return folder
 
 
+def quantised_folder(name: str, group: int, cache: Path = CACHE) -> Path:
+    """Return the folder that `penstock quantize --group-size GROUP` makes of the weights with channels in another
+    order, made when it is not there."""
+    from penstock.generation.quantise.quantiser import QuantiseSettings, quantise
+
+    source = bf16_folder(name, cache, permuted=True)
+    folder = cache / "real" / f"{name}-quantised-{group}-v{_VERSION}"
+    if not (folder / "model.safetensors.index.json").is_file():
+        quantise(source, folder, QuantiseSettings(group))
+    return folder
+
+
 def _write_dense(file: Path, folder: Path) -> None:
     """Write config.json, the tokenizer and the numbers that the file means, as the service reads them."""
     from penstock.common.checkpoint import resolve_model

@@ -57,10 +57,12 @@ COMMANDS = (
         MODELS,
         "evaluate.eval_command:commands",
         "Measure how near number formats, or a server, are to a reference on a text.",
+    ),
+    CommandRow(
         "quantize",
         MODELS,
         "quantize:commands",
-        "Write a model with weights of 4 bits, fitted to a calibration text, as other engines read it too.",
+        "Write a model with weights of 4 bits, fitted to a calibration text, in a layout that other engines have.",
     ),
     CommandRow("models", MODELS, "client.models:commands", "Load, unload and show a generation service's model."),
     CommandRow("adapters", MODELS, "adapters:commands", "LoRA adapters of a running generation service."),

@@ -21,6 +21,7 @@ from penstock.common import modelscope
 from penstock.common.checkpoint import HUB_FILES, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
+from penstock.common.named_models import named_file
 from penstock.common.options import option, options_of
 from penstock.common.progress import CHECK, ProgressStage, ShowProgress
 from penstock.common.units import format_size
@@ -75,6 +76,10 @@ def run_download(model: str, given: Overrides) -> None:
     config = from_env_and_flags(DownloadConfig, given)
     if Path(model).expanduser().is_dir():
         raise StartupError(f"MODEL {model} is a local folder: give a hub's id, owner/name", flag="MODEL")
+    if (file := named_file(model)) is not None:
+        say(f"{file}: of an installed package")
+        say(f"serve it with: penstock serve {model}")
+        return
     repo, _, revision = model.partition("@")
     if revision and config.revision and revision != config.revision:
         raise StartupError("--revision and MODEL@REVISION differ: give one of them", flag="--revision")

@@ -21,8 +21,8 @@ from penstock.common.units import format_size
 
 FORMAT, CALIBRATION, WRITING = "Format", "Calibration", "Writing"
 GROUP_SIZES = (32, 64, 128)
-EPILOG = f"""OUTPUT is a compressed-tensors folder (pack-quantized): Penstock, transformers and vLLM read it. A run
-that was stopped goes on behind its last layer. docs/guide/quantised-checkpoints.md says what it costs and loses.
+EPILOG = f"""OUTPUT is a compressed-tensors folder (pack-quantized), a layout that transformers and vLLM have, too.
+A run that was stopped goes on behind its last layer. docs/guide/quantised-checkpoints.md says how it works.
 
 {ENV_NOTE}
 

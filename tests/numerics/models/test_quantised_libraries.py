@@ -362,8 +362,12 @@ def test_what_quantize_writes_is_read_by_compressed_tensors(tmp_path: Path) -> N
     save_byte_tokenizer(source)
     folder = tmp_path / "quantised"
     quantise(source, folder, QuantiseSettings(group=32, tokens=640, context=64))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    check(folder, expected(model.eval()), "int4-asymmetric")
+    # Without it compressed-tensors 0.20.1 expects zeros that are not packed, on any file with zeros.
+    settings = transformers.CompressedTensorsConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
+    # The library gives its numbers in the scales' dtype, bfloat16.
+    dense = load_model(folder, dtype="float32", quantization="none", device=CPUDevice())
+    assert error(logits(dense), expected(model.eval())) < 0.02
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

