@@ -45,6 +45,8 @@ _NAMES: Mapping[str, str] = {
     "inputs_embeds": "floating-point numbers of the shape (tokens, hidden size)",
     "config": "a penstock.v1.GenerationConfig",
     "json_object": "True or False",
+    # Negative ones are OpenAI's.
+    "seed": "a whole number from -2^63 to 2^63 - 1",
 }
 _RANGES = {
     "int32": "a whole number from -2147483648 to 2147483647",

@@ -39,6 +39,7 @@ _PARAMETERS = re.compile(r"^(tools\[\d+\]\.)parameters\b")
 # Exceptions for a value that a message cannot hold.
 _MISFITS = (TypeError, ValueError, OverflowError, AttributeError, KeyError, RecursionError)
 _SOMEHOW_WRONG = "has a value of a wrong type, or out of range"
+_OUT_OF_RANGE = "is out of range"
 # Words for JSON's types.
 _WORDS: Mapping[Any, str] = {
     str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object",
@@ -95,7 +96,7 @@ def typed(value: Any, kind: type[T], name: str) -> T:
         try:
             return float(value)  # type: ignore[return-value]
         except OverflowError:
-            raise InvalidArgument(name, "is out of range") from None
+            raise InvalidArgument(name, _OUT_OF_RANGE) from None
     if not isinstance(value, kind) or (is_bool and kind is not bool):
         raise InvalidArgument(name, f"must be {_WORDS[kind]}")
     return value
@@ -221,7 +222,7 @@ def _named(error: Exception, options: Mapping[str, Any]) -> InvalidArgument:
         # The value found instead is the caller's.
         words = found[2].rpartition(", found ")[0] or found[2]
         wrong = _wrong(found[1], options.get(found[1]))
-        return InvalidArgument(found[1], wrong if not is_ours or wrong != _SOMEHOW_WRONG else words)
+        return InvalidArgument(found[1], words if is_ours and wrong in (_SOMEHOW_WRONG, _OUT_OF_RANGE) else wrong)
     for name, value in options.items():
         try:
             check_options(**{name: value})
@@ -239,7 +240,7 @@ def _wrong(name: str, value: Any) -> str:
         typed(value, kind, name)
     except InvalidArgument as error:
         return error.description
-    return "is out of range"
+    return _OUT_OF_RANGE
 
 
 def token_lists(value: Any, name: str) -> list[str | list[int]]:

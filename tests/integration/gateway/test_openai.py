@@ -490,7 +490,12 @@ def test_a_bad_request_gets_openais_shape(served: Served, path: str, body: Any, 
         ("/detokenize", {}, "tokens", "must be a list of token ids"),
         ("/detokenize", {"tokens": ["a"]}, "tokens", "must be a text or a list of token ids"),
         ("/v1/completions", {"prompt": "a", "max_tokens": "3"}, "max_tokens", "must be a whole number"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 1 << 40}, "max_tokens", "is out of range"),
+        (
+            *("/v1/completions", {"prompt": "a", "max_tokens": 1 << 40}, "max_tokens"),
+            "must be a whole number from 0 to 4294967295",
+        ),
+        ("/v1/completions", {"prompt": "a", "n": -1}, "n", "must be a whole number from 0 to 4294967295"),
+        ("/v1/completions", {"prompt": "a", "seed": 1 << 70}, "seed", "must be a whole number from -2^63 to 2^63 - 1"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else None,
 )
