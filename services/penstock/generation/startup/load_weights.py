@@ -26,6 +26,7 @@ from penstock.generation.parallel.leader import LeaderModel, lead
 from penstock.generation.parallel.meeting import Meeting
 from penstock.generation.parallel.processes import Ranks
 from penstock.generation.startup.draft_model import load_draft_weights
+from penstock.generation.startup.format_warning import warn_of_format
 from penstock.generation.startup.memory_check import check_kv_memory, check_weights, stored_weight_bytes
 from penstock.generation.startup.preload import Begun
 from penstock.generation.startup.read_files import ModelFiles
@@ -89,6 +90,7 @@ def load_weights(start: Start, files: ModelFiles, begun: Begun) -> LoadedWeights
         whole = available if device.ranks_share_memory else available * config.tensor_parallel
         check_room(config, files.folder, files.config, parse_memory(config.kv_memory), whole)
         model = _load_model(start, files, device, ranks)
+        warn_of_format(config.quantization, model)
         draft = load_draft_weights(config, files.folder, device, start.show)
         if arena is not None:
             arena.close()
