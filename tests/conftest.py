@@ -29,7 +29,7 @@ os.environ.setdefault("PENSTOCK_HTTP_PORT", "-1")
 os.environ.setdefault("PENSTOCK_TUNE_SECONDS", "0")
 # And each tokenizer would start two processes for templates, which take longer than the rest of it.
 os.environ.setdefault("PENSTOCK_TEMPLATE_PROCESSES", "1")
-# Nor do services import torch, each for two seconds: see factories/servers/fork_server.py.
+# Nor do Penstock's programs import torch, each for two seconds: see factories/servers/forked.py.
 os.environ.setdefault("PENSTOCK_FORKED_SERVICES", "1" if sys.platform == "linux" else "0")
 # Services load the C++ kernels that the tests compile (`pytest_sessionstart`), not those that the user may have, from a
 # cache of the tests alone. It is set here, since the fork server's environment must be that of its services.
@@ -46,6 +46,10 @@ sys.dont_write_bytecode = False
 # The kernels' tests have two (`use_instruction_set`), and so has what sets a number of its own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# From here on, since tests start them by subprocess and by asyncio.
+if os.environ["PENSTOCK_FORKED_SERVICES"] == "1":
+    _forked = importlib.import_module("factories.servers.forked")
+    _forked.fork_programs(_forked.ForkServer().fork)
 # On a busy machine an example that takes long, or is made slowly, is not a failure.
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("penstock", max_examples=25, deadline=None, suppress_health_check=_SLOW)
@@ -77,9 +81,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     report: pytest.TerminalReporter | None = config.pluginmanager.get_plugin("terminalreporter")
     say = report.write_line if report else print
     say("compiling the C++ kernels, where these sources were not compiled before: a minute")
-    # In a process of its own: this one needs no torch.
+    # In a program of its own: this process needs no torch, and nothing else to fork.
     command = (sys.executable, "-m", "penstock.cli.main", "build-kernels")
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    alone = {**os.environ, "PENSTOCK_FORKED_SERVICES": "0"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=alone)
     if done.returncode:
         say(f"{done.stdout.strip()}\nservices run on torch's operators; tests of the kernels are skipped")
 

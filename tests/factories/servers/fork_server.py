@@ -1,137 +1,161 @@
-"""Program that forks service processes. What they import, it has: torch alone would take each of them two seconds.
+"""Program that forks Penstock's programs, with their imports already done: torch alone would take each two seconds.
 
-Reads orders from stdin, a line of JSON each: `arguments` of `penstock`, its `environment`, working `folder`, and files
-for its `stdin`, `stdout` and `stderr`. Answers each with a line, the id of a process that has the caller, given as
-argument, for its parent: it is orphaned at once, and the caller is a subreaper meanwhile. So it is waited for and
-killed as any other. But it has every service's modules, torch among them: a test of what a service imports, or of its
-memory, starts it with `forked=False`.
+`fork_server.py CALLER DESCRIPTOR PADDING`: orders come from that socket, a JSON object each with the descriptors that
+the program gets (forked.py makes them). Each is answered with the id of a process that has the caller for its parent:
+it is orphaned at once, and the caller is a subreaper meanwhile. So it is waited for and killed as any other. Programs
+that a forked one starts are forks of that one, in the same way. But each has every program's modules, torch among them:
+a test of what a service imports, or of its memory, starts it with `forked=False`.
 
 Two things of a program are left out, each of which takes more of the processor than all else of a start: the import of
-transformers by the process that loads a tokenizer, which is a fork of the tokenizer service here, and Python's own end,
-which takes all modules apart.
+transformers by the process that loads a tokenizer, and Python's own end, which takes all modules apart.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
+import ctypes
+import fcntl
 import functools
 import gc
 import importlib
+import inspect
 import json
 import logging
 import os
+import runpy
 import select
 import signal
-import subprocess
+import socket
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from penstock.common.child_io import Child
+# Not the folder of this file: its modules have common names.
+sys.path[0] = str(Path(__file__).parents[2])
+from factories.servers.forked import MAX_DESCRIPTORS, MAX_ORDER_BYTES, fork_programs  # noqa: E402
 
-
-def serve() -> None:
-    """Fork until stdin ends, which ends this process; return in each fork, which is then as a new one."""
-    from penstock.cli.serve.service_process import ROLES
-
-    caller = int(sys.argv[1])
-    for role in ROLES.values():
-        role.config_class()
-        role.app_class()
-    _fork_children()
-    # Pages of what is there are shared as long as the collector does not write to it.
-    gc.collect()
-    gc.freeze()
-    for line in sys.stdin:
-        order = json.loads(line)
-        answers, answer = os.pipe()
-        if (between := os.fork()) == 0:
-            parent = os.pidfd_open(os.getpid())
-            if (pid := os.fork()) != 0:
-                os.write(answer, str(pid).encode())
-                os._exit(0)
-            # It is readable once that process has ended, which is after its child has got another parent.
-            select.select([parent], [], [])
-            if os.getppid() != caller:
-                os._exit(1)
-            _become(order)
-            return
-        os.close(answer)
-        os.waitpid(between, 0)
-        os.write(1, os.read(answers, 20) + b"\n")
-        os.close(answers)
-    os._exit(0)
+sys.path[0] = os.getcwd()
+# Programs have lower descriptors.
+_HIGH = 500
 
 
-def _become(order: dict[str, Any]) -> None:
-    files = (order["stdin"], os.O_RDONLY), *((order[name], os.O_WRONLY | os.O_APPEND) for name in ("stdout", "stderr"))
-    for number, (file, flags) in enumerate(files):
-        os.dup2(os.open(file, flags), number)
-    _close_descriptors()
-    os.environ.clear()
-    os.environ.update(order["environment"])
-    os.chdir(order["folder"])
-    sys.path[0] = order["folder"]
-    sys.argv[1:] = order["arguments"]
+def serve(caller: int, orders: socket.socket) -> NoReturn:
+    """Fork until the caller ends."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, MAX_DESCRIPTORS)
+        if not message:
+            os._exit(0)
+        orders.send(str(_fork_for(caller, json.loads(message), descriptors)).encode())
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
-def _fork_children() -> None:
-    """Let tokenizer services fork their child processes, with what these import."""
-    from penstock.common import child_io
-    from penstock.common.child_io import Child
-    from penstock.tokenizer import load_process, template_process
-    from transformers import AutoTokenizer  # noqa: F401  # for their forks
-    from transformers.utils import chat_template_utils  # noqa: F401  # likewise
-
-    # They would pretend that there is no torch, and shorten the import of transformers.
-    child_io.forbid_torch = functools.partial(logging.disable, logging.WARNING)
-    load_process.read_sources_once = lambda: None
-    forked = (load_process.__name__, template_process.__name__)
-    start_program = Child.spawn
-
-    async def spawn(cls: type[Child], module: str, environment: dict[str, str]) -> Child:
-        if module not in forked:
-            return await start_program(module, environment)
-        program = functools.partial(_be_child, module, environment)
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": None}
-        start = asyncio.get_running_loop().subprocess_exec
-        return cls(*await start(child_io._Wire, module, **pipes, start_new_session=True, preexec_fn=program))
-
-    Child.spawn = classmethod(spawn)  # type: ignore[assignment]
+def _fork_for(caller: int, order: dict[str, Any], descriptors: list[int]) -> int:
+    """Start a program as a child of `caller`."""
+    answers, answer = os.pipe()
+    if (between := os.fork()) == 0:
+        parent = os.pidfd_open(os.getpid())
+        if (pid := os.fork()) != 0:
+            os.write(answer, str(pid).encode())
+            os._exit(0)
+        # It is readable once that process has ended, which is after its child has got another parent.
+        select.select([parent], [], [])
+        if os.getppid() != caller:
+            os._exit(1)
+        _run(order, dict(zip(order["numbers"], descriptors, strict=True)))
+    os.close(answer)
+    os.waitpid(between, 0)
+    with os.fdopen(answers) as told:
+        return int(told.read())
 
 
-def _be_child(module: str, environment: dict[str, str]) -> NoReturn:
-    """Run what the program would, in a fork with its pipes. The parent waits until its other descriptors are closed."""
-    _close_descriptors()
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        # As in a new program: what is ignored stays so.
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
+def _fork_here(order: dict[str, Any], descriptors: dict[int, int]) -> int | None:
+    """Start a program as a child of this process, which is a forked one itself. None for a rank: what computes is a
+    fork of a process that has not computed."""
+    if order["module"] == "penstock.generation.parallel.worker":
+        return None
+    begun, end = os.pipe()
+    if (pid := os.fork()) == 0:
+        # What the parent wants done at its own end, or when it collects what it has dropped.
+        atexit._clear()
+        gc.freeze()
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            # As in a new program: what is ignored stays so.
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _run(order, descriptors)
+    os.close(end)
+    # Until the child has closed its copies of this process's descriptors.
+    os.read(begun, 1)
+    os.close(begun)
+    return pid
+
+
+def _run(order: dict[str, Any], descriptors: dict[int, int]) -> NoReturn:
+    """Be the program, to its end."""
+    code: object = 1
+    try:
+        _become(order, descriptors)
+        _main_of(order["module"])()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+    _end(code)
+
+
+def _become(order: dict[str, Any], descriptors: dict[int, int]) -> None:
+    # First out of the way of each other's numbers.
+    moved = {number: fcntl.fcntl(own, fcntl.F_DUPFD, _HIGH) for number, own in descriptors.items()}
+    os.closerange(3, _HIGH)
+    for number, own in moved.items():
+        os.dup2(own, number)
+    os.closerange(_HIGH, 1 + max(map(int, os.listdir("/proc/self/fd"))))
+    if order["session"]:
+        os.setsid()
     # As Python begins.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(order["environment"])
+    os.chdir(order["folder"])
+    _name_process(order["command"])
+    sys.path[0] = order["folder"]
+    sys.argv[1:] = order["arguments"]
+    # Those of the parent are kept: they may have what it has not written yet.
+    _parents.append((sys.stdin, sys.stdout, sys.stderr))
+    is_unbuffered = "PYTHONUNBUFFERED" in os.environ
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-    code = 0
-    try:
-        importlib.import_module(module).main()
-        sys.stdout.flush()
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    # Without what the service wants done at its own end.
-    os._exit(code)
+    sys.stdout.reconfigure(write_through=is_unbuffered, line_buffering=sys.stdout.isatty())
+    sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
+    sys.stderr.reconfigure(write_through=is_unbuffered, line_buffering=True)
 
 
-def _close_descriptors() -> None:
-    """Close all but stdin, stdout and stderr, as a new program begins."""
-    os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))
+_parents: list[Any] = []
+
+
+def _name_process(command: list[str]) -> None:
+    """Write a command line in the place of this process's own, which whoever lists processes reads."""
+    with open("/proc/self/stat") as stat:
+        begin, end = map(int, stat.read().rpartition(")")[2].split()[45:47])
+    text = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+def _main_of(module: str) -> Callable[[], object]:
+    """Return what the module does as a program."""
+    main = importlib.import_module(module).main
+    if inspect.signature(main).parameters:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return functools.partial(runpy.run_module, module, run_name="__main__")
+    return lambda: sys.exit(main())
 
 
 def _end(code: object) -> NoReturn:
@@ -140,18 +164,39 @@ def _end(code: object) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr, flush=True)
+        code = 1
+    os._exit(code or 0)
+
+
+def _import_programs() -> None:
+    """Import what programs do, and leave out what their forks have."""
+    from penstock.cli import app  # noqa: F401
+    from penstock.cli.serve import tree, worker_processes  # noqa: F401
+    from penstock.cli.serve.service_process import ROLES
+    from penstock.common import child_io
+    from penstock.generation.grammar import trial_process  # noqa: F401
+    from penstock.generation.parallel import worker  # noqa: F401
+    from penstock.tokenizer import load_process, template_process  # noqa: F401
+    from transformers import AutoTokenizer  # noqa: F401
+    from transformers.utils import chat_template_utils  # noqa: F401
+
+    for role in ROLES.values():
+        role.config_class()
+        role.app_class()
+    # They would pretend that there is no torch, and shorten the import of transformers.
+    child_io.forbid_torch = functools.partial(logging.disable, logging.WARNING)
+    load_process.read_sources_once = lambda: None
 
 
 if __name__ == "__main__":
-    # Not the folder of this file: its modules have common names.
-    sys.path[0] = os.getcwd()
-    from penstock.cli.main import main
     from penstock.common.environment import prepare_environment
 
     prepare_environment()
-    serve()
-    try:
-        main()
-    except SystemExit as ended:
-        _end(ended.code)
+    _import_programs()
+    fork_programs(_fork_here)
+    # Pages of what is there are shared as long as the collector does not write to it.
+    gc.collect()
+    gc.freeze()
+    serve(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))

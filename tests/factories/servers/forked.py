@@ -1,132 +1,176 @@
-"""Service processes that fork_server.py forks, for a start without the two seconds that their imports take."""
+"""Penstock's programs as forks of a process that has their imports, which take most of a start.
+
+`fork_programs` lets `subprocess.Popen`, and with it asyncio, ask fork_server.py for a program of its list. The process
+is then a child like any other: what Popen, `kill` and `wait` do with it is the same.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import ctypes
+import inspect
 import json
 import os
-import select
-import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock.common.environment import quiet_environment
 
+SWITCH = "PENSTOCK_FORKED_SERVICES"
+# An order of a program is one message with so many at most.
+MAX_ORDER_BYTES, MAX_DESCRIPTORS = 1 << 17, 100
+# Room for a program's command line in the place of the server's own.
+COMMAND_BYTES = 1 << 14
+_PROGRAMS = frozenset(
+    (
+        "penstock.cli.main",
+        "penstock.common.gguf_tokenizer",
+        "penstock.generation.adapters.pattern_process",
+        "penstock.generation.grammar.trial_process",
+        "penstock.generation.parallel.worker",
+        "penstock.tokenizer.load_process",
+        "penstock.tokenizer.template_process",
+    )
+)
+# Arguments of Popen that a fork does not know, with the values that it stands for.
+_USUAL = {
+    "executable": None,
+    "preexec_fn": None,
+    "close_fds": True,
+    "shell": False,
+    "gid": None,
+    "gids": None,
+    "uid": None,
+    "umask": -1,
+    "process_group": -1,
+}
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVER = Path(__file__).parent / "fork_server.py"
+# Starts a program by an order and the descriptors for its numbers; None where it cannot.
+Fork = Callable[[dict[str, Any], dict[int, int]], int | None]
 
 
-class ForkedProcess:
-    """Child process that was not started by Popen; these of its methods mean the same."""
+def fork_programs(fork: Fork) -> None:
+    """Let `subprocess.Popen` start Penstock's programs by `fork`, except in environments with PENSTOCK_FORKED_SERVICES
+    other than 1."""
+    kind: Any = subprocess.Popen
+    start_program = kind._execute_child
+    signature = inspect.signature(start_program)
 
-    def __init__(self, pid: int) -> None:
-        """Make it for a child of this process."""
-        self.pid = pid
-        self.returncode: int | None = None
-        self._lock = threading.Lock()
+    def execute_child(popen: Any, *arguments: Any) -> None:
+        given = signature.bind(popen, *arguments).arguments
+        order = _order_of(given)
+        pid = None if order is None else fork(order, _descriptors_of(given))
+        if pid is None:
+            start_program(popen, *arguments)
+            return
+        popen.pid, popen._child_created = pid, True
+        popen._close_pipe_fds(*(given[name] for name in _PIPES))
 
-    def poll(self) -> int | None:
-        """See Popen."""
-        with self._lock:
-            if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-            return self.returncode
+    kind._execute_child = execute_child
 
-    def wait(self, timeout: float | None = None) -> int:
-        """See Popen. Raises subprocess.TimeoutExpired."""
-        if self.poll() is None:
-            watched = os.pidfd_open(self.pid)
-            try:
-                waiting = select.poll()
-                waiting.register(watched, select.POLLIN)
-                waiting.poll(None if timeout is None else max(0, timeout * 1000))
-            finally:
-                os.close(watched)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-        return code
 
-    def send_signal(self, number: int) -> None:
-        """See Popen."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+def _order_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Order of a program that may be forked."""
+    words = given["args"]
+    if isinstance(words, str | bytes | os.PathLike) or any(
+        given.get(name, usual) != usual for name, usual in _USUAL.items()
+    ):
+        return None
+    command, environment = [os.fspath(word) for word in words], given["env"]
+    program = command[2:] if command[1:2] == ["-P"] else command[1:]
+    if command[:1] != [sys.executable] or program[:1] != ["-m"] or not _PROGRAMS.intersection(program[1:2]):
+        return None
+    variables = dict(os.environ if environment is None else environment)
+    if variables.get(SWITCH) != "1":
+        return None
+    return {
+        "module": program[1],
+        "command": command,
+        "arguments": program[2:],
+        "environment": variables,
+        "folder": os.fspath(given["cwd"] or os.getcwd()),
+        "session": bool(given["start_new_session"]),
+    }
 
-    def terminate(self) -> None:
-        """See Popen."""
-        self.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
-        """See Popen."""
-        self.send_signal(signal.SIGKILL)
+def _descriptors_of(given: Mapping[str, Any]) -> dict[int, int]:
+    """Descriptors by the numbers that they have in the program."""
+    standard = (given["p2cread"], given["c2pwrite"], given["errwrite"])
+    return {
+        **{number: number if own == -1 else own for number, own in enumerate(standard)},
+        **{int(number): int(number) for number in given["pass_fds"]},
+    }
 
 
 class ForkServer:
-    """The server, which starts with the first process."""
+    """The server, which starts with the first program."""
 
     def __init__(self) -> None:
         """Make it."""
         self._lock = threading.Lock()
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         # What a service adds to its environment, and all that its libraries read.
         self._added: dict[str, str] = {}
         self._environment: dict[str, str] = {}
 
-    def fork(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        stdout: Path,
-        stderr: Path | None = None,
-        stdin: Path | None = None,
-    ) -> ForkedProcess | None:
-        """Start `penstock` with these arguments; its output goes to files that are there, all to one without `stderr`.
+    def fork(self, order: dict[str, Any], descriptors: dict[int, int]) -> int | None:
+        """Start a program; return its number, a child's of this process.
 
         None when it cannot: libraries read their variables when they are imported, and one differs from the server's.
         """
         with self._lock:
-            server = self._server or self._start()
-            if self._of_libraries(environment) != self._environment:
+            process, connection = self._server or self._start()
+            if self._of_libraries(order["environment"]) != self._environment:
                 return None
-            files = {"stdin": str(stdin or os.devnull), "stdout": str(stdout), "stderr": str(stderr or stdout)}
-            order = {"arguments": arguments, "environment": environment, "folder": os.getcwd(), **files}
+            message = json.dumps({**order, "numbers": [*descriptors]}).encode()
+            if len(message) > MAX_ORDER_BYTES:
+                return None
             try:
                 with _adopting():
-                    assert server.stdin is not None
-                    assert server.stdout is not None
-                    server.stdin.write(json.dumps(order).encode() + b"\n")
-                    server.stdin.flush()
-                    return ForkedProcess(int(server.stdout.readline()))
+                    socket.send_fds(connection, [message], [*descriptors.values()])
+                    return int(connection.recv(20))
             except BaseException:
                 # Its next answer may be to this order.
-                server.kill()
+                process.kill()
                 self._server = None
                 raise
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         self._added = quiet_environment()
         self._environment = self._of_libraries(os.environ)
-        command = [sys.executable, str(_SERVER), str(os.getpid())]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        atexit.register(_end, self._server)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_ORDER_BYTES)
+            command = [sys.executable, str(_SERVER), str(os.getpid()), str(theirs.fileno()), "-" * COMMAND_BYTES]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+        self._server = process, ours
+        atexit.register(_end, *self._server)
         return self._server
 
     def _of_libraries(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Variables that something may read when it is imported; ours are read when a service starts."""
+        """Variables that something may read when it is imported; others are read when a program starts."""
         everything = {**self._added, **environment}
-        return {name: value for name, value in everything.items() if not name.startswith(("PENSTOCK_", "PYTEST_"))}
+        return {name: value for name, value in everything.items() if not name.startswith(_READ_LATE)}
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
-    if server.poll() is None:
-        server.communicate()
+# torchrun's are read when a group of ranks is made.
+_READ_LATE = (
+    *("PENSTOCK_", "PYTEST_", "PYTHONUNBUFFERED"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    process.wait()
 
 
 @contextlib.contextmanager

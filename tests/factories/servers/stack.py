@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 import grpc
-from factories.servers.forked import ForkedProcess, ForkServer
+from factories.servers.forked import SWITCH
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
@@ -74,7 +74,7 @@ class Process:
     """One service process; its output goes to a file."""
 
     name: str
-    popen: subprocess.Popen[bytes] | ForkedProcess
+    popen: subprocess.Popen[bytes]
     port: int
     metrics_port: int
     log: Path
@@ -120,9 +120,6 @@ _FIXED = {
 }
 
 
-_forks = ForkServer()
-
-
 @functools.cache
 def _log_folder() -> str:
     """A folder for the logs of processes; it goes with this one."""
@@ -149,8 +146,8 @@ def start(
 
     With `defaults` no variable of the tests changes one of its defaults, and it is a new program.
 
-    `program`: the program that Python runs in place of `penstock`. With PENSTOCK_FORKED_SERVICES=1, as tests have it,
-    `penstock` itself is forked where it can be, unless `forked` is False.
+    `program`: the program that Python runs in place of `penstock`. In tests `penstock` itself is forked where it can
+    be, and so is what it starts, unless `forked` is False.
     """
     port, metrics_port = free_port(), free_port()
     name = role or "serve"
@@ -163,41 +160,28 @@ def start(
         arguments += ["--parent-pid", str(os.getpid())]
     variables = {**os.environ, **_FIXED, **(environment or {})}
     if defaults:
-        forked, variables = False, default_environment(environment or {})
-    popen: subprocess.Popen[bytes] | ForkedProcess | None = None
-    if forked and program == _PROGRAM and os.environ.get("PENSTOCK_FORKED_SERVICES") == "1":
-        popen = _forks.fork(arguments, variables, log)
-    if popen is None:
-        with log.open("wb") as out:
-            command = [sys.executable, *program, *arguments]
-            popen = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=variables)
+        variables = default_environment(environment or {})
+    elif not forked:
+        variables[SWITCH] = "0"
+    with log.open("wb") as out:
+        command = [sys.executable, *program, *arguments]
+        popen = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=variables)
     return Process(name, popen, port, metrics_port, log)
 
 
 async def penstock(*arguments: str, stdin: str = "", **variables: str) -> tuple[int, str, str]:
     """Run a command of `penstock`; return its exit code, standard output and standard error. It is forked as services
     are."""
-    return await asyncio.to_thread(_run, arguments, stdin, {**os.environ, **variables})
-
-
-def _run(arguments: tuple[str, ...], stdin: str, variables: dict[str, str]) -> tuple[int, str, str]:
-    with tempfile.TemporaryDirectory(prefix="penstock-command-") as folder:
-        given, out, errors = (Path(folder) / name for name in ("stdin", "stdout", "stderr"))
-        given.write_text(stdin)
-        for file in (out, errors):
-            file.touch()
-        is_forked = os.environ.get("PENSTOCK_FORKED_SERVICES") == "1"
-        process = _forks.fork(arguments, variables, out, errors, given) if is_forked else None
-        if process is None:
-            command = [sys.executable, *_PROGRAM, *arguments]
-            with given.open() as opened, out.open("w") as written, errors.open("w") as told:
-                code = subprocess.run(command, stdin=opened, stdout=written, stderr=told, env=variables).returncode
-        else:
-            try:
-                code = process.wait(START_TIMEOUT)
-            finally:
-                process.kill()
-        return code, out.read_text(), errors.read_text()
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, *_PROGRAM, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT,
+        env={**os.environ, **variables},
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 @dataclass(slots=True)
