@@ -54,6 +54,9 @@ if os.environ["PENSTOCK_FORKED_SERVICES"] == "1":
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("penstock", max_examples=25, deadline=None, suppress_health_check=_SLOW)
 hypothesis.settings.load_profile("penstock")
+# It would parse all of our modules for numbers and texts to draw, two seconds of each worker of a fresh clone, and sift
+# 4,000 of them for each strategy. What is near an edge of ours the strategies name.
+importlib.import_module("hypothesis.internal.conjecture.providers").is_local_module_file = lambda path: False
 # Where no run has compiled the C++ kernels, the first test that needs them does: a minute, several on a busy machine.
 _WITH_COMPILATION_SECONDS = 900
 

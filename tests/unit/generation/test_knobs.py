@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -80,15 +81,19 @@ def test_a_knob_is_declared_in_one_class_and_copied_by_none(part: type, whole: t
     assert names
     assert names <= {bound.name for bound in options_of(GenerationServiceConfig)}
     assert names == {bound.name for bound in options_of(whole)}
-    declared = Counter(name for path in PACKAGE.rglob("*.py") for name in fields_made_by_call(path) if name in names)
+    declared = {name: count for name, count in fields_made_by_call().items() if name in names}
     assert declared == dict.fromkeys(names, 1)
     assert [(path.name, name) for path in WAY for name in copied(path) if name in names] == []
 
 
-def fields_made_by_call(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
-            yield node.target.id
+@functools.cache
+def fields_made_by_call() -> Counter[str]:
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    return Counter(
+        node.target.id
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call)
+    )
 
 
 def copied(path: Path) -> Iterator[str]:
