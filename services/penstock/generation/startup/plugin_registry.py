@@ -62,9 +62,6 @@ class PluginRegistry:
         )
 
 
-NO_PLUGINS = PluginRegistry()
-
-
 def load_plugins(processors: tuple[str, ...], criteria: tuple[str, ...]) -> PluginRegistry:
     """Import the plugins of `--logits-processor` and `--stopping-criteria`, each NAME=MODULE:CLASS.
 

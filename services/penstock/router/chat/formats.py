@@ -217,8 +217,6 @@ TOOLS = (
     ),
 )
 HERMES = TOOLS[-1]
-TOOL_NAMES = tuple(row.name for row in TOOLS)
-REASONING_NAMES = tuple(row.name for row in REASONING)
 AUTO, NONE = "auto", "none"
 
 
