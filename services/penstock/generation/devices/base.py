@@ -88,6 +88,10 @@ class Device(ABC):
         Raises StartupError naming --quantization when this device or dtype cannot.
         """
 
+    def brief_linear_method(self, dtype: torch.dtype) -> LinearMethod:
+        """Return a method that stores and multiplies weights as `dtype`, for weights that are here for a moment."""
+        return self.linear_method(dtype)
+
     def weight_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a large unquantised weight, not initialised."""
         return torch.empty(shape, dtype=dtype, device=self.torch_device)

@@ -105,6 +105,11 @@ class CPUDevice(Device):
             _log.debug("linear layers are not packed", dtype=name, cause=packing_obstacle(dtype))
         return method
 
+    @override
+    def brief_linear_method(self, dtype: torch.dtype) -> LinearMethod:
+        # What the arena hands out never comes back.
+        return cpu_method(dtype, "none", native=self._uses_native(dtype))
+
     def _faster_than(self, dtype: torch.dtype) -> str:
         """Advice, in plain words, for a format that torch's operators do not pack."""
         if dtype in library.DTYPES and self._could_be_faster is not None:

@@ -16,7 +16,7 @@ from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.base import Device
 from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear.base import INT4, INT8, LinearMethod, WholeRows
-from penstock.generation.layers.linear.int4 import GROUP
+from penstock.generation.layers.linear.int4_search import GROUP
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 8, 2, 128
 _WIDTH = _HEADS * _HEAD_DIM

@@ -78,7 +78,7 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
     """Return the model of `config` with these weights. `sum_parts`: they are a part of a model in several processes,
     and it adds up the results of the parts; None: they are the whole model."""
     lm_head, table = weights.head_and_table()
-    parts = _Parts(config, weights, device.layer_kernels(weights.dtype), sum_parts)
+    parts = LayerMaker(config, weights, device.layer_kernels(weights.dtype), sum_parts)
     layers = [parts.layer(i) for i in range(config.num_layers)]
     norm = parts.norm(NORM)
     config = dataclasses.replace(
@@ -111,7 +111,7 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
     )
 
 
-class _Parts:
+class LayerMaker:
     """Maker of a model's layers from its weights."""
 
     def __init__(

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from penstock.common.environment import cache_folder
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.progress import CountBytes
@@ -22,6 +25,7 @@ from penstock.generation.core.model_config import (
     read_json,
 )
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES
+from penstock.generation.layers.linear.base import INT4
 from penstock.generation.models.dense_families import (
     COHERE,
     COHERE2,
@@ -38,6 +42,7 @@ from penstock.generation.models.dense_families import (
     SMOLLM3,
 )
 from penstock.generation.models.gemma import GEMMA2, GEMMA3
+from penstock.generation.models.input_importance import kept, measure_importance
 from penstock.generation.models.loader import Weights, build_model
 from penstock.generation.models.mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from penstock.generation.models.transformers_loading import load_transformers_model, read_transformers_config
@@ -45,13 +50,16 @@ from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import is_packed
 from penstock.generation.weights.packed_weights import PackedWeights
 from penstock.generation.weights.quantised.table import open_checkpoint, read_format
-from penstock.generation.weights.sharding import FLAG, Shard, ShardedSource
+from penstock.generation.weights.sharding import FLAG, Shard, ShardedSource, own_inputs
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.layers.summed import Sum
     from penstock.generation.models.language_model import LanguageModel
+    from penstock.generation.weights.quantised.gguf import GgufCheckpoint
+    from penstock.generation.weights.quantised.quantised_checkpoint import QuantisedCheckpoint
+    from penstock.generation.weights.safetensors_folder import Checkpoint
 
 FAMILIES = {
     family.model_type: family
@@ -157,6 +165,31 @@ def checkpoint_weights(
 ) -> CheckpointWeights:
     """Return the weights of a Hugging Face folder after checking their names and shapes; arguments as of
     `load_model`."""
+    checkpoint = _checked(folder, config, progress)
+    stored = COMPUTED_DTYPES.get(config.checkpoint_dtype or "")
+    if stored is None:
+        stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD) or torch.bfloat16
+    if dtype == "auto" and quantization != "none" and stored is torch.float16 and config.kept_form:
+        # Of scales: the products of whole numbers work in bfloat16 or float32.
+        stored = torch.bfloat16
+    computed = device.compute_dtype(dtype, stored)
+    weights = CheckpointWeights(
+        checkpoint if shard is None else ShardedSource(checkpoint, config, shard),
+        device,
+        computed,
+        quantization,
+        is_tied=config.tie_word_embeddings and shard is None,
+        map_embeddings=map_embeddings,
+    )
+    if quantization == INT4:
+        weights.importance = cache(partial(_importance, folder, config, device, computed, progress, shard))
+    return weights
+
+
+def _checked(
+    folder: Path, config: ModelConfig, progress: CountBytes | None
+) -> Checkpoint | QuantisedCheckpoint | GgufCheckpoint:
+    """Open a checkpoint, and check the names and shapes of its tensors."""
     checkpoint = open_checkpoint(folder, progress)
     expected = tensor_shapes(config)
     optional: dict[str, tuple[int, ...]] = {}
@@ -165,20 +198,41 @@ def checkpoint_weights(
         if LM_HEAD in checkpoint:
             optional[EMBEDDING] = expected.pop(EMBEDDING)
     checkpoint.check(expected, optional)
-    stored = COMPUTED_DTYPES.get(config.checkpoint_dtype or "")
-    if stored is None:
-        stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD) or torch.bfloat16
-    if dtype == "auto" and quantization != "none" and stored is torch.float16 and config.kept_form:
-        # Of scales: the products of whole numbers work in bfloat16 or float32.
-        stored = torch.bfloat16
-    return CheckpointWeights(
-        checkpoint if shard is None else ShardedSource(checkpoint, config, shard),
-        device,
-        device.compute_dtype(dtype, stored),
-        quantization,
-        is_tied=config.tie_word_embeddings and shard is None,
-        map_embeddings=map_embeddings,
-    )
+    return checkpoint
+
+
+def _importance(
+    folder: Path,
+    config: ModelConfig,
+    device: Device,
+    dtype: torch.dtype,
+    progress: CountBytes | None,
+    shard: Shard | None,
+) -> dict[str, Tensor]:
+    """Return the importance of the inputs of every matrix, of a rank's own inputs; arguments as of `load_model`.
+
+    A rank reads the whole model, a layer at a time: so all find the same, and none waits for another.
+    """
+
+    def still(done: int, total: int) -> None:
+        # Nothing is loaded yet; and a start that is cancelled ends here.
+        if progress is not None:
+            progress(0, total)
+
+    def measure() -> dict[str, Tensor]:
+        weights = CheckpointWeights(
+            _checked(folder, config, still),
+            device,
+            dtype,
+            "none",
+            is_tied=False,
+            map_embeddings=False,
+            method=device.brief_linear_method(dtype),
+        )
+        return measure_importance(config, weights, device)
+
+    found = kept(folder, Path(cache_folder()) / "importance", measure)
+    return found if shard is None else own_inputs(found, config, shard)
 
 
 @contextmanager

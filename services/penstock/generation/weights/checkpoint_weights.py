@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.host.mapped import MappedFile
     from penstock.generation.layers.layer_kernels import LayerKernels
-    from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight
+    from penstock.generation.layers.linear.base import Linear, LinearMethod
 
 _log = get_logger("penstock.generation")
 # Formats of whole numbers that a quantised matrix may keep, by --quantization.
@@ -91,22 +91,28 @@ class CheckpointWeights:
         *,
         is_tied: bool,
         map_embeddings: bool,
+        method: LinearMethod | None = None,
     ) -> None:
         """Take an open checkpoint.
 
         `quantization` is the flag's value; "auto" keeps the whole numbers of a quantised checkpoint if there is a
         product for their format. `is_tied`: config.json says that embedding and head are one. `map_embeddings`: the
         embedding is mapped from the page cache, if the device can do that and the tensor is stored as `dtype`.
+        `method` replaces the device's own.
         """
         self.dtype = dtype
         self.num_bytes = 0
         self.mapped_bytes = 0
+        # Returns the importance of every matrix's inputs by its name, called when it is first needed; None: all are
+        # alike.
+        self.importance: Callable[[], Mapping[str, Tensor]] | None = None
         self._checkpoint = checkpoint
         self._device = device
         self._is_tied = is_tied
         self._map_embeddings = map_embeddings
-        self._linear_method = device.linear_method(dtype, "none" if quantization == "auto" else quantization)
-        self._exact_method = self._linear_method if quantization in ("auto", "none") else device.linear_method(dtype)
+        quantised = "none" if quantization == "auto" else quantization
+        self._linear_method = device.linear_method(dtype, quantised) if method is None else method
+        self._exact_method = self._linear_method if quantised == "none" else device.linear_method(dtype)
         has_products = dtype in (torch.bfloat16, torch.float32)
         self._kept = _KEPT.get(quantization, ()) if has_products else ()
         self._keeps_blocks = has_products and quantization == "auto"
@@ -137,7 +143,9 @@ class CheckpointWeights:
         kept = () if linear.is_exact else self._kept
         kernels = self._kernels if linear.gated else None
 
-        def made(weight: Weight, bias: Tensor | None) -> Linear:
+        def made(weight: StoredWeight | StackedExpert, bias: Tensor | None) -> Linear:
+            if method.weighs_inputs and self.importance is not None:
+                weight.importance = self._importance_of(f"{prefix}{linear.name}", weight)
             if linear.gated:
                 return method.gated(weight, bias, self._kernels, activation)
             return method.linear(weight, bias)
@@ -152,6 +160,21 @@ class CheckpointWeights:
             bias = linear.order.applied(bias)
         stored = self._weight([f"{name}.weight" for name in names], linear.order)
         return self._made(stored, lambda: self._whole(stored, kept, bias, kernels, activation) or made(stored, bias))
+
+    def embedded(self, ids: Sequence[int]) -> Tensor:
+        """Return the embedding's rows (ids, hidden), without its scale; nothing counts as taken."""
+        name = EMBEDDING if EMBEDDING in self._checkpoint else LM_HEAD
+        if not self._checkpoint.is_quantised(name):
+            return torch.stack([self._converted(self._checkpoint.row(name, number)) for number in ids])
+        rows: list[Tensor] = [torch.empty(0)] * len(ids)
+        first = 0
+        for piece in self._checkpoint.pieces(name):
+            last = first + len(piece)
+            for place, number in enumerate(ids):
+                if first <= number < last:
+                    rows[place] = self._converted(piece[number - first].clone())
+            first = last
+        return torch.stack(rows)
 
     def kept_form(self, prefix: str, linear: LayerLinear) -> str:
         """Return the format of whole numbers that `linear` will keep; empty: it keeps none. Opens its matrices."""
@@ -192,6 +215,11 @@ class CheckpointWeights:
     def forms(self) -> Mapping[str, int]:
         """See Weights."""
         return self._forms
+
+    def _importance_of(self, name: str, weight: StoredWeight | StackedExpert) -> Tensor | None:
+        assert self.importance is not None
+        found = self.importance().get(name)
+        return found if found is not None and found.shape == weight.shape[1:] else None
 
     def _made(self, weight: StoredWeight | StackedExpert, make: Callable[[], Linear]) -> Linear:
         """Return the Linear that `make` makes from these rows. Raises StartupError naming the tensor that its format
@@ -302,6 +330,7 @@ class StoredWeight:
         self.form = ""
         # Of each name, where they are kept.
         self.block_types: list[str] = []
+        self.importance: Tensor | None = None
         self._checkpoint = checkpoint
         self.names = names
         self._ends = list(accumulate(shape[0] for shape in shapes))
@@ -378,6 +407,7 @@ class StackedExpert:
         """Take the expert `linear.expert` of the tensor `name`, (experts, inputs, outputs), and its bias."""
         self.shape = linear.shape
         self.dtype = dtype
+        self.importance: Tensor | None = None
         self.names = (name,)
         # See StoredWeight.
         self.block_types: list[str] = []

@@ -8,7 +8,7 @@ vocabulary; every rank has the whole embedding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -199,6 +199,18 @@ class ShardedSource:
         """Return the checkpoint's name of a tensor: a tied one has one name."""
         other = {EMBEDDING: LM_HEAD, LM_HEAD: EMBEDDING}.get(tensor)
         return tensor if other is None or tensor in self._whole else other
+
+
+def own_inputs(of_inputs: Mapping[str, Tensor], config: ModelConfig, shard: Shard) -> dict[str, Tensor]:
+    """Return of every matrix's numbers, one for each input of the whole model, those of a rank's inputs."""
+    found = dict(of_inputs)
+    for layer in range(config.num_layers):
+        _, output, _, down = layer_linears(config, layer)
+        columns = {output.name: _output_columns(config, shard), down.name: shard.part(config.intermediate_size)}
+        for name, own in columns.items():
+            key = f"{layer_prefix(layer)}{name}"
+            found[key] = of_inputs[key][slice(*own)].clone()
+    return found
 
 
 def adapter_parts(site: int, parts: Sequence[LoraPart], config: ModelConfig, shard: Shard) -> tuple[LoraPart, ...]:

@@ -12,7 +12,7 @@ from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear.native import (
     LAYOUT_VERSION,
-    SAME_DENSE,
+    SAME_BYTES,
     Format,
     NativeLinear,
     NativeLinearMethod,
@@ -32,7 +32,13 @@ DIGESTS = {
         Format.F32: "4bdf81acf9fb7af45fbaea3c95251e103fb4053914a35e57c7a159d7b6ff7685",
         Format.BF16: "094d931ca84372d3fcbdd54be5ff7fae8c69688282215516c6419646d2faf55c",
         Format.INT8: "2daef062841f2fb56dbd5a934bb7a1642760952fa3ee0a4a70161122bff30ebb",
-        Format.INT4: "9e3f2c5ebc9553f44087e1f54cc82e0ebd2c931fe57027ec80af5673358cfe13",
+        Format.ROTATED_INT8: "d559a3a18930a73c90499e19ec4fb93a72747712a86166444c9080a0e9d48b9c",
+    },
+    4: {
+        Format.F32: "4bdf81acf9fb7af45fbaea3c95251e103fb4053914a35e57c7a159d7b6ff7685",
+        Format.BF16: "094d931ca84372d3fcbdd54be5ff7fae8c69688282215516c6419646d2faf55c",
+        Format.INT8: "2daef062841f2fb56dbd5a934bb7a1642760952fa3ee0a4a70161122bff30ebb",
+        Format.INT4: "509cf89c5fb3feaa602c1b70a71b6ea3159b83329f01599adcae4a2bd9a28e9b",
         Format.ROTATED_INT8: "d559a3a18930a73c90499e19ec4fb93a72747712a86166444c9080a0e9d48b9c",
     },
 }
@@ -66,10 +72,17 @@ def test_a_version_of_the_layout_means_these_bytes(format: Format) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dense_formats_are_read_of_earlier_versions_that_had_the_same_bytes(dtype: torch.dtype) -> None:
-    assert SAME_DENSE
-    for version in SAME_DENSE:
-        for format in formats(dtype, "none"):
+@pytest.mark.parametrize("quantization", list(SAME_BYTES))
+def test_earlier_versions_with_the_same_bytes_are_read(quantization: str, dtype: torch.dtype) -> None:
+    assert SAME_BYTES[quantization]
+    for version in SAME_BYTES[quantization]:
+        for format in formats(dtype, quantization):
             assert DIGESTS[version][format] == DIGESTS[LAYOUT_VERSION][format]
-        assert [can_read(str(version), one) for one in ("none", "int8", "int4")] == [True, False, False]
-    assert not can_read("1", "none")
+        assert can_read(str(version), quantization)
+
+
+def test_other_versions_are_refused() -> None:
+    readable = {
+        (version, one) for version in range(1, 6) for one in ("none", "int8", "int4") if can_read(str(version), one)
+    }
+    assert readable == {(2, "none"), (3, "none"), (4, "none"), (3, "int8"), (4, "int8"), (4, "int4")}

@@ -40,6 +40,8 @@ class Weight(Protocol):
 
     shape: tuple[int, int]
     dtype: torch.dtype
+    # Each input's share in the error of int4, float32 (in); None: all are alike.
+    importance: Tensor | None
 
     def pieces(self) -> Iterator[Tensor]:
         """Yield the rows in order; a piece is valid until the next one."""
@@ -49,7 +51,7 @@ class Weight(Protocol):
 
 
 # Formats of whole numbers with a product of ours: int4's numbers mean (value - 8) * scale, those of int4-asymmetric
-# value * scale + offset, with an offset for each scale.
+# value * scale + offset, with an offset for each scale. Of a weight that is quantised here int4 is int4_search.py's.
 INT8, INT4, INT4_ASYMMETRIC = "int8", "int4", "int4-asymmetric"
 
 
@@ -115,6 +117,11 @@ def dense(weight_OI: Tensor | Weight) -> Tensor:
     return weight_OI if isinstance(weight_OI, Tensor) else weight_OI.joined()
 
 
+def importance(weight_OI: Tensor | Weight) -> Tensor | None:
+    """Return the importance of the inputs; None: all are alike."""
+    return None if isinstance(weight_OI, Tensor) else weight_OI.importance
+
+
 class Linear(ABC):
     """y = x Wᵀ + b with the weight in its method's format. Immutable after construction."""
 
@@ -165,6 +172,8 @@ class LinearMethod(ABC):
     name: str
     # True when the products of a layer's gated experts are one call (layers/experts.py).
     groups_experts = False
+    # True when numbers are rounded with regard to their inputs' importance.
+    weighs_inputs = False
 
     def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
         """Take over `weight_OI` (out, in); the caller drops its reference, so no second copy stays in memory."""

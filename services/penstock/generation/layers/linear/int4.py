@@ -1,4 +1,4 @@
-"""int4 by torch: groups of 32 inputs share a scale. x stays as it is; the C++ kernels quantise it too."""
+"""int4 by torch: groups of 32 inputs share a scale and a zero. x stays as it is; the C++ kernels quantise it too."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from penstock.generation.layers.linear.base import (
     WholeRows,
     check_finite,
     dense,
+    importance,
 )
+from penstock.generation.layers.linear.int4_search import GROUP, search_rows
 from penstock.generation.layers.linear.int8 import Int8Linear, check_int8_product
 
-GROUP = 32
 # torch packs the outputs in blocks of this many.
 _BLOCK = 64
 _INNER_TILES = 8
@@ -30,8 +31,8 @@ _INNER_TILES = 8
 def quantize_groups(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Return values 0..15 (O, I) as int32, which mean (value - 8) * scale, and the scales (O, groups) in bfloat16.
 
-    The largest magnitude of a group becomes -8, so that all 16 values are used (as in GGML's q4_0). Inputs are padded
-    to whole groups.
+    The largest magnitude of a group becomes -8, so that all 16 values are used (as in GGML's q4_0). It is for products
+    without zeros. Inputs are padded to whole groups.
     """
     weight = F.pad(weight_OI.float(), (0, -weight_OI.shape[1] % GROUP)).view(weight_OI.shape[0], -1, GROUP)
     largest = weight.gather(2, weight.abs().argmax(dim=2, keepdim=True))
@@ -63,33 +64,31 @@ class Int4Numbers:
     scale_and_zero: Tensor
 
     @classmethod
-    def of(cls, weight_OI: Tensor | WholeRows, *, outputs: int) -> Int4Numbers:
+    def of(cls, weight_OI: Tensor | WholeRows, *, outputs: int, importance_I: Tensor | None = None) -> Int4Numbers:
         """Quantise a weight, or take one that is whole numbers; there are a multiple of `outputs` rows. Raises
         NotFinite."""
-        offset = None
-        if isinstance(weight_OI, Tensor):
-            rows, inputs = weight_OI.shape
-            values, scale = quantize_groups(F.pad(weight_OI, (0, 0, 0, -rows % outputs)))
-        else:
-            rows, inputs = weight_OI.values.shape
-            values = F.pad(weight_OI.values, (0, -inputs % GROUP, 0, -rows % outputs), value=8).int()
-            scale = F.pad(weight_OI.scale, (0, 0, 0, -rows % outputs)).bfloat16()
-            offset = weight_OI.offset
+        is_dense = isinstance(weight_OI, Tensor)
+        whole = search_rows(weight_OI, importance_I).whole() if isinstance(weight_OI, Tensor) else weight_OI
+        rows, inputs = whole.values.shape
+        values = F.pad(whole.values, (0, -inputs % GROUP, 0, -rows % outputs), value=8).int()
+        scale = F.pad(whole.scale, (0, 0, 0, -rows % outputs)).bfloat16()
         check_finite(scale)
         zero = torch.zeros_like(scale)
-        if offset is not None and not isinstance(weight_OI, Tensor):
-            check_finite(offset)
-            zero[:rows] = _torch_zero(weight_OI.scale, offset, scale[:rows])
-        form = INT4 if offset is None else INT4_ASYMMETRIC
+        if whole.offset is not None:
+            check_finite(whole.offset)
+            zero[:rows] = _torch_zero(whole.scale, whole.offset, scale[:rows])
+        form = INT4 if is_dense or whole.offset is None else INT4_ASYMMETRIC
         return cls((rows, inputs), form, values, torch.stack([scale, zero], dim=2).transpose(0, 1).contiguous())
 
 
 class Int4Linear(Linear):
-    """A linear layer with weights of half a byte each, and 1/16 byte for the scales."""
+    """A linear layer with weights of half a byte each, and 1/8 byte for the scales and zeros."""
 
-    def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
-        """Take a weight to quantise, or one that is whole numbers; their scales and offsets are rounded to bfloat16."""
-        numbers = Int4Numbers.of(weight_OI, outputs=_BLOCK)
+    def __init__(
+        self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None, importance_I: Tensor | None = None
+    ) -> None:
+        """Take a weight to quantise, or one that is whole numbers; scales and offsets are rounded to bfloat16."""
+        numbers = Int4Numbers.of(weight_OI, outputs=_BLOCK, importance_I=importance_I)
         self.out_features, self.in_features = numbers.shape
         self._form = numbers.form
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.values_OI, _INNER_TILES)
@@ -131,10 +130,15 @@ class Int4LinearMethod(LinearMethod):
     """Quantises as it loads; the head is int8, since rounding hurts most there."""
 
     name = "int4"
+    weighs_inputs = True
 
     def __init__(self) -> None:
         """Make the method. Raises StartupError naming --quantization if the head's int8 is not possible."""
         check_int8_product(self.name)
+
+    @override
+    def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
+        return Int4Linear(dense(weight_OI), bias_O, importance(weight_OI))
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return Int4Linear(weight_OI, bias_O)

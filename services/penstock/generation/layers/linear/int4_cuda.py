@@ -1,4 +1,4 @@
-"""int4 by torch's CUDA operators: groups of 32 inputs share a scale; x is bfloat16 in the product."""
+"""int4 by torch's CUDA operators: groups of 32 inputs share a scale and a zero; x is bfloat16 in the product."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, WholeRows, dense
-from penstock.generation.layers.linear.int4 import GROUP, Int4Numbers
+from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, WholeRows, dense, importance
+from penstock.generation.layers.linear.int4 import Int4Numbers
+from penstock.generation.layers.linear.int4_search import GROUP
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
 
 # Outputs are packed in tiles of 8, inputs in tiles of 16; a thread has 2, 4 or 8 of these in succession.
@@ -19,9 +20,11 @@ _INNER_TILES = (8, 4, 2)
 class CudaInt4Linear(Linear):
     """A linear layer with weights of half a byte each, and 1/8 byte for scales and zeros."""
 
-    def __init__(self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None) -> None:
-        """Take a weight to quantise, or one that is whole numbers; their scales and offsets are rounded to bfloat16."""
-        numbers = Int4Numbers.of(weight_OI, outputs=_OUTPUTS)
+    def __init__(
+        self, weight_OI: Tensor | WholeRows, bias_O: Tensor | None, importance_I: Tensor | None = None
+    ) -> None:
+        """Take a weight to quantise, or one that is whole numbers; scales and offsets are rounded to bfloat16."""
+        numbers = Int4Numbers.of(weight_OI, outputs=_OUTPUTS, importance_I=importance_I)
         self.out_features, self.in_features = numbers.shape
         self._form = numbers.form
         values = numbers.values_OI
@@ -71,10 +74,15 @@ class CudaInt4Method(LinearMethod):
     """Quantises as it loads; the head is int8, since rounding hurts most there."""
 
     name = "int4"
+    weighs_inputs = True
 
     def __init__(self, head: type[AcceleratorInt8Linear] = AcceleratorInt8Linear) -> None:
         """Take the class of the head."""
         self._head = head
+
+    @override
+    def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
+        return CudaInt4Linear(dense(weight_OI), bias_O, importance(weight_OI))
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return CudaInt4Linear(weight_OI, bias_O)

@@ -29,6 +29,7 @@ from penstock.generation.layers.linear.base import (
     Weight,
     WholeRows,
     WholeWeight,
+    importance,
 )
 from penstock.generation.layers.linear.gguf_blocks import fill_blocks, panel_table, panel_types
 from penstock.generation.layers.linear.rotation import natural_scale, rotation_block
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 
 # Version of the meaning of a packed weight's bytes, for files that store them. Raise it with every change of the layout
 # in csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test checks that.
-LAYOUT_VERSION = 3
-# Older versions with the same bytes in dense formats; the bytes of quantised formats have changed since.
-SAME_DENSE = (2,)
+LAYOUT_VERSION = 4
+# Older versions with the same bytes, by --quantization.
+SAME_BYTES = {"none": (2, 3), "int8": (3,)}
 PANEL = 32
 # Inputs that share a scale in int4.
 GROUP = 32
@@ -75,8 +76,7 @@ def formats(dtype: torch.dtype, quantization: str) -> tuple[Format, Format]:
 
 def can_read(layout_version: str, quantization: str) -> bool:
     """True when packed weights of that version have the same meaning here."""
-    same = SAME_DENSE if quantization == "none" else ()
-    return layout_version in map(str, (LAYOUT_VERSION, *same))
+    return layout_version in map(str, (LAYOUT_VERSION, *SAME_BYTES.get(quantization, ())))
 
 
 class Slabs:
@@ -115,11 +115,12 @@ class PackedWeight:
     gated: bool
     weight: Tensor
     bias: Tensor | None = None
-    # int8: one per output; int4: one per group and output, in bfloat16 unless whole numbers came with theirs.
+    # int8: one per output; int4: one per group and output, in bytes with a zero (csrc/linear/linear.h's byte_scales),
+    # or in float32 where whole numbers came with theirs.
     scale: Tensor | None = None
     # int8: each output's sum of weights.
     sum: Tensor | None = None
-    # int4 with zeros: the offset of every number of a group, one per group and output.
+    # int4-asymmetric: the offset of every number of a group, one per group and output.
     offset: Tensor | None = None
 
     def parts(self) -> dict[str, Tensor]:
@@ -148,10 +149,26 @@ def part_sizes(
     if format in _INT8_FORMATS:
         sizes |= {"scale": (torch.float32, panels * PANEL), "sum": (torch.int32, panels * PANEL)}
     elif format is Format.INT4:
-        sizes["scale"] = (torch.float32 if kept else torch.bfloat16, panels * -(-inputs // GROUP) * PANEL)
+        groups = -(-inputs // GROUP)
+        sizes["scale"] = (
+            (torch.float32, panels * groups * PANEL) if kept else (torch.uint8, byte_scales(panels, groups))
+        )
         if kept == INT4_ASYMMETRIC:
             sizes["offset"] = sizes["scale"]
     return sizes
+
+
+def byte_scales(panels: int, groups: int) -> int:
+    """Return the bytes of the scales of int4 that is quantised here, as csrc/linear/linear.h has them."""
+    return panels * (1 + groups) * 2 * PANEL
+
+
+def unpacked_scales(packed: PackedWeight) -> Tensor:
+    """Return the scales of such a weight as floats, (panels, groups, 32)."""
+    assert packed.scale is not None
+    lines = packed.scale.view(-1, 1 + -(-packed.shape[1] // GROUP), 2 * PANEL)
+    units = lines[:, :1].contiguous().view(torch.bfloat16)
+    return lines[:, 1:, :PANEL].float() * units.float()
 
 
 def kept_format(format: Format, kept: str) -> Format:
@@ -253,6 +270,8 @@ class NativeLinear(Linear):
         scale = self.packed.scale
         if scale is None:
             return 1.0
+        if scale.dtype is torch.uint8:
+            scale = unpacked_scales(self.packed)
         block = rotation_block(self.in_features) if self.format is Format.ROTATED_INT8 else 1
         return natural_scale(float(scale[scale != 0].abs().float().mean()), block)
 
@@ -271,6 +290,7 @@ class NativeLinearMethod(LinearMethod):
         """Take the format of the layers, `head` for another one of the last layer, and `arena` for the weights' memory
         until it is used up."""
         self.name = f"native {format.name.lower()}"
+        self.weighs_inputs = format is Format.INT4
         self._format = format
         self._head = format if head is None else head
         self._slabs = Slabs(arena)
@@ -331,8 +351,10 @@ def _pack(
         for dtype, count in (sizes.get("scale", (torch.float32, 0)), sizes.get("sum", (torch.int32, 0)))
     )
     first = 0
+    of_inputs = importance(weight_OI)
     for piece in [weight_OI] if isinstance(weight_OI, Tensor) else weight_OI.pieces():
-        bad = torch.ops.penstock.pack_rows(piece.contiguous(), first, outputs, weight, scale, sums, int(format), gated)
+        rows = piece.contiguous()
+        bad = torch.ops.penstock.pack_rows(rows, first, outputs, weight, scale, sums, int(format), gated, of_inputs)
         if bad >= 0:
             raise NotFinite(first + bad)
         first += piece.shape[0]

@@ -27,7 +27,8 @@ from penstock.generation.layers.linear.base import (
     check_finite,
     dense,
 )
-from penstock.generation.layers.linear.int4 import GROUP, quantize_groups
+from penstock.generation.layers.linear.int4 import quantize_groups
+from penstock.generation.layers.linear.int4_search import GROUP
 from penstock.generation.layers.linear.int8 import int8_numbers
 from penstock.generation.layers.linear.rotation import halved, natural_scale, rotated_by_product, rotation_matrix
 

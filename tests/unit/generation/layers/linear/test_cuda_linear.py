@@ -13,8 +13,8 @@ from penstock.generation.devices.cpu import cpu_method
 from penstock.generation.devices.cuda import CUDADevice
 from penstock.generation.layers.linear.base import INT4, INT8, Linear, NotFinite, WholeRows
 from penstock.generation.layers.linear.fp8 import Fp8LinearMethod
-from penstock.generation.layers.linear.int4 import quantize_groups
 from penstock.generation.layers.linear.int4_cuda import CudaInt4Method
+from penstock.generation.layers.linear.int4_search import search_rows
 from penstock.generation.layers.linear.int8 import quantize_rows
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Method
 from penstock.generation.layers.linear.rotation import (
@@ -49,9 +49,14 @@ def int8_reference(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def int4_reference(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    values, scale = quantize_groups(weight)
-    dense = ((values - 8) * scale.float().repeat_interleave(32, dim=1)).bfloat16()
-    return x.bfloat16().float() @ dense[:, : weight.shape[1]].float().t()
+    whole = search_rows(weight).whole()
+    assert whole.offset is not None
+    # Scales, and what 8 means, in bfloat16.
+    scale = whole.scale.bfloat16().float()
+    middle = ((whole.offset / whole.scale + 8) * scale).bfloat16().float()
+    scale, middle = (one.repeat_interleave(32, dim=1)[:, : weight.shape[1]] for one in (scale, middle))
+    dense = ((whole.values.float() - 8) * scale + middle).bfloat16()
+    return x.bfloat16().float() @ dense.float().t()
 
 
 def fp8_reference(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.layers.layer_kernels import LayerKernels
-from penstock.generation.layers.linear.base import NotFinite, WholeRows
-from penstock.generation.layers.linear.int4 import quantize_groups
+from penstock.generation.layers.linear.base import Linear, NotFinite, WholeRows
+from penstock.generation.layers.linear.int4_search import search_rows
 from penstock.generation.layers.linear.int8 import int8_numbers, quantize_rows
 from penstock.generation.layers.linear.native import Format, NativeLinear, NativeLinearMethod
 from penstock.generation.layers.linear.rotation import rotated, rotation_block
@@ -54,13 +54,33 @@ def quantised(weight_OI: torch.Tensor, x_TI: torch.Tensor, format: Format) -> tu
         (values, scale), (numbers, scales) = (quantize_rows(rotated(one, block)) for one in (weight_OI, x_TI))
         return (values * (scale / block)).double(), (numbers * scales).double()
     if format is Format.INT4:
-        values, scale = quantize_groups(weight_OI)
-        inputs = weight_OI.shape[1]
-        weight = ((values - 8).unflatten(1, (-1, 32)) * scale.float().unsqueeze(2)).flatten(1)[:, :inputs]
+        weight, inputs = meaning(NativeLinearMethod(format).linear(weight_OI, None)), weight_OI.shape[1]
         padded = F.pad(x_TI.float(), (0, -inputs % 32)).unflatten(1, (-1, 32))  # type: ignore[no-untyped-call]
         numbers, scales = quantize_rows(padded.flatten(0, 1))
-        return weight.double(), (numbers * scales).view(x_TI.shape[0], -1)[:, :inputs].double()
+        return weight, (numbers * scales).view(x_TI.shape[0], -1)[:, :inputs].double()
     return weight_OI.double(), x_TI.double()
+
+
+def meaning(linear: Linear) -> torch.Tensor:
+    """Return the weight that an int4 layer which was not gated keeps, in float64."""
+    assert isinstance(linear, NativeLinear)
+    packed = linear.packed
+    outputs, inputs = packed.shape
+    # (panels, granules, 32, 4 bytes): the low halves of a granule's bytes are its first four inputs.
+    granules = packed.weight.view(-(-outputs // 32), -1, 32, 4)
+    values = torch.stack((granules & 15, granules >> 4), dim=3).permute(0, 2, 1, 3, 4).flatten(2).flatten(0, 1)
+    lines = packed.scale.view(granules.shape[0], -1, 2, 32)
+    units = lines[:, :1].contiguous().view(torch.bfloat16).double().flatten(1)
+    scale = lines[:, 1:, 0].double() * units.unsqueeze(1)
+    scale, zero = (one.permute(0, 2, 1).flatten(0, 1) for one in (scale, lines[:, 1:, 1].double()))
+    weight = (values.double().unflatten(1, (-1, 32)) - zero.unsqueeze(2) / 16) * scale.unsqueeze(2)
+    return weight.flatten(1)[:outputs, :inputs]
+
+
+def weighted_error(found: torch.Tensor, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """Return each row's squared error, by the importance of its inputs."""
+    error = (found.double() - weight.double()) ** 2
+    return (error if importance is None else error * importance).sum(1)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
@@ -208,9 +228,10 @@ def test_no_rows_give_no_rows() -> None:
 class InPieces:
     """A weight that comes some rows at a time."""
 
-    def __init__(self, weight: torch.Tensor, rows: int) -> None:
+    def __init__(self, weight: torch.Tensor, rows: int, importance: torch.Tensor | None = None) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
         self.dtype = weight.dtype
+        self.importance = importance
         self._weight = weight
         self._rows = rows
 
@@ -235,6 +256,79 @@ def test_pieces_of_a_weight_are_packed_as_the_whole(
     whole, pieces = make(weight), make(InPieces(weight, rows))
     assert list(whole.packed.parts()) == list(pieces.packed.parts())
     assert all(map(torch.equal, whole.packed.parts().values(), pieces.packed.parts().values()))
+
+
+def best_group(x: torch.Tensor, importance: torch.Tensor) -> float:
+    """Return the least error of a group with any scale and any zero in reach, by trying many ranges: in float64."""
+    low, high = min(float(x.min()), 0.0), max(float(x.max()), 0.0)
+    ends = torch.linspace(-0.1, 0.25, 29, dtype=torch.float64) * (high - low)
+    first, last = (grid.flatten()[:, None] for grid in torch.meshgrid(low + ends, high - ends, indexing="ij"))
+    q = ((x - first) / (last - first) * 15).round().clamp(0, 15)
+    w = importance.expand_as(q)
+    mean_q, mean_x = ((w * one).sum(1, keepdim=True) / w.sum(1, keepdim=True) for one in (q, x.expand_as(q)))
+    slope = (w * (q - mean_q) * (x - mean_x)).sum(1, keepdim=True) / (w * (q - mean_q) ** 2).sum(1, keepdim=True)
+    error = (w * (slope * (q - mean_q) - (x - mean_x)) ** 2).sum(1)
+    return float(error[error.isfinite()].min())
+
+
+@pytest.mark.parametrize("with_importance", [False, True])
+@pytest.mark.parametrize("as_bf16", [False, True])
+def test_int4_is_near_the_best_of_many_ranges(with_importance: bool, as_bf16: bool) -> None:
+    random = torch.Generator().manual_seed(7)
+    weight = torch.randn(72, 96, generator=random).to(torch.bfloat16 if as_bf16 else torch.float32)
+    weight[:, ::13] *= 3
+    importance = torch.rand(96, generator=random) ** 4 + 1e-3 if with_importance else None
+    found = meaning(NativeLinearMethod(Format.INT4).linear(InPieces(weight, 20, importance), None))
+    groups, shares = weight.double().view(-1, 32), (torch.ones(96) if importance is None else importance).double()
+    best = sum(best_group(group, shares.view(3, 32)[number % 3]) for number, group in enumerate(groups))
+    assert float(weighted_error(found, weight, importance).sum()) <= 1.10 * best
+
+
+@settings(max_examples=12, deadline=None)
+@given(layer=layers(), with_importance=st.booleans())
+def test_int4_by_torch_has_the_same_error(
+    layer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], with_importance: bool
+) -> None:
+    weight = layer[0]
+    importance = torch.rand(weight.shape[1]) ** 4 if with_importance else None
+    found = meaning(NativeLinearMethod(Format.INT4).linear(InPieces(weight, 19, importance), None))
+    whole = search_rows(weight, importance, is_thorough=True).whole()
+    assert whole.offset is not None
+    scale, offset = (
+        one.repeat_interleave(32, dim=1)[:, : weight.shape[1]].double() for one in (whole.scale, whole.offset)
+    )
+    by_torch = weighted_error(whole.values.double() * scale + offset, weight, importance)
+    assert float(weighted_error(found, weight, importance).sum()) == pytest.approx(float(by_torch.sum()), rel=1e-2)
+
+
+def test_int4_keeps_zeros_and_rows_of_any_size() -> None:
+    weight = torch.zeros(40, 64)
+    weight[3] = 1e-30
+    weight[4] = torch.linspace(-1, 2, 64) * 1e30
+    weight[5, 7] = 5.0
+    found = meaning(NativeLinearMethod(Format.INT4).linear(weight, None))
+    assert not found[[0, 1, 2, *range(6, 40)]].any()
+    for row in (3, 4, 5):
+        assert_near(found[row], weight[row].double(), 0.05)
+
+
+def test_int4_with_inputs_that_do_not_count() -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(3))
+    method = NativeLinearMethod(Format.INT4)
+    even, none, first = (
+        meaning(method.linear(InPieces(weight, 40, importance), None))
+        for importance in (None, torch.zeros(64), F.one_hot(torch.tensor(0), 64).float())
+    )
+    assert torch.equal(none, even)
+    # The others are kept nevertheless, as well as may be.
+    assert_near(first, weight.double(), 0.25)
+    errors = [float((one[:, 0] - weight[:, 0]).square().mean()) for one in (first, even)]
+    assert errors[0] < 0.25 * errors[1]
+
+
+def test_importance_of_other_inputs_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="importance is of the weight's inputs"):
+        NativeLinearMethod(Format.INT4).linear(InPieces(torch.randn(40, 64), 40, torch.ones(63)), None)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

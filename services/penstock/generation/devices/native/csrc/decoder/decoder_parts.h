@@ -79,23 +79,25 @@ struct Linear {
     TORCH_CHECK(panels > 0 && width <= panels * (gate == Gate::NONE ? PANEL : PANEL / 2),
                 "a weight has the wrong size");
     // One number per output, padded ones included; int4 has a scale for each group of inputs.
-    const int64_t columns = panels * PANEL,
-                  scales = format == Format::INT4 ? columns * (granules * 8 / GROUP) : columns;
+    const int64_t columns = panels * PANEL, groups = granules * 8 / GROUP,
+                  scales = has_byte_scales()        ? byte_scales(panels, groups)
+                           : format == Format::INT4 ? columns * groups
+                                                    : columns;
     TORCH_CHECK(!bias || bias->numel() >= columns, "a bias is too short");
     TORCH_CHECK(
         format < Format::INT8 || format == Format::GGUF || (scale && scale->numel() >= scales),
         "the scales of a weight are too few");
-    TORCH_CHECK(!scale || scale->scalar_type() == at::kFloat || has_bf16_scale(),
-                "scales are float, or bfloat16 of int4");
-    TORCH_CHECK(!offset || !has_bf16_scale(), "offsets need scales in float");
+    TORCH_CHECK(!scale || scale->scalar_type() == at::kFloat || has_byte_scales(),
+                "scales are float, or bytes of int4");
+    TORCH_CHECK(!offset || !has_byte_scales(), "offsets need scales in float");
     TORCH_CHECK(!offset || (format == Format::INT4 && offset->numel() >= scales),
                 "the offsets of a weight are too few, or not of int4");
     TORCH_CHECK(format != Format::INT8 || (sum && sum->numel() >= columns),
                 "the sums of a weight are too few");
   }
 
-  bool has_bf16_scale() const {
-    return scale && format == Format::INT4 && scale->scalar_type() == at::kBFloat16;
+  bool has_byte_scales() const {
+    return scale && format == Format::INT4 && scale->scalar_type() == at::kByte;
   }
 };
 

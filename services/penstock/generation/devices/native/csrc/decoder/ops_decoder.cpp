@@ -277,7 +277,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
         .bias = data<float>(layer.bias),
         .row_scale = nullptr,
         .column_scale = data<char>(layer.scale),
-        .scale_is_bf16 = layer.has_bf16_scale(),
+        .scale_is_bytes = layer.has_byte_scales(),
         .column_sum = data<int32_t>(layer.sum),
         .column_offset = data<float>(layer.offset),
         .row_sum = nullptr,

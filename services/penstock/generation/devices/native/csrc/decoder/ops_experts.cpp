@@ -67,7 +67,7 @@ class ExpertInputs {
         .bias = data<float>(layer.bias),
         .row_scale = quantised ? scale_.const_data_ptr<float>() + first * groups_ : nullptr,
         .column_scale = data<char>(layer.scale),
-        .scale_is_bf16 = layer.has_bf16_scale(),
+        .scale_is_bytes = layer.has_byte_scales(),
         .column_sum = data<int32_t>(layer.sum),
         .column_offset = data<float>(layer.offset),
         .row_sum = quantised ? sum_.const_data_ptr<int32_t>() + first * groups_ * sums_ : nullptr,

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "linear/group_scales.h"
 #include "linear/products.h"
 
 namespace penstock {
@@ -164,18 +165,17 @@ __attribute__((noinline)) static void add_half(UnitRows rows, const char* w, int
     for (int v = 0; v < W; ++v) store_all(&block[m][v * L], (vf)sum[m][v]);
 }
 
-// As add_half, for groups of int4 from `group` on. Their scales and offsets in this half panel are
-// at `scale` and `offset`.
-template <typename S, bool HAS_OFFSET, int M>
+// As add_half, for groups of int4 from `group` on, and the outputs from `column` of `panel` on.
+template <class S, int M>
 __attribute__((noinline)) static void add_groups(const LinearArgs& a, int64_t row, UnitRows rows,
                                                  const char* w, int64_t group, int64_t count,
-                                                 const S* scale, const float* offset, Ahead& ahead,
+                                                 int64_t panel, int column, Ahead& ahead,
                                                  float (*block)[PANEL]) {
   const int64_t groups = a.granules * 8 / GROUP;
   if (group == 0)
     for (int m = 0; m < M; ++m)
       for (int v = 0; v < W; ++v) store_all(&block[m][v * L], vf{});
-  for (int64_t g = group; g < group + count; ++g, scale += PANEL, offset += PANEL) {
+  for (int64_t g = group; g < group + count; ++g) {
     ahead.fetch<UNITS_AT_ONCE / INT4Units::COUNT>();
     vi sum[M][W] = {};
 #pragma GCC unroll 8
@@ -188,18 +188,14 @@ __attribute__((noinline)) static void add_groups(const LinearArgs& a, int64_t ro
         for (int v = 0; v < W; ++v) sum[m][v] = dot_group(sum[m][v], weight[v], x);
       }
     }
-    vf scales[W];
-    for (int v = 0; v < W; ++v) scales[v] = load(scale + v * L);
+    const typename S::template Group<W> scales(a, groups, panel, g, column);
     for (int m = 0; m < M; ++m) {
       const int64_t at = (row + m) * groups + g;
-      const int32_t start = HAS_OFFSET ? 0 : -8 * a.row_sum[at];
-      const float scale_of_row = a.row_scale[at];
+      const int32_t start = S::start(a.row_sum[at]);
       vf total[W];
       for (int v = 0; v < W; ++v) {
         const vf whole = __builtin_convertvector(end_group(sum[m][v], start), vf);
-        total[v] = load(&block[m][v * L]) + whole * splat(scale_of_row) * scales[v];
-        if constexpr (HAS_OFFSET)
-          total[v] += splat(scale_of_row * float(a.row_sum[at])) * load(offset + v * L);
+        total[v] = scales.add(load(&block[m][v * L]), whole, a.row_scale[at], a.row_sum[at], v);
       }
       for (int v = 0; v < W; ++v) store_all(&block[m][v * L], total[v]);
     }
@@ -237,25 +233,20 @@ static void add_units(Run run, UnitRows x, int64_t, int64_t from, int64_t count,
     }
 }
 
-template <typename S, bool HAS_OFFSET>
+template <class S>
 static void add_int4(const LinearArgs& a, Run run, UnitRows x, int64_t panel, int64_t from,
                      int64_t count, const char* units, Ahead ahead, float (*block)[PANEL]) {
   constexpr int STEPS = GROUP / 8;
-  const int64_t tiles = (run.rows + WIDE_TILE - 1) / WIDE_TILE, groups = a.granules / STEPS,
-                group = from / STEPS;
-  for (int half = 0; half < 2; ++half) {
-    const int64_t at = (panel * groups + group) * PANEL + half * HALF;
+  const int64_t tiles = (run.rows + WIDE_TILE - 1) / WIDE_TILE, group = from / STEPS;
+  for (int half = 0; half < 2; ++half)
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t first = run.rows * t / tiles, last = run.rows * (t + 1) / tiles;
       with_tile<WIDE_TILE>(last - first, [&]<int M>() {
-        add_groups<S, HAS_OFFSET, M>(a, run.row + first, {x.x + first * x.stride, x.stride},
-                                     units + half * count * INT4Units::COUNT * HALF * 4, group,
-                                     count / STEPS, (const S*)a.column_scale + at,
-                                     HAS_OFFSET ? a.column_offset + at : nullptr, ahead,
-                                     (float (*)[PANEL])(block[first] + half * HALF));
+        add_groups<S, M>(a, run.row + first, {x.x + first * x.stride, x.stride},
+                         units + half * count * INT4Units::COUNT * HALF * 4, group, count / STEPS,
+                         panel, half * HALF, ahead, (float (*)[PANEL])(block[first] + half * HALF));
       });
     }
-  }
 }
 
 // The rows of a task from granule `from` on, as units.
@@ -320,6 +311,15 @@ static void scale_int8(const LinearArgs& a, const LinearTask& task, int64_t pane
                 scaled_int8(a, row, panel * PANEL + column, (vi)load(*block + column)));
 }
 
+static void scale_units(const LinearArgs& a, const LinearTask& task, int64_t panel,
+                        float (*block)[PANEL]) {
+  for (int column = 0; column < PANEL; column += L) {
+    const vf unit = units_of(a, panel, column);
+    for (int64_t row = 0; row < task.last_row - task.first_row; ++row)
+      store_all(&block[row][column], load(&block[row][column]) * unit);
+  }
+}
+
 // Calls `finish` with every panel and its results, (rows, PANEL).
 template <typename F>
 static void sum_expanded(const LinearArgs& a, const LinearTask& task, F finish) {
@@ -334,10 +334,15 @@ static void sum_expanded(const LinearArgs& a, const LinearTask& task, F finish) 
         finish(panel, block);
       });
     default: {
-      const auto add = a.scale_is_bf16              ? add_int4<bf16, false>
-                       : a.column_offset == nullptr ? add_int4<float, false>
-                                                    : add_int4<float, true>;
-      sum_units<INT4Units>(a, task, [&](auto... of_part) { add(a, of_part...); }, finish);
+      const auto add = a.scale_is_bytes             ? add_int4<ByteScales>
+                       : a.column_offset == nullptr ? add_int4<Scales>
+                                                    : add_int4<OffsetScales>;
+      sum_units<INT4Units>(
+          a, task, [&](auto... of_part) { add(a, of_part...); },
+          [&](int64_t panel, auto block) {
+            if (a.scale_is_bytes) scale_units(a, task, panel, block);
+            finish(panel, block);
+          });
     }
   }
 }

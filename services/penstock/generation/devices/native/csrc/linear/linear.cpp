@@ -10,6 +10,7 @@
 
 #include "linear/expanded.h"
 #include "linear/gguf_blocks.h"
+#include "linear/group_scales.h"
 #include "linear/products.h"
 #include "linear/rotate.h"
 #include "util/abs_max.h"
@@ -146,9 +147,9 @@ static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& pa
 }
 
 // int4: two granules' worth of inputs lie in one, the first in the low halves of its bytes. A group
-// is summed in integers; its numbers are 8 too large, or have an offset (Q4_1's minimum, zeros of
-// AWQ and GPTQ), times the sum of the row's group.
-template <typename S, bool HAS_OFFSET>
+// is summed in integers; what S (group_scales.h) takes off its numbers, or adds, is times the sum
+// of the row's group.
+template <class S>
 struct INT4 {
   template <int M>
   static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& part,
@@ -158,10 +159,10 @@ struct INT4 {
 // Rows with results that stay in registers from group to group.
 constexpr int KEPT_ROWS = L == 8 ? 1 : TILE / 4;
 
-template <typename S, bool HAS_OFFSET>
+template <class S>
 template <int M>
-void INT4<S, HAS_OFFSET>::tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& part,
-                               float (*block)[PANEL]) {
+void INT4<S>::tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& part,
+                   float (*block)[PANEL]) {
   constexpr int STEPS = GROUP / 8;
   const int64_t groups = a.granules / STEPS, first_group = part.first / STEPS,
                 last_group = part.last / STEPS;
@@ -182,7 +183,7 @@ void INT4<S, HAS_OFFSET>::tile(const LinearArgs& a, int64_t row, int64_t panel, 
     vi sum[M][V];
     for (int m = 0; m < M; ++m)
       for (int v = 0; v < V; ++v)
-        sum[m][v] = start_group(HAS_OFFSET ? 0 : -8 * a.row_sum[(row + m) * groups + group]);
+        sum[m][v] = start_group(S::start(a.row_sum[(row + m) * groups + group]));
 #pragma GCC unroll 4
     for (int u = 0; u < STEPS; ++u) {
       const int64_t g = group * STEPS + u;
@@ -200,17 +201,14 @@ void INT4<S, HAS_OFFSET>::tile(const LinearArgs& a, int64_t row, int64_t panel, 
           sum[m][v] = dot_group(dot_group(sum[m][v], first[v], x0), second[v], x1);
       }
     }
-    const S* scale = (const S*)a.column_scale + (panel * groups + group) * PANEL;
-    const float* offset = HAS_OFFSET ? a.column_offset + (panel * groups + group) * PANEL : nullptr;
+    const typename S::template Group<V> scales(a, groups, panel, group, 0);
     for (int m = 0; m < M; ++m) {
       const int64_t at = (row + m) * groups + group;
       for (int v = 0; v < V; ++v) {
-        const vi whole = end_group(sum[m][v], HAS_OFFSET ? 0 : -8 * a.row_sum[at]);
-        vf value = __builtin_convertvector(whole, vf) * splat(a.row_scale[at]);
+        const vi whole = end_group(sum[m][v], S::start(a.row_sum[at]));
         vf total = KEEPS ? kept[KEEPS ? m : 0][v] : load(&block[m][v * L]);
-        total += value * load(scale + v * L);
-        if constexpr (HAS_OFFSET)
-          total += splat(a.row_scale[at] * float(a.row_sum[at])) * load(offset + v * L);
+        total = scales.add(total, __builtin_convertvector(whole, vf), a.row_scale[at],
+                           a.row_sum[at], v);
         if constexpr (KEEPS)
           kept[m][v] = total;
         else
@@ -221,14 +219,20 @@ void INT4<S, HAS_OFFSET>::tile(const LinearArgs& a, int64_t row, int64_t panel, 
   if constexpr (KEEPS)
     for (int m = 0; m < M; ++m)
       for (int v = 0; v < V; ++v) store_all(&block[m][v * L], kept[m][v]);
+  if constexpr (S::HAS_UNITS)
+    if (part.is_last)
+      for (int v = 0; v < V; ++v) {
+        const vf unit = units_of(a, panel, v * L);
+        for (int m = 0; m < M; ++m) store_all(&block[m][v * L], load(&block[m][v * L]) * unit);
+      }
 }
 
 typedef void (*Tile)(const LinearArgs&, int64_t, int64_t, const Part&, float (*)[PANEL]);
 
 template <class F>
 constexpr bool IS_INT4 = false;
-template <typename S, bool HAS_OFFSET>
-constexpr bool IS_INT4<INT4<S, HAS_OFFSET>> = true;
+template <class S>
+constexpr bool IS_INT4<INT4<S>> = true;
 
 template <class F, int M>
 static Tile pick(int rows) {
@@ -251,9 +255,9 @@ static Tile pick(const LinearArgs& a, int rows) {
     case Format::INT8:
       return pick<INT8, TILE>(rows);
     default:
-      if (a.scale_is_bf16) return pick<INT4<bf16, false>, TILE>(rows);
-      return a.column_offset == nullptr ? pick<INT4<float, false>, TILE>(rows)
-                                        : pick<INT4<float, true>, TILE>(rows);
+      if (a.scale_is_bytes) return pick<INT4<ByteScales>, TILE>(rows);
+      return a.column_offset == nullptr ? pick<INT4<Scales>, TILE>(rows)
+                                        : pick<INT4<OffsetScales>, TILE>(rows);
   }
 }
 

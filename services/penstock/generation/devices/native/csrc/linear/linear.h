@@ -12,6 +12,8 @@ namespace penstock {
 constexpr int PANEL = 32;
 // Inputs that share a scale in int4.
 constexpr int GROUP = 32;
+// Steps of a zero of int4 between two of its numbers.
+constexpr int ZERO_STEPS = 16;
 // Most rows of a task, which stay in the cache while the panels go by: whole tiles.
 constexpr int64_t ROW_BLOCK = 264;
 
@@ -35,6 +37,12 @@ inline int64_t rotation_of(Format format, int64_t inputs) {
     for (const int64_t block : {64, 32, 16})
       if (inputs % block == 0) return block;
   return 1;
+}
+
+// Bytes of the scales of int4 that is quantised here: of a panel first a line of its outputs' units
+// in bfloat16, and then of each group a line with the outputs' scales and zeros, a byte each.
+inline int64_t byte_scales(int64_t panels, int64_t groups) {
+  return panels * (1 + groups) * 2 * PANEL;
 }
 
 // The function of the gates of a gated weight; numbered as core/model_config.py's Activation.
@@ -87,9 +95,9 @@ struct LinearArgs {
   int64_t granules;          // of a row of the weight
   const float* bias;         // (panels * 32) or null
   const float* row_scale;    // int8: (rows); int4, blocks: (rows, groups)
-  const void* column_scale;  // int8: (panels * 32) floats; int4: (panels, groups, 32), of floats or
-                             // bfloat16
-  bool scale_is_bf16;
+  const void* column_scale;  // int8: (panels * 32) floats; int4: (panels, groups, 32) floats, or
+                             // the bytes of byte_scales
+  bool scale_is_bytes;
   const int32_t* column_sum;   // int8: (panels * 32)
   const float* column_offset;  // int4: as column_scale, of numbers from 0 to 15; null: they are
                                // from -8 to 7
@@ -134,8 +142,9 @@ struct PackArgs {
   int64_t inputs, granules;
   int64_t rotation;  // of INT8: inputs of a block, 1 for none
   char* weight;
-  void* scale;  // float; int4's bfloat16
+  void* scale;  // float; int4's bytes
   int32_t* sum;
+  const float* importance;  // int4: (inputs), none negative; null: all are alike
 };
 
 #define PENSTOCK_LINEAR_KERNELS                                                                    \

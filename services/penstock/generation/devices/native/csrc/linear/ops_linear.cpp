@@ -70,7 +70,7 @@ void clear_padding(const PackArgs& args, int64_t outputs, int64_t panels, bool g
     std::fill_n((float*)args.scale + last * PANEL, PANEL, 0.0f);
     std::fill_n(args.sum + last * PANEL, PANEL, 0);
   } else if (args.format == Format::INT4) {
-    std::memset((char*)args.scale + last * groups * PANEL * 2, 0, groups * PANEL * 2);
+    std::memset((char*)args.scale + byte_scales(last, groups), 0, byte_scales(1, groups));
   }
 }
 
@@ -97,8 +97,10 @@ int64_t pack_kind(const PackArgs& args, const char* rows, int64_t from, int64_t 
 
 // `rows` are those from `first` on of a weight with `outputs` rows; all pieces together make the
 // packed weight. Returns a row near a NaN or infinity in a piece for int8 or int4; else -1.
+// `importance` of the inputs, for int4.
 int64_t pack_rows(const at::Tensor& rows, int64_t first, int64_t outputs, at::Tensor& out,
-                  at::Tensor& scale, at::Tensor& sum, int64_t format_number, bool gated) {
+                  at::Tensor& scale, at::Tensor& sum, int64_t format_number, bool gated,
+                  const std::optional<at::Tensor>& importance) {
   const Format format = product_of(Format(format_number));
   TORCH_CHECK(rows.dim() == 2 && rows.is_contiguous() && out.is_contiguous());
   const int64_t count = rows.size(0), inputs = rows.size(1);
@@ -111,10 +113,13 @@ int64_t pack_rows(const at::Tensor& rows, int64_t first, int64_t outputs, at::Te
   const int64_t granules = granules_of(format, inputs),
                 panels = out.numel() / std::max<int64_t>(1, granules * PANEL * 4);
   const int64_t scales = format == Format::INT8   ? panels * PANEL
-                         : format == Format::INT4 ? panels * granules * 8 / GROUP * PANEL
+                         : format == Format::INT4 ? byte_scales(panels, granules * 8 / GROUP)
                                                   : 0;
-  TORCH_CHECK(scale.scalar_type() == (format == Format::INT4 ? at::kBFloat16 : at::kFloat));
+  TORCH_CHECK(scale.scalar_type() == (format == Format::INT4 ? at::kByte : at::kFloat));
   TORCH_CHECK(scale.numel() == scales && sum.numel() == (format == Format::INT8 ? scales : 0));
+  TORCH_CHECK(!importance || (importance->is_contiguous() && importance->numel() == inputs &&
+                              importance->scalar_type() == at::kFloat),
+              "importance is of the weight's inputs, in float");
   const PackArgs args{
       .format = format,
       .is_bf16 = bf16,
@@ -124,6 +129,7 @@ int64_t pack_rows(const at::Tensor& rows, int64_t first, int64_t outputs, at::Te
       .weight = (char*)out.data_ptr<uint8_t>(),
       .scale = scale.data_ptr(),
       .sum = sum.data_ptr<int32_t>(),
+      .importance = pointer<float>(importance),
   };
   if (first == 0) clear_padding(args, outputs, panels, gated);
   const char* data = (const char*)rows.const_data_ptr();
@@ -171,8 +177,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
                                  column_scale->scalar_type() == at::kFloat &&
                                  column_offset->numel() == column_scale->numel()),
               "offsets are of int4, one for each scale in float");
-  const bool scale_bf16 = column_scale && is_bf16(*column_scale);
-  TORCH_CHECK(!scale_bf16 || format == Format::INT4, "scales in bfloat16 are of int4");
+  const bool scale_is_bytes = column_scale && column_scale->scalar_type() == at::kByte;
+  TORCH_CHECK(
+      !scale_is_bytes || (format == Format::INT4 &&
+                          column_scale->numel() == byte_scales(panels, granules * 8 / GROUP)),
+      "scales in bytes are of int4, with a line for each group and one more");
   const bool out_bf16 = is_bf16(x) && !as_float;
   auto out = at::empty({rows, width}, x.options().dtype(out_bf16 ? at::kBFloat16 : at::kFloat));
   if (rows == 0) return out;
@@ -185,7 +194,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
       .bias = pointer<float>(bias),
       .row_scale = nullptr,
       .column_scale = column_scale ? column_scale->const_data_ptr() : nullptr,
-      .scale_is_bf16 = scale_bf16,
+      .scale_is_bytes = scale_is_bytes,
       .column_sum = pointer<int32_t>(column_sum),
       .column_offset = pointer<float>(column_offset),
       .row_sum = nullptr,
@@ -275,7 +284,7 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("packed_size(int outputs, int inputs, int format, bool gated) -> int", packed_size);
   m.def(
       "pack_rows(Tensor rows, int first, int outputs, Tensor(a!) out, Tensor(b!) scale, Tensor(c!) "
-      "sum, int format, bool gated) -> "
+      "sum, int format, bool gated, Tensor? importance=None) -> "
       "int");
   m.def("packed_rows(Tensor weight, Tensor ids, int inputs, int outputs, bool bf16) -> Tensor");
   m.def("advise_large_pages(Tensor memory) -> ()");

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "linear/int4_search.h"
 #include "linear/linear.h"
 #include "linear/rotate.h"
 #include "util/abs_max.h"
@@ -98,43 +99,84 @@ static bool quantize_rotated(const T* row, int64_t n, int64_t rotation, int8_t* 
   return finite;
 }
 
-// The largest of a group becomes -8 (as in GGML's q4_0), so that all 16 values are used.
-static bf16 int4_scale(const float (&group)[GROUP]) {
-  const float most = abs_max(group, GROUP);
-  for (float v : group)
-    if (std::fabs(v) == most) {
-      bf16 rounded_scale;
-      store(&rounded_scale, v / -8.0f);
-      return rounded_scale;
+// The inputs of a group of `count` rows, from `first` on: a row in each lane. Zeros where there are
+// none.
+template <typename T>
+static void load_group(const T* rows, int count, int64_t inputs, int64_t first, vf (&x)[GROUP]) {
+  for (int part = 0; part < GROUP; part += L) {
+    vi lanes[L] = {};
+    const int64_t there = std::clamp<int64_t>(inputs - first - part, 0, L);
+    for (int r = 0; r < count; ++r) {
+      const T* from = rows + r * inputs + first + part;
+      vf row = {};
+      if (there == L)
+        row = load(from);
+      else
+        for (int64_t l = 0; l < there; ++l) row[l] = to_float(from[l]);
+      lanes[r] = (vi)row;
     }
-  bf16 none;
-  store(&none, NAN);
-  return none;
+    transpose<L / 2>(lanes);
+    for (int l = 0; l < L; ++l) x[part + l] = (vf)lanes[l];
+  }
 }
 
-// `scales` are PANEL apart; two granules' worth of inputs share the bytes of one.
-template <typename T>
-static bool quantize_int4(const T* row, int64_t n, int64_t groups, uint8_t* out, bf16* scales) {
-  bool finite = true;
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t first = g * GROUP, count = std::min<int64_t>(GROUP, n - first);
-    float group[GROUP] = {};
-    for (int64_t i = 0; i < count; ++i) group[i] = to_float(row[first + i]);
-    scales[g * PANEL] = int4_scale(group);
-    const float scale = to_float(scales[g * PANEL]), inverse = scale != 0 ? 1.0f / scale : 0.0f;
-    if (!(std::fabs(scale) <= FLT_MAX)) {
-      finite = false;
-      continue;
-    }
-    uint8_t q[GROUP];
-    for (int i = 0; i < GROUP; ++i) {
-      const float whole = std::nearbyintf(group[i] * inverse) + 8.0f;
-      q[i] = uint8_t(std::min(std::max(whole, 0.0f), 15.0f));
-    }
-    for (int i = 0; i < GROUP / 2; ++i)
-      out[g * GROUP / 2 + i] = uint8_t(q[i / 4 * 8 + i % 4] | q[i / 4 * 8 + 4 + i % 4] << 4);
+// Each group's importance, in whole groups. A group's sum is not 0: no input is quite without it.
+static std::vector<float> whole_importance(const PackArgs& a, int64_t groups) {
+  std::vector<float> weight(groups * GROUP, 0.0f);
+  if (a.importance == nullptr) {
+    std::fill_n(weight.begin(), a.inputs, 1.0f);
+    return weight;
   }
-  return finite;
+  double sum = 0;
+  for (int64_t i = 0; i < a.inputs; ++i) sum += a.importance[i];
+  const double mean = sum / double(a.inputs);
+  for (int64_t i = 0; i < a.inputs; ++i)
+    weight[i] = mean > 0 ? float(a.importance[i] / mean) + LEAST_IMPORTANCE : 1.0f;
+  return weight;
+}
+
+// Up to L rows to the columns from `column` on.
+template <typename T>
+static bool pack_int4(const PackArgs& a, const T* rows, int count, int64_t panel, int column,
+                      const std::vector<float>& weight) {
+  const int64_t groups = a.granules * 8 / GROUP;
+  thread_local std::vector<Grid> grids;
+  grids.resize(groups);
+  const auto importance = [&](int64_t g) {
+    Importance of{.weight = weight.data() + g * GROUP, .sum = 0};
+    for (int i = 0; i < GROUP; ++i) of.sum += of.weight[i];
+    return of;
+  };
+  vf x[GROUP], largest = {}, odd = {};
+  for (int64_t g = 0; g < groups; ++g) {
+    load_group(rows, count, a.inputs, g * GROUP, x);
+    // NaN of a NaN or an infinity.
+    for (const vf& v : x) odd += v - v;
+    grids[g] = search_group(x, importance(g));
+    largest = grids[g].scale > largest ? grids[g].scale : largest;
+  }
+  const float overflow = sum_all(odd) + sum_all(largest);
+  if (!(overflow <= FLT_MAX)) return false;
+  uint8_t* lines = (uint8_t*)a.scale + byte_scales(panel, groups);
+  bf16* units = (bf16*)lines + column;
+  vf unit = {};
+  for (int r = 0; r < count; ++r) {
+    store(units + r, largest[r] / BYTES);
+    unit[r] = to_float(units[r]);
+  }
+  char* target = a.weight + (panel * a.granules * PANEL + column) * 4;
+  for (int64_t g = 0; g < groups; ++g) {
+    load_group(rows, count, a.inputs, g * GROUP, x);
+    const StoredGroup stored = store_group(x, importance(g), grids[g], unit);
+    uint8_t* bytes = lines + (1 + g) * 2 * PANEL + column;
+    for (int r = 0; r < count; ++r) {
+      bytes[r] = uint8_t(stored.scale[r]);
+      bytes[PANEL + r] = uint8_t(stored.zero[r]);
+    }
+    for (int i = 0; i < GROUP / 8; ++i)
+      std::memcpy(target + (g * GROUP / 8 + i) * PANEL * 4, &stored.word[i], count * 4);
+  }
+  return true;
 }
 
 template <typename T>
@@ -147,17 +189,11 @@ static bool pack_some(const PackArgs& a, const T* rows, int count, int64_t panel
   }
   thread_local std::vector<int32_t> words;
   words.assign(L * a.granules, 0);
-  const int64_t groups = a.granules * 8 / GROUP;
   bool finite = true;
   for (int r = 0; r < count; ++r) {
     const T* row = rows + r * a.inputs;
     int32_t* out = words.data() + r * a.granules;
     const int64_t output = panel * PANEL + column + r;
-    if (a.format == Format::INT4) {
-      bf16* scales = (bf16*)a.scale + panel * groups * PANEL + column + r;
-      finite &= quantize_int4(row, a.inputs, groups, (uint8_t*)out, scales);
-      continue;
-    }
     float& scale = ((float*)a.scale)[output];
     int32_t& sum = a.sum[output];
     finite &= a.rotation == 1
@@ -168,15 +204,24 @@ static bool pack_some(const PackArgs& a, const T* rows, int count, int64_t panel
   return finite;
 }
 
-bool pack(const PackArgs& a, const void* rows, int count, int64_t panel, int column) {
+template <typename T>
+static bool pack_all(const PackArgs& a, const T* rows, int count, int64_t panel, int column) {
+  const bool searches = a.format == Format::INT4;
+  const std::vector<float> weight =
+      searches ? whole_importance(a, a.granules * 8 / GROUP) : std::vector<float>{};
   bool finite = true;
   for (int done = 0; done < count; done += L) {
     const int some = std::min(L, count - done);
-    finite &= a.is_bf16
-                  ? pack_some(a, (const bf16*)rows + done * a.inputs, some, panel, column + done)
-                  : pack_some(a, (const float*)rows + done * a.inputs, some, panel, column + done);
+    const T* from = rows + done * a.inputs;
+    finite &= searches ? pack_int4(a, from, some, panel, column + done, weight)
+                       : pack_some(a, from, some, panel, column + done);
   }
   return finite;
+}
+
+bool pack(const PackArgs& a, const void* rows, int count, int64_t panel, int column) {
+  return a.is_bf16 ? pack_all(a, (const bf16*)rows, count, panel, column)
+                   : pack_all(a, (const float*)rows, count, panel, column);
 }
 
 }  // namespace NS

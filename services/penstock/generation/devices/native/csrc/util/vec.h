@@ -66,6 +66,17 @@ static inline vf load(const bf16* p) {
   std::memcpy(&h, p, sizeof(h));
   return (vf)(__builtin_convertvector(h, vu) << 16);
 }
+static inline vf load(const uint8_t* p) {
+#ifdef __aarch64__
+  uint8_t bytes[8] = {};
+  std::memcpy(bytes, p, L);
+  return (vf)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vld1_u8(bytes)))));
+#elif defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#endif
+}
 static inline void store_all(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
 #ifdef __aarch64__
 // Rounds like store(); the bits of bf16 in the low half of each lane.

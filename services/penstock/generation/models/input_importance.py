@@ -1,0 +1,209 @@
+"""Importance of the inputs of every matrix, for int4: the mean square of each when ids drawn at random go through the
+model. No data is needed: on real models it is as good as text (dev/log/real-weights.md).
+
+One layer is in memory at a time, in the model's dtype. The result is a few vectors a layer; `kept` files it in the
+cache, and later starts read it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typing_extensions import override
+
+from penstock.common.logging import get_logger
+from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.model_config import CONFIG_FILE, Activation, ModelConfig
+from penstock.generation.layers.decoder_layer import Step
+from penstock.generation.layers.linear.base import Linear
+from penstock.generation.layers.rope import RotaryEmbedding
+from penstock.generation.models.loader import LayerMaker
+from penstock.generation.weights.tensor_names import LayerLinear, layer_linears, layer_prefix
+
+if TYPE_CHECKING:
+    from penstock.generation.devices.base import Device
+    from penstock.generation.weights.checkpoint_weights import CheckpointWeights
+
+_log = get_logger("penstock.generation")
+# Ids that are read, in sequences of this many, and the seed that draws them.
+NUM_IDS, _SEQUENCE, _SEED = 512, 256, 35
+_BLOCK_SIZE = 16
+# An expert that fewer rows reach has the inputs of all.
+_LEAST_ROWS = 16
+# Raise it when the same checkpoint would get other numbers.
+_VERSION = 1
+
+Importance = Mapping[str, Tensor]
+
+
+def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: Device) -> dict[str, Tensor]:
+    """Return the mean square of each input, float32 (inputs), of every matrix of the layers that a format may round, by
+    its name. `weights` are the whole model's, in a dtype; their layers are asked for."""
+    recorder = _Recorder(weights)
+    maker = LayerMaker(config, recorder, device.layer_kernels(weights.dtype))
+    ids = torch.randint(config.vocab_size, (NUM_IDS,), generator=torch.Generator().manual_seed(_SEED))
+    hidden = weights.embedded(ids.tolist()) * float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
+    step = _step(config, maker, weights.dtype, device)
+    found: dict[str, Tensor] = {}
+    pending: Tensor | None = None
+    with torch.inference_mode():
+        for index in range(config.num_layers):
+            pending = maker.layer(index)(hidden, pending, step)
+            found |= recorder.take(config, index)
+    return found
+
+
+def kept(folder: Path, cache: Path, measure: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the importance of the checkpoint in `folder`: from the folder `cache`, or by `measure`, which is kept
+    there. A file that cannot be read or written is no error."""
+    path = cache / f"{_key(folder)}.safetensors"
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError):
+        pass
+    _log.info("measuring the importance of inputs for int4; later starts find it in the cache", ids=NUM_IDS)
+    begin = time.monotonic()
+    found = measure()
+    _log.info("measured the importance of inputs", seconds=round(time.monotonic() - begin, 1))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            save_file(found, Path(scratch) / path.name)
+            os.replace(Path(scratch) / path.name, path)
+    except OSError as error:
+        _log.warning("the importance of inputs cannot be kept", cause=str(error))
+    return found
+
+
+def _key(folder: Path) -> str:
+    """Return a digest of the folder's path, configuration, and names, sizes and times of its weights."""
+    digest = hashlib.sha256(repr((_VERSION, NUM_IDS, _SEQUENCE, _SEED, str(folder.resolve()))).encode())
+    digest.update((folder / CONFIG_FILE).read_bytes())
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".gguf"):
+            state = path.stat()
+            digest.update(repr((path.name, state.st_size, state.st_mtime_ns)).encode())
+    return digest.hexdigest()[:32]
+
+
+class _Recorded(Linear):
+    """A linear layer that sums up the squares of its inputs."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._linear = linear
+        self.squares = torch.zeros(linear.in_features)
+        self.num_rows = 0
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        self._record(x_TI)
+        return self._linear(x_TI)
+
+    @override
+    def as_float(self, x_TI: Tensor) -> Tensor:
+        self._record(x_TI)
+        return self._linear.as_float(x_TI)
+
+    def _record(self, x_TI: Tensor) -> None:
+        self.squares += x_TI.float().square().sum(0).cpu()
+        self.num_rows += len(x_TI)
+
+    @property
+    @override
+    def num_bytes(self) -> int:
+        return self._linear.num_bytes
+
+
+class _Recorder:
+    """loader.Weights with layers that record."""
+
+    def __init__(self, weights: CheckpointWeights) -> None:
+        self.dtype = weights.dtype
+        # Of no interest: the weights are here for a moment.
+        self.num_bytes = 0
+        self._weights = weights
+        self._recorded: dict[str, _Recorded] = {}
+
+    @property
+    def mapped_bytes(self) -> int:
+        """See Weights."""
+        return 0
+
+    @property
+    def forms(self) -> Mapping[str, int]:
+        """See Weights."""
+        return self._weights.forms
+
+    def head_and_table(self) -> tuple[Linear, Tensor | None]:
+        """See Weights."""
+        return self._weights.head_and_table()
+
+    def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
+        """See Weights."""
+        made = self._weights.linear(prefix, linear, activation)
+        if linear.is_exact:
+            return made
+        recorded = self._recorded[f"{prefix}{linear.name}"] = _Recorded(made)
+        return recorded
+
+    def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
+        """See Weights."""
+        return self._weights.tensor(name, is_exact=is_exact)
+
+    def layer_is_complete(self) -> None:
+        """See Weights."""
+
+    def take(self, config: ModelConfig, index: int) -> dict[str, Tensor]:
+        """Return what layer `index` has recorded, and forget its layers."""
+        prefix = layer_prefix(index)
+        names = [one.name for one in layer_linears(config, index) if not one.is_exact]
+        recorded = {name: self._recorded.pop(f"{prefix}{name}") for name in names}
+        self._weights.layer_is_complete()
+        return {f"{prefix}{name}": _mean_squares(name, recorded) for name in names}
+
+
+def _mean_squares(name: str, recorded: Mapping[str, _Recorded]) -> Tensor:
+    """Return a matrix's mean squares, or those of this matrix of all experts where few rows reached it."""
+    own = recorded[name]
+    if own.num_rows >= _LEAST_ROWS:
+        return own.squares / own.num_rows
+    alike = [one for other, one in recorded.items() if _kind(other) == _kind(name)]
+    return torch.stack([one.squares for one in alike]).sum(0) / max(sum(one.num_rows for one in alike), 1)
+
+
+def _kind(name: str) -> str:
+    """Return a name that the same matrix of all experts has."""
+    return ".".join("N" if part.isdigit() else part for part in name.split("."))
+
+
+def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, device: Device) -> Step:
+    """Return the step that reads the ids, in its sequences."""
+    count, blocks = NUM_IDS // _SEQUENCE, _SEQUENCE // _BLOCK_SIZE
+    tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
+    lengths = [_SEQUENCE] * count
+    metadata, positions = AttentionMetadata.build(lengths, lengths, tables, _BLOCK_SIZE)
+    kv = KVCachePool(
+        config.num_layers,
+        count * blocks,
+        _BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype,
+        device.torch_device,
+    )
+    rotaries = [
+        RotaryEmbedding(rope, config.head_dim, device.torch_device, dtype, max_positions=config.max_position_embeddings)
+        for rope in maker.ropes
+    ]
+    return Step([rotary(positions) for rotary in rotaries], metadata, kv, device.attention(dtype, config.head_dim))
