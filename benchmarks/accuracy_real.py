@@ -45,7 +45,7 @@ FORMATS = {
 }
 # Folders of `penstock quantize`, by the size of groups.
 QUANTIZED = {f"quantize, groups of {group}": group for group in (32, 64)}
-FORMATS |= {label: Format("bfloat16", "auto", "auto") for label in QUANTIZED}
+FORMATS |= {label: NumberFormat("bfloat16", "auto", "auto") for label in QUANTIZED}
 COLUMNS = (
     "model",
     "format",
