@@ -80,6 +80,23 @@ def test_a_format_is_as_near_to_float32_as_the_pages_say(name: str, label: str, 
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
+def test_a_gguf_file_stays_as_small_as_it_is_and_near_to_its_numbers(name: str) -> None:
+    device = started()
+    if device.instruction_set is None:
+        pytest.skip("blocks are products of the C++ kernels, which are not built")
+    path = HOME / "real" / f"{name}.gguf"
+    folder = Path(resolve_model(str(path)))
+    kept = load_model(folder, dtype="bfloat16", device=device)
+    assert not {form for form, _ in kept.config.weight_forms} & {"bfloat16", "float32"}
+    assert kept.num_bytes < 1.01 * path.stat().st_size
+    rows = documents(folder, TOKENS, 512)
+    exact = read_ours(folder, device, FORMATS["float32"], rows, 128)
+    # 1.15 times what SmolLM2 has of 1,536 tokens.
+    assert Difference.between(read_ours(folder, device, FORMATS["gguf"], rows, 128), exact).mean < 0.078
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
 def test_int8_of_a_row_is_the_same_in_any_batch_and_in_chunks(name: str) -> None:
     folder, device = bf16_folder(name, HOME), started()
     if device.instruction_set is None:
