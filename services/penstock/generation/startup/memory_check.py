@@ -69,6 +69,9 @@ def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
         # A quantised checkpoint: its matrices keep their form, or become numbers of the dtype. Embedding and head do.
         item = 4.0 if model.checkpoint_dtype == "float32" else 2.0
         kept = model.kept_form if quantization == "auto" else ""
+        if kept and model.checkpoint_format.startswith("gguf"):
+            # In blocks it is as large as the file; a table that is not the head's becomes numbers of the dtype.
+            return stored if LM_HEAD not in sizes else int(stored + table * item)
         return int((total - layers) * item + layers * _KEPT_BYTES.get(kept, item))
     if model.checkpoint_format:
         stored = total * 2

@@ -16,13 +16,13 @@ from factories.models.native import use_native
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.quantised import write_gguf
 from penstock.common.checkpoint import check_model, demo_folder, model_name, resolve_model
-from penstock.common.errors import StartupError
+from penstock.common.errors import DoesNotFit, StartupError
 from penstock.common.gguf_file import TYPES, GgufFile
 from penstock.common.gguf_folder import config_of
 from penstock.common.gguf_parts import GGUF_FILE, read_gguf
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.registry import load_model, read_model_config
-from penstock.generation.startup.memory_check import stored_weight_bytes
+from penstock.generation.startup.memory_check import check_weights, stored_weight_bytes
 from penstock.generation.weights.quantised import gguf
 from penstock.generation.weights.quantised.gguf import GgufCheckpoint
 from safetensors.torch import load_file, save_file
@@ -266,6 +266,14 @@ def test_a_mix_of_types_stays_as_it_is_in_the_one_call_of_the_kernels(mixed: Pat
     sequence = PagedSequence(list(range(5, 35)))
     PagedDriver(kept, num_blocks=8, block_size=8).step([(sequence, 30)])
     assert float((torch.stack(sequence.logits).float() - exact).abs().mean() / exact.std()) < 0.05
+
+
+def test_a_mix_of_types_is_expected_to_take_the_memory_of_the_file(mixed: Path) -> None:
+    config, stored = read_model_config(mixed), stored_weight_bytes(mixed)
+    check_weights(stored, config, "auto", stored)
+    for quantization, available in (("auto", stored - 1), ("none", stored)):
+        with pytest.raises(DoesNotFit, match="choose a smaller MODEL"):
+            check_weights(stored, config, quantization, available)
 
 
 def test_without_the_kernels_a_mix_of_types_is_dequantised(mixed: Path) -> None:
