@@ -53,6 +53,12 @@ class QuantizeConfig:
         metavar="32|64|128",
         parse=_group_size,
     )
+    zeros: bool = option(
+        True,
+        "Give each group a zero of its own: more exact. Without, a weight takes 4.5 (32), 4.25 (64) or 4.13 (128) "
+        "bits, and readers that know no zeros read it.",
+        group=FORMAT,
+    )
     calibration: str | None = option(
         None,
         "File of text (UTF-8) like that which the model will see; by default a small one that ships.",
@@ -90,7 +96,13 @@ def run_quantize(model: str, output: str, given: Overrides) -> None:
         made = quantise(
             folder,
             Path(output).expanduser(),
-            QuantiseSettings(config.group_size, calibration, config.calibration_tokens, config.calibration_context),
+            QuantiseSettings(
+                config.group_size,
+                config.zeros,
+                calibration,
+                config.calibration_tokens,
+                config.calibration_context,
+            ),
             force=config.force,
             progress=lambda done, total: display.show(StageProgress(QUANTIZE, name, done, total, ended=done == total)),
         )

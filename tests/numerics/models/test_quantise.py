@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,23 @@ def test_what_is_written_is_the_model_with_its_matrices_rounded(tmp_path: Path, 
     assert float((served(tmp_path / "out") - expected).abs().mean() / expected.std()) < 2e-3
     # Of the outputs' energy on the calibration text, a few thousandths.
     assert made.loss < 0.01
+
+
+def test_without_zeros_it_is_a_symmetric_checkpoint(tmp_path: Path) -> None:
+    folder = source(tmp_path / "source")
+    made = quantise(folder, tmp_path / "out", replace(SETTINGS, has_zeros=False))
+    written = tensors(tmp_path / "out")
+    assert made.bits == pytest.approx(4.5)
+    assert not {name for name in written if name.endswith("zero_point")}
+    model = load_model(tmp_path / "out", dtype="bfloat16", quantization="auto", device=CPUDevice())
+    assert dict(model.config.weight_forms)["int4"] == made.matrices
+    reference = reference_model(folder, torch.float32)
+    modules = [name.removesuffix(".weight_packed") for name in written if name.endswith("weight_packed")]
+    with torch.no_grad():
+        for module in modules:
+            reference.get_submodule(module).weight.copy_(Packing(32, has_zeros=False).dense(written, module))
+        expected = reference(torch.tensor([PROMPT])).logits[0]
+    assert float((served(tmp_path / "out") - expected).abs().mean() / expected.std()) < 2e-3
 
 
 def test_the_first_pass_is_that_of_the_whole_model(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.generation.quantise.grid import Grid, fit_grid
+from penstock.generation.quantise.grid import Grid, GridForm, fit_grid
 
 # Added to H's diagonal, as a share of its mean: a direction that calibration hardly shows is not free.
 DAMPING = 0.01
@@ -32,14 +32,28 @@ class Covariance:
         self._sum.addmm_(rows.T, rows)
         self._rows += len(rows)
 
-    def damped(self) -> Tensor:
-        """Return the mean, with DAMPING. Raises ValueError where a number is not finite."""
+    def inputs(self) -> Inputs:
+        """Return the mean, with DAMPING, and what is made of it. Raises ValueError where a number is not finite."""
         mean = self._sum / max(self._rows, 1)
         diagonal = mean.diagonal()
         if not bool(torch.isfinite(diagonal).all()):
             raise ValueError("the calibration text makes inputs that are not finite")
         diagonal.add_(DAMPING * float(diagonal.mean().clamp(min=torch.finfo(torch.float32).tiny)))
-        return mean
+        return Inputs(mean)
+
+
+class Inputs:
+    """Damped covariance of inputs, their order by falling importance, and how an error of one goes to the later ones.
+    Matrices with the same inputs share it."""
+
+    def __init__(self, covariance: Tensor) -> None:
+        self.covariance = covariance
+        self.order = covariance.diagonal().argsort(descending=True)
+        ordered = covariance[self.order][:, self.order].double()
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))
+        # Upper: row i says how the i-th input's error goes to later inputs.
+        factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+        self.spread = factor.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,48 +69,40 @@ class RoundedMatrix:
         return self.grid.dense(self.whole)
 
 
-def round_matrix(weight: Tensor, covariance: Tensor, group: int, bits: int, dtype: torch.dtype) -> RoundedMatrix:
-    """Round a float32 matrix (outputs, inputs) with inputs of this damped covariance; scales are stored in `dtype`."""
-    grid = fit_grid(weight, covariance.diagonal(), group, bits, dtype)
-    whole = _spread_errors(weight, covariance, grid)
+def round_matrix(weight: Tensor, inputs: Inputs, form: GridForm) -> RoundedMatrix:
+    """Round a float32 matrix (outputs, inputs) with such inputs."""
+    covariance = inputs.covariance
+    grid = fit_grid(weight, covariance.diagonal(), form)
+    whole = _spread_errors(weight, inputs, grid)
     best = RoundedMatrix(whole, grid, _loss(weight, grid.dense(whole), covariance))
-    refitted = _fit_scales(weight, covariance, whole, grid, dtype)
+    refitted = _fit_scales(weight, covariance, whole, grid, form.dtype)
     # The same whole numbers with better scales, or whole numbers anew on those.
-    for candidate in (whole, _spread_errors(weight, covariance, refitted)):
+    for candidate in (whole, _spread_errors(weight, inputs, refitted)):
         loss = _loss(weight, refitted.dense(candidate), covariance)
         if loss < best.loss:
             best = RoundedMatrix(candidate, refitted, loss)
     return best
 
 
-def _spread_errors(weight: Tensor, covariance: Tensor, grid: Grid) -> Tensor:
+def _spread_errors(weight: Tensor, inputs: Inputs, grid: Grid) -> Tensor:
     """Return the whole numbers of GPTQ on a grid."""
-    order = covariance.diagonal().argsort(descending=True)
-    back = order.argsort()
-    left = weight[:, order].contiguous()
-    spread = _spread(covariance[order][:, order])
-    inputs, groups = left.shape[1], order.tolist()
+    order, spread = inputs.order.tolist(), inputs.spread
+    # An input's numbers lie together.
+    left = weight.T[inputs.order].contiguous()
+    scales, zeros = grid.scale.T.contiguous(), grid.zero.T.contiguous()
     whole = torch.empty_like(left)
-    for first in range(0, inputs, _BLOCK):
-        last = min(first + _BLOCK, inputs)
-        errors = torch.empty(len(left), last - first)
-        block = left[:, first:last]
-        factors = spread[first:last, first:last]
-        for at in range(last - first):
-            numbers, meant = grid.column(block[:, at], groups[first + at])
-            whole[:, first + at] = numbers
-            error = (block[:, at] - meant) / factors[at, at]
-            errors[:, at] = error
-            block[:, at + 1 :].addr_(error, factors[at, at + 1 :], alpha=-1.0)
-        left[:, last:].addmm_(errors, spread[first:last, last:], alpha=-1.0)
-    return whole[:, back].contiguous()
-
-
-def _spread(covariance: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse: row i says how input i's error goes to later inputs."""
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance.double()))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor.float()
+    for first in range(0, len(left), _BLOCK):
+        last = min(first + _BLOCK, len(left))
+        errors = torch.empty(last - first, left.shape[1])
+        for at in range(first, last):
+            scale, zero = scales[order[at] // grid.group], zeros[order[at] // grid.group]
+            whole[at] = (left[at] / scale).round_().add_(zero).clamp_(0, grid.levels - 1)
+            error = errors[at - first]
+            torch.sub(left[at], (whole[at] - zero).mul_(scale), out=error)
+            error.div_(spread[at, at])
+            left[at + 1 : last].addr_(spread[at, at + 1 : last], error, alpha=-1.0)
+        left[last:].addmm_(spread[first:last, last:].T, errors, alpha=-1.0)
+    return whole[inputs.order.argsort()].T.contiguous()
 
 
 def _fit_scales(weight: Tensor, covariance: Tensor, whole: Tensor, grid: Grid, dtype: torch.dtype) -> Grid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -11,8 +12,28 @@ from torch import Tensor
 # Shares of a group's lowest and highest number that are tried as the ends of its grid: large numbers are cut where the
 # others gain more.
 _SHARES = (1.0, 0.88, 0.76, 0.64, 0.52, 0.4)
+# Without zeros: shares of the largest magnitude, from one with which it is the highest whole number down.
+_LARGEST_SHARE, _SHARE_STEP, _SCALES = 1.14, 0.02, 40
 # Rounds in which the best is fitted to its whole numbers, which are then those of the new scale.
 _ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GridForm:
+    """Form of a matrix's grids."""
+
+    # Inputs that share a scale and a zero.
+    group: int
+    bits: int
+    # Dtype that scales are stored in.
+    dtype: torch.dtype
+    # False: the zero is the number in the middle.
+    has_zeros: bool = True
+
+    @property
+    def levels(self) -> int:
+        """Number of whole numbers."""
+        return 1 << self.bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,33 +47,41 @@ class Grid:
     group: int
     levels: int
 
-    def column(self, values: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """Round the numbers (outputs) of one input: whole numbers, and what they mean."""
-        scale, zero = self.scale[:, index // self.group], self.zero[:, index // self.group]
-        whole = (values / scale).round_().add_(zero).clamp_(0, self.levels - 1)
-        return whole, (whole - zero) * scale
-
     def dense(self, whole: Tensor) -> Tensor:
         """Return the numbers that whole numbers (outputs, inputs) mean."""
         parts = whole.view(len(whole), -1, self.group)
         return ((parts - self.zero[..., None]) * self.scale[..., None]).view(whole.shape)
 
 
-def fit_grid(weight: Tensor, importance: Tensor, group: int, bits: int, dtype: torch.dtype) -> Grid:
+def fit_grid(weight: Tensor, importance: Tensor, form: GridForm) -> Grid:
     """Find scales and zeros for a matrix (outputs, inputs) with the least squared error, each input's weighted by its
-    `importance` (inputs). `group` divides the inputs; scales are rounded to `dtype`."""
-    levels = 1 << bits
-    parts = weight.view(len(weight), -1, group)
-    weights = importance.view(1, -1, group).expand(parts.shape)
+    `importance` (inputs). The form's groups divide the inputs."""
+    levels = form.levels
+    parts = weight.view(len(weight), -1, form.group)
+    weights = importance.view(1, -1, form.group).expand(parts.shape)
+    best = _Best(parts, weights, levels)
+    for scale, zero in _tried(parts, form) if form.has_zeros else _tried_scales(parts, form):
+        best.offer(scale, zero)
+    refit = _refit if form.has_zeros else _refit_scale
+    for _ in range(_ROUNDS):
+        best.offer(*refit(parts, _whole(parts, best.scale, best.zero, levels), weights, form))
+    return Grid(best.scale, best.zero, form.group, levels)
+
+
+def _tried(parts: Tensor, form: GridForm) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield scales and zeros of grids between shares of each group's lowest and highest number."""
     # Zero is a number of every grid.
     low, high = parts.amin(2).clamp_(max=0.0), parts.amax(2).clamp_(min=0.0)
-    best = _Best(parts, weights, levels)
     for below, above in product(_SHARES, _SHARES):
-        scale = _stored((high * above - low * below) / (levels - 1), dtype)
-        best.offer(scale, (-low * below / scale).round_().clamp_(0, levels - 1))
-    for _ in range(_ROUNDS):
-        best.offer(*_refit(parts, _whole(parts, best.scale, best.zero, levels), weights, levels, dtype))
-    return Grid(best.scale, best.zero, group, levels)
+        scale = _stored((high * above - low * below) / (form.levels - 1), form.dtype)
+        yield scale, (-low * below / scale).round_().clamp_(0, form.levels - 1)
+
+
+def _tried_scales(parts: Tensor, form: GridForm) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield scales up to each group's largest magnitude, with the zero in the middle."""
+    largest, middle = parts.abs().amax(2) / (form.levels / 2), torch.full(parts.shape[:2], form.levels / 2)
+    for step in range(_SCALES):
+        yield _stored(largest * (_LARGEST_SHARE - step * _SHARE_STEP), form.dtype), middle
 
 
 class _Best:
@@ -79,7 +108,7 @@ def _whole(parts: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
     return (parts / scale[..., None]).round_().add_(zero[..., None]).clamp_(0, levels - 1)
 
 
-def _refit(parts: Tensor, whole: Tensor, weights: Tensor, levels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _refit(parts: Tensor, whole: Tensor, weights: Tensor, form: GridForm) -> tuple[Tensor, Tensor]:
     """Return the line through the whole numbers with the least weighted error: its slope, and the whole number that is
     nearest to its zero."""
     total = weights.sum(2)
@@ -88,9 +117,18 @@ def _refit(parts: Tensor, whole: Tensor, weights: Tensor, levels: int, dtype: to
     centred = whole - mean_whole[..., None]
     spread = (centred.square() * weights).sum(2)
     slope = (centred * parts * weights).sum(2) / spread.clamp(min=torch.finfo(spread.dtype).tiny)
-    scale = _stored(slope, dtype)
-    zero = (mean_whole - mean_part / scale).round_().clamp_(0, levels - 1)
+    scale = _stored(slope, form.dtype)
+    zero = (mean_whole - mean_part / scale).round_().clamp_(0, form.levels - 1)
     return scale, zero
+
+
+def _refit_scale(parts: Tensor, whole: Tensor, weights: Tensor, form: GridForm) -> tuple[Tensor, Tensor]:
+    """Return the line through the zero in the middle, likewise."""
+    middle = form.levels / 2
+    centred = whole - middle
+    spread = (centred.square() * weights).sum(2)
+    slope = (centred * parts * weights).sum(2) / spread.clamp(min=torch.finfo(spread.dtype).tiny)
+    return _stored(slope, form.dtype), torch.full(slope.shape, middle)
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -36,39 +36,45 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Tensors of a matrix in the files: whole numbers, scales in the model's dtype, zeros, and the shape."""
+    """Tensors of a matrix in the files: whole numbers, scales in the model's dtype, zeros if it has any, the shape."""
 
     group: int
+    has_zeros: bool = True
 
     @property
     def bits(self) -> float:
         """Bits of a weight, with its part of the scale and the zero."""
-        return BITS + (16 + BITS) / self.group
+        return BITS + (16 + (BITS if self.has_zeros else 0)) / self.group
 
     def tensors(self, matrix: RoundedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return a matrix as tensors, by their names behind the module's."""
         whole, grid = matrix.whole.to(torch.uint8), matrix.grid
-        return {
+        found = {
             "weight_packed": packed_words(whole),
             "weight_scale": grid.scale.to(dtype).contiguous(),
-            # Along the outputs, which are the last dimension for the packing.
-            "weight_zero_point": packed_words(grid.zero.to(torch.uint8).T).T.contiguous(),
             "weight_shape": torch.tensor(whole.shape, dtype=torch.int64),
         }
+        if self.has_zeros:
+            # Along the outputs, which are the last dimension for the packing.
+            found["weight_zero_point"] = packed_words(grid.zero.to(torch.uint8).T).T.contiguous()
+        return found
 
     def dense(self, tensors: Mapping[str, Tensor], module: str) -> Tensor:
         """Return the numbers of a module's tensors, in float32."""
         outputs, inputs = tensors[f"{module}.weight_shape"].tolist()
         whole = unpacked(tensors[f"{module}.weight_packed"], BITS)[:, :inputs].float()
-        zero = unpacked(tensors[f"{module}.weight_zero_point"].T, BITS)[:, :outputs].T.float()
-        return Grid(tensors[f"{module}.weight_scale"].float(), zero, self.group, _LEVELS).dense(whole)
+        scale = tensors[f"{module}.weight_scale"].float()
+        zero = torch.full(scale.shape, _LEVELS / 2)
+        if self.has_zeros:
+            zero = unpacked(tensors[f"{module}.weight_zero_point"].T, BITS)[:, :outputs].T.float()
+        return Grid(scale, zero, self.group, _LEVELS).dense(whole)
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
         """Return config.json's quantization_config; `ignored` are the modules that stay as they are."""
         weights = {
             "num_bits": BITS,
             "type": "int",
-            "symmetric": False,
+            "symmetric": not self.has_zeros,
             "strategy": "group",
             "group_size": self.group,
             "dynamic": False,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.common.errors import StartupError
-from penstock.generation.quantise.gptq_rounding import round_matrix
+from penstock.generation.quantise.gptq_rounding import Covariance, Inputs, round_matrix
+from penstock.generation.quantise.grid import GridForm
 from penstock.generation.quantise.layer_stream import LayerStream, whole_tensor
 from penstock.generation.quantise.output_folder import BITS, OutputFolder, Packing
 from penstock.generation.weights.files import file_names, is_packed
@@ -33,6 +34,8 @@ class QuantiseSettings:
 
     # Inputs that share a scale and a zero.
     group: int = 64
+    # False: every grid has its zero in the middle.
+    has_zeros: bool = True
     # None: the text that ships.
     calibration: Path | None = None
     # Most tokens of the text, and tokens of a document of it.
@@ -110,7 +113,7 @@ def quantise(
     stream = LayerStream(folder, checkpoint, documents)
     _check_layers(stream)
     target = OutputFolder(folder, output, _about(folder, text, settings), force=force)
-    packing = Packing(settings.group)
+    packing = Packing(settings.group, settings.has_zeros)
     work = _Work(checkpoint, stream, target, packing, len(documents), progress)
     for index in range(len(stream.layers)):
         work.do_layer(index)
@@ -182,30 +185,33 @@ class _Work:
             for name in layer.state_dict()
             if name.removesuffix(".weight") not in names
         }
-        damped: dict[int, Tensor] = {}
+        inputs: dict[int, Inputs] = {}
         for done, name in enumerate(names, 1):
             covariance = seen[name]
-            if id(covariance) not in damped:
-                damped[id(covariance)] = self._damped(covariance.damped, prefix + name)
+            if id(covariance) not in inputs:
+                inputs[id(covariance)] = _made(covariance, prefix + name)
             dtype = _scale_dtype(self._checkpoint.dtype(f"{prefix}{name}.weight"))
             weight = layer.get_submodule(name).get_parameter("weight").data
-            matrix = round_matrix(weight, damped[id(covariance)], self._packing.group, BITS, dtype)
+            form = GridForm(self._packing.group, BITS, dtype, self._packing.has_zeros)
+            matrix = round_matrix(weight, inputs[id(covariance)], form)
             self.losses.append(matrix.loss)
             packed = self._packing.tensors(matrix, dtype)
             tensors |= {f"{prefix}{name}.{part}": value for part, value in packed.items()}
             self._report(index, _SEEN, _ROUNDED, done, len(names))
         return tensors
 
-    def _damped(self, make: Callable[[], Tensor], name: str) -> Tensor:
-        try:
-            return make()
-        except ValueError as error:
-            raise StartupError(f"MODEL: {name}: {error}", flag="MODEL") from error
-
     def _report(self, index: int, low: float, high: float, done: int, total: int) -> None:
         share = low + (high - low) * done / total
         total_bytes = self._checkpoint.total_bytes
         self._progress(int((index + share) / len(self._stream.layers) * total_bytes), total_bytes)
+
+
+def _made(covariance: Covariance, name: str) -> Inputs:
+    """Return what is made of a module's inputs. Raises StartupError naming it."""
+    try:
+        return covariance.inputs()
+    except ValueError as error:
+        raise StartupError(f"MODEL: {name}: {error}", flag="MODEL") from error
 
 
 def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -246,6 +252,7 @@ def _about(folder: Path, text: str, settings: QuantiseSettings) -> dict[str, obj
         "files": files,
         "calibration_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "group": settings.group,
+        "has_zeros": settings.has_zeros,
         "tokens": settings.tokens,
         "context": settings.context,
     }
