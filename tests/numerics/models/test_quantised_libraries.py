@@ -352,7 +352,8 @@ def test_fp8_of_transformers(tmp_path: Path) -> None:
     check(folder, dense_reference(tmp_path / "dense", source, weights), "float32")
 
 
-def test_what_quantize_writes_is_read_by_compressed_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_zeros", [True, False])
+def test_what_quantize_writes_is_read_by_compressed_tensors(tmp_path: Path, has_zeros: bool) -> None:
     """transformers with the package compressed-tensors, as vLLM reads these folders with it."""
     pytest.importorskip("compressed_tensors")
     from factories.models.byte_tokenizer import save_byte_tokenizer
@@ -361,10 +362,10 @@ def test_what_quantize_writes_is_read_by_compressed_tensors(tmp_path: Path) -> N
     source = base(tmp_path, "llama")
     save_byte_tokenizer(source)
     folder = tmp_path / "quantised"
-    quantise(source, folder, QuantiseSettings(group=32, tokens=640, context=64))
+    quantise(source, folder, QuantiseSettings(group=32, has_zeros=has_zeros, tokens=640, context=64))
     # Without it compressed-tensors 0.20.1 expects zeros that are not packed, on any file with zeros.
-    settings = transformers.CompressedTensorsConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
+    settings = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if has_zeros else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings)
     # The library gives its numbers in the scales' dtype, bfloat16.
     dense = load_model(folder, dtype="float32", quantization="none", device=CPUDevice())
     assert error(logits(dense), expected(model.eval())) < 0.02
