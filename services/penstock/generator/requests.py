@@ -130,7 +130,7 @@ class RequestMaker:
         """Return the request for one prompt. Raises TypeError and ValueError naming an option, and PenstockError."""
         if is_conversation(prompt):
             return self._chat(prompt, options, extras)
-        with reading("prompt", "a text, a list of ids, or a list of messages"):
+        with reading("prompt", "a text, a list of ids, from 0 to 4294967295, or a list of messages"):
             ids = prompt if isinstance(prompt, str) else ids_of(prompt)
         request = generate_request(ids, options)
         made = Prompt(list(request.token_ids.ids))

@@ -92,6 +92,7 @@ def test_no_error_of_an_operation_is_in_foreign_words_or_names(
 def test_names_are_those_of_the_arguments(generator: GeneratorTorch) -> None:
     cases = {
         "max_prefill_tokens: must be at least 1": lambda: generator.warm_up(0),
+        "prompt: must be a text, a list of ids, from 0 to 4294967295, or": lambda: generator.generate([-1]),
         "max_iter_times: must be at least 1": lambda: generator.warm_up(max_iter_times=0),
         "sequence_ids[0]: no live request has this id": lambda: generator.clear_cache(["unknown"]),
         "model_input: has no field 'input'": lambda: generator.forward({"input": 1}),
