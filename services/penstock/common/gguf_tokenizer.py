@@ -39,7 +39,7 @@ _MOST_CHARS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GgufVocabulary:
     """A file's tokens by their ids, and what is said of each."""
 
     file: GgufFile
@@ -115,10 +115,10 @@ def convert(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
     return built.tokenizer, settings
 
 
-def _vocabulary(file: GgufFile) -> Vocabulary:
+def _vocabulary(file: GgufFile) -> GgufVocabulary:
     tokens = file.texts(f"{_PREFIX}tokens")
     kinds = _numbers(file, "token_type", len(tokens), _NORMAL)
-    return Vocabulary(file, tokens, kinds, _numbers(file, "scores", len(tokens), 0.0))
+    return GgufVocabulary(file, tokens, kinds, _numbers(file, "scores", len(tokens), 0.0))
 
 
 def _numbers(file: GgufFile, name: str, count: int, default: float) -> Sequence[Any]:
@@ -133,7 +133,7 @@ def _numbers(file: GgufFile, name: str, count: int, default: float) -> Sequence[
 # Kinds of tokenizers.
 
 
-def _byte_level(words: Vocabulary) -> Built:
+def _byte_level(words: GgufVocabulary) -> Built:
     """Return BPE over bytes, each spelled as a character."""
     name = words.file.text(f"{_PREFIX}pre", "default")
     row = PRETOKENIZERS.get(name)
@@ -156,7 +156,7 @@ def _byte_level(words: Vocabulary) -> Built:
     return Built(tokenizer, row.adds_bos)
 
 
-def _sentencepiece(words: Vocabulary) -> Built:
+def _sentencepiece(words: GgufVocabulary) -> Built:
     """Return sentencepiece's BPE: spaces are written, and other bytes are tokens of their own."""
     tokenizer = _spelled_out(words, merges=None)
     if words.flag("add_space_prefix", default=True):
@@ -170,7 +170,7 @@ def _sentencepiece(words: Vocabulary) -> Built:
     return Built(tokenizer, adds_bos=True)
 
 
-def _gemma4(words: Vocabulary) -> Built:
+def _gemma4(words: GgufVocabulary) -> Built:
     """Return the same with merges of its own. llama.cpp begins a text with bos; the original does not, since its chat
     template does."""
     tokenizer = _spelled_out(words, words.merges())
@@ -178,7 +178,7 @@ def _gemma4(words: Vocabulary) -> Built:
     return Built(tokenizer, adds_bos=False)
 
 
-def _spelled_out(words: Vocabulary, merges: list[tuple[str, str]] | None) -> Tokenizer:
+def _spelled_out(words: GgufVocabulary, merges: list[tuple[str, str]] | None) -> Tokenizer:
     ids = words.ids(_written)
     # Gemma's scores do not follow the order of its merges, which is that of the ids.
     by_id = words.file.architecture.startswith("gemma")
@@ -196,7 +196,7 @@ def _written(token: str) -> str:
     return _SPACE * len(token) if token and not token.strip(" ") else token
 
 
-def _recovered(words: Vocabulary, ids: dict[str, int], *, by_id: bool) -> list[tuple[str, str]]:
+def _recovered(words: GgufVocabulary, ids: dict[str, int], *, by_id: bool) -> list[tuple[str, str]]:
     """Return the merges of sentencepiece's tokens: all ways to make a token of two, the best tokens first."""
     found: list[tuple[float, int, int, int, str, str]] = []
     for number, (token, kind) in enumerate(zip(words.tokens, words.kinds, strict=True)):
@@ -216,7 +216,7 @@ def _recovered(words: Vocabulary, ids: dict[str, int], *, by_id: bool) -> list[t
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _unigram(words: Vocabulary) -> Built:
+def _unigram(words: GgufVocabulary) -> Built:
     """Return sentencepiece's unigram model: the likeliest tokens by their scores."""
     unknown = words.file.whole(f"{_PREFIX}unknown_token_id", 2, most=len(words.tokens) - 1)
     pairs = [(token, float(score)) for token, score in zip(words.tokens, words.scores, strict=True)]
@@ -235,7 +235,7 @@ def _unigram(words: Vocabulary) -> Built:
     return Built(tokenizer, adds_bos=False)
 
 
-_KINDS: dict[str, Callable[[Vocabulary], Built]] = {
+_KINDS: dict[str, Callable[[GgufVocabulary], Built]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
     "gemma4": _gemma4,
@@ -246,7 +246,7 @@ _KINDS: dict[str, Callable[[Vocabulary], Built]] = {
 # Added tokens, and the ends of a text.
 
 
-def _add_tokens(tokenizer: Tokenizer, words: Vocabulary) -> None:
+def _add_tokens(tokenizer: Tokenizer, words: GgufVocabulary) -> None:
     """Add the tokens that are found in a text before anything else: control tokens, and those that users defined."""
     known = tokenizer.get_vocab(with_added_tokens=False)
     # Phi-3's control tokens take the white space behind them.
@@ -266,7 +266,7 @@ def _add_tokens(tokenizer: Tokenizer, words: Vocabulary) -> None:
     tokenizer.add_tokens(others)
 
 
-def _begin_and_end(tokenizer: Tokenizer, words: Vocabulary, *, adds_bos: bool) -> None:
+def _begin_and_end(tokenizer: Tokenizer, words: GgufVocabulary, *, adds_bos: bool) -> None:
     """Begin a text with bos and end it with eos, where that is so."""
     is_gemma4 = words.file.text(f"{_PREFIX}model", "") == "gemma4"
     flags = {"bos": not is_gemma4 and words.flag("add_bos_token", default=adds_bos)}

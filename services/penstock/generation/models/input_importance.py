@@ -50,7 +50,7 @@ Importance = Mapping[str, Tensor]
 def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: Device) -> dict[str, Tensor]:
     """Return the mean square of each input, float32 (inputs), of every matrix of the layers that a format may round, by
     its name. `weights` are the whole model's, in a dtype; their layers are asked for."""
-    recorder = _Recorder(weights)
+    recorder = _RecordingWeights(weights)
     maker = LayerMaker(config, recorder, device.layer_kernels(weights.dtype))
     ids = torch.randint(config.vocab_size, (NUM_IDS,), generator=torch.Generator().manual_seed(_SEED))
     hidden = weights.embedded(ids.tolist()) * float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
@@ -125,7 +125,7 @@ class _Recorded(Linear):
         return self._linear.num_bytes
 
 
-class _Recorder:
+class _RecordingWeights:
     """loader.Weights with layers that record."""
 
     def __init__(self, weights: CheckpointWeights) -> None:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.linear.base import LinearMethod
-    from penstock.generation.weights.files import StoredTensor
 
 _log = get_logger("penstock.generation")
 # Context of a model that names no largest position.

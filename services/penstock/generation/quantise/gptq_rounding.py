@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.generation.quantise.grid import Grid, GridForm, fit_grid
+from penstock.generation.quantise.grid import Grid, GridSettings, fit_grid
 
 # Added to H's diagonal, as a share of its mean: a direction that calibration hardly shows is not free.
 DAMPING = 0.01
@@ -69,7 +69,7 @@ class RoundedMatrix:
         return self.grid.dense(self.whole)
 
 
-def round_matrix(weight: Tensor, inputs: Inputs, form: GridForm) -> RoundedMatrix:
+def round_matrix(weight: Tensor, inputs: Inputs, form: GridSettings) -> RoundedMatrix:
     """Round a float32 matrix (outputs, inputs) with such inputs."""
     covariance = inputs.covariance
     grid = fit_grid(weight, covariance.diagonal(), form)

@@ -19,7 +19,7 @@ _ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class GridForm:
+class GridSettings:
     """Form of a matrix's grids."""
 
     # Inputs that share a scale and a zero.
@@ -53,7 +53,7 @@ class Grid:
         return ((parts - self.zero[..., None]) * self.scale[..., None]).view(whole.shape)
 
 
-def fit_grid(weight: Tensor, importance: Tensor, form: GridForm) -> Grid:
+def fit_grid(weight: Tensor, importance: Tensor, form: GridSettings) -> Grid:
     """Find scales and zeros for a matrix (outputs, inputs) with the least squared error, each input's weighted by its
     `importance` (inputs). The form's groups divide the inputs."""
     levels = form.levels
@@ -68,7 +68,7 @@ def fit_grid(weight: Tensor, importance: Tensor, form: GridForm) -> Grid:
     return Grid(best.scale, best.zero, form.group, levels)
 
 
-def _tried(parts: Tensor, form: GridForm) -> Iterator[tuple[Tensor, Tensor]]:
+def _tried(parts: Tensor, form: GridSettings) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield scales and zeros of grids between shares of each group's lowest and highest number."""
     # Zero is a number of every grid.
     low, high = parts.amin(2).clamp_(max=0.0), parts.amax(2).clamp_(min=0.0)
@@ -77,7 +77,7 @@ def _tried(parts: Tensor, form: GridForm) -> Iterator[tuple[Tensor, Tensor]]:
         yield scale, (-low * below / scale).round_().clamp_(0, form.levels - 1)
 
 
-def _tried_scales(parts: Tensor, form: GridForm) -> Iterator[tuple[Tensor, Tensor]]:
+def _tried_scales(parts: Tensor, form: GridSettings) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield scales up to each group's largest magnitude, with the zero in the middle."""
     largest, middle = parts.abs().amax(2) / (form.levels / 2), torch.full(parts.shape[:2], form.levels / 2)
     for step in range(_SCALES):
@@ -108,7 +108,7 @@ def _whole(parts: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
     return (parts / scale[..., None]).round_().add_(zero[..., None]).clamp_(0, levels - 1)
 
 
-def _refit(parts: Tensor, whole: Tensor, weights: Tensor, form: GridForm) -> tuple[Tensor, Tensor]:
+def _refit(parts: Tensor, whole: Tensor, weights: Tensor, form: GridSettings) -> tuple[Tensor, Tensor]:
     """Return the line through the whole numbers with the least weighted error: its slope, and the whole number that is
     nearest to its zero."""
     total = weights.sum(2)
@@ -122,7 +122,7 @@ def _refit(parts: Tensor, whole: Tensor, weights: Tensor, form: GridForm) -> tup
     return scale, zero
 
 
-def _refit_scale(parts: Tensor, whole: Tensor, weights: Tensor, form: GridForm) -> tuple[Tensor, Tensor]:
+def _refit_scale(parts: Tensor, whole: Tensor, weights: Tensor, form: GridSettings) -> tuple[Tensor, Tensor]:
     """Return the line through the zero in the middle, likewise."""
     middle = form.levels / 2
     centred = whole - middle

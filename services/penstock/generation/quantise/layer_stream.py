@@ -121,7 +121,7 @@ class LayerStream:
             # Norms: nothing behind the layers is of interest here.
             if name not in ("layers", "embed_tokens") and any(True for _ in child.parameters()):
                 setattr(decoder, name, nn.Identity())
-        decoder.layers = nn.ModuleList(_Recorder(layer, self._calls) for layer in self.layers)
+        decoder.layers = nn.ModuleList(_NotedLayer(layer, self._calls) for layer in self.layers)
         states = []
         for number, ids in enumerate(places):
             states.append(decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0])
@@ -132,7 +132,7 @@ class LayerStream:
         return torch.stack(states)
 
 
-class _Recorder(nn.Module):
+class _NotedLayer(nn.Module):
     """A layer that notes its call and returns the states; what the decoder asks of it is the layer's."""
 
     def __init__(self, layer: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:

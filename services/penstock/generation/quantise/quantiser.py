@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.common.errors import StartupError
 from penstock.generation.quantise.gptq_rounding import Covariance, Inputs, round_matrix
-from penstock.generation.quantise.grid import GridForm
+from penstock.generation.quantise.grid import GridSettings
 from penstock.generation.quantise.layer_stream import LayerStream, whole_tensor
 from penstock.generation.quantise.output_folder import BITS, OutputFolder, Packing
 from penstock.generation.weights.files import file_names, is_packed
@@ -192,7 +192,7 @@ class _Work:
                 inputs[id(covariance)] = _made(covariance, prefix + name)
             dtype = _scale_dtype(self._checkpoint.dtype(f"{prefix}{name}.weight"))
             weight = layer.get_submodule(name).get_parameter("weight").data
-            form = GridForm(self._packing.group, BITS, dtype, self._packing.has_zeros)
+            form = GridSettings(self._packing.group, BITS, dtype, self._packing.has_zeros)
             matrix = round_matrix(weight, inputs[id(covariance)], form)
             self.losses.append(matrix.loss)
             packed = self._packing.tensors(matrix, dtype)

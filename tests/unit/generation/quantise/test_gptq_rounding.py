@@ -13,7 +13,7 @@ from penstock.generation.quantise.gptq_rounding import (
     _spread_errors,
     round_matrix,
 )
-from penstock.generation.quantise.grid import Grid, GridForm, fit_grid
+from penstock.generation.quantise.grid import Grid, GridSettings, fit_grid
 from torch import Tensor
 
 
@@ -63,7 +63,7 @@ def test_inputs_that_are_not_finite_are_refused() -> None:
 def test_errors_are_spread_as_a_plain_loop_spreads_them() -> None:
     """Each input in its turn, the whole inverse made anew for those that are left: no blocks, no factor."""
     weight, _, seen = problem()
-    grid = fit_grid(weight, seen.covariance.diagonal(), GridForm(32, 4, torch.bfloat16))
+    grid = fit_grid(weight, seen.covariance.diagonal(), GridSettings(32, 4, torch.bfloat16))
     order = seen.covariance.diagonal().argsort(descending=True).tolist()
     left, whole = weight.double().clone(), torch.zeros(weight.shape)
     for at, index in enumerate(order):
@@ -80,9 +80,9 @@ def test_errors_are_spread_as_a_plain_loop_spreads_them() -> None:
 
 def test_less_of_the_outputs_is_lost_than_by_rounding_to_the_nearest() -> None:
     weight, inputs, seen = problem()
-    grid = fit_grid(weight, seen.covariance.diagonal(), GridForm(32, 4, torch.bfloat16))
+    grid = fit_grid(weight, seen.covariance.diagonal(), GridSettings(32, 4, torch.bfloat16))
     nearest = torch.stack([column(grid, weight[:, index].clone(), index)[1] for index in range(128)], dim=1)
-    found = round_matrix(weight, seen, GridForm(32, 4, torch.bfloat16))
+    found = round_matrix(weight, seen, GridSettings(32, 4, torch.bfloat16))
     lost = [float((inputs @ (weight - one).T).square().mean()) for one in (found.dense(), nearest)]
     assert lost[0] < 0.5 * lost[1]
     assert found.loss == pytest.approx(_loss(weight, found.dense(), seen.covariance))
@@ -90,7 +90,7 @@ def test_less_of_the_outputs_is_lost_than_by_rounding_to_the_nearest() -> None:
 
 def test_scales_that_are_fitted_together_lose_no_more() -> None:
     weight, _, seen = problem(seed=5)
-    grid = fit_grid(weight, seen.covariance.diagonal(), GridForm(32, 4, torch.float32))
+    grid = fit_grid(weight, seen.covariance.diagonal(), GridSettings(32, 4, torch.float32))
     whole = _spread_errors(weight, seen, grid)
     better = _fit_scales(weight, seen.covariance, whole, grid, torch.float32)
     assert _loss(weight, better.dense(whole), seen.covariance) < _loss(weight, grid.dense(whole), seen.covariance)
@@ -108,5 +108,5 @@ def test_an_input_that_calibration_never_shows_keeps_its_weight() -> None:
     covariance = Covariance(64)
     covariance.add(inputs)
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-    found = round_matrix(weight, covariance.inputs(), GridForm(32, 4, torch.bfloat16)).dense()
+    found = round_matrix(weight, covariance.inputs(), GridSettings(32, 4, torch.bfloat16)).dense()
     assert float((found[:, 10] - weight[:, 10]).abs().max()) < 0.6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from penstock.generation.quantise.grid import Grid, GridForm, fit_grid
+from penstock.generation.quantise.grid import Grid, GridSettings, fit_grid
 from torch import Tensor
 
 
@@ -45,7 +45,7 @@ def brute(weight: Tensor, importance: Tensor, levels: int) -> float:
 
 def test_a_grid_is_nearly_the_best_that_there_is() -> None:
     weight, importance = drawn(12, 32)
-    grid = fit_grid(weight, importance, GridForm(32, 4, torch.bfloat16))
+    grid = fit_grid(weight, importance, GridSettings(32, 4, torch.bfloat16))
     found = rounded(grid, weight)
     ratios = [weighted(found[row] - weight[row], importance) / brute(weight[row], importance, 16) for row in range(12)]
     assert sum(ratios) / len(ratios) < 1.08
@@ -55,7 +55,7 @@ def test_a_grid_is_nearly_the_best_that_there_is() -> None:
 def test_a_grid_beats_that_of_the_ends() -> None:
     weight, importance = drawn(64, 256, seed=3)
     found = weighted(
-        rounded(fit_grid(weight, importance, GridForm(64, 4, torch.bfloat16)), weight) - weight, importance
+        rounded(fit_grid(weight, importance, GridSettings(64, 4, torch.bfloat16)), weight) - weight, importance
     )
     parts = weight.unflatten(1, (-1, 64))
     low, high = parts.amin(2), parts.amax(2)
@@ -66,7 +66,7 @@ def test_a_grid_beats_that_of_the_ends() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scales_are_exact_in_their_dtype_and_zeros_whole_numbers_of_the_grid(dtype: torch.dtype) -> None:
     weight, importance = drawn(8, 128, seed=1)
-    grid = fit_grid(weight * 0.02, importance, GridForm(32, 4, dtype))
+    grid = fit_grid(weight * 0.02, importance, GridSettings(32, 4, dtype))
     assert torch.equal(grid.scale, grid.scale.to(dtype).float())
     assert torch.equal(grid.zero, grid.zero.round())
     assert int(grid.zero.min()) >= 0
@@ -76,7 +76,7 @@ def test_scales_are_exact_in_their_dtype_and_zeros_whole_numbers_of_the_grid(dty
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-6])
 def test_a_group_of_one_value_is_met(value: float) -> None:
     weight = torch.full((2, 32), value)
-    grid = fit_grid(weight, torch.ones(32), GridForm(32, 4, torch.bfloat16))
+    grid = fit_grid(weight, torch.ones(32), GridSettings(32, 4, torch.bfloat16))
     assert torch.allclose(rounded(grid, weight), weight, rtol=4e-3, atol=1e-12)
 
 
@@ -88,7 +88,7 @@ def test_dense_numbers_are_whole_ones_less_the_zero_times_the_scale() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_without_zeros_the_zero_is_the_middle_and_the_scale_nearly_the_best(seed: int) -> None:
     weight, importance = drawn(12, 32, seed)
-    grid = fit_grid(weight, importance, GridForm(32, 4, torch.bfloat16, has_zeros=False))
+    grid = fit_grid(weight, importance, GridSettings(32, 4, torch.bfloat16, has_zeros=False))
     assert torch.equal(grid.zero, torch.full(grid.zero.shape, 8.0))
     found = rounded(grid, weight)
     ratios = []
