@@ -21,6 +21,7 @@ from penstock.generation.models.input_importance import kept, measure_importance
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import checkpoint_weights, load_model, read_model_config
 from penstock.generation.weights.sharding import Shard, own_inputs
+from safetensors.torch import save_file
 from torch import Tensor
 
 
@@ -156,6 +157,23 @@ def test_a_later_start_measures_nothing(
     os.utime(path, ns=(1, 1))
     with pytest.raises(AssertionError, match="measured again"):
         load_model(folder, dtype="float32", quantization="int4", device=make())
+
+
+@pytest.mark.parametrize(
+    "spoilt", [torch.full((64,), torch.nan), torch.full((64,), -1.0), torch.ones(63), torch.ones(64).half()]
+)
+def test_importance_that_cannot_be_is_not_used(spoilt: Tensor, tmp_path: Path, cache: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1, hidden_size=64)
+    first = load_model(folder, dtype="float32", quantization="int4", device=_NativeCPU())
+    assert first.config.hidden_size == 64
+    path = next(cache.glob("*.safetensors"))
+    save_file({"model.layers.0.self_attn.qkv_proj": spoilt}, path)
+    model = load_model(folder, dtype="float32", quantization="int4", device=_NativeCPU())
+    path.unlink()
+    save_file({}, path)
+    alike = load_model(folder, dtype="float32", quantization="int4", device=_NativeCPU())
+    x = torch.randn(3, 64)
+    assert torch.equal(packed_linears(model)[0](x), packed_linears(alike)[0](x))
 
 
 def test_a_cache_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:

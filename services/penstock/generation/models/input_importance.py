@@ -47,6 +47,7 @@ _VERSION = 1
 Importance = Mapping[str, Tensor]
 
 
+@torch.inference_mode()
 def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: Device) -> dict[str, Tensor]:
     """Return the mean square of each input, float32 (inputs), of every matrix of the layers that a format may round, by
     its name. `weights` are the whole model's, in a dtype; their layers are asked for."""
@@ -57,10 +58,9 @@ def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: 
     step = _step(config, maker, weights.dtype, device)
     found: dict[str, Tensor] = {}
     pending: Tensor | None = None
-    with torch.inference_mode():
-        for index in range(config.num_layers):
-            pending = maker.layer(index)(hidden, pending, step)
-            found |= recorder.take(config, index)
+    for index in range(config.num_layers):
+        pending = maker.layer(index)(hidden, pending, step)
+        found |= recorder.take(config, index)
     return found
 
 
@@ -192,7 +192,7 @@ def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, device: De
     count, blocks = NUM_IDS // _SEQUENCE, _SEQUENCE // _BLOCK_SIZE
     tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
     lengths = [_SEQUENCE] * count
-    metadata, positions = AttentionMetadata.build(lengths, lengths, tables, _BLOCK_SIZE)
+    metadata, positions = AttentionMetadata.build(lengths, lengths, tables, _BLOCK_SIZE, device.torch_device)
     kv = KVCachePool(
         config.num_layers,
         count * blocks,

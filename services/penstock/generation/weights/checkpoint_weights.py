@@ -217,9 +217,13 @@ class CheckpointWeights:
         return self._forms
 
     def _importance_of(self, name: str, weight: StoredWeight | StackedExpert) -> Tensor | None:
+        """Return the importance of a matrix's inputs; None where none is known that can be: another program may have
+        written the cache, and random ids may be too much for float16."""
         assert self.importance is not None
         found = self.importance().get(name)
-        return found if found is not None and found.shape == weight.shape[1:] else None
+        if found is None or found.shape != weight.shape[1:] or found.dtype is not torch.float32:
+            return None
+        return found if bool(found.isfinite().all()) and float(found.min()) >= 0 else None
 
     def _made(self, weight: StoredWeight | StackedExpert, make: Callable[[], Linear]) -> Linear:
         """Return the Linear that `make` makes from these rows. Raises StartupError naming the tensor that its format

@@ -298,7 +298,11 @@ def test_int4_by_torch_has_the_same_error(
         one.repeat_interleave(32, dim=1)[:, : weight.shape[1]].double() for one in (whole.scale, whole.offset)
     )
     by_torch = weighted_error(whole.values.double() * scale + offset, weight, importance)
-    assert float(weighted_error(found, weight, importance).sum()) == pytest.approx(float(by_torch.sum()), rel=1e-2)
+    # Of few numbers a grid may hold all, and a last bit decides which.
+    least = 3e-5 * float(weighted_error(torch.zeros_like(weight), weight, importance).sum())
+    assert float(weighted_error(found, weight, importance).sum()) == pytest.approx(
+        float(by_torch.sum()), rel=1e-2, abs=least
+    )
 
 
 def test_int4_keeps_zeros_and_rows_of_any_size() -> None:

@@ -68,11 +68,11 @@ struct ByteScales {
                              (1 + group) * 2 * PANEL + column;
       for (int v = 0; v < N; ++v) {
         scale[v] = load(bytes + v * L);
-        zero[v] = load(bytes + PANEL + v * L);
+        zero[v] = load(bytes + PANEL + v * L) * splat(1.0f / ZERO_STEPS);
       }
     }
     inline vf add(vf total, vf sum, float row_scale, int32_t row_sum, int v) const {
-      const vf centred = sum - zero[v] * splat(float(row_sum) * (1.0f / ZERO_STEPS));
+      const vf centred = sum - zero[v] * __builtin_convertvector(vi{} + row_sum, vf);
       return total + centred * splat(row_scale) * scale[v];
     }
   };
