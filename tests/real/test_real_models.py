@@ -67,9 +67,9 @@ def test_a_gguf_file_continues_as_transformers_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-# 1.15 times what SmolLM2, the worse of both, has of these tokens (0.0276 and 0.0882, AVX2): another CPU's sums
-# have another order. int8 whose blocks are not turned has 0.23 of the pages' 1,536 tokens.
-@pytest.mark.parametrize(("label", "most"), [("bf16", 0.032), ("int8", 0.102)])
+# Some 1.2 times what the worse of both has of the pages' 1,536 tokens (0.0147 and 0.0814, AVX-512): another CPU's sums
+# have another order. bfloat16 with a rounded residual stream has 0.027 there, int8 whose blocks are not turned 0.23.
+@pytest.mark.parametrize(("label", "most"), [("bf16", 0.018), ("int8", 0.097)])
 def test_a_format_is_as_near_to_float32_as_the_pages_say(name: str, label: str, most: float) -> None:
     folder = bf16_folder(name, HOME)
     rows = documents(folder, TOKENS, 512)

@@ -51,6 +51,11 @@ class FormatReader:
         return self._model.weights.num_bytes
 
     @property
+    def bits_per_weight(self) -> float:
+        """Mean number of bits of a weight, scales and an embedding that is there twice included."""
+        return 8 * self.weight_bytes / self._model.weights.config.num_parameters
+
+    @property
     def kv_bytes_per_token(self) -> float:
         """Bytes of keys and values of one token."""
         return self._model.kv_bytes_per_token

@@ -180,6 +180,7 @@ class Evaluation:
         for text in self.config.format:
             reader = self._format_reader(folder, text, "--format", max(map(len, documents)))
             facts = {**asdict(NumberFormat.parse(text)), "weight_bytes": reader.weight_bytes}
+            facts["bits_per_weight"] = reader.bits_per_weight
             facts["kv_bytes_per_token"] = reader.kv_bytes_per_token
             rows.append(self._row(text, reader, documents, exact, facts))
             # The next format is loaded without this one in memory.

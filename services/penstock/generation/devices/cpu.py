@@ -166,7 +166,7 @@ class CPUDevice(Device):
 
     @override
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
-        return NativeKernels() if self._uses_native(dtype) else LayerKernels()
+        return NativeKernels(dtype) if self._uses_native(dtype) else LayerKernels()
 
     def sampling_kernels(self) -> SamplingKernels:
         """See Device. Scores are float32 for every dtype of the model."""

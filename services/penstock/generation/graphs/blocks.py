@@ -88,10 +88,10 @@ def run_layer(
     model: CausalLM, layer: int, hidden_TI: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool
 ) -> Tensor:
     """Return the residual stream (T, hidden) after a layer; the stream before it is not changed."""
-    hidden_TI = hidden_TI.clone(memory_format=torch.contiguous_format)
-    pending_TI = model.layers[layer](hidden_TI, None, model.step(positions_T, metadata, kv))
-    # As the next norm adds it: rounded to the model's dtype before anything else reads it.
-    return hidden_TI.add_(pending_TI)
+    stream_TI = hidden_TI.to(model.stream_dtype, copy=True, memory_format=torch.contiguous_format)
+    pending_TI = model.layers[layer](stream_TI, None, model.step(positions_T, metadata, kv))
+    # A layer's result goes to the caller in the model's dtype.
+    return stream_TI.add_(pending_TI).to(hidden_TI.dtype)
 
 
 def run_block(

@@ -14,6 +14,8 @@ from typing_extensions import override
 from penstock.generation.layers.lora import DOWN, GATED, OUTPUT, QKV, SITES_A_LAYER, AdapterBatch, SiteAdapters
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.layers.experts import MixtureOfExperts
@@ -39,6 +41,10 @@ class RMSNorm:
             return self(hidden_TI)
         return self.kernels.add_rms_norm(hidden_TI, pending_TI, self.weight, self.eps)
 
+    def of_addend(self, x_TI: Tensor) -> Tensor:
+        """Return the norm of what a layer adds to the stream, in its shape and dtype; may change it in place."""
+        return self.kernels.norm_addend(x_TI, self.weight, self.eps)
+
 
 class RMSNormOnce(RMSNorm):
     """RMSNorm with a weight in float32: rounded once, at its end."""
@@ -53,43 +59,58 @@ class RMSNormOnce(RMSNorm):
             return self(hidden_TI)
         return self.kernels.add_rms_norm_once(hidden_TI, pending_TI, self.weight, self.eps)
 
+    @override
+    def of_addend(self, x_TI: Tensor) -> Tensor:
+        return self.kernels.norm_addend_once(x_TI, self.weight, self.eps)
+
 
 class LayerNorm(RMSNorm):
     """Cohere's norm: less the mean, no bias, all in float32."""
 
     @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return F.layer_norm(x_TI.float(), self.weight.shape, self.weight, None, self.eps).to(x_TI.dtype)
+        normed_TI = F.layer_norm(x_TI.float(), self.weight.shape, self.weight, None, self.eps)
+        return normed_TI.to(self.kernels.normed_dtype(x_TI))
 
     @override
     def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
         return self(hidden_TI if pending_TI is None else hidden_TI.add_(pending_TI))
 
+    @override
+    def of_addend(self, x_TI: Tensor) -> Tensor:
+        return F.layer_norm(x_TI.float(), self.weight.shape, self.weight, None, self.eps).to(x_TI.dtype)
+
 
 class NoNorm(RMSNorm):
     """Stand-in for a norm that a model does not have."""
 
-    def __init__(self) -> None:
-        """Accept a norm's arguments; keep nothing."""
+    def __init__(self, kernels: LayerKernels) -> None:
+        """Take what knows the dtype of a norm's result."""
+        self.kernels = kernels
 
+    @override
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """Return `x_TI`."""
-        return x_TI
+        return x_TI.to(self.kernels.normed_dtype(x_TI))
 
+    @override
     def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
-        """Return `hidden` + `pending`, added in place to `hidden`."""
-        return hidden_TI if pending_TI is None else hidden_TI.add_(pending_TI)
+        return self(hidden_TI if pending_TI is None else hidden_TI.add_(pending_TI))
+
+    @override
+    def of_addend(self, x_TI: Tensor) -> Tensor:
+        return x_TI
 
 
 class Multiplied(NoNorm):
     """Granite's factor on a layer's addend to the stream, in place of a norm."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, kernels: LayerKernels) -> None:
         """Take the factor."""
+        super().__init__(kernels)
         self.factor = factor
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        """Return `x_TI`, multiplied in place."""
+    @override
+    def of_addend(self, x_TI: Tensor) -> Tensor:
         return x_TI.mul_(self.factor)
 
 
@@ -102,6 +123,8 @@ class Step:
     metadata: AttentionMetadata
     kv: KVCachePool
     attention: Attention
+    # Dtype of the residual stream.
+    stream: torch.dtype
     # None: no row has an adapter.
     adapters: AdapterBatch | None = None
 
@@ -113,6 +136,15 @@ class Step:
         if not self.adapters.changes_site(number):
             return linear(x_TI)
         return linear.adapted(x_TI, SiteAdapters(self.adapters, number))
+
+    def addend(self, linear: Linear, x_TI: Tensor, layer: int, site: int) -> Tensor:
+        """Return `linear` in the dtype of the stream that it is added to, not rounded where that is float32."""
+        if self.stream is x_TI.dtype:
+            return self.linear(linear, x_TI, layer, site)
+        number = layer * SITES_A_LAYER + site
+        if self.adapters is None or not self.adapters.changes_site(number):
+            return linear.as_float(x_TI)
+        return linear.adapted_as_float(x_TI, SiteAdapters(self.adapters, number))
 
 
 class SelfAttention:
@@ -131,7 +163,7 @@ class SelfAttention:
         qkv = step.linear(self.qkv, x_TI, layer.index, QKV)
         cos, sin = step.turns[self.turn]
         out = step.attention.forward_qkv(qkv, cos, sin, layer, step.metadata, step.kv)
-        return step.linear(self.output, out.flatten(1), layer.index, OUTPUT)
+        return step.addend(self.output, out.flatten(1), layer.index, OUTPUT)
 
 
 class SwiGLU:
@@ -150,7 +182,7 @@ class SwiGLU:
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden)."""
         inner = step.linear(self.gated, x_TI, self._layer, GATED)
-        return step.linear(self.down, inner, self._layer, DOWN)
+        return step.addend(self.down, inner, self._layer, DOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +216,8 @@ class AroundLayer(DecoderLayer):
     @override
     def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
         normed = self.input_norm.add(hidden_TI, pending_TI)
-        attended = self.attention_out(self.attention(normed, step))
-        return self.mlp_out(self.mlp(self.post_attention_norm.add(hidden_TI, attended), step))
+        attended = self.attention_out.of_addend(self.attention(normed, step))
+        return self.mlp_out.of_addend(self.mlp(self.post_attention_norm.add(hidden_TI, attended), step))
 
 
 @dataclass(frozen=True, slots=True)

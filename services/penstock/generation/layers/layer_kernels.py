@@ -21,6 +21,22 @@ class LayerKernels:
 
     name = "torch"
 
+    def stream_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the residual stream, and of what is added to it, in a model of `dtype`: the model's."""
+        return dtype
+
+    def normed_dtype(self, x_TI: Tensor) -> torch.dtype:
+        """Return the dtype of a norm's result: x's, or the model's where x is a stream of another."""
+        return x_TI.dtype
+
+    def norm_addend(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """Return the RMSNorm of what is added to the stream, in x's dtype."""
+        return self.rms_norm(x_TI, weight_I, eps)
+
+    def norm_addend_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """Return `rms_norm_once` of what is added to the stream, in x's dtype."""
+        return self.rms_norm_once(x_TI, weight_I, eps)
+
     def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
         """Return the RMSNorm: float32 inside, rounded once, after the weight."""
         return F.rms_norm(x_TI, weight_I.shape, weight_I, eps)
@@ -62,18 +78,45 @@ def _clamped_mul(gate_up_TF: Tensor) -> Tensor:
 
 
 class NativeKernels(LayerKernels):
-    """The C++ kernels, which read every row once. They work in float32 and bfloat16; the library must be loaded."""
+    """The C++ kernels, which read every row once. They work in float32 and bfloat16; the library must be loaded.
+
+    In bfloat16 the residual stream is float32, and so is what is added to it: norms read float32 and round once, to
+    bfloat16. Of some sixty sums, each would be rounded else, and that was half of bfloat16's error.
+    """
 
     name = "native"
 
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """Take the model's dtype; None: x's."""
+        self._dtype = dtype
+
+    @override
+    def stream_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    @override
+    def normed_dtype(self, x_TI: Tensor) -> torch.dtype:
+        return x_TI.dtype if self._dtype is None else self._dtype
+
     @override
     def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        result: Tensor = torch.ops.penstock.rms_norm(x_TI, weight_I, eps)
+        result: Tensor = torch.ops.penstock.rms_norm(x_TI, weight_I, eps, self._dtype)
         return result
 
     @override
+    def norm_addend(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        result: Tensor = torch.ops.penstock.rms_norm(x_TI, weight_I, eps)
+        return result
+
+    def norm_addend_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """See LayerKernels: the operator knows it by the weight's dtype."""
+        return self.norm_addend(x_TI, weight_I, eps)
+
+    @override
     def add_rms_norm(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        result: Tensor = torch.ops.penstock.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
+        # Of experts it is in the model's dtype.
+        addend_TI = x_TI.to(hidden_TI.dtype)
+        result: Tensor = torch.ops.penstock.add_rms_norm(hidden_TI, addend_TI, weight_I, eps, self._dtype)
         return result
 
     def rms_norm_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:

@@ -81,6 +81,8 @@ class CausalLM:
             else None
         )
         self._norm = norm
+        # Of the residual stream.
+        self.stream_dtype = norm.kernels.stream_dtype(dtype)
         self._lm_head = lm_head
         self._rotaries = tuple(rotaries)
         self._has_plain_logits = config.logit_scale == 1.0 and not config.logit_softcap
@@ -184,10 +186,11 @@ class CausalLM:
         if self._fused is not None and keeper is None and attention in (None, self.attention):
             return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, draws=False)[0]
         step = self.step(positions_T, metadata, kv, attention, adapters)
+        hidden = hidden.to(self.stream_dtype)
         pending: Tensor | None = None
         for number, layer in enumerate(self.layers):
             if keeper is not None:
-                keeper.take(number, hidden if pending is None else hidden + pending)
+                keeper.take(number, (hidden if pending is None else hidden + pending).to(self.dtype))
             pending = layer(hidden, pending, step)
         hidden = self._norm.add(hidden, pending)
         if keeper is not None:
@@ -276,7 +279,7 @@ class CausalLM:
     ) -> Step:
         """Return the Step that `layers` need to run one by one."""
         turns = [rotary(positions_T) for rotary in self._rotaries]
-        return Step(turns, metadata, kv, attention or self.attention, adapters)
+        return Step(turns, metadata, kv, attention or self.attention, self.stream_dtype, adapters)
 
     def given_embeds(self, embeds_PI: Tensor) -> Tensor:
         """Return a caller's embeddings as they enter the residual stream."""

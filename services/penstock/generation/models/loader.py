@@ -156,11 +156,11 @@ class LayerMaker:
         return weight + self._config.norm_offset if self._config.norm_offset else weight
 
     def _norm_in(self, prefix: str, name: str | None) -> RMSNorm:
-        return NoNorm() if name is None else self.norm(f"{prefix}{name}.weight")
+        return NoNorm(self._kernels) if name is None else self.norm(f"{prefix}{name}.weight")
 
     def _norm_after(self, prefix: str, name: str | None) -> RMSNorm:
         if name is None and self._config.residual_scale != 1.0:
-            return Multiplied(self._config.residual_scale)
+            return Multiplied(self._config.residual_scale, self._kernels)
         return self._norm_in(prefix, name)
 
     def _attention_layer(self, index: int, prefix: str) -> AttentionLayer:

@@ -49,6 +49,35 @@ def test_norm_and_swiglu_are_those_of_the_reference() -> None:
     check_rows()
 
 
+@settings(max_examples=30, deadline=None)
+@given(exact=st.booleans(), out=dtypes, rows=st.integers(1, 40), width=st.integers(1, 300), seed=st.integers(0, 1000))
+def check_stream(exact: bool, out: torch.dtype, rows: int, width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    hidden, x = torch.randn(rows, width), torch.randn(rows, width)
+    weight = torch.randn(width) if exact else torch.randn(width).bfloat16()
+    stream, kernels = hidden.clone(), NativeKernels(out)
+    normed = kernels.add_rms_norm(stream, x, weight, 1e-6)
+    assert torch.equal(stream, hidden + x)
+    assert normed.dtype is out
+    expected = LayerKernels().rms_norm(stream, weight.float(), 1e-6)
+    assert_close(normed, expected.to(out))
+    assert_close(kernels.rms_norm(stream, weight, 1e-6), normed)
+    addend = kernels.norm_addend(x, weight, 1e-6)
+    assert addend.dtype is torch.float32
+    assert_close(addend, LayerKernels().rms_norm(x, weight.float(), 1e-6))
+
+
+def test_a_stream_in_float_is_normed_into_the_models_dtype() -> None:
+    check_stream()
+
+
+def test_small_parts_of_a_large_stream_are_kept() -> None:
+    stream, weight = torch.full((1, 64), 256.0), torch.ones(64).bfloat16()
+    for _ in range(64):
+        NativeKernels(torch.bfloat16).add_rms_norm(stream, torch.full((1, 64), 0.25).bfloat16(), weight, 1e-6)
+    assert torch.equal(stream, torch.full((1, 64), 272.0))
+
+
 def test_a_nan_stays_one() -> None:
     hidden = torch.zeros(2, 40)
     hidden[1, 3] = torch.nan

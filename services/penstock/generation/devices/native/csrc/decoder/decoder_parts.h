@@ -179,7 +179,12 @@ struct Step {
   // Progress of every shared stage and thread.
   std::vector<Progress> progress;
   Buffers buffers;
-  at::Tensor hidden, out;
+  // The residual stream, which is float whatever the rows are: with some sixty sums, rounding each
+  // would be most of bfloat16's error.
+  at::Tensor hidden;
+  at::Tensor out;
+  // Of the rows between the products, and of norms in float beside them.
+  bool is_bf16, rounds_once;
   int64_t rows;
   // The rows of `rows` with a wanted result: the others end with the last layer's keys and values.
   // Ascending; null: all.

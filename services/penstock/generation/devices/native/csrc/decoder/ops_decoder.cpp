@@ -3,6 +3,7 @@
 // times per layer, and Python between the operators.
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -19,6 +20,15 @@ namespace {
 // the caches.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) {
   return at::detail::empty_cpu(sizes, type);
+}
+
+// Rows in float: themselves where they are.
+at::Tensor as_float(const at::Tensor& rows) {
+  if (!is_bf16(rows)) return rows;
+  at::Tensor out = empty(rows.sizes(), at::kFloat);
+  const at::BFloat16* from = rows.const_data_ptr<at::BFloat16>();
+  std::copy_n(from, rows.numel(), out.data_ptr<float>());
+  return out;
 }
 
 // The parts of a decoder from tensors and sizes by the names that models/fused.py gives them.
@@ -128,12 +138,12 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     const int64_t own = is_small(rows, hidden) ? threads : 1;
     return {
         .normed = inputs(own * rows, hidden),
-        .residual = empty({own - 1, rows, hidden}, type),
+        .residual = empty({own - 1, rows, hidden}, at::kFloat),
         .qkv = empty({rows, heads + 2 * num_kv_heads * head_dim}, type),
         .q = empty({rows, heads}, type),
         .attended = inputs(rows, heads),
         .inner = inputs(rows, inner),
-        .added = empty({rows, hidden}, type),
+        .added = empty({rows, hidden}, at::kFloat),
         .bytes = empty({quantised * spread(padded)}, at::kChar),
         .scales = empty({quantised * groups}, at::kFloat),
         .sums = empty({quantised * groups * std::max<int64_t>(1, sums)}, at::kInt),
@@ -143,9 +153,9 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
 
   typedef std::optional<c10::intrusive_ptr<AdapterBatch>> OptionalAdapters;
 
-  // (T, hidden) after the final norm. `hidden_rows` are overwritten; `cos` and `sin` are looked up
-  // by `positions`. With `draws` also each row's id of the highest logit, the first of equals, -1
-  // if that is NaN or infinite; else an empty tensor. `wanted` (R), ascending: results of these
+  // (T, hidden) after the final norm. `hidden_rows` may be overwritten; `cos` and `sin` are looked
+  // up by `positions`. With `draws` also each row's id of the highest logit, the first of equals,
+  // -1 if that is NaN or infinite; else an empty tensor. `wanted` (R), ascending: results of these
   // rows only, R instead of T. `adapters`: of the rows; none: no row has one.
   std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, std::vector<at::Tensor> cos,
                                              std::vector<at::Tensor> sin, at::Tensor positions,
@@ -307,7 +317,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
       adapted = shrink(step, walk, layer, site, x);
       args.adapters = &adapted;
     }
-    if (layer.format >= Format::INT8) quantise(step, walk, layer, x, is_bf16(step.hidden), args);
+    if (layer.format >= Format::INT8) quantise(step, walk, layer, x, step.is_bf16, args);
     const int64_t threads = step.barrier.threads();
     multiply_share(args, LinearShare(args, walk.rows, layer.panels, threads),
                    &step.progress[walk.shared++ * threads], walk.thread);
@@ -322,7 +332,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
     return {
         .adapter = walk.adapted->adapter.data(),
         .matrices = step.adapters->matrices.data() + site * step.adapters->adapters.size(),
-        .is_bf16 = is_bf16(step.hidden),
+        .is_bf16 = step.is_bf16,
         .shrunk = to.const_data_ptr(),
         .stride = to.stride(0) * int64_t(to.itemsize()) / 4,
     };
@@ -366,10 +376,11 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
         .width = hidden,
         .out_stride = stride,
         .eps = eps,
-        .is_bf16 = is_bf16(step.hidden),
-        .rounds_once = rounds_once(step.hidden),
+        .is_bf16 = step.is_bf16,
+        .rounds_once = step.rounds_once,
         .x_weight = data<char>(added_norm),
         .x_factor = residual_scale,
+        .is_float_stream = step.is_bf16,
     };
     if (small)
       by_row(walk, [&](int64_t row) { KERNEL(add_norm)(args, row, row + 1); });
@@ -473,8 +484,10 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
       .progress = std::vector<Progress>((layers.size() * SHARED_STAGES + 1) * most_threads),
       .buffers = buffers(T, most_threads, pass.hidden.scalar_type(),
                          pass.adapters == nullptr ? 0 : pass.adapters->most_ranks()),
-      .hidden = pass.hidden,
+      .hidden = as_float(pass.hidden),
       .out = empty({R, hidden}, pass.hidden.scalar_type()),
+      .is_bf16 = bf16,
+      .rounds_once = rounds_once(pass.hidden),
       .rows = T,
       .wanted = pass.wanted,
       .num_wanted = R,
@@ -555,8 +568,8 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
 #pragma omp single
     step.barrier.set_threads(omp_get_num_threads());
     Walk walk{omp_get_thread_num(), T, pass.adapters == nullptr ? nullptr : &pass.adapters->all};
-    if (void* own = residual_of(step, walk); own != pass.hidden.data_ptr())
-      std::memcpy(own, pass.hidden.const_data_ptr(), pass.hidden.nbytes());
+    if (void* own = residual_of(step, walk); own != step.hidden.data_ptr())
+      std::memcpy(own, step.hidden.const_data_ptr(), step.hidden.nbytes());
     for (size_t i = 0; i < layers.size(); ++i) run(step, walk, i, attention[i], rope[i]);
     if (R > 0) finish(step, walk);
   }
@@ -653,17 +666,18 @@ void Decoder::pick(Step& step, Walk& walk) const {
         std::memcpy((char*)rows + i * stride + first, (char*)rows + step.wanted[i] * stride + first,
                     last - first);
   };
-  const int64_t threads = step.barrier.threads(), size = step.out.itemsize();
-  const auto share = [&](int64_t width, int64_t thread) { return width * thread / threads * size; };
+  const int64_t threads = step.barrier.threads(), size = step.out.itemsize(),
+                stream = step.hidden.itemsize();
+  const auto share = [&](int64_t width, int64_t thread) { return width * thread / threads; };
   const Inputs attended = inputs_of(step.buffers.attended);
   const int64_t heads = num_heads * head_dim;
-  move(attended.rows, attended.stride * size, share(heads, walk.thread),
-       share(heads, walk.thread + 1));
+  move(attended.rows, attended.stride * size, share(heads, walk.thread) * size,
+       share(heads, walk.thread + 1) * size);
   if (is_small(step.rows, hidden))
-    move(residual_of(step, walk), hidden * size, 0, hidden * size);
+    move(residual_of(step, walk), hidden * stream, 0, hidden * stream);
   else
-    move(residual_of(step, walk), hidden * size, share(hidden, walk.thread),
-         share(hidden, walk.thread + 1));
+    move(residual_of(step, walk), hidden * stream, share(hidden, walk.thread) * stream,
+         share(hidden, walk.thread + 1) * stream);
   walk.rows = step.num_wanted;
   if (step.adapters != nullptr) walk.adapted = &*step.wanted_adapters;
 }

@@ -5,35 +5,21 @@
 namespace penstock {
 namespace {
 
-at::Tensor add_rms_norm(at::Tensor& hidden, const at::Tensor& x, const at::Tensor& weight,
-                        double eps) {
-  TORCH_CHECK(hidden.is_contiguous() && x.is_contiguous() && hidden.sizes() == x.sizes() &&
-              weight.is_contiguous());
-  TORCH_CHECK(hidden.scalar_type() == x.scalar_type() && weight.numel() == hidden.size(-1) &&
-              (hidden.scalar_type() == weight.scalar_type() || weight.scalar_type() == at::kFloat));
-  auto out = at::empty_like(hidden);
-  const NormArgs args{
-      .hidden = hidden.data_ptr(),
-      .x = x.const_data_ptr(),
-      .weight = weight.const_data_ptr(),
-      .out = out.data_ptr(),
-      .width = hidden.size(-1),
-      .out_stride = hidden.size(-1),
-      .eps = float(eps),
-      .is_bf16 = is_bf16(hidden),
-      .rounds_once = hidden.scalar_type() != weight.scalar_type(),
-  };
-  at::parallel_for(0, hidden.size(0), grain(args.width),
-                   [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
-  return out;
+// Results of `x`'s rows are of its dtype, or of `dtype`: bfloat16 or float of a residual stream in
+// float beside weights in bfloat16.
+bool is_float_stream(const at::Tensor& x, const at::Tensor& weight,
+                     std::optional<at::ScalarType> dtype) {
+  return !is_bf16(x) && (is_bf16(weight) || dtype == at::kBFloat16);
 }
 
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && weight.numel() == x.size(-1) &&
-              (x.scalar_type() == weight.scalar_type() || weight.scalar_type() == at::kFloat));
-  auto out = at::empty_like(x);
-  // Nothing is added, so x is only read.
-  const NormArgs args{
+NormArgs norm_args(const at::Tensor& x, const at::Tensor& weight, at::Tensor& out, double eps) {
+  TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && weight.numel() == x.size(-1));
+  const bool floats = is_float_stream(x, weight, out.scalar_type());
+  TORCH_CHECK(floats || x.scalar_type() == out.scalar_type());
+  TORCH_CHECK(floats || x.scalar_type() == weight.scalar_type() ||
+              weight.scalar_type() == at::kFloat);
+  return {
+      // Where nothing is added it is only read.
       .hidden = const_cast<void*>(x.const_data_ptr()),
       .x = nullptr,
       .weight = weight.const_data_ptr(),
@@ -41,11 +27,32 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
       .width = x.size(-1),
       .out_stride = x.size(-1),
       .eps = float(eps),
-      .is_bf16 = is_bf16(x),
-      .rounds_once = x.scalar_type() != weight.scalar_type(),
+      .is_bf16 = is_bf16(out),
+      .rounds_once = floats ? !is_bf16(weight) : x.scalar_type() != weight.scalar_type(),
+      .is_float_stream = floats,
   };
-  at::parallel_for(0, x.size(0), grain(args.width),
+}
+
+void norm_rows(const NormArgs& args, int64_t rows) {
+  at::parallel_for(0, rows, grain(args.width),
                    [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
+}
+
+at::Tensor add_rms_norm(at::Tensor& hidden, const at::Tensor& x, const at::Tensor& weight,
+                        double eps, std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK(x.is_contiguous() && hidden.sizes() == x.sizes() &&
+              hidden.scalar_type() == x.scalar_type());
+  auto out = at::empty_like(hidden, hidden.options().dtype(dtype.value_or(hidden.scalar_type())));
+  NormArgs args = norm_args(hidden, weight, out, eps);
+  args.x = x.const_data_ptr();
+  norm_rows(args, hidden.size(0));
+  return out;
+}
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                    std::optional<at::ScalarType> dtype) {
+  auto out = at::empty_like(x, x.options().dtype(dtype.value_or(x.scalar_type())));
+  norm_rows(norm_args(x, weight, out, eps), x.size(0));
   return out;
 }
 
@@ -66,8 +73,10 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
-  m.def("add_rms_norm(Tensor(a!) hidden, Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def(
+      "add_rms_norm(Tensor(a!) hidden, Tensor x, Tensor weight, float eps, ScalarType? dtype=None) "
+      "-> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, ScalarType? dtype=None) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, m) {

@@ -109,6 +109,54 @@ static void add_norm_row_of(const NormArgs& a, T* hidden, const T* x, T* out) {
   for (; i < n; ++i) store(out + i, weighted(to_float(hidden[i]) * scale, weight + i, hidden));
 }
 
+// The norm of a stream in float: hidden += x, out = norm(hidden) * weight.
+// W: type of the weights. O: of `out`.
+template <typename W, typename O>
+static void add_norm_stream_row(const NormArgs& a, float* hidden, const float* x, O* out) {
+  const int64_t n = a.width;
+  const W *weight = (const W*)a.weight, *x_weight = (const W*)a.x_weight;
+  vf squares = vf{};
+  float rest = 0;
+  int64_t i = 0;
+  if (x != nullptr) {
+    const float by = x_weight != nullptr ? norm_scale_of(x, n, a.eps) : a.x_factor;
+    for (; i + L <= n; i += L) {
+      vf value = load(x + i) * splat(by);
+      if (x_weight != nullptr) value = value * load(x_weight + i);
+      const vf sum = load(hidden + i) + apart(value);
+      store_all(hidden + i, sum);
+      squares += sum * sum;
+    }
+    for (; i < n; ++i) {
+      float value = x[i] * by;
+      if (x_weight != nullptr) value = value * to_float(x_weight[i]);
+      hidden[i] += apart(value);
+      rest += hidden[i] * hidden[i];
+    }
+  }
+  if (weight == nullptr) {
+    for (i = 0; i + L <= n; i += L) store_all(out + i, load(hidden + i));
+    for (; i < n; ++i) store(out + i, hidden[i]);
+    return;
+  }
+  const float scale =
+      x == nullptr ? norm_scale_of(hidden, n, a.eps) : norm_scale(squares, rest, n, a.eps);
+  for (i = 0; i + L <= n; i += L)
+    store_all(out + i, load(hidden + i) * splat(scale) * load(weight + i));
+  for (; i < n; ++i) store(out + i, hidden[i] * scale * to_float(weight[i]));
+}
+
+template <typename O>
+static void add_norm_stream(const NormArgs& a, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    float* hidden = (float*)a.hidden + row * a.width;
+    const float* x = a.x == nullptr ? nullptr : (const float*)a.x + row * a.width;
+    O* out = (O*)a.out + row * a.out_stride;
+    a.rounds_once ? add_norm_stream_row<float>(a, hidden, x, out)
+                  : add_norm_stream_row<bf16>(a, hidden, x, out);
+  }
+}
+
 template <typename T>
 static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
   int64_t i = 0;
@@ -132,6 +180,10 @@ static void add_norm_rows_of(const NormArgs& a, int64_t first, int64_t last) {
 }
 
 void add_norm(const NormArgs& a, int64_t first, int64_t last) {
+  if (a.is_float_stream) {
+    a.is_bf16 ? add_norm_stream<bf16>(a, first, last) : add_norm_stream<float>(a, first, last);
+    return;
+  }
   if (!a.is_plain()) {
     a.is_bf16 ? add_norm_rows_of<bf16>(a, first, last) : add_norm_rows_of<float>(a, first, last);
     return;

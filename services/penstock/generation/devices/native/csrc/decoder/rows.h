@@ -20,10 +20,14 @@ struct NormArgs {
   // Of `x` before it is added: a norm (null: none), and a factor.
   const void* x_weight = nullptr;
   float x_factor = 1.0f;
+  // `hidden` and `x` are float beside an `out` that is_bf16 tells of. The weights are bf16, or
+  // float where rounds_once; nothing but `out` is rounded.
+  bool is_float_stream = false;
 
   // Nothing but `x` is added and one norm applied, in the rows' dtype.
   bool is_plain() const {
-    return weight != nullptr && !rounds_once && x_weight == nullptr && x_factor == 1.0f;
+    return weight != nullptr && !is_float_stream && !rounds_once && x_weight == nullptr &&
+           x_factor == 1.0f;
   }
 };
 
