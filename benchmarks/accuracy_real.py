@@ -13,6 +13,7 @@ the published file as it is.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from penstock.evaluation.readers import FormatReader, TransformersReader, read_a
 from penstock.evaluation.reading import Reading
 from penstock.generation.devices.cpu import CPUDevice
 
-from benchmarks._arguments import be_quiet
+from benchmarks._arguments import be_quiet, refuse
 from benchmarks._report import Report, Table
 from benchmarks.checkpoints import CACHE
 from benchmarks.real_models import MODELS, bf16_folder, gguf_file, quantised_folder
@@ -53,7 +54,7 @@ COLUMNS = (
     "same likeliest token",
     "perplexity, of float32's",
     "divergence, nats",
-    "weights MiB",
+    "bits a weight",
 )
 
 
@@ -87,13 +88,36 @@ def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
                 exact[reference] = read_all(TransformersReader(reference), rows, options.top, show_nothing)
             reader = FormatReader(folder, device, format, max(map(len, rows)), options.chunk)
             difference = Difference.between(read_all(reader, rows, options.top, show_nothing), exact[reference])
-            facts = {"weight_bytes": reader.weight_bytes, "kv_bytes_per_token": reader.kv_bytes_per_token}
+            facts = {
+                "weight_bytes": reader.weight_bytes,
+                "bits_per_weight": reader.bits_per_weight,
+                "kv_bytes_per_token": reader.kv_bytes_per_token,
+            }
             result.append({"model": name, "format": label, **asdict(format), **facts, **asdict(difference)})
             # The next format is loaded without this one in memory.
             del reader
             cells = (f"{difference.mean:.4f}", f"{difference.agreement:.2%}", f"{difference.perplexity_ratio:.4f}")
-            table.row(name, label, *cells, f"{difference.kl:.5f}", f"{facts['weight_bytes'] / 2**20:.0f}")
+            table.row(name, label, *cells, f"{difference.kl:.5f}", f"{facts['bits_per_weight']:.2f}")
     return result
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the error over the bits of a weight, a series for each model. Raises ImportError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == name and row["dtype"] == "bfloat16"]
+        axes.plot([row["bits_per_weight"] for row in own], [row["mean"] for row in own], "o", label=name)
+        for row in own:
+            axes.annotate(row["format"], (row["bits_per_weight"], row["mean"]), fontsize=8)
+    axes.set(
+        xlabel="bits a weight, as loaded (log)", ylabel="mean |difference of a log-probability| (log)", xscale="log"
+    )
+    axes.set_yscale("log")
+    axes.legend()
+    figure.savefig(path)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +131,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=int, default=256, help="likeliest tokens of the divergence (default: %(default)s)"
     )
+    parser.add_argument("--plot", type=Path, help="draw error over bits a weight there (SVG, PNG; needs matplotlib)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kernels", default="auto", help="auto, native or torch")
 
@@ -114,5 +139,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, report: Report) -> None:
     """Measure, and report it."""
     be_quiet(options.threads)
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        refuse("--plot needs matplotlib")
     rows = measure(options, report.table(COLUMNS))
+    if options.plot is not None:
+        plot(rows, options.plot)
     report.save({**report.settings, "rows": rows})
