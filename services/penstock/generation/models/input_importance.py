@@ -52,10 +52,12 @@ def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: 
     """Return the mean square of each input, float32 (inputs), of every matrix of the layers that a format may round, by
     its name. `weights` are the whole model's, in a dtype; their layers are asked for."""
     recorder = _RecordingWeights(weights)
-    maker = LayerMaker(config, recorder, device.layer_kernels(weights.dtype))
+    kernels = device.layer_kernels(weights.dtype)
+    maker, stream = LayerMaker(config, recorder, kernels), kernels.stream_dtype(weights.dtype)
     ids = torch.randint(config.vocab_size, (NUM_IDS,), generator=torch.Generator().manual_seed(_SEED))
     hidden = weights.embedded(ids.tolist()) * float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
-    step = _step(config, maker, weights.dtype, device)
+    hidden = hidden.to(stream)
+    step = _step(config, maker, weights.dtype, stream, device)
     found: dict[str, Tensor] = {}
     pending: Tensor | None = None
     for index in range(config.num_layers):
@@ -187,7 +189,7 @@ def _kind(name: str) -> str:
     return ".".join("N" if part.isdigit() else part for part in name.split("."))
 
 
-def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, device: Device) -> Step:
+def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, stream: torch.dtype, device: Device) -> Step:
     """Return the step that reads the ids, in its sequences."""
     count, blocks = NUM_IDS // _SEQUENCE, _SEQUENCE // _BLOCK_SIZE
     tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
@@ -206,4 +208,5 @@ def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, device: De
         RotaryEmbedding(rope, config.head_dim, device.torch_device, dtype, max_positions=config.max_position_embeddings)
         for rope in maker.ropes
     ]
-    return Step([rotary(positions) for rotary in rotaries], metadata, kv, device.attention(dtype, config.head_dim))
+    turns = [rotary(positions) for rotary in rotaries]
+    return Step(turns, metadata, kv, device.attention(dtype, config.head_dim), stream)
