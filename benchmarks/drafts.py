@@ -1,10 +1,13 @@
-"""Drafts without a draft model beside none: prompt lookup, memory, lookahead, all three; on repetitive and varied text.
+"""Drafts beside none: prompt lookup, memory, lookahead, all three; a real model's quantised self as its draft model.
 
-    python -m benchmarks drafts [--models demo random] [--threads 2] [--tokens 96] [--rounds 5] [--out FILE]
+    python -m benchmarks drafts [--models smollm2-135m demo random] [--threads 2] [--tokens 96] [--rounds 5]
 
-One request at a time, through the engine. Two models: the embedded one, answering questions about numbers, and one of
-Qwen2.5-0.5B's shape with random weights in bfloat16.
+One request at a time, through the engine. Three models: SmolLM2 with its real weights (real_models.py), the embedded
+one, answering questions about numbers, and one of Qwen2.5-0.5B's shape with random weights in bfloat16.
 
+code, summary, chat
+             The real model answers data/draft_prompts.json greedily, chat sampled at temperature 0.7, too, up to its
+             end: one text for each prompt, and memory saw the answers to the prompts before it.
 repetitive   The embedded model lists numbers, greedily: each answer has its own text, all are alike. The random model
              goes on greedily after a run of ids that is repeated in its prompt, and repeats itself soon.
 varied       The same models sampled at temperature 3 with a seed of each prompt: hardly any n-gram comes twice, so the
@@ -20,6 +23,7 @@ speed-up is told by the clock and by processor time, which other work on the mac
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -39,15 +43,18 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.engine import Engine
-from penstock.generation.models.decoder import CausalLM
-from penstock.generation.models.registry import load_model
+from penstock.generation.models.language_model import LanguageModel
+from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.runner.drafter import ModelDrafter
 from penstock.generation.runner.model_runner import ModelRunner
 from tokenizers import Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from benchmarks._arguments import be_quiet
 from benchmarks._report import Report
+from benchmarks.checkpoints import CACHE
 from benchmarks.forward import BLOCK_SIZE, SHAPE, checkpoint
+from benchmarks.real_models import bf16_folder
 
 NUM_BLOCKS, CONTEXT = 1024, 1024
 DRAFTS, WINDOW = 10, 8
@@ -58,7 +65,11 @@ KINDS: dict[str, DecodingMode] = {
     "lookahead": AssistanceOptions(lookahead_window=WINDOW),
     "all": AssistanceOptions(prompt_lookup_num_tokens=DRAFTS, ngram_memory_num_tokens=DRAFTS, lookahead_window=WINDOW),
 }
+REAL, SELF = "smollm2-135m", "quantised self"
 SAMPLED = {"do_sample": True, "temperature": 3.0}
+CHATTED = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+PROMPTS = Path(__file__).with_name("data") / "draft_prompts.json"
+MakePrompt = Callable[[int], list[int]]
 
 
 @dataclass
@@ -88,11 +99,39 @@ def random_prompt(number: int) -> list[int]:
     return [rng.randrange(SHAPE["vocab_size"]) for _ in range(16)] * 4
 
 
-def make_engine(model: CausalLM) -> Engine:
-    """An engine with a pool of its own."""
-    config, facts = EngineConfig(NUM_BLOCKS, BLOCK_SIZE, CONTEXT, prefix_cache=False), model.config
+def chat_prompt(folder: Path, text: str) -> MakePrompt:
+    """Return the maker of the prompts of one kind, in SmolLM2's form of a chat."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    asked = json.loads(PROMPTS.read_text(encoding="utf-8"))[text]
+
+    def make(number: int) -> list[int]:
+        question = asked[number % len(asked)]
+        turns = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        return list(tokenizer.encode(turns, add_special_tokens=False).ids)
+
+    return make
+
+
+def runner(model: LanguageModel) -> ModelRunner:
+    """A runner on a pool of its own."""
+    facts = model.config
     geometry = (facts.num_layers, NUM_BLOCKS, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim)
-    return Engine(config, ModelRunner(model, KVCachePool(*geometry, model.dtype, model.device)), None)
+    return ModelRunner(model, KVCachePool(*geometry, model.dtype, model.device))
+
+
+def make_engine(model: LanguageModel, draft: LanguageModel | None) -> Engine:
+    """An engine with pools of its own."""
+    config = EngineConfig(NUM_BLOCKS, BLOCK_SIZE, CONTEXT, prefix_cache=False)
+    drafter = None
+    if draft is not None:
+        drafter = ModelDrafter(
+            runner(draft),
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_context_tokens=CONTEXT,
+            max_prefill_tokens=config.max_batch_tokens,
+        )
+    return Engine(config, runner(model), None, drafter=drafter)
 
 
 def run(engine: Engine, prompt: list[int], params: SamplingParams, tenant: str) -> Run:
@@ -114,34 +153,58 @@ def run(engine: Engine, prompt: list[int], params: SamplingParams, tenant: str) 
 
 
 def compare(
-    model: CausalLM, make_prompt: Callable[[int], list[int]], options: argparse.Namespace, sampling: dict[str, Any]
+    model: LanguageModel,
+    draft: LanguageModel | None,
+    make_prompt: MakePrompt,
+    options: argparse.Namespace,
+    sampling: dict[str, Any],
+    ends: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """All kinds in turns."""
-    engine = make_engine(model)
-    runs: dict[str, list[Run]] = {kind: [] for kind in KINDS}
+    engine = make_engine(model, draft)
+    kinds = {**KINDS, SELF: AssistanceOptions()} if draft is not None else KINDS
+    runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
     for number in range(-options.past, options.rounds):
         prompt = make_prompt(number + 1000)
-        for kind, mode in KINDS.items():
-            seed = {"seed": number + 1000} if sampling else {}
-            params = SamplingParams(options.tokens, ignore_eos=True, mode=mode, **sampling, **seed)
+        for kind, mode in kinds.items():
+            seed: dict[str, Any] = {"seed": number + 1000} if sampling else {}
+            params = SamplingParams(options.tokens, mode=mode, **ends, **sampling, **seed)
             # Of each kind its own tenant: no memory knows what another kind made of this prompt.
             result = run(engine, prompt, params, kind)
             if number >= 0:
                 runs[kind].append(result)
-    plain = statistics.median(one.seconds for one in runs["none"])
-    plain_cpu = statistics.median(one.cpu_seconds for one in runs["none"])
+
+    def speed_up(ones: list[Run], figure: str) -> float:
+        """Median over the prompts, whose answers have other lengths."""
+        pairs = zip(runs["none"], ones, strict=True)
+        ratios: list[float] = [getattr(plain, figure) / getattr(one, figure) for plain, one in pairs]
+        return round(statistics.median(ratios), 2)
+
     return [
         {
             "drafts": kind,
             "tokens_per_step": round(statistics.mean((len(one.ids) - 1) / one.steps for one in ones), 2),
             "acceptance": round(sum(one.accepted for one in ones) / max(sum(one.drafted for one in ones), 1), 3),
-            "tokens_per_second": round((options.tokens - 1) / statistics.median(one.seconds for one in ones), 1),
-            "speed_up": round(plain / statistics.median(one.seconds for one in ones), 2),
-            "cpu_speed_up": round(plain_cpu / statistics.median(one.cpu_seconds for one in ones), 2),
+            "tokens_per_second": round(statistics.median((len(one.ids) - 1) / one.seconds for one in ones), 1),
+            "speed_up": speed_up(ones, "seconds"),
+            "cpu_speed_up": speed_up(ones, "cpu_seconds"),
             "same_ids": f"{sum(a.ids == b.ids for a, b in zip(ones, runs['none'], strict=True))} of {len(ones)}",
         }
         for kind, ones in runs.items()
     ]
+
+
+def real_cells(device: CPUDevice, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Cells of a real model, with its quantised self as the draft model."""
+    folder = bf16_folder(REAL, options.cache)
+    model = load_model(folder, device=device, dtype=options.dtype, quantization=options.quantization)
+    draft = load_model(folder, device=device, dtype=options.dtype, quantization=options.draft_quantization)
+    ends = {"eos_token_ids": tuple(read_model_config(folder).eos_token_ids)}
+    cells = []
+    for text, sampling in (("code", {}), ("summary", {}), ("chat", {}), ("chat", CHATTED)):
+        found = compare(model, draft, chat_prompt(folder, text), options, sampling, ends)
+        cells += [{"model": REAL, "text": text + ", sampled" * bool(sampling), **cell} for cell in found]
+    return cells
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -150,16 +213,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     device.start(num_threads=options.threads)
     cells: list[dict[str, Any]] = []
     for name in options.models:
+        if name == REAL:
+            cells += real_cells(device, options)
+            continue
         folder = demo_folder() if name == "demo" else checkpoint(options.cache, 0)
         model = load_model(folder, device=device, dtype="auto" if name == "demo" else options.dtype)
         for text, sampling in (("repetitive", {}), ("varied", SAMPLED)):
-            found = compare(model, demo_prompt if name == "demo" else random_prompt, options, sampling)
+            make = demo_prompt if name == "demo" else random_prompt
+            found = compare(model, None, make, options, sampling, {"ignore_eos": True})
             cells += [{"model": name, "text": text, **cell} for cell in found]
     return {
         "device": device.describe(),
         "torch": torch.__version__,
         "load_average": os.getloadavg()[0],
-        **{name: getattr(options, name) for name in ("dtype", "tokens", "rounds", "past")},
+        **{
+            name: getattr(options, name) for name in ("dtype", "quantization", "draft_quantization", "tokens", "rounds")
+        },
+        "past": options.past,
         "drafts": DRAFTS,
         "window": WINDOW,
         "cells": cells,
@@ -168,10 +238,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
-    parser.add_argument("--models", nargs="+", choices=("demo", "random"), default=["demo", "random"])
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--models", nargs="+", choices=(REAL, "demo", "random"), default=[REAL])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default="none", help="of the real model (default: %(default)s)")
+    parser.add_argument("--draft-quantization", default="int4", help="of its quantised self (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--past", type=int, default=3, help="answers that a memory saw before the first round")
