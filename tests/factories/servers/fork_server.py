@@ -151,8 +151,8 @@ def _name_process(command: list[str]) -> None:
 
 def _main_of(module: str) -> Callable[[], object]:
     """Return what the module does as a program."""
-    main = importlib.import_module(module).main
-    if inspect.signature(main).parameters:
+    main = getattr(importlib.import_module(module), "main", None)
+    if main is None or inspect.signature(main).parameters:
         warnings.simplefilter("ignore", RuntimeWarning)
         return functools.partial(runpy.run_module, module, run_name="__main__")
     return lambda: sys.exit(main())
