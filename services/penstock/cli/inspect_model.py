@@ -136,7 +136,11 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     packed = (folder / PACKED_FILE).is_file()
     quantized = _quantization(values, packed=packed)
     kinds = ("none",) if quantized else QUANTIZATIONS
-    as_stored = _gguf_bytes(headers, item) if (folder / GGUF_FILE).exists() else weights.stored_bytes
+    as_stored = (
+        _gguf_bytes(headers, item, str(values.get("model_type")))
+        if (folder / GGUF_FILE).exists()
+        else weights.stored_bytes
+    )
     memory = {kind: as_stored if quantized else weights.loaded_bytes(item, kind) for kind in kinds}
     context = _first(text, _CONTEXT)
     facts: dict[str, Any] = {
@@ -220,15 +224,19 @@ def _gguf_headers(folder: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _gguf_bytes(tensors: Mapping[str, StoredTensor], item: float) -> int:
-    """Return the bytes in memory of a GGUF file's tensors: as they are stored where their type is kept, else with
-    `item` bytes a number."""
+def _gguf_bytes(tensors: Mapping[str, StoredTensor], item: float, model_type: str) -> int:
+    """Return the bytes in memory of a GGUF file's tensors: as they are stored where a native family keeps their type,
+    else with `item` bytes a number."""
     # Imports torch.
-    from penstock.generation.weights.quantised.gguf import WHOLE_TYPES
+    from penstock.generation.layers.linear.gguf_blocks import BLOCK_TYPES
+    from penstock.generation.models.registry import supported_model_types
 
+    kept = BLOCK_TYPES if model_type in supported_model_types() else ()
+    # Beside a head of its own a table is numbers.
+    table = "embed_tokens.weight" if "output.weight" in tensors else ""
     return sum(
-        one.end - one.begin if one.dtype in WHOLE_TYPES else int(math.prod(one.shape) * item)
-        for one in tensors.values()
+        one.end - one.begin if one.dtype in kept and name != table else int(math.prod(one.shape) * item)
+        for name, one in tensors.items()
     )
 
 

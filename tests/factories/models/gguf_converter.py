@@ -27,6 +27,7 @@ def convert(
     architecture: str,
     *,
     quantised: bool = True,
+    experts: str = "F32",
     parts: int = 1,
     changes: Config | None = None,
     vocabulary: Config | None = None,
@@ -34,7 +35,8 @@ def convert(
     """Write `folder`'s model to `path`, or in parts beside it, and return the first file.
 
     Matrices are Q8_0 where `quantised` and their rows are whole blocks: `round_weights` makes a checkpoint of the same
-    numbers. `changes`: facts in place of others, None to leave one out. `vocabulary`: facts of the tokenizer.
+    numbers. `experts`: type of tensors with all experts. `changes`: facts in place of others, None to leave one out.
+    `vocabulary`: facts of the tokenizer.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=0 if parts == 1 else _tensors_of(folder, parts))
@@ -52,7 +54,8 @@ def convert(
         kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(one, value, kind)
     for name, value in _steps(architecture, config, tensors):
-        _add(writer, names, name, value.float(), quantised=quantised)
+        kind = experts if value.dim() == 3 and ".experts." in name else "Q8_0" if quantised and _fits(value) else "F32"
+        _add(writer, names, name, value.float(), gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -91,7 +94,7 @@ def _tensors_of(folder: Path, parts: int) -> int:
     return math.ceil(count / parts)
 
 
-def _add(writer: Any, names: Any, name: str, value: Tensor, *, quantised: bool) -> None:
+def _add(writer: Any, names: Any, name: str, value: Tensor, kind: Any) -> None:
     """Add a tensor by Hugging Face's name, or by llama.cpp's own."""
     found = (
         name if name.startswith("blk.") or name in _OWN_NAMES else names.get_name(name, (".weight", ".bias", ".scale"))
@@ -99,11 +102,10 @@ def _add(writer: Any, names: Any, name: str, value: Tensor, *, quantised: bool) 
     if found is None:
         raise KeyError(name)
     data = value.contiguous().numpy()
-    if quantised and _fits(value):
-        kind = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(found, gguf.quantize(data, kind), raw_dtype=kind)
-    else:
+    if kind == gguf.GGMLQuantizationType.F32:
         writer.add_tensor(found, data.astype(np.float32))
+    else:
+        writer.add_tensor(found, gguf.quantize(data, kind), raw_dtype=kind)
 
 
 _OWN_NAMES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

@@ -14,12 +14,14 @@ import torch
 from factories.models.checkpoints import tiny_checkpoint
 from factories.models.gguf_converter import convert
 from factories.models.model_types import tiny_model_type
+from factories.models.native import use_native
 from factories.servers.hub import running_hub
 from penstock.cli import inspect_model as inspecting
 from penstock.cli.inspect_model import inspect_model, measured_bandwidth, run_inspect
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import StartupError
 from penstock.generation.attention.kv_cache import kv_bytes_per_block
+from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.devices.device_registry import open_device
 from penstock.generation.models.registry import load_model
 from safetensors.torch import save_file
@@ -57,6 +59,7 @@ def test_the_figures_are_those_of_the_loaded_model(tmp_path: Path, family: str, 
     assert facts["memory"]["weights_bytes"][quantization] == pytest.approx(model.num_bytes, rel=0.12)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("architecture", "model_type"), [("qwen2moe", "qwen2_moe"), ("lfm2", "lfm2")])
 def test_a_gguf_file_is_described_by_its_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, model_type: str
@@ -67,8 +70,9 @@ def test_a_gguf_file_is_described_by_its_types(
     path = convert(source, tmp_path / "tiny.gguf", architecture)
     facts = facts_of(path)
     assert facts["starts"], facts["why"]
-    device = open_device("cpu")
-    device.start(num_threads=1, kernels="torch")
+    use_native()
+    device = CPUDevice()
+    device.instruction_set = torch.ops.penstock.instruction_set("")
     model = load_model(Path(facts["folder"]), device=device, map_embeddings=False)
     assert facts["parameters"] == model.config.num_parameters
     assert facts["memory"]["weights_bytes"]["none"] == pytest.approx(model.num_bytes, rel=0.12)

@@ -11,12 +11,15 @@ import pytest
 import torch
 from factories.models.gguf_converter import convert, round_weights
 from factories.models.model_types import check_ids, tiny_model_type
+from factories.models.native import use_native
+from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.run_kernels import cpu_device
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.errors import StartupError
 from penstock.common.gguf_architectures import ARCHITECTURES
 from penstock.common.gguf_folder import config_of
 from penstock.common.gguf_parts import link_parts, read_gguf
+from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.registry import load_model
 from penstock.generation.startup.memory_check import stored_weight_bytes
 from safetensors.torch import load_file
@@ -102,6 +105,38 @@ def test_a_file_gives_the_ids_of_generate(
     folder = model_folder(convert(source, tmp_path / "tiny.gguf", architecture, quantised=quantised))
     model = load_model(folder, dtype="float32", quantization="none", device=cpu_device())
     check_ids(source, model, new_tokens=20)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "fields"),
+    [("gpt-oss", "gpt_oss", {}), ("qwen3moe", "qwen3_moe", {"use_sliding_window": False, "attention_bias": False})],
+)
+def test_experts_stay_in_their_blocks(
+    tmp_path: Path, architecture: str, model_type: str, fields: dict[str, Any]
+) -> None:
+    """Stacked with gate and value in turns, or one by one."""
+    use_native()
+    device = CPUDevice()
+    device.instruction_set = torch.ops.penstock.instruction_set("")
+    source = tiny_model_type(tmp_path / "source", model_type, **fields)
+    folder = model_folder(convert(source, tmp_path / "tiny.gguf", architecture, experts="MXFP4"))
+
+    def logits(**options: Any) -> tuple[torch.Tensor, dict[str, int]]:
+        loaded = load_model(folder, dtype="float32", device=device, **options)
+        sequence = PagedSequence(list(range(5, 35)))
+        PagedDriver(loaded, num_blocks=8, block_size=8).step([(sequence, 30)])
+        return torch.stack(sequence.logits), dict(loaded.config.weight_forms)
+
+    exact, dense = logits(quantization="none")
+    found, forms = logits()
+    assert set(dense) == {"float32"}
+    # A router is exact.
+    assert set(forms) == {"q8_0", "mxfp4", "float32"}
+    # Down of each of four experts in four layers; gate and up are one tensor, or two.
+    assert forms["mxfp4"] == 4 * 4 * (2 if architecture == "gpt-oss" else 3)
+    # Activations are a byte each, and some change the choice of experts; in a wrong order it would be near 1.
+    assert float((found - exact).abs().mean() / exact.std()) < 0.2
 
 
 def test_every_architecture_has_a_case() -> None:

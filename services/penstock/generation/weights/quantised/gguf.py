@@ -130,10 +130,13 @@ class GgufCheckpoint:
 
     def block_type(self, tensor: str) -> str:
         """See TensorSource."""
-        if tensor in self._made or tensor not in self._names:
+        made = self._made.get(tensor)
+        if made is None and tensor not in self._names:
             return ""
-        name = self._names[tensor].type.name
-        return name if name in BLOCK_TYPES else ""
+        if made is not None and made.recipe.rows is None:
+            return ""
+        found = {self._names[one].type.name for one in (made.sources if made is not None else (tensor,))}
+        return found.pop() if len(found) == 1 and found <= BLOCK_TYPES.keys() else ""
 
     def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
         """See TensorSource."""
@@ -141,8 +144,18 @@ class GgufCheckpoint:
 
     def block_row(self, tensor: str, number: int) -> Tensor:
         """See TensorSource."""
-        stored, part = self._names[tensor], self._part(tensor, number)
-        return next(self._stored(tensor, 1, part)).view(stored.shape[1], -1)
+        made = self._made.get(tensor)
+        if made is None or made.recipe.rows is None:
+            raise TypeError(f"{tensor} is one matrix")
+        return made.recipe.rows([self._matrix(one, number) for one in made.sources])
+
+    def _matrix(self, tensor: str, number: int) -> Tensor:
+        """Return the rows (outputs, bytes) of one matrix of a stored tensor."""
+        stored = self._names[tensor]
+        size = (stored.end - stored.begin) // stored.shape[0]
+        begin = stored.begin + number * size
+        part = replace(stored, shape=stored.shape[1:], begin=begin, end=begin + size)
+        return torch.cat(list(self._stored(tensor, part=part)))
 
     def row(self, tensor: str, number: int) -> Tensor:
         """See TensorSource."""

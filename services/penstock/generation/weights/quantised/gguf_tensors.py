@@ -29,6 +29,8 @@ class Recipe:
     name: str
     sources: tuple[str, ...]
     make: Callable[[Sequence[Tensor], GgufFile], Tensor]
+    # The same of the rows (outputs, bytes) of one of a tensor's matrices; None: rows do not stay whole.
+    rows: Callable[[Sequence[Tensor]], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,14 @@ def _interleaved(found: Sequence[Tensor], file: GgufFile) -> Tensor:
     return torch.stack(tuple(found), dim=2).flatten(1, 2).transpose(1, 2)
 
 
+def _interleaved_rows(found: Sequence[Tensor]) -> Tensor:
+    return torch.stack(tuple(found), dim=1).flatten(0, 1)
+
+
+def _first(found: Sequence[Tensor]) -> Tensor:
+    return found[0]
+
+
 def _interleaved_bias(found: Sequence[Tensor], file: GgufFile) -> Tensor:
     return torch.stack(tuple(found), dim=2).flatten(1)
 
@@ -217,9 +227,14 @@ _DEEPSEEK = (
 # By Hugging Face's model types.
 RECIPES: dict[str, tuple[Recipe, ...]] = {
     "gpt_oss": (
-        Recipe("mlp.experts.gate_up_proj", ("mlp.experts.gate.weight", "mlp.experts.up.weight"), _interleaved),
+        Recipe(
+            "mlp.experts.gate_up_proj",
+            ("mlp.experts.gate.weight", "mlp.experts.up.weight"),
+            _interleaved,
+            _interleaved_rows,
+        ),
         Recipe("mlp.experts.gate_up_proj_bias", ("mlp.experts.gate.bias", "mlp.experts.up.bias"), _interleaved_bias),
-        Recipe("mlp.experts.down_proj", ("mlp.experts.down.weight",), _transposed),
+        Recipe("mlp.experts.down_proj", ("mlp.experts.down.weight",), _transposed, _first),
         Recipe("mlp.experts.down_proj_bias", ("mlp.experts.down.bias",), lambda found, file: found[0]),
     ),
     "qwen3_5_text": _QWEN35,
