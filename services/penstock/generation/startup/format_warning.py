@@ -1,4 +1,4 @@
-"""Warning at a start: its number format costs more accuracy than its user may expect."""
+"""Warning at a start about a number format that costs more accuracy than its user may expect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = get_logger("penstock.generation")
 # that stays near to float32 has no row.
 SURPRISES = {
     INT4: (
-        "on real models about every sixth of the likeliest tokens is another than in float32 (int8: every 18th)",
+        "on real models about every sixth of the likeliest tokens is another than in float32 (int8: every 21st)",
         "--quantization int8, or a checkpoint that was quantised with care, which keeps its numbers; "
         "`penstock eval` measures it",
     )
