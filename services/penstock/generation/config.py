@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from penstock.common.config import ServerConfig, is_loopback, metrics_port_option
 from penstock.common.dtypes import DTYPE_NAMES
 from penstock.common.environment import may_have_gpu, num_npus, usable_cores
-from penstock.common.errors import StartupError
+from penstock.common.errors import DoesNotFit, StartupError
 from penstock.common.named_models import MODEL_HELP
 from penstock.common.options import option, values_of
 from penstock.common.ports import GENERATION_METRICS_PORT, GENERATION_PORT
@@ -420,7 +420,7 @@ class GenerationServiceConfig(
         memory = parse_memory(self.kv_memory)
         is_host = self.device == "cpu" or (self.device == "auto" and not (may_have_gpu() or num_npus()))
         if memory is not None and is_host and memory > (total := host_memory()[0]):
-            raise StartupError(
+            raise DoesNotFit(
                 f"--kv-memory {format_size(memory)} is more than the {format_size(total)} of memory that this machine "
                 "has",
                 flag="--kv-memory",

@@ -125,7 +125,10 @@ class TokenBytes:
         places = np.flatnonzero(np.frombuffer(self._buffer, dtype=np.uint8) == byte)
         # Tokens without bytes begin where the next one does: the last of these has it.
         ids = np.searchsorted(np.frombuffer(self._offsets, dtype=np.uint32), places, side="right") - 1
-        return np.unique(ids).astype(np.uint32)
+        # Not np.unique: they are in order, and it imports masked arrays.
+        is_first = np.ones(len(ids), dtype=bool)
+        is_first[1:] = ids[1:] != ids[:-1]
+        return ids[is_first].astype(np.uint32)
 
     def bytes_at_start(self, token_id: int, data: bytes) -> bytes:
         """Bytes of the token's `data` when it is the first token of a text that is not skipped."""

@@ -89,12 +89,23 @@ def _fork_here(order: dict[str, Any], descriptors: dict[int, int]) -> int | None
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        _forget_imports_under_way()
         _run(order, descriptors)
     os.close(end)
     # Until the child has closed its copies of this process's descriptors.
     os.read(begun, 1)
     os.close(begun)
     return pid
+
+
+def _forget_imports_under_way() -> None:
+    """Let modules be imported anew that another thread of the parent was importing: it is not here to end that."""
+    bootstrap: Any = sys.modules["_frozen_importlib"]
+    bootstrap._module_locks.clear()
+    bootstrap._blocking_on.clear()
+    for name, module in list(sys.modules.items()):
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            del sys.modules[name]
 
 
 def _run(order: dict[str, Any], descriptors: dict[int, int]) -> NoReturn:

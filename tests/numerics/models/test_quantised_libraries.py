@@ -375,6 +375,7 @@ def test_what_quantize_writes_is_read_by_compressed_tensors(tmp_path: Path, has_
 def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Written by the library's writer with its quantisers, read back by transformers through the library's reader."""
     library = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

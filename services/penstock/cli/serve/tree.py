@@ -348,10 +348,9 @@ def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
 
 def _refuse_misspelt_service(model: str | None) -> None:
     """Refuse a MODEL that is nearly the name of a service, before a hub is asked for it. Raises StartupError."""
-    if model is None or Path(model).exists():
-        return
-    near = get_close_matches(model.lower(), ROLES, n=1, cutoff=SERVICE_LIKENESS)
-    if near:
+    near = get_close_matches(model.lower(), ROLES, n=1, cutoff=SERVICE_LIKENESS) if model is not None else []
+    # Asked for near names alone: a name may be longer than a path can be.
+    if near and not Path(model or "").exists():
         raise StartupError(f"MODEL {model}: no such folder; the service is `penstock serve {near[0]}`", flag="MODEL")
 
 
