@@ -137,6 +137,13 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_files(tmp_path: Path, monkey
     assert not list((tmp_path / "stopped").glob(".*"))
 
 
+def test_files_are_as_readable_as_others_of_this_user(tmp_path: Path) -> None:
+    folder, plain = source(tmp_path / "source"), tmp_path / "plain"
+    plain.touch()
+    quantise(folder, tmp_path / "out", SETTINGS)
+    assert {file.stat().st_mode for file in (tmp_path / "out").glob("model-*")} == {plain.stat().st_mode}
+
+
 def test_an_unfinished_run_with_other_settings_is_not_mixed_with_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

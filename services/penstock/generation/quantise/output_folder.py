@@ -171,6 +171,8 @@ class OutputFolder:
         part = self.path / f".{name}.part"
         try:
             save_file(tensors, part, metadata={"format": "pt"})
+            # The library lets nobody else read it; a service may be another user.
+            part.chmod((self.path / STATE_FILE).stat().st_mode)
             sync(part)
             os.replace(part, self.path / name)
         except (OSError, SafetensorError) as error:
