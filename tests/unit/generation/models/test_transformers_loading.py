@@ -92,8 +92,8 @@ def test_a_field_that_a_native_family_lacks_takes_the_fallback_unless_a_route_in
 def test_what_neither_route_runs_is_refused_with_both_reasons(tmp_path: Path) -> None:
     fields = {"model_type": "llama", **NUMBERS, "hidden_act": "gelu"}
     both = "hidden_act 'gelu' is not supported.*the fallback cannot run it either: .*"
-    with pytest.raises(StartupError, match=f"{both}.*quant_method 'mxfp4' is not supported") as refused:
-        read(tmp_path, **fields, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(StartupError, match=f"{both}.*quant_method 'hqq' is not supported") as refused:
+        read(tmp_path, **fields, quantization_config={"quant_method": "hqq"})
     assert "\n" not in refused.value.message
     # A rotary embedding that transformers does not have either shows while it loads.
     folder = tiny_checkpoint(tmp_path / "model", "llama")
