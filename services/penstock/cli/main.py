@@ -74,7 +74,7 @@ def _call() -> int:
         # Exit codes come back as numbers; commands return nothing else.
         code = app(prog_name="penstock", standalone_mode=False)
     except ClickException as error:
-        return show(error)
+        return show(error, sys.argv[1:])
     except typer.Abort:
         return 1
     return code if isinstance(code, int) else 0

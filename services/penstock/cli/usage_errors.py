@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -16,12 +18,12 @@ ClickException: Any = typer.BadParameter.__mro__[2]
 _HELP_SHOWN = "NoArgsIsHelpError"
 
 
-def show(error: Any) -> int:
-    """Write a ClickException to standard error, and return the exit code."""
+def show(error: Any, words: Sequence[str]) -> int:
+    """Write a ClickException about the command line `words` to standard error, and return the exit code."""
     if type(error).__name__ == _HELP_SHOWN:
         return int(error.exit_code)
     context = getattr(error, "ctx", None)
-    _add_hint(error, context)
+    _add_hint(error, context, words)
     if sys.stderr is not None and sys.stderr.isatty():
         # Imported late, since it takes 0.1 s.
         from typer import rich_utils
@@ -39,13 +41,22 @@ def _usage(line: str) -> str:
     return f"{line}\nTry '{command} --help' for help.\n"
 
 
-def _add_hint(error: Any, context: Any) -> None:
+def _add_hint(error: Any, context: Any, words: Sequence[str]) -> None:
     """Say what another server's flag is here. The parser's own guesses go by spelling alone."""
     flag = getattr(error, "option_name", None)
     if flag is None or context is None or not hasattr(error, "possibilities"):
         return
     # `penstock serve generation` has the flags of `penstock serve`.
     command = context.command_path.split()[1:2]
+    flag = _typed(flag, words)
     hint = flag_hint(command[0], flag) if command else None
     if hint is not None:
         error.message, error.possibilities = f"no option {flag} ({hint})", None
+
+
+def _typed(flag: str, words: Sequence[str]) -> str:
+    """Return the flag as it stands in the command line: of -ngl the parser tells -n, of -t8 it is -t."""
+    if flag.startswith("--"):
+        return flag
+    word = next((word for word in words if re.match("-[^-]", word) and flag[1:] in word), flag)
+    return re.sub("=.*|(?<=^-.)[0-9]+$", "", word)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
+from penstock.cli.app import app
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.command_table import COMMANDS
-from penstock.cli.foreign_flags import ASK_FLAGS, COMMAND_HINTS, SAME_COMMANDS, SERVE_FLAGS, ForeignFlag, flag_hint
+from penstock.cli.foreign_flags import (
+    ASK_FLAGS,
+    BY_COMMAND,
+    COMMAND_HINTS,
+    SAME_COMMANDS,
+    SERVE_FLAGS,
+    ForeignFlag,
+    flag_hint,
+)
 from penstock.cli.serve.tree import tree_options
+from penstock.cli.usage_errors import ClickException, show
 from penstock.common.options import BoundOption, options_of
 
 
@@ -42,6 +53,36 @@ def test_the_flags_that_people_bring_are_there() -> None:
     assert flag_hint("chat", "--temp") == "llama.cpp's; here it is --temperature"
     assert flag_hint("serve", "--no-such-thing") is None
     assert flag_hint("env", "--max-model-len") is None
+
+
+def refusal(*words: str) -> Any:
+    """Return the error in a command line."""
+    with pytest.raises(ClickException) as raised:
+        app(list(words), prog_name="penstock", standalone_mode=False)
+    return raised.value
+
+
+@pytest.mark.parametrize("command", BY_COMMAND)
+def test_each_of_their_flags_is_told_as_it_is_typed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The parser reads -ngl as -n, -g and -l, and the hint was that of -n."""
+    for row in BY_COMMAND[command]:
+        for flag in row.theirs:
+            words = (command, flag, "4")
+            assert show(refusal(*words), words) == 2
+            assert f"no option {flag} ({row.hint})" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("-t8", "no option -t (llama.cpp's; here it is --threads)"),
+        ("-c=4096", "no option -c (llama.cpp's; here it is --max-context)"),
+        ("-nosuch", "No such option: -n"),
+    ],
+)
+def test_a_hint_is_for_a_whole_flag(word: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show(refusal("serve", word), ("serve", word))
+    assert told in capsys.readouterr().err
 
 
 def test_hints_of_commands_name_commands_that_there_are() -> None:
