@@ -247,6 +247,7 @@ def _read(bound: BoundOption, given: object, source: str) -> object:
             value = tuple(item for text in given for item in cast("tuple[str, ...]", bound.parse(text)))
         bound.check(value)
     except ValueError as error:
-        shown = "" if bound.settings.secret else f" {given!r}"
+        texts = given if isinstance(given, list) else [given]
+        shown = "" if bound.settings.secret else f" {' '.join(map(repr, texts))}"
         raise StartupError(f"{source}{shown}: {error}", flag=bound.flag) from error
     return value

@@ -200,7 +200,10 @@ def test_the_text_that_ships_fills_the_default_run(tmp_path: Path) -> None:
     assert documents.shape == (QuantiseSettings().tokens // QuantiseSettings().context, QuantiseSettings().context)
 
 
-@pytest.mark.parametrize(("content", "told"), [(b"short", "the text has 5 tokens"), (b"\xff\xfe", "not UTF-8")])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(b"short", "the text has 5 tokens, less than a document of --calibration-context "), (b"\xff\xfe", "not UTF-8")],
+)
 def test_a_text_that_does_not_do_is_named(tmp_path: Path, content: bytes, told: str) -> None:
     folder, file = source(tmp_path / "source"), tmp_path / "text.txt"
     file.write_bytes(content)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Literal
 
 import pytest
@@ -78,6 +78,17 @@ def test_a_wrong_variable_is_named_beside_the_flag() -> None:
     with pytest.raises(StartupError, match="PENSTOCK_WORKERS") as caught:
         load(Example, {}, {"PENSTOCK_WORKERS": "x"})
     assert caught.value.flag == "--workers"
+
+
+def test_a_flag_that_comes_twice_is_told_as_it_was_typed() -> None:
+    def refuse(_text: str) -> tuple[str, ...]:
+        raise ValueError("expected a name")
+
+    config = make_dataclass(
+        "Listed", [("names", tuple[str, ...], option((), "Names.", group="Test", parse=refuse))], frozen=True
+    )
+    with pytest.raises(StartupError, match="--names 'a' 'b': expected"):
+        load(config, {"names": ["a", "b"]}, {})
 
 
 def test_a_secret_value_is_not_repeated() -> None:

@@ -24,3 +24,11 @@ def test_words_in_any_order(text: str, format: NumberFormat) -> None:
 def test_a_word_that_is_missing_or_there_twice_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected words|are both a"):
         NumberFormat.parse(text)
+
+
+@pytest.mark.parametrize("text", ["int9", "bfloat16+foo", "kv-int4", "fp8", "kv-bfloat16"])
+def test_an_unknown_word_is_refused(text: str) -> None:
+    """It was refused only behind the reference, after minutes."""
+    word = text.rpartition("+")[2]
+    with pytest.raises(ValueError, match=f"^{word}: expected auto, "):
+        NumberFormat.parse(text)

@@ -87,7 +87,8 @@ def calibration_documents(folder: Path, text: str, settings: QuantiseSettings) -
     count = len(ids) // step if step > 0 else 0
     if not count:
         raise StartupError(
-            f"--calibration: the text has {len(ids)} tokens, less than a document of --context {settings.context}",
+            f"--calibration: the text has {len(ids)} tokens, less than a document of --calibration-context "
+            f"{settings.context}",
             flag="--calibration",
         )
     return torch.tensor([first + ids[at * step : (at + 1) * step] for at in range(count)])
