@@ -84,14 +84,34 @@ class SavedReading:
                 ids, lengths = (file.get_tensor(name) for name in _DOCUMENTS)
         except (OSError, SafetensorError) as error:
             raise _no_reading(path, str(error)) from error
-        rows = int((lengths - 1).sum())
-        if reading.likeliest.ndim != 2 or not (
-            len(ids) == int(lengths.sum())
-            and reading.log_probability.shape == (rows,)
-            and reading.likeliest.shape == reading.likeliest_ids.shape == (rows, reading.likeliest.shape[1])
-        ):
+        if not _do_fit(reading, ids, lengths):
             raise _no_reading(path, "its tensors do not fit each other")
         return cls(reading, [part.tolist() for part in ids.split(lengths.tolist())], metadata.get("about", ""))
+
+
+def _do_fit(reading: Reading, ids: Tensor, lengths: Tensor) -> bool:
+    """True for the tensors of a reading of these documents. A file may lie about each of them."""
+    tensors = [getattr(reading, field.name) for field in fields(reading)]
+    if [one.dtype for one in (*tensors, ids, lengths)] != [
+        torch.float32,
+        torch.int32,
+        torch.float32,
+        *[torch.int32] * 2,
+    ]:
+        return False
+    if [one.ndim for one in (*tensors, ids, lengths)] != [1, 2, 2, 1, 1]:
+        return False
+    rows, most = int((lengths.long() - 1).sum()), reading.likeliest.shape[1]
+    return (
+        min(len(lengths), most) > 0
+        # A document of one token has none that is expected.
+        and int(lengths.min()) > 1
+        and len(ids) == int(lengths.long().sum())
+        and int(ids.min()) >= 0
+        and len(reading.log_probability) == rows
+        and reading.likeliest.shape == reading.likeliest_ids.shape == (rows, most)
+        and not any(bool(one.isnan().any()) for one in tensors)
+    )
 
 
 def _no_reading(path: Path, why: str) -> StartupError:

@@ -56,3 +56,34 @@ def test_a_file_of_another_kind_is_refused_by_the_flag(tmp_path: Path) -> None:
     for file in (weights, text, cut, tmp_path / "missing.safetensors"):
         with pytest.raises(StartupError, match=f"--reference .*{file.name}"):
             SavedReading.load(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("document_lengths", torch.tensor([-1, 7], dtype=torch.int32)),
+        ("document_lengths", torch.tensor([1, 5], dtype=torch.int32)),
+        ("document_lengths", torch.tensor([3.0, 3.0])),
+        ("document_lengths", torch.tensor(6, dtype=torch.int32)),
+        ("document_ids", -torch.arange(6, dtype=torch.int32)),
+        ("document_ids", torch.arange(6.0)),
+        ("log_probability", torch.full((4,), torch.nan)),
+        ("likeliest_ids", torch.zeros(4, 3)),
+        ("likeliest", torch.zeros(4, 2)),
+    ],
+)
+def test_a_file_that_lies_about_a_tensor_is_refused(tmp_path: Path, name: str, value: torch.Tensor) -> None:
+    """Negative lengths and such of another type ended the command with a traceback; others were taken."""
+    tensors = {
+        "log_probability": -torch.ones(4),
+        "likeliest_ids": torch.zeros(4, 3, dtype=torch.int32),
+        "likeliest": -torch.ones(4, 3),
+        "document_ids": torch.arange(6, dtype=torch.int32),
+        "document_lengths": torch.tensor([3, 3], dtype=torch.int32),
+    }
+    kind = {"kind": "penstock-reading-1"}
+    save_file(tensors, tmp_path / "true.safetensors", kind)
+    assert SavedReading.load(tmp_path / "true.safetensors").documents == [[0, 1, 2], [3, 4, 5]]
+    save_file({**tensors, name: value}, tmp_path / "lies.safetensors", kind)
+    with pytest.raises(StartupError, match=r"--reference .*lies\.safetensors: its tensors do not fit each other"):
+        SavedReading.load(tmp_path / "lies.safetensors")
