@@ -80,6 +80,11 @@ class WrittenKeys:
         return twin
 
     @property
+    def is_in_text(self) -> bool:
+        """True within a key, or a value that is a text."""
+        return self._is_text
+
+    @property
     def is_in_long_key(self) -> bool:
         """True within a key that has the most characters."""
         if not self._is_text or not self._is_key or not 0 < self._most_characters <= len(self._key):
@@ -153,6 +158,9 @@ class KeyTokens:
         self._table = table
         commas = table.ids_with(_COMMA)
         self._commas = commas[commas < vocab_size]
+        # Within a text a comma says nothing unless the text has ended before it: few tokens.
+        is_behind = [b'"' in self.bytes_of(number).rpartition(b",")[0] for number in self._commas.tolist()]
+        self._commas_behind_quotes = self._commas[np.array(is_behind, dtype=bool)]
         # One bit for each, as in a mask, which has one id more than the model.
         self._quotes_W = np.zeros(vocab_size // 32 + 1, dtype=np.uint32)
         for one in table.ids_with(_QUOTE).tolist():
@@ -177,7 +185,7 @@ class KeyTokens:
             self._forbid_members(row_W, written)
 
     def _forbid_members(self, row_W: npt.NDArray[np.uint32], written: WrittenKeys) -> None:
-        commas = self._commas
+        commas = self._commas_behind_quotes if written.is_in_text else self._commas
         allowed = commas[(row_W[commas >> 5] >> (commas & 31)) & 1 == 1]
         going_on = [number for number in allowed.tolist() if not written.copy().feed(self.bytes_of(number))]
         before = row_W.copy()

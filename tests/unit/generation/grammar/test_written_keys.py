@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from factories.engine.grammars import EOS, accepts, allowed, compiled, compiled_around, ids_of, schema, text_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.generation.grammar.matcher_state import MatcherState
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
-from penstock.generation.grammar.written_keys import WrittenKeys
+from penstock.generation.grammar.written_keys import KeyTokens, WrittenKeys
 from penstock.text.thoughts import Thought
 from penstock.text.token_bytes import TokenBytes
 
@@ -168,3 +169,36 @@ def test_any_split_of_any_text_is_read_alike(value: Any, data: st.DataObject) ->
 def test_tokens_with_a_byte_are_found() -> None:
     table = TokenBytes({0: b"a,", 1: b"", 2: b",,", 4: b"b", 5: b",", 7: b""}, special=())
     assert table.ids_with(ord(",")).tolist() == [0, 2, 5]
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"a":1,"a":1', b'{"a":1,"a":"', b'{"a":1,"a":"x', b'{"a":1,"a":"\\', b'{"a":1,"a":[1']
+)
+def test_every_token_that_goes_on_is_forbidden_and_no_other(text: bytes) -> None:
+    """Within a text only tokens with a comma behind a quote are looked at."""
+    tokens = [
+        b"",
+        b"x",
+        b",",
+        b"a,",
+        b'"',
+        b'",',
+        b'", "b',
+        b'"}',
+        b'"},',
+        b'\\",',
+        b'\\","',
+        b",,",
+        b"]",
+        b"],",
+        b"},1",
+        b'",a,',
+    ]
+    table = TokenBytes(dict(enumerate(tokens)), special=())
+    written = WrittenKeys()
+    written.feed(text)
+    row_W = np.full(1, 0xFFFFFFFF, dtype=np.uint32)
+    KeyTokens(table, len(tokens)).restrict(row_W, written)
+    left = [token for number, token in enumerate(tokens) if int(row_W[0]) >> number & 1]
+    assert left == [token for token in tokens if written.copy().feed(token)]
+    assert left != tokens
