@@ -131,12 +131,20 @@ class GrpcServerCall:
             # The handler's task may be stuck in a write.
             await self._context.abort(code, details, trailing_metadata)
         # grpc.aio's own keeps its error, and so the frames of the whole call: a cycle for the garbage collector, 28
-        # objects a call. Its handler ends with this status once it returns.
-        self.set_code(code)
-        self.set_details(details)
-        self.set_trailing_metadata(trailing_metadata)
-        self.has_ended = True
+        # objects a call. Its handler ends with this status once it returns; until then it is over for all the same.
+        if not self.has_ended:
+            self.set_code(code)
+            self.set_details(details)
+            if trailing_metadata:
+                self.set_trailing_metadata(trailing_metadata)
+            self.has_ended = True
+            self.write = _refuse_write
         raise grpc.aio.AbortError
+
+
+async def _refuse_write(message: Any) -> None:
+    """Stand-in for `write` of a call that was aborted: as grpc.aio's own does then."""
+    raise grpc.aio.AbortError
 
 
 class _Requests:
@@ -198,7 +206,8 @@ class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             call = GrpcServerCall(context)
             try:
                 return await admitted(context, call)
-            except grpc.aio.AbortError:
+            except Exception:
+                # What a handler raises on its way out of an abort does not replace its status.
                 if not call.has_ended:
                     raise
                 return None

@@ -14,6 +14,7 @@ from factories.servers.transports import Setting, same
 from grpc_health.v1 import health_pb2
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import InvalidArgument, from_rpc_error
+from penstock.common.request_context import REQUEST_ID_KEY
 from penstock.serving.channels import until_serving, watch_health
 from penstock.serving.transport import ServerCall, make_transport
 from penstock.v1 import tokenizer_pb2 as pb
@@ -94,6 +95,70 @@ async def test_abort_ends_the_call_with_its_status_and_trailers(setting: Setting
     assert (error.code(), error.details()) == (grpc.StatusCode.DATA_LOSS, "gone")
     assert dict(error.trailing_metadata() or ())["why"] == "fire"
     assert codes[0] is grpc.StatusCode.OK
+
+
+async def test_abort_without_trailers_keeps_those_that_are_set(setting: Setting) -> None:
+    async def handle(_: Any, call: ServerCall) -> None:
+        await call.abort(grpc.StatusCode.NOT_FOUND, "none")
+
+    setting.servicer.handle = handle
+    call = setting.stub.GetTokenizer(ask(), metadata=((REQUEST_ID_KEY, "mine"),))
+    error = await failure_of(call)
+    assert dict(error.trailing_metadata() or ())[REQUEST_ID_KEY] == "mine"
+
+
+async def test_nothing_is_written_after_an_abort(setting: Setting) -> None:
+    failed: list[BaseException] = []
+
+    async def handle(_: Any, call: ServerCall) -> None:
+        await call.write(part(1))
+        try:
+            await call.abort(grpc.StatusCode.DATA_LOSS, "gone")
+        finally:
+            try:
+                await call.write(part(2))
+            except Exception as error:
+                failed.append(error)
+
+    setting.servicer.handle = handle
+    answers = aiter(setting.stub.GetDecodeTable(pb.GetDecodeTableRequest(model="m")))
+    assert (await anext(answers)).strip_count == 1
+    error = await failure_of(anext(answers))
+    assert (error.code(), len(failed)) == (grpc.StatusCode.DATA_LOSS, 1)
+
+
+async def test_the_first_abort_is_the_status(setting: Setting) -> None:
+    async def handle(_: Any, call: ServerCall) -> None:
+        try:
+            await call.abort(grpc.StatusCode.DATA_LOSS, "gone")
+        finally:
+            raise InvalidArgument("model", "must not be this")
+
+    setting.servicer.handle = handle
+    error = await failure_of(setting.stub.GetTokenizer(ask()))
+    assert (error.code(), error.details()) == (grpc.StatusCode.DATA_LOSS, "gone")
+
+
+async def test_an_abort_by_another_task_ends_the_call_at_once(setting: Setting) -> None:
+    raised: list[BaseException] = []
+    told = asyncio.Event()
+
+    async def handle(_: Any, call: ServerCall) -> None:
+        async def end() -> None:
+            try:
+                await call.abort(grpc.StatusCode.DATA_LOSS, "gone")
+            except Exception as error:
+                raised.append(error)
+
+        await asyncio.create_task(end())
+        await told.wait()
+
+    setting.servicer.handle = handle
+    error = await failure_of(setting.stub.GetTokenizer(ask(), timeout=20))
+    await until(lambda: bool(raised))
+    told.set()
+    assert (error.code(), error.details()) == (grpc.StatusCode.DATA_LOSS, "gone")
+    assert isinstance(raised[0], grpc.aio.AbortError)
 
 
 async def test_a_deadline_ends_both_sides(setting: Setting) -> None:
