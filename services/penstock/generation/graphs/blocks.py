@@ -1,7 +1,8 @@
 """One decoder layer by itself: over the caller's keys and values, or over blocks of the server's KV pool.
 
-The layer and the attention are the model's own, so that each number has the same bits as in a step of the engine.
-That attention takes lengths: masks of callers are converted to lengths.
+The layer and the attention are the model's own, so that each number has the same bits as in a step of the engine,
+except where the residual stream is not of the model's dtype: a step does not round it between two layers. That
+attention takes lengths: masks of callers are converted to lengths.
 """
 
 from __future__ import annotations
