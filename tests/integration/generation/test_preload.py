@@ -49,6 +49,16 @@ for draw, processor in zip([*MODES.values(), drafted(name), structured(name), te
 print(json.dumps(found))
 """
 
+# int4 measures the importance of inputs at the first start.
+QUANTISE = """
+from penstock.common.checkpoint import demo_folder
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.models.registry import load_model
+load_model(demo_folder(), dtype="float32", quantization="int4", device=CPUDevice())
+from penstock.common.deferred import is_deferred
+print(json.dumps([name for name in UNUSED_OF_TORCH if is_deferred(name)]))
+"""
+
 
 def run(code: str) -> Any:
     path = os.pathsep.join(str(Path(module.__path__[0]).parent) for module in (factories, penstock))
@@ -66,6 +76,12 @@ def with_and_without() -> tuple[Any, Any]:
 
 def test_nothing_of_a_generation_process_loads_them() -> None:
     assert run(BEGIN.format(defer=True) + "print(json.dumps(deferred))") == list(UNUSED_OF_TORCH)
+
+
+def test_a_first_start_with_int4_needs_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run(BEGIN.format(defer=True) + QUANTISE) == list(UNUSED_OF_TORCH)
+    assert len(list((tmp_path / "penstock" / "importance").iterdir())) == 1
 
 
 @pytest.mark.slow

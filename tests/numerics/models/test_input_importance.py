@@ -4,6 +4,8 @@ kept in the cache."""
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -86,6 +88,13 @@ def test_a_rank_has_the_importance_of_its_own_inputs(tmp_path: Path) -> None:
             assert torch.equal(torch.cat([part[name] for part in parts]), whole)
         else:
             assert all(torch.equal(part[name], whole) for part in parts)
+
+
+@pytest.mark.parametrize("spoilt", [{}, {"model.layers.0.self_attn.o_proj": torch.ones(())}])
+def test_a_rank_takes_what_another_program_has_left_in_the_cache(spoilt: dict[str, Tensor], tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path)
+    found = own_inputs(spoilt, read_model_config(folder), Shard(1, 2))
+    assert all(value.dim() == 1 for value in found.values())
 
 
 @pytest.fixture
@@ -185,6 +194,22 @@ def test_a_cache_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert kept(folder, cache, lambda: found) is found
     next(cache.glob("*.safetensors")).write_bytes(b"damaged")
+    # As in a hub's cache that has lost a file.
+    (folder / "gone.safetensors").symlink_to(tmp_path / "nowhere")
     assert kept(folder, cache, lambda: found) is found
     assert torch.equal(kept(folder, cache, dict)["a"], found["a"])
     assert not list(cache.glob("tmp*"))
+
+
+def test_a_full_disk_is_no_error(tmp_path: Path) -> None:
+    folder, found = tiny_checkpoint(tmp_path / "model"), {"a": torch.ones(1 << 12)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # Of a file: a write beyond it fails as on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+        assert kept(folder, tmp_path / "cache", lambda: found) is found
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert not list((tmp_path / "cache").iterdir())

@@ -54,7 +54,9 @@ def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: 
     recorder = _RecordingWeights(weights)
     kernels = device.layer_kernels(weights.dtype)
     maker, stream = LayerMaker(config, recorder, kernels), kernels.stream_dtype(weights.dtype)
-    ids = torch.randint(config.vocab_size, (NUM_IDS,), generator=torch.Generator().manual_seed(_SEED))
+    # torch.Generator() itself needs modules of torch that this process may have left unloaded (startup/preload.py).
+    generator = torch.default_generator.clone_state().manual_seed(_SEED)
+    ids = torch.randint(config.vocab_size, (NUM_IDS,), generator=generator)
     hidden = weights.embedded(ids.tolist()) * float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
     hidden = hidden.to(stream)
     step = _step(config, maker, weights.dtype, stream, device)
@@ -83,7 +85,8 @@ def kept(folder: Path, cache: Path, measure: Callable[[], dict[str, Tensor]]) ->
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             save_file(found, Path(scratch) / path.name)
             os.replace(Path(scratch) / path.name, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        # A full disk is an error of safetensors.
         _log.warning("the importance of inputs cannot be kept", cause=str(error))
     return found
 
@@ -93,7 +96,8 @@ def _key(folder: Path) -> str:
     digest = hashlib.sha256(repr((_VERSION, NUM_IDS, _SEQUENCE, _SEED, str(folder.resolve()))).encode())
     digest.update((folder / CONFIG_FILE).read_bytes())
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".gguf"):
+        # A link that leads nowhere is no weight: the loader reports those that it needs.
+        if path.suffix in (".safetensors", ".gguf") and path.exists():
             state = path.stat()
             digest.update(repr((path.name, state.st_size, state.st_mtime_ns)).encode())
     return digest.hexdigest()[:32]

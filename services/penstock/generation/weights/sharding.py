@@ -202,14 +202,16 @@ class ShardedSource:
 
 
 def own_inputs(of_inputs: Mapping[str, Tensor], config: ModelConfig, shard: Shard) -> dict[str, Tensor]:
-    """Return of every matrix's numbers, one for each input of the whole model, those of a rank's inputs."""
-    found = dict(of_inputs)
+    """Return of every matrix's numbers, one for each input of the whole model, those of a rank's inputs. What is no
+    vector is left out: the numbers may come from a file."""
+    found = {name: numbers for name, numbers in of_inputs.items() if numbers.dim() == 1}
     for layer in range(config.num_layers):
         _, output, _, down = layer_linears(config, layer)
         columns = {output.name: _output_columns(config, shard), down.name: shard.part(config.intermediate_size)}
         for name, own in columns.items():
             key = f"{layer_prefix(layer)}{name}"
-            found[key] = of_inputs[key][slice(*own)].clone()
+            if key in found:
+                found[key] = found[key][slice(*own)].clone()
     return found
 
 

@@ -21,7 +21,7 @@ from penstock.common.gguf_file import TYPES, GgufFile
 from penstock.common.gguf_folder import config_of
 from penstock.common.gguf_parts import GGUF_FILE, read_gguf
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.models.registry import checkpoint_weights, load_model, read_model_config
 from penstock.generation.startup.memory_check import check_weights, stored_weight_bytes
 from penstock.generation.weights.quantised import gguf
 from penstock.generation.weights.quantised.gguf import GgufCheckpoint
@@ -279,6 +279,26 @@ def test_a_mix_of_types_is_expected_to_take_the_memory_of_the_file(mixed: Path) 
 def test_without_the_kernels_a_mix_of_types_is_dequantised(mixed: Path) -> None:
     kept = load_model(mixed, dtype="float32", device=CPUDevice())
     assert {form for form, _ in kept.config.weight_forms} == {"float32"}
+
+
+def test_rows_of_a_table_in_blocks_are_read_alone(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What int4 measures the importance of inputs with: any ids, also twice, and of several pieces."""
+    monkeypatch.setattr(gguf, "PIECE_BYTES", 4 * 256 * 100)
+    weights = checkpoint_weights(mixed, read_model_config(mixed), CPUDevice(), "bfloat16", "none", map_embeddings=False)
+    ids = [319, 0, 99, 100, 99, 250]
+    table = GgufCheckpoint(mixed).take("model.embed_tokens.weight")
+    assert torch.equal(weights.embedded(ids), table[ids].bfloat16())
+
+
+def test_int4_of_a_mix_of_types_weighs_its_inputs(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = logits(mixed, quantization="int4")
+    (kept,) = (tmp_path / "penstock" / "importance").iterdir()
+    of_inputs = load_file(kept)
+    assert len(of_inputs) == 8
+    assert all(bool(one.isfinite().all()) and float(one.min()) > 0 for one in of_inputs.values())
+    exact = logits(mixed, quantization="none")
+    assert float((found - exact).abs().mean() / exact.std()) < 0.3
 
 
 GEMMA3_NAMES = NAMES | {
