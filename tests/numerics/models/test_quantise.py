@@ -212,6 +212,13 @@ def test_a_text_that_does_not_do_is_named(tmp_path: Path, content: bytes, told: 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_limit_that_leaves_no_document_is_named(tmp_path: Path) -> None:
+    folder = source(tmp_path / "source")
+    with pytest.raises(StartupError, match=r"^--calibration-tokens: 64 tokens.*--calibration-context 65$") as found:
+        quantise(folder, tmp_path / "out", QuantiseSettings(tokens=64, context=65))
+    assert found.value.flag == "--calibration-tokens"
+
+
 def test_words_are_filled_from_the_lowest_number() -> None:
     whole = torch.arange(20, dtype=torch.uint8).remainder(16)[None]
     words = packed_words(whole)

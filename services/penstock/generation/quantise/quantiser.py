@@ -83,13 +83,14 @@ def calibration_documents(folder: Path, text: str, settings: QuantiseSettings) -
         raise StartupError(f"MODEL: {file} cannot be read: {error}", flag="MODEL") from error
     first = tokenizer.encode("").ids
     step = settings.context - len(first)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids[: settings.tokens]
+    found = tokenizer.encode(text, add_special_tokens=False).ids
+    ids = found[: settings.tokens]
     count = len(ids) // step if step > 0 else 0
     if not count:
+        few = "--calibration" if len(ids) == len(found) else "--calibration-tokens"
+        given = f"the text has {len(ids)}" if len(ids) == len(found) else f"{settings.tokens}"
         raise StartupError(
-            f"--calibration: the text has {len(ids)} tokens, less than a document of --calibration-context "
-            f"{settings.context}",
-            flag="--calibration",
+            f"{few}: {given} tokens, less than a document of --calibration-context {settings.context}", flag=few
         )
     return torch.tensor([first + ids[at * step : (at + 1) * step] for at in range(count)])
 
