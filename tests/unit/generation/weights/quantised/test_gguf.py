@@ -282,7 +282,7 @@ def test_without_the_kernels_a_mix_of_types_is_dequantised(mixed: Path) -> None:
 
 
 def test_rows_of_a_table_in_blocks_are_read_alone(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What int4 measures the importance of inputs with: any ids, also twice, and of several pieces."""
+    """The rows that measure the importance of inputs for int4: any ids, also twice, and of several pieces."""
     monkeypatch.setattr(gguf, "PIECE_BYTES", 4 * 256 * 100)
     weights = checkpoint_weights(mixed, read_model_config(mixed), CPUDevice(), "bfloat16", "none", map_embeddings=False)
     ids = [319, 0, 99, 100, 99, 250]
