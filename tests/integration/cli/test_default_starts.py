@@ -87,6 +87,17 @@ def test_an_empty_service_starts_with_its_defaults_and_waits_for_a_model() -> No
 
 
 @pytest.mark.parametrize(
+    "flags", [("--quantization", "int4"), ("--quantization", "int8", "--kv-cache-dtype", "int8")], ids=" ".join
+)
+def test_a_service_makes_a_number_format_at_its_first_start(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """A served process leaves parts of torch unloaded, which a Generator and the forks of tests have."""
+    folder = tiny_checkpoint(tmp_path / "model")
+    with started("generation", str(folder), "--no-load-tokenizer", *flags) as process:
+        stack.wait_serving(process.address, process, START_SECONDS)
+        assert process.terminate(STOP_SECONDS) == 0, process.output()
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {},
