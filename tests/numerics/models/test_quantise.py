@@ -219,6 +219,24 @@ def test_a_limit_that_leaves_no_document_is_named(tmp_path: Path) -> None:
     assert found.value.flag == "--calibration-tokens"
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "penstock.safetensors", "model.gguf"])
+def test_force_replaces_a_model_that_readers_would_prefer(tmp_path: Path, name: str) -> None:
+    folder, out = source(tmp_path / "source"), tmp_path / "out"
+    out.mkdir()
+    (out / name).write_bytes(b"an earlier model")
+    (out / "notes.txt").write_text("the user's")
+    quantise(folder, out, SETTINGS, force=True)
+    assert (out / "notes.txt").exists()
+    assert served(out).isfinite().all()
+
+
+def test_a_tokenizer_of_another_model_is_named(tmp_path: Path) -> None:
+    folder = source(tmp_path / "source", vocab_size=40)
+    with pytest.raises(StartupError, match=r"^MODEL: tokenizer\.json gives id \d+, and the embedding has 40 rows"):
+        quantise(folder, tmp_path / "out", SETTINGS)
+    assert not (tmp_path / "out").exists()
+
+
 def test_words_are_filled_from_the_lowest_number() -> None:
     whole = torch.arange(20, dtype=torch.uint8).remainder(16)[None]
     words = packed_words(whole)

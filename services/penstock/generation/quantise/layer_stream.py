@@ -112,9 +112,15 @@ class LayerStream:
     def _begin(self, decoder: Any, table: str, documents: Tensor) -> Tensor:
         """Run the embeddings, and note each layer's call; return the states (documents, tokens, width)."""
         used, places = torch.unique(documents, return_inverse=True)
-        rows = whole_tensor(self._checkpoint, table)[used].float() if table in self._checkpoint else None
-        if rows is None:
+        if table not in self._checkpoint:
             raise StartupError(f"MODEL has no tensor {table}", flag="MODEL")
+        count, largest = self._checkpoint.shape(table)[0], int(used.max())
+        if largest >= count:
+            raise StartupError(
+                f"MODEL: tokenizer.json gives id {largest}, and the embedding has {count} rows: it is another's",
+                flag="MODEL",
+            )
+        rows = whole_tensor(self._checkpoint, table)[used].float()
         decoder.embed_tokens.weight = nn.Parameter(rows, requires_grad=False)
         decoder.embed_tokens.padding_idx = None
         for name, child in list(decoder.named_children()):

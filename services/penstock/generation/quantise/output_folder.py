@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.common.errors import StartupError
+from penstock.common.gguf_parts import GGUF_FILE
 from penstock.generation.quantise.gptq_rounding import RoundedMatrix
 from penstock.generation.quantise.grid import Grid
-from penstock.generation.weights.files import INDEX_FILE, read_header
+from penstock.generation.weights.files import INDEX_FILE, PACKED_FILE, SINGLE_FILE, read_header
 from penstock.generation.weights.packed_folder import copy_side_files, sync, unfinished
 from penstock.generation.weights.quantised.base import unpacked
 
@@ -119,7 +120,9 @@ class OutputFolder:
                 )
             # With the checks that `penstock pack` has, and its words.
             with unfinished(source, output, force=force) as scratch:
-                for file in (*output.glob("model-*.safetensors"), output / INDEX_FILE):
+                # All that a reader would take before the index, or with it.
+                taken = (INDEX_FILE, SINGLE_FILE, PACKED_FILE, GGUF_FILE)
+                for file in (*output.glob("model-*.safetensors"), *(output / name for name in taken)):
                     file.unlink(missing_ok=True)
                 self._replace(scratch, STATE_FILE, json.dumps(self._about, indent=2) + "\n")
         except (OSError, ValueError) as error:
