@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 from factories.engine.grammars import accepts, grammar_tokenizer
+from penstock.generation.grammar.grammar_limits import JsonBounds
 from penstock.generation.grammar.matcher_state import CompiledGrammar
 from penstock.generation.grammar.matching import new_matcher
+from penstock.generation.grammar.spec import ConstraintKind
+from penstock.generation.grammar.translate import to_lark
 from penstock.generation.grammar.trial_process import answer_to
 from penstock.router.chat.forced_calls import forced_grammar
 from penstock.router.chat.formats import choose_format
@@ -260,6 +263,23 @@ def test_a_refusal_names_the_tool(name: str) -> None:
     assert said.startswith("tool get_weather, ")
     assert "properties/x: `not` is not supported" in said
     assert ("parameter age, at #/" in said) or ("at #/properties/age/" in said)
+
+
+@pytest.mark.parametrize(
+    ("schema", "bounds"),
+    [({"maxLength": 3}, JsonBounds()), ({}, JsonBounds(max_json_characters=3))],
+    ids=["the schema's", "the server's"],
+)
+def test_a_text_of_a_forced_call_ends_at_its_bound(schema: dict[str, Any], bounds: JsonBounds) -> None:
+    """A small model repeats a piece of a text without a bound to its last token."""
+    tool = {"properties": {"name": {"type": "string", **schema}}, "required": ["name"]}
+    text = forced_grammar(choose_format("", "llama3", "none"), {"say": tool}, {}, max_calls=1, in_reasoning=False)
+    tokenizer = grammar_tokenizer()
+    matcher = new_matcher(tokenizer, to_lark(ConstraintKind.GRAMMAR, text, (), bounds))
+    grammar = CompiledGrammar(matcher, tokenizer, "constraint")
+    call = '{"name": "say", "parameters": {"name": "%s"}}'
+    assert accepts(grammar, call % "aaa")
+    assert not accepts(grammar, call % "aaaa")
 
 
 def test_values_are_not_repeated() -> None:
