@@ -81,6 +81,8 @@ class EmittingBackend:
     alternatives: Sequence[int] = ()
     # Ends an answer at max_new_tokens.
     obeys_budget: bool = True
+    # Ends no answer by the model's end where a request ignores that.
+    heeds_ignore_eos: bool = False
     # Steps that may still be taken; None: any number.
     allowance: int | None = None
     # Refuses every request, or those for which the function returns an error.
@@ -374,6 +376,11 @@ class Session:
         has_budget = self._backend.obeys_budget and config.HasField("max_new_tokens")
         is_cut = has_budget and len(running.ids) == config.max_new_tokens
         reason: Any = common_pb2.FINISH_REASON_LENGTH if is_cut else self._backend.finish_reason
+        ignores = self._backend.heeds_ignore_eos and running.request.stop.ignore_eos
+        if ignores and reason == common_pb2.FINISH_REASON_STOP_EOS:
+            # Nothing else ends such an answer before its budget.
+            is_bound = running.request.HasField("constraint") or config.constraints or config.force_words_ids
+            reason = common_pb2.FINISH_REASON_CONSTRAINT_DONE if is_bound else common_pb2.FINISH_REASON_LENGTH
         result = common_pb2.SequenceResult(index=index, finish_reason=reason, token_count=len(running.ids))
         if self._backend.stop_string is not None:
             result.stop_string = self._backend.stop_string
@@ -515,6 +522,7 @@ async def _main() -> None:
         allowance=args.allowance,
         fingerprint=args.fingerprint,
         transport=args.transport,
+        heeds_ignore_eos=True,
     )
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
