@@ -213,8 +213,9 @@ class Engine:
                 self._drafter.release(output.released + output.parked)
             result = self._runner.execute(output)
             executed = self._clock()
-            for hear_executed in self._listeners.executed:
-                hear_executed(output, result)
+            if output.copies:
+                for hear_copied in self._listeners.copied:
+                    hear_copied(output, result)
             if self._scheduler.host is not None:
                 self._measure_copies(output, result, executed - scheduled)
             progress = self._scheduler.update(result)
@@ -223,16 +224,17 @@ class Engine:
             updated = self._clock()
             drafted = self._draft(group for group, _ in progress if group.state is not GroupState.GONE)
             draft_seconds = self._clock() - updated if drafted else 0.0
+            ended = self._clock()
             sample = StepSample(
                 num_sequences=len(output.scheduled),
                 num_tokens=num_tokens,
                 schedule_seconds=scheduled - started,
                 execute_seconds=executed - scheduled,
-                update_seconds=self._clock() - executed - draft_seconds,
+                update_seconds=ended - executed - draft_seconds,
                 draft_seconds=draft_seconds,
             )
             for hear_stepped in self._listeners.stepped:
-                hear_stepped(self._scheduler, sample, started, self._clock())
+                hear_stepped(self._scheduler, sample, started, ended)
             # Tokens from the prefix cache count, as they do in the cost of requests. Wrong drafts do not.
             tokens = num_tokens + self.stats.prefix_hit_tokens - hits
             self._measure(
@@ -297,7 +299,7 @@ class Engine:
         # Sequences that are gone are left to the next step: it may still have to fork from them.
         output = SchedulerOutput((), tuple(copies))
         result = self._runner.execute(output)
-        self._counter.executed(output, result)
+        self._counter.copied(output, result)
         for hear in self._listeners.commanded:
             hear(*written, self.stats)
         return self._clock() - begun

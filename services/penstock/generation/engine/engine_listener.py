@@ -29,8 +29,8 @@ class EngineListener:
     def scheduled(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Hear of a step that is scheduled and not run yet."""
 
-    def executed(self, output: SchedulerOutput, result: RunnerOutput) -> None:
-        """Hear of a step's forward pass, with its copies."""
+    def copied(self, output: SchedulerOutput, result: RunnerOutput) -> None:
+        """Hear of a step's copies of blocks, once they are done. Not of a step without any."""
 
     def advanced(self, group: SequenceGroup, drawers: Iterable[Sequence], decision: Decision) -> None:
         """Hear of the effect of a request's draws, before blocks are forked and freed. Once a request and step."""
@@ -65,7 +65,7 @@ class Listeners:
         self.all = tuple(listeners)
         self.added: tuple[Callable[[SequenceGroup], None], ...] = self._hearing("added")
         self.scheduled: tuple[Callable[[Scheduler, SchedulerOutput], None], ...] = self._hearing("scheduled")
-        self.executed: tuple[Callable[[SchedulerOutput, RunnerOutput], None], ...] = self._hearing("executed")
+        self.copied: tuple[Callable[[SchedulerOutput, RunnerOutput], None], ...] = self._hearing("copied")
         self.advanced: tuple[Callable[[SequenceGroup, Iterable[Sequence], Decision], None], ...] = self._hearing(
             "advanced"
         )

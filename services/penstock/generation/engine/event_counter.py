@@ -31,10 +31,8 @@ class EventCounter(EngineListener):
         """Count the prompt's tokens."""
         self._stats.prompt_tokens += len(group.request.prompt_token_ids)
 
-    def executed(self, output: SchedulerOutput, result: RunnerOutput) -> None:
+    def copied(self, output: SchedulerOutput, result: RunnerOutput) -> None:
         """Count the blocks copied to the host pool and from it."""
-        if not output.copies:
-            return
         num_out, num_in = num_swapped(output.copies)
         if num_out or num_in:
             stats = self._stats

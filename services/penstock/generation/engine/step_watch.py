@@ -63,10 +63,9 @@ class StepWatch(EngineListener):
         if output.copies:
             self.copy_seconds = scheduler.policy.copy_seconds(*num_swapped(output.copies))
 
-    def executed(self, output: SchedulerOutput, result: RunnerOutput) -> None:
+    def copied(self, output: SchedulerOutput, result: RunnerOutput) -> None:
         """Take the time that the copies took."""
-        if output.copies:
-            self.copy_seconds = result.out_seconds + result.in_seconds
+        self.copy_seconds = result.out_seconds + result.in_seconds
 
     def end(self) -> None:
         """Note that the step is done."""
