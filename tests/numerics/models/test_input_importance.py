@@ -190,15 +190,17 @@ def test_a_cache_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
     found = {"a": torch.ones(3)}
     file = tmp_path / "file"
     file.write_text("not a folder")
-    assert kept(folder, file, lambda: found) is found
+    assert kept(folder, file, torch.float32, lambda: found) is found
     cache = tmp_path / "cache"
-    assert kept(folder, cache, lambda: found) is found
+    assert kept(folder, cache, torch.float32, lambda: found) is found
     next(cache.glob("*.safetensors")).write_bytes(b"damaged")
     # As in a hub's cache that has lost a file.
     (folder / "gone.safetensors").symlink_to(tmp_path / "nowhere")
-    assert kept(folder, cache, lambda: found) is found
-    assert torch.equal(kept(folder, cache, dict)["a"], found["a"])
+    assert kept(folder, cache, torch.float32, lambda: found) is found
+    assert torch.equal(kept(folder, cache, torch.float32, dict)["a"], found["a"])
     assert not list(cache.glob("tmp*"))
+    # Another dtype has other numbers.
+    assert kept(folder, cache, torch.bfloat16, dict) == {}
 
 
 def test_a_full_disk_is_no_error(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_a_full_disk_is_no_error(tmp_path: Path) -> None:
     try:
         # Of a file: a write beyond it fails as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
-        assert kept(folder, tmp_path / "cache", lambda: found) is found
+        assert kept(folder, tmp_path / "cache", torch.float32, lambda: found) is found
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)

@@ -29,6 +29,7 @@ from penstock.generation.layers.decoder_layer import Step
 from penstock.generation.layers.linear.base import Linear
 from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.models.loader import LayerMaker
+from penstock.generation.sampling.ops.seeded_generator import seeded_generator
 from penstock.generation.weights.tensor_names import LayerLinear, layer_linears, layer_prefix
 
 if TYPE_CHECKING:
@@ -54,9 +55,7 @@ def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: 
     recorder = _RecordingWeights(weights)
     kernels = device.layer_kernels(weights.dtype)
     maker, stream = LayerMaker(config, recorder, kernels), kernels.stream_dtype(weights.dtype)
-    # torch.Generator() itself needs modules of torch that this process may have left unloaded (startup/preload.py).
-    generator = torch.default_generator.clone_state().manual_seed(_SEED)
-    ids = torch.randint(config.vocab_size, (NUM_IDS,), generator=generator)
+    ids = torch.randint(config.vocab_size, (NUM_IDS,), generator=seeded_generator(_SEED))
     hidden = weights.embedded(ids.tolist()) * float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
     hidden = hidden.to(stream)
     step = _step(config, maker, weights.dtype, stream, device)
@@ -68,10 +67,10 @@ def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: 
     return found
 
 
-def kept(folder: Path, cache: Path, measure: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the importance of the checkpoint in `folder`: from the folder `cache`, or by `measure`, which is kept
-    there. A file that cannot be read or written is no error."""
-    path = cache / f"{_key(folder)}.safetensors"
+def kept(folder: Path, cache: Path, dtype: torch.dtype, measure: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the importance of the checkpoint in `folder` in a model of `dtype`: from the folder `cache`, or by
+    `measure`, which is kept there. A file that cannot be read or written is no error."""
+    path = cache / f"{_key(folder, dtype)}.safetensors"
     try:
         return load_file(path)
     except (OSError, SafetensorError):
@@ -91,9 +90,10 @@ def kept(folder: Path, cache: Path, measure: Callable[[], dict[str, Tensor]]) ->
     return found
 
 
-def _key(folder: Path) -> str:
-    """Return a digest of the folder's path, configuration, and names, sizes and times of its weights."""
-    digest = hashlib.sha256(repr((_VERSION, NUM_IDS, _SEQUENCE, _SEED, str(folder.resolve()))).encode())
+def _key(folder: Path, dtype: torch.dtype) -> str:
+    """Return a digest of the folder's path, configuration, and names, sizes and times of its weights, and of the dtype:
+    int4's numbers must not depend on which start came first."""
+    digest = hashlib.sha256(repr((_VERSION, NUM_IDS, _SEQUENCE, _SEED, str(folder.resolve()), str(dtype))).encode())
     digest.update((folder / CONFIG_FILE).read_bytes())
     for path in sorted(folder.iterdir()):
         # A link that leads nowhere is no weight: the loader reports those that it needs.

@@ -231,7 +231,7 @@ def _importance(
         )
         return measure_importance(config, weights, device)
 
-    found = kept(folder, Path(cache_folder()) / "importance", measure)
+    found = kept(folder, Path(cache_folder()) / "importance", dtype, measure)
     return found if shard is None else own_inputs(found, config, shard)
 
 

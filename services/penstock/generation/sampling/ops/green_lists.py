@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.generation.sampling.ops.seeded_generator import seeded_generator
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
@@ -113,15 +115,9 @@ def _green_bits(vocab_size: int, count: int, seed: int) -> npt.NDArray[np.uint8]
 
 
 def _head(vocab_size: int, count: int, seed: int) -> torch.Tensor:
-    return torch.randperm(vocab_size, generator=_generator(seed))[:count]
+    return torch.randperm(vocab_size, generator=seeded_generator(seed))[:count]
 
 
 @lru_cache(maxsize=4)
 def _table(hashing_key: int) -> npt.NDArray[np.int32]:
-    return torch.randperm(_TABLE_SIZE, generator=_generator(hashing_key)).to(torch.int32).numpy()
-
-
-def _generator(seed: int) -> torch.Generator:
-    """Return a generator with this seed. torch.Generator() itself needs modules of torch that this process may have
-    left unloaded (startup/preload.py)."""
-    return torch.default_generator.clone_state().manual_seed(seed)
+    return torch.randperm(_TABLE_SIZE, generator=seeded_generator(hashing_key)).to(torch.int32).numpy()

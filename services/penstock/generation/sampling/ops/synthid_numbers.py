@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.generation.sampling.ops.seeded_generator import seeded_generator
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -66,6 +68,4 @@ def coin_flips(options: SynthIdOptions) -> torch.Tensor:
 # Most requests have the same table. A request with another one keeps it: a large one takes milliseconds to make.
 @lru_cache(maxsize=4)
 def _table(seed: int, size: int) -> torch.Tensor:
-    # torch.Generator() itself needs modules of torch that this process may have left unloaded (startup/preload.py).
-    generator = torch.default_generator.clone_state().manual_seed(seed)
-    return torch.randint(low=0, high=2, size=(size,), generator=generator).to(torch.uint8)
+    return torch.randint(low=0, high=2, size=(size,), generator=seeded_generator(seed)).to(torch.uint8)
