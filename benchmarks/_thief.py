@@ -1,6 +1,6 @@
-"""A program that takes part of the processor: so many processes that compute without a pause, on and off.
+"""A program that takes part of the processor: processes that compute without a pause, on and off.
 
-    python benchmarks/_thief.py PROCESSES BUSY_SECONDS PERIOD_SECONDS [FILE]
+    python -m benchmarks._thief PROCESSES BUSY_SECONDS PERIOD_SECONDS [FILE]
 
 Each period begins with its busy part, and FILE is there during it. At the end (SIGTERM) it prints the processor seconds
 that it took.

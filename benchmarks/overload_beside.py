@@ -102,9 +102,9 @@ def thief(arguments: argparse.Namespace, slow: Path, *, is_there: bool) -> Any:
     if not is_there:
         yield taken
         return
-    command = [str(ROOT / "benchmarks" / "_thief.py"), "0" if arguments.paced else str(arguments.thieves)]
+    command = ["-m", "benchmarks._thief", "0" if arguments.paced else str(arguments.thieves)]
     command += [str(arguments.busy), str(arguments.period), *([str(slow)] if arguments.paced else [])]
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         yield taken
     finally:
