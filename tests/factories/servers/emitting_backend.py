@@ -16,12 +16,14 @@ from typing import Any
 
 import grpc
 from factories.engine.token_rows import in_rows
+from factories.servers.honest_model import HonestAnswer, HonestModel
 from factories.servers.plain_server import plain_server
 from factories.servers.watched_health import WatchedHealth
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from penstock.common.config import ServerConfig
 from penstock.common.errors import InvalidArgument, NotFound, PenstockError, to_status, trailing_metadata
+from penstock.generation.options.request_options import ModelFacts
 from penstock.router.requests.prompt_length import num_prompt_tokens
 from penstock.serving.server import STOP_GRACE_SECONDS
 from penstock.v1 import (
@@ -53,6 +55,8 @@ class Running:
     # Emitted ids of each returned sequence.
     positions: list[int]
     next_seq: int = 0
+    # How its sequences end; None: as the backend's knobs say.
+    reason: common_pb2.FinishReason | None = None
     started: bool = False
     ended: set[int] = field(default_factory=set)
 
@@ -81,8 +85,8 @@ class EmittingBackend:
     alternatives: Sequence[int] = ()
     # Ends an answer at max_new_tokens.
     obeys_budget: bool = True
-    # Ends no answer by the model's end where a request ignores that.
-    heeds_ignore_eos: bool = False
+    # True: options, lengths and ends of answers are those of a generation service that keeps every promise.
+    is_honest: bool = False
     # Steps that may still be taken; None: any number.
     allowance: int | None = None
     # Refuses every request, or those for which the function returns an error.
@@ -251,6 +255,17 @@ class EmittingBackend:
             process_start_id=f"{self.port}-{self._starts}" if self.process_start_id is None else self.process_start_id,
         )
 
+    def honest_answer(self, request: generation_pb2.GenerateRequest) -> HonestAnswer:
+        """Answer as a generation service that keeps every promise. Raises PenstockError as it does."""
+        facts = ModelFacts(
+            self.model,
+            vocab_size=self.vocab_size,
+            max_context_tokens=self.max_context,
+            has_token_bytes=True,
+            has_adapter=self.adapters.__contains__,
+        )
+        return HonestModel(facts).answer(request, self.script(request))
+
     def ids_for(self, request: generation_pb2.GenerateRequest) -> Sequence[int]:
         """Ids of the answer."""
         ids = self.script(request)
@@ -292,13 +307,21 @@ class Session:
             refusal = NotFound("adapter: not here", reason="ADAPTER_NOT_FOUND", field="adapter")
         elif request.adapter_digest not in ("", backend.digests.get(request.adapter, "")):
             refusal = NotFound("adapter_digest: another", reason="ADAPTER_DIFFERS", field="adapter_digest")
+        answer: HonestAnswer | None = None
+        if refusal is None and backend.is_honest:
+            try:
+                answer = backend.honest_answer(request)
+            except PenstockError as error:
+                refusal = error
         if refusal is not None:
             self._refuse(request, refusal)
             return
         count = max(1, request.config.num_return_sequences)
         resumed = [len(ids.ids) for ids in request.resumed_token_ids] or [0] * count
         if not backend.forgets:
-            self.running[request.request_id] = Running(request, backend.ids_for(request), resumed)
+            ids = backend.ids_for(request) if answer is None else answer.ids
+            reason = None if answer is None else answer.reason
+            self.running[request.request_id] = Running(request, ids, resumed, reason=reason)
 
     def break_off(self, error: PenstockError) -> None:
         """End every running request with `error`."""
@@ -376,11 +399,8 @@ class Session:
         has_budget = self._backend.obeys_budget and config.HasField("max_new_tokens")
         is_cut = has_budget and len(running.ids) == config.max_new_tokens
         reason: Any = common_pb2.FINISH_REASON_LENGTH if is_cut else self._backend.finish_reason
-        ignores = self._backend.heeds_ignore_eos and running.request.stop.ignore_eos
-        if ignores and reason == common_pb2.FINISH_REASON_STOP_EOS:
-            # Nothing else ends such an answer before its budget.
-            is_bound = running.request.HasField("constraint") or config.constraints or config.force_words_ids
-            reason = common_pb2.FINISH_REASON_CONSTRAINT_DONE if is_bound else common_pb2.FINISH_REASON_LENGTH
+        if running.reason is not None:
+            reason = running.reason
         result = common_pb2.SequenceResult(index=index, finish_reason=reason, token_count=len(running.ids))
         if self._backend.stop_string is not None:
             result.stop_string = self._backend.stop_string
@@ -510,6 +530,7 @@ async def _main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--max-context", type=int, default=EmittingBackend.max_context, help="tokens of a sequence")
     parser.add_argument("--allowance", type=int, help="steps until SIGUSR1; the rest after it")
     parser.add_argument("--transport", choices=("grpc", "asyncio"), default=ServerConfig.transport)
     parser.add_argument("--fingerprint", default="", help="tokenizer fingerprint to report")
@@ -522,7 +543,8 @@ async def _main() -> None:
         allowance=args.allowance,
         fingerprint=args.fingerprint,
         transport=args.transport,
-        heeds_ignore_eos=True,
+        max_context=args.max_context,
+        is_honest=True,
     )
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)

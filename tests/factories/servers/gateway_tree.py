@@ -91,27 +91,37 @@ def _fingerprint(tokenizer: str) -> str:
         return str(stub.GetTokenizer(tokenizer_pb2.GetTokenizerRequest()).tokenizer_fingerprint)
 
 
-def _emitting(tokenizer: str, tokens: int, step_seconds: float) -> tuple[subprocess.Popen[bytes], str]:
+def _emitting(
+    tokenizer: str, tokens: int, step_seconds: float, max_context: int
+) -> tuple[subprocess.Popen[bytes], str]:
     address = f"127.0.0.1:{stack.free_port()}"
     flags = ["--port", address.rpartition(":")[2], "--tokens", str(tokens), "--step-seconds", str(step_seconds)]
     command = [sys.executable, "-m", "factories.servers.emitting_backend", *flags]
-    command += ["--fingerprint", _fingerprint(tokenizer)]
+    command += ["--fingerprint", _fingerprint(tokenizer), "--max-context", str(max_context)]
     paths = os.pathsep.join(str(ROOT / part) for part in ("services", "tests"))
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.DEVNULL), address
 
 
 @contextlib.contextmanager
 def gateway_tree(
-    *flags: str, is_tls: bool = False, tree: Path | None = None, tokens: int = 4096, step_seconds: float = 0.02
+    *flags: str,
+    is_tls: bool = False,
+    tree: Path | None = None,
+    tokens: int = 4096,
+    step_seconds: float = 0.02,
+    max_context: int = 1 << 22,
 ) -> Iterator[GatewayTree]:
-    """Run one with default flags but `flags` for the gateway; `tree`: the source tree that the gateway is of."""
+    """Run one with default flags but `flags` for the gateway; `tree`: the source tree that the gateway is of.
+
+    `max_context`: most tokens of a prompt and its answer; where nothing may end an answer before, it has all of them.
+    """
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-gateway-")))
         (folder / "tokens").write_text(TOKEN + "\n", encoding="utf-8")
         tokenizer = stack.start("tokenizer")
         exits.enter_context(_killing(tokenizer))
         tokenizer.wait_ready()
-        backend, address = _emitting(tokenizer.address, tokens, step_seconds)
+        backend, address = _emitting(tokenizer.address, tokens, step_seconds, max_context)
         exits.enter_context(_killing(backend))
         guarded = ("--tokenizer", tokenizer.address, "--backend", address, "--auth-token-file", str(folder / "tokens"))
         router = stack.start("router", *guarded)

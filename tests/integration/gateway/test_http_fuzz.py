@@ -22,6 +22,8 @@ LOOKS = 20
 # A run of so many may add so many MiB to the gateway after its first quarter.
 LONG, MOST_MEMORY = 20_000, 64
 MOST_LOG_BYTES = 1_000_000
+# Of the backend: answers that nothing may end are this long.
+MAX_CONTEXT = 4096
 # Answers are kept for callers who build on them: few, so that what else grows is seen.
 FLAGS = ("--max-responses", "100")
 # A run of hours: a line of each kind as often as in one minute.
@@ -58,7 +60,7 @@ async def test_random_http(way: str) -> None:
     # TLS changes little of what is read: a tenth over it.
     count = max(100, COUNT // 10) if is_tls else COUNT
     memory: list[int] = []
-    with gateway_tree(*FLAGS, *LONG_FLAGS, is_tls=is_tls, tokens=8, step_seconds=0.0) as tree:
+    with gateway_tree(*FLAGS, *LONG_FLAGS, is_tls=is_tls, tokens=8, step_seconds=0.0, max_context=MAX_CONTEXT) as tree:
         fuzzer = HttpFuzzer(tree.address, SEED, TOKEN, tree.tls)
         begin = time.process_time()
 

@@ -1,9 +1,10 @@
-"""The router's idea of a request's length against the generation service's own: a difference makes a liar of it."""
+"""The router's idea of an answer's length and end against the service's own: a difference makes a liar of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from factories.servers.honest_model import HonestModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument
@@ -50,3 +51,43 @@ def test_no_honest_answer_is_longer_than_expected(
     spec = RequestSpec("a", request, num_sequences=1, decode_options=tokenizer_pb2.DecodeStreamOpen())
     expected = expectations_of(spec, request, info, now=0.0)
     assert longest == expected.budget if expected.is_exact else longest <= expected.budget
+
+
+SCRIPT = list(range(10, 18))
+IDS = st.lists(st.sampled_from([1, 10, 12, 17]), max_size=2)
+ENDS = st.fixed_dictionaries(
+    {"ignore_eos": st.booleans(), "stop_token_ids": st.lists(st.lists(st.integers(10, 13), min_size=1, max_size=2))}
+)
+
+
+@given(CONFIGS, ENDS, IDS, IDS, st.booleans(), st.sampled_from([1, 1, 2]))
+@settings(max_examples=250, deadline=None)
+def test_no_honest_answer_is_taken_for_a_lie(
+    asked: dict[str, Any], ends: dict[str, Any], eos: list[int], config_eos: list[int], is_bound: bool, beams: int
+) -> None:
+    stops = [common_pb2.TokenIds(ids=ids) for ids in ends["stop_token_ids"]]
+    request = generation_pb2.GenerateRequest(
+        prompt_token_ids=[1] * 5,
+        config=config_of(asked),
+        eos_token_ids=eos,
+        stop=config_pb2.StopConfig(ignore_eos=ends["ignore_eos"], stop_token_ids=stops),
+    )
+    request.config.eos_token_id.extend(config_eos)
+    request.config.num_beams = beams
+    if is_bound:
+        request.constraint.regex = "a*"
+    try:
+        answer = HonestModel(MODEL).answer(request, SCRIPT)
+    except InvalidArgument:
+        return
+    info = model_pb2.GetModelInfoResponse(
+        vocab_size=100,
+        limits=model_pb2.Limits(max_context_tokens=CONTEXT),
+        default_stop=config_pb2.StopConfig(),
+    )
+    spec = RequestSpec("a", request, num_sequences=1, decode_options=tokenizer_pb2.DecodeStreamOpen())
+    expected = expectations_of(spec, request, info, now=0.0)
+    total = len(answer.ids)
+    expected.check_tokens(answer.ids, total, is_last=True)
+    result = common_pb2.SequenceResult(finish_reason=answer.reason, token_count=total)
+    expected.check_end(result, answer.ids, 0.0, lambda _: None)
