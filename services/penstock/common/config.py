@@ -163,7 +163,8 @@ class ServerConfig(ProcessConfig, TransportConfig):
     )
     metrics_max_connections: int = option(
         16,
-        "Connections to the metrics port at a time; Prometheus and a health checker need two.",
+        "Connections to the metrics port at a time; the oldest without a whole request makes room for a new one. "
+        "Prometheus and a health checker need two.",
         group=NETWORK,
         minimum=1,
     )
@@ -207,7 +208,7 @@ class ServerConfig(ProcessConfig, TransportConfig):
     anonymous_rpcs: int = option(
         256,
         "Health checks and watches at once on connections that have shown no token yet, besides the calls in flight; "
-        "the oldest makes room for a new one (grpc transport: a new one is refused).",
+        "the oldest makes room for a new one.",
         group=LIMITS,
         minimum=1,
     )
@@ -222,7 +223,7 @@ class ServerConfig(ProcessConfig, TransportConfig):
     anonymous_cpu_share: float = option(
         0.05,
         "Share of one processor that such connections get together; beyond it, those that ask for the most wait "
-        "(asyncio transport).",
+        "(asyncio transport). Requests without a token to the metrics port get as much.",
         group=LIMITS,
         minimum=0.001,
         maximum=1.0,

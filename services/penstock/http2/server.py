@@ -23,7 +23,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub on
 # False when it needs none. Raises Refused.
 Admit = Callable[[str, Metadata], bool]
 # Largest message of a call that needs no credentials, and its work in seconds.
-_PROBE_MESSAGE_BYTES, _PROBE_SECONDS = 4096, 0.0003
+PROBE_MESSAGE_BYTES, _PROBE_SECONDS = 4096, 0.0003
 # Seconds for connections to send their last bytes after the server stopped.
 _LINGER_SECONDS = 0.5
 _log = get_logger("penstock.http2")
@@ -162,7 +162,7 @@ class Http2Server:
     def _take_place(self, call: Call) -> None:
         """Count a call. Raises Refused when there are too many."""
         if call.is_of_a_stranger:
-            call.become_probe(_PROBE_MESSAGE_BYTES, _PROBE_SECONDS)
+            call.become_probe(PROBE_MESSAGE_BYTES, _PROBE_SECONDS)
             self._probes[call] = None
             if len(self._probes) > self._server_limits.max_probes:
                 # The oldest goes: a health check is always answered, however many clients watch.

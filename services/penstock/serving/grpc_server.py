@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -14,8 +14,10 @@ from penstock.common.config import ServerConfig
 from penstock.common.credentials import server_credentials
 from penstock.common.errors import CODE_BY_NUMBER, PenstockError
 from penstock.http2.metadata import Metadata
+from penstock.http2.server import PROBE_MESSAGE_BYTES
 from penstock.http2.unfinished_requests import came_too_slowly
 from penstock.serving.grpc_options import server_options
+from penstock.serving.grpc_probes import GrpcProbes
 from penstock.serving.interceptors import Admit, Handler, Wrap, behavior_of, handler_like, refusal_trailers
 
 _END: Any = cast("Any", grpc.aio).EOF  # its type stubs do not know it
@@ -76,6 +78,7 @@ class GrpcServerCall:
     __slots__ = (
         "_context",
         "_over",
+        "_status",
         "_task",
         "has_ended",
         "invocation_metadata",
@@ -91,6 +94,8 @@ class GrpcServerCall:
         self._context = context
         self._task = asyncio.current_task()
         self._over: list[Callable[[], None]] = []
+        # Task that sends the status of a call that was cut off.
+        self._status: asyncio.Task[None] | None = None
         # Its handler has set its status, and is to return.
         self.has_ended = False
         self.read: Callable[[], Awaitable[Any]] = context.read
@@ -141,6 +146,18 @@ class GrpcServerCall:
             self.write = _refuse_write
         raise grpc.aio.AbortError
 
+    def cut_off(self, code: grpc.StatusCode, details: str) -> None:
+        """End it with a status, and its handler, whatever it waits for."""
+        self._status = asyncio.ensure_future(self._send_status(code, details))
+        if self._task is not None:
+            # Behind the status's first step: grpc.aio sends none for a handler that was cancelled.
+            asyncio.get_running_loop().call_soon(self._task.cancel)
+
+    async def _send_status(self, code: grpc.StatusCode, details: str) -> None:
+        # InternalError: the call is over.
+        with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError):
+            await self._context.abort(code, details)
+
 
 async def _refuse_write(message: Any) -> None:
     """Stand-in for `write` of a call that was aborted: as grpc.aio's own does then."""
@@ -180,9 +197,8 @@ class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         self._admit = admit
         # Wrapped handlers by method; only methods that exist.
         self._handlers: dict[str, Handler] = {}
-        # Calls that need no credentials: all, and by client.
-        self._num_probes = 0
-        self._probes: Counter[str] = Counter()
+        # Calls that need no credentials.
+        self._probes = GrpcProbes(config.anonymous_rpcs, config.anonymous_rpcs_each)
 
     async def intercept_service(
         self,
@@ -222,20 +238,20 @@ class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 await call.abort(error.code, error.message, refusal_trailers(error, metadata))
             if is_trusted:
                 return await behavior(_Requests(call) if is_stream else await self._request(call, parse), call)
-            client = context.peer()
-            await self._begin_probe(client, call)
+            if not self._probes.add(call, context.peer()):
+                await call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls without credentials")
             try:
-                return await behavior(_Requests(call) if is_stream else await self._request(call, parse), call)
+                request = _Requests(call) if is_stream else await self._request(call, parse, PROBE_MESSAGE_BYTES)
+                return await behavior(request, call)
             finally:
-                self._num_probes -= 1
-                self._probes[client] -= 1
-                if not self._probes[client]:
-                    del self._probes[client]
+                self._probes.discard(call)
 
         return handler_like(handler, handle, parse if is_stream else None, takes_stream=True)
 
-    async def _request(self, call: GrpcServerCall, parse: Callable[[bytes], Any] | None) -> Any:
-        """Return the only message of a unary request."""
+    async def _request(
+        self, call: GrpcServerCall, parse: Callable[[bytes], Any] | None, most_bytes: int | None = None
+    ) -> Any:
+        """Return the only message of a unary request, of at most `most_bytes`."""
         most = self._config.request_seconds
         try:
             async with asyncio.timeout(most):
@@ -244,11 +260,8 @@ class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             await call.abort(grpc.StatusCode.DEADLINE_EXCEEDED, came_too_slowly(most))
         if data is _END:
             await call.abort(grpc.StatusCode.INTERNAL, "a unary request is exactly one message")
+        if most_bytes is not None and len(data) > most_bytes:
+            # grpc has one bound for all methods.
+            details = f"Received message larger than max ({len(data)} vs. {most_bytes})"
+            await call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
         return parse(data) if parse is not None else data
-
-    async def _begin_probe(self, client: str, call: GrpcServerCall) -> None:
-        config = self._config
-        if self._num_probes >= config.anonymous_rpcs or self._probes[client] >= config.anonymous_rpcs_each:
-            await call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls without credentials")
-        self._num_probes += 1
-        self._probes[client] += 1

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from errno import EADDRINUSE
+from functools import partial
 from socket import AI_PASSIVE, SHUT_RDWR, SOCK_STREAM, getaddrinfo, socket
 from socketserver import TCPServer
 from ssl import SSLError
@@ -24,13 +25,17 @@ from penstock.common.addresses import join_address
 from penstock.common.config import ServerConfig
 from penstock.common.credentials import TokenFile, tls_context
 from penstock.common.errors import StartupError
+from penstock.http2.strangers import network_of_peer
 from penstock.serving.loop_errors import LACKS
+from penstock.serving.metrics_callers import MetricsCallers
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 # Copied for each answer: wsgiref adds to the list.
 _TEXT = (("Content-Type", "text/plain; charset=utf-8"),)
+# Seconds of work for a connection beside its own thread's: its acceptance, and the thread's begin and end.
+_CONNECTION_SECONDS = 0.0002
 # Seconds before another attempt at a connection that could not be accepted.
 _ACCEPT_WAIT = 0.2
 
@@ -72,8 +77,9 @@ def start_metrics_server(
     try:
         family, *_ = getaddrinfo(host.strip("[]"), port, type=SOCK_STREAM, flags=AI_PASSIVE)[0]
         bounds = config or ServerConfig()
-        places = threading.BoundedSemaphore(bounds.metrics_max_connections)
-        server_class = type("_Server", (_Server,), {"address_family": family, "places": places})
+        # Without tokens nobody is a stranger.
+        callers = MetricsCallers(bounds.metrics_max_connections, bounds.anonymous_cpu_share if tokens else None)
+        server_class = type("_Server", (_Server,), {"address_family": family, "callers": callers, "tokens": tokens})
         # Also the limit of its socket, for every read and write.
         handler_class = type("_Handler", (_Handler,), {"timeout": bounds.metrics_request_seconds})
         server: WSGIServer = make_server(
@@ -136,9 +142,12 @@ def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: Token
 
 
 class _Server(ThreadingWSGIServer):
-    """Server with a limit on its connections: further ones are closed at once."""
+    """Server with limits on its callers: one without a place is closed at once."""
 
-    places: ClassVar[threading.BoundedSemaphore]
+    callers: ClassVar[MetricsCallers]
+    tokens: ClassVar[TokenFile | None]
+    # Connections that wait to be accepted while others are.
+    request_queue_size = 128
 
     def get_request(self) -> tuple[socket, Any]:
         try:
@@ -150,20 +159,23 @@ class _Server(ThreadingWSGIServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.places.acquire(blocking=False):
+        network = network_of_peer(client_address)
+        if not self.callers.enter(request, network, partial(_hang_up, request)):
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self.places.release()
+            self.callers.leave(request, network, 0.0)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        begin = time.thread_time()
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.places.release()
+            seconds = _CONNECTION_SECONDS + time.thread_time() - begin
+            self.callers.leave(request, network_of_peer(client_address), seconds)
 
     def server_bind(self) -> None:
         # http.server asks the name service for the host's name here, which may take seconds.
@@ -176,29 +188,29 @@ class _Server(ThreadingWSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
+    server: _Server
     timeout: ClassVar[float]
 
     def setup(self) -> None:
         super().setup()
         self.wfile.write = _of_tls(self.wfile.write)  # type: ignore[method-assign]
         # A caller that sends an occasional byte would keep its place for ever.
-        self._limit = threading.Timer(self.timeout, self._hang_up)
+        self._limit = threading.Timer(self.timeout, _hang_up, (self.connection,))
         self._limit.daemon = True
         self._limit.start()
 
     def parse_request(self) -> bool:
         parsed = super().parse_request()
         self._limit.cancel()
+        if parsed:
+            tokens = self.server.tokens
+            is_trusted = tokens is None or tokens.accepts(self.headers.get("Authorization"))
+            self.server.callers.ask(self.connection, is_trusted=is_trusted)
         return parsed
 
     def finish(self) -> None:
         self._limit.cancel()
         super().finish()
-
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            # Not SSLSocket's own method: it would remove TLS under the reading thread.
-            socket.shutdown(self.connection, SHUT_RDWR)
 
     def address_string(self) -> str:
         # The default asks the name service, for every request.
@@ -206,6 +218,13 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write no access log."""
+
+
+def _hang_up(connection: socket) -> None:
+    """Let the thread that reads a connection find its end."""
+    with contextlib.suppress(OSError):
+        # Not SSLSocket's own method: it would remove TLS under the reading thread.
+        socket.shutdown(connection, SHUT_RDWR)
 
 
 def _of_tls(write: Callable[[Any], int]) -> Callable[[Any], int]:

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Hashable
 from pathlib import Path
 from socketserver import TCPServer
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from factories.servers.tiny_service import tiny
 from penstock.common.config import ServerConfig
 from penstock.common.errors import StartupError
 from penstock.serving import health_probe
+from penstock.serving.metrics_callers import MetricsCallers
 from penstock.serving.metrics_endpoint import start_metrics_server
 from prometheus_client import CollectorRegistry
 
@@ -186,6 +188,39 @@ async def test_more_connections_than_are_served_are_closed() -> None:
             writer.close()
 
 
+@pytest.mark.parametrize("secure", [False, True], ids=["plaintext", "TLS"])
+async def test_silent_connections_shut_out_no_probe(secure: bool) -> None:
+    tls = {"tls_cert": CERT, "tls_key": KEY} if secure else {}
+    async with tiny(ServerConfig(metrics_max_connections=3, **tls)) as (_, running, _):
+        host, _, port = (running.addresses.metrics or "").rpartition(":")
+        url = f"http{'s' * secure}://{'localhost' if secure else host}:{port}/healthz"
+        held = []
+        for _ in range(9):
+            held.append(await asyncio.open_connection(host, int(port)))
+            assert await asyncio.to_thread(get, url) == (200, b"ok\n")
+        for _, writer in held:
+            writer.close()
+
+
+async def test_probes_beyond_a_share_of_the_processor_are_closed(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("abc\n")
+    config = ServerConfig(auth_token_file=str(token), anonymous_cpu_share=0.001)
+    async with tiny(config) as (_, running, _):
+        url = f"http://{running.addresses.metrics}"
+
+        def flood() -> int:
+            for number in range(100_000):
+                try:
+                    get(url + "/healthz")
+                except OSError:
+                    return number
+            return 0
+
+        # What was saved up is for hundreds of probes, not for all.
+        assert await asyncio.to_thread(flood) > 50
+
+
 async def test_without_descriptors_the_port_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     fails, waits, attempts = threading.Event(), [], []
     accept, sleep = TCPServer.get_request, time.sleep
@@ -203,7 +238,9 @@ async def test_without_descriptors_the_port_waits_and_goes_on(monkeypatch: pytes
         sleep(seconds)
 
     monkeypatch.setattr(TCPServer, "get_request", get_request)
-    monkeypatch.setattr("penstock.serving.metrics_endpoint.time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(
+        "penstock.serving.metrics_endpoint.time", SimpleNamespace(sleep=wait, thread_time=time.thread_time)
+    )
     async with tiny() as (_, running, _):
         assert (await asyncio.to_thread(get, f"http://{running.addresses.metrics}/healthz"))[0] == 200
     assert (len(attempts), len(waits)) == (2, 1)
@@ -232,14 +269,14 @@ def test_a_caller_that_leaves_before_its_answer_leaves_no_line(secure: bool, cap
         assert left.wait(60)
         return True
 
-    class Told(threading.BoundedSemaphore):
-        def release(self, n: int = 1) -> None:
-            super().release(n)
+    class Told(MetricsCallers):
+        def leave(self, connection: Hashable, network: str, seconds: float) -> None:
+            super().leave(connection, network, seconds)
             answered.set()
 
     served = start_metrics_server(CollectorRegistry(), "127.0.0.1", 0, is_ready=is_ready, config=config)
     with contextlib.closing(served):
-        served._server.places = Told(4)
+        served._server.callers = Told(4, None)
         plain = socket.create_connection(("127.0.0.1", served.port))
         caller = plain
         if secure:

@@ -92,9 +92,10 @@ async def test_watches_of_one_connection_leave_places_for_others(transport: str,
         assert (await stub.GetTokenizer(pb.GetTokenizerRequest())).vocab_size == 7
 
 
-async def test_watches_of_many_connections_make_room_for_whoever_asks(tokens: str) -> None:
+@TRANSPORTS
+async def test_watches_of_many_connections_make_room_for_whoever_asks(transport: str, tokens: str) -> None:
     options = {"anonymous_rpcs": 20}
-    async with guarded("asyncio", tokens, **options) as (_, running, stub), contextlib.AsyncExitStack() as stack:
+    async with guarded(transport, tokens, **options) as (_, running, stub), contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(RawClient.opened(running.address)) for _ in range(4)]
         for client in clients:
             await client.send(b"".join(watch(stream) for stream in range(1, 20, 2)))
@@ -102,6 +103,18 @@ async def test_watches_of_many_connections_make_room_for_whoever_asks(tokens: st
         assert await clients[0].outcome(1) == ("grpc", RESOURCE_EXHAUSTED)
         assert await health_of(running.address) == SERVING
         assert (await stub.GetTokenizer(pb.GetTokenizerRequest())).vocab_size == 7
+
+
+@TRANSPORTS
+async def test_a_health_request_of_megabytes_is_refused(transport: str, tokens: str) -> None:
+    large = health_pb2.HealthCheckRequest(service="a" * (1 << 20))
+    async with guarded(transport, tokens) as (_, running, _), open_channel(running.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as caught:
+            await stub.Check(large)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
+            await anext(aiter(stub.Watch(large)))
 
 
 @TRANSPORTS
