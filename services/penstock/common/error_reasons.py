@@ -138,6 +138,17 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("PREVIOUS_RESPONSE_NOT_FOUND", "INVALID_ARGUMENT", "the response to build on, or one before it, is not kept", "send its items as `input`"),
     _row("RESPONSE_STORE_DOWN", "UNAVAILABLE", "the HTTP gateway's store of responses does not answer", "try again, or send all items as `input`; operators: the server of `--response-store`"),
     _row("RESPONSE_STORE_OFF", "FAILED_PRECONDITION", "the HTTP gateway keeps no responses", "start it with `--response-store`, or send all items"),
+    _row("FILE_NOT_FOUND", "NOT_FOUND", "the HTTP gateway has no such file of this caller", "it was never sent whole, was deleted, or is older than `--file-seconds`"),
+    _row("FILE_TOO_LARGE", "RESOURCE_EXHAUSTED", "an uploaded file is too large", "send several files, or raise `--max-file-bytes`"),
+    _row("FILE_IN_USE", "FAILED_PRECONDITION", "a batch in progress reads the file", "wait for its end, or cancel it"),
+    _row("FILES_FULL", "RESOURCE_EXHAUSTED", "files have no room: of the caller, or of all", "delete files; operators: `--max-files`, `--max-files-bytes` and `--files-share`"),
+    _row("BATCH_NOT_FOUND", "NOT_FOUND", "the HTTP gateway has no such batch of this caller", "it was never made, or ended longer ago than `--file-seconds`"),
+    _row("BATCH_ENDED", "FAILED_PRECONDITION", "the batch to cancel has ended", "read its files"),
+    _row("BATCHES_FULL", "RESOURCE_EXHAUSTED", "the limit on batches in progress is reached", "wait for the end of some; operators: `--max-batches` and `--files-share`"),
+    _row("NO_JOB_TOKEN", "FAILED_PRECONDITION", "the router asks for tokens, and the HTTP gateway has none for the lines of batches", "start the gateway with `--job-token-file`"),
+    _row("NO_UPLOADS", "FAILED_PRECONDITION", "the HTTP gateway lacks the package that reads forms", "install `penstock[gateway]`, which has python-multipart"),
+    _row("JOB_STORE_OFF", "FAILED_PRECONDITION", "the HTTP gateway has no files and batches", "start it with `--job-store`"),
+    _row("JOB_STORE_DOWN", "UNAVAILABLE", "the HTTP gateway's store of files and batches does not answer", "try again; operators: the disk or server of `--job-store`"),
     _row("INTERNAL", "INTERNAL", "any other fault of Penstock", _SAY),
 )  # fmt: skip
 

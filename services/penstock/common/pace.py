@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from penstock.common.idle_only import IDLE_TENANT
+
 # Expected output tokens of a sequence before any answer was seen.
 FIRST_GUESS_TOKENS = 256
 # Budgets are grouped by their power of two.
@@ -74,11 +76,13 @@ class Pace(NamedTuple):
         """Seconds until the request starts; O(tenants). `coming`: tokens by tenant that the report does not have yet.
 
         Tenants take turns by tokens: before this request's turn each other tenant gets at most as much as its own.
+        Nobody waits for requests of idle capacity.
         """
-        if not self.tokens_per_second or not (self.is_busy or coming):
+        before = {tenant: tokens for tenant, tokens in (coming or {}).items() if tenant != IDLE_TENANT}
+        if not self.tokens_per_second or not (self.is_busy or before):
             return self.uneven_seconds
         waiting = dict(self.waiting)
-        for tenant, tokens in (coming or {}).items():
+        for tenant, tokens in before.items():
             waiting[tenant] = waiting.get(tenant, 0.0) + tokens
         share = waiting.pop(demand.tenant, 0.0) + self.tokens(demand)
         tokens = share + sum(min(tokens, share) for tokens in waiting.values())

@@ -27,6 +27,7 @@ from penstock.common.logging import get_logger
 from penstock.common.metrics import add_process_metrics
 from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id
 from penstock.gateway.answers import dumps
+from penstock.gateway.batch_routes import cancel_batch, create_batch, get_batch, list_batches
 from penstock.gateway.callers import Callers
 from penstock.gateway.chat import chat_completions
 from penstock.gateway.chat_page import page_routes
@@ -34,6 +35,7 @@ from penstock.gateway.completions import completions
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections import Turns
 from penstock.gateway.endpoint import Door, Endpoint, Handler, call_metadata, shown_authorization
+from penstock.gateway.file_routes import create_file, delete_file, get_file, get_file_content, list_files
 from penstock.gateway.http_errors import (
     ANTHROPIC_ERRORS,
     OPENAI_ERRORS,
@@ -44,7 +46,9 @@ from penstock.gateway.http_errors import (
     status_of,
 )
 from penstock.gateway.http_server import HttpServer
+from penstock.gateway.jobs import Jobs
 from penstock.gateway.known_paths import meant, methods_of
+from penstock.gateway.line_answers import JobClients, LineAnswers
 from penstock.gateway.messages import count_tokens, messages
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.places import BodyBytes, Places
@@ -84,6 +88,9 @@ _POST: dict[str, Handler] = {
     "/v1/responses": responses,
     "/v1/embeddings": embeddings,
     "/v1/score": score,
+    "/v1/files": create_file,
+    "/v1/batches": create_batch,
+    "/v1/batches/{name}/cancel": cancel_batch,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
     "/apply-template": apply_template,
@@ -93,6 +100,11 @@ _GET: dict[str, Handler] = {
     "/v1/models/{name:path}": get_model,
     "/v1/responses/{name}": get_response,
     "/v1/responses/{name}/input_items": list_input_items,
+    "/v1/files": list_files,
+    "/v1/files/{name}": get_file,
+    "/v1/files/{name}/content": get_file_content,
+    "/v1/batches": list_batches,
+    "/v1/batches/{name}": get_batch,
     "/options": list_options,
 }
 # Seconds of work for a probe, and the most that may be saved up.
@@ -101,7 +113,9 @@ _PROBE_SECONDS, _SAVED_SECONDS = 0.001, 0.05
 _PROBES = frozenset(("/health", "/healthz", "/readyz"))
 # They reveal nothing but the program itself, and the chat page asks before its reader has shown a token.
 _PUBLIC = frozenset(("/options",))
-_DELETE: dict[str, Handler] = {"/v1/responses/{name}": delete_response}
+_DELETE: dict[str, Handler] = {"/v1/responses/{name}": delete_response, "/v1/files/{name}": delete_file}
+# POST routes that read their body themselves, and those that clients send without one.
+_UPLOADS, _MAYBE_EMPTY = frozenset(("/v1/files",)), frozenset(("/v1/batches/{name}/cancel",))
 # Routes with errors in another form than OpenAI's.
 _ERRORS: dict[str, ErrorShape] = {
     "/v1/messages": ANTHROPIC_ERRORS,
@@ -150,6 +164,10 @@ class GatewayApp(OwnServer):
         self._bodies = BodyBytes(config.max_bodies_bytes, config.tenant_share)
         self._tracing = open_tracing(config, self.name)
         self._responses = _open_store(config)
+        self._jobs: Jobs | None = None
+        if config.has_jobs:
+            lines = LineAnswers(config, JobClients(self._client, config.job_token_file).next, _POST, self._responses)
+            self._jobs = Jobs(config, self._metrics, lines.answer, config.max_body_bytes)
         self._probe_turns = Turns(config.anonymous_cpu_share, _PROBE_SECONDS, _SAVED_SECONDS)
         # The most that may come: they are admitted in a moment.
         self._known_turns = Turns(1.0, 0.0, 0.0)
@@ -202,9 +220,11 @@ class GatewayApp(OwnServer):
         return self.addresses
 
     async def start(self) -> None:
-        """Return once the router serves. Raises StartupError naming --router or --response-store."""
+        """Return once the router serves. Raises StartupError naming --router, --response-store or --job-store."""
         if self._responses is not None:
             await self._responses.open()
+        if self._jobs is not None:
+            await self._jobs.open()
         if not self._callers.passes_tokens:
             _log.warning("callers' tokens are not passed on: the connection to the router is not encrypted")
         self._health = asyncio.create_task(self._follow_health())
@@ -221,6 +241,8 @@ class GatewayApp(OwnServer):
             raise StartupError(
                 f"no router at {self._config.router} served within {seconds:g} s", flag="--router"
             ) from None
+        if self._jobs is not None:
+            self._jobs.start()
         _log.info("ready", service=self.name)
 
     async def stop(self, *, drain: bool = True) -> None:
@@ -237,6 +259,8 @@ class GatewayApp(OwnServer):
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
         self._callers.close()
+        if self._jobs is not None:
+            await self._jobs.close()
         self._channel.close()
         if self._responses is not None:
             await self._responses.close()
@@ -281,6 +305,7 @@ class GatewayApp(OwnServer):
             parsing=asyncio.Semaphore(1),
             metrics=self._metrics,
             responses=self._responses,
+            jobs=self._jobs,
         )
 
         def route(path: str, handler: Handler, method: str) -> Route:
@@ -290,6 +315,8 @@ class GatewayApp(OwnServer):
                 door,
                 tracer=self._tracing,
                 has_body=method == "POST",
+                may_be_empty=path in _MAYBE_EMPTY,
+                is_upload=method == "POST" and path in _UPLOADS,
                 is_public=path in _PUBLIC,
                 errors=_ERRORS.get(path, OPENAI_ERRORS),
             )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.common.config import ChannelConfig, ProcessConfig
+from penstock.common.config import ChannelConfig, ProcessConfig, is_loopback
 from penstock.common.errors import StartupError
 from penstock.common.options import option
 from penstock.common.ports import HTTP_PORT, ROUTER_PORT
 from penstock.gateway.json_body import BodyBounds
+from penstock.jobs.job_options import JobOptions
 
 NETWORK, LIMITS, BROWSERS, RESPONSES = "Network", "Limits", "Browsers", "Kept responses"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(ProcessConfig, ChannelConfig):
+class GatewayConfig(ProcessConfig, ChannelConfig, JobOptions):
     """Configuration of the gateway process: OpenAI's HTTP in front of a router."""
 
     port: int = option(HTTP_PORT, "HTTP port; 0 takes a free one.", group=NETWORK, minimum=0, maximum=65535)
@@ -189,6 +190,10 @@ class GatewayConfig(ProcessConfig, ChannelConfig):
         host, _, port = self.router.rpartition(":")
         if not host or not port.isdigit():
             raise StartupError(f"--router {self.router!r}: expected host:port", flag="--router")
+        if self.job_token_file is not None and not (self.is_channel_tls or is_loopback(host)):
+            raise StartupError(
+                "--job-token-file needs --channel-tls for a router that is not loopback", flag="--job-token-file"
+            )
 
     @property
     def body_bounds(self) -> BodyBounds:

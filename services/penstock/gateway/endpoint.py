@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from penstock_client import AsyncClient, Delta
@@ -17,6 +28,7 @@ from penstock.common.errors import (
     PenstockError,
     from_rpc_error,
 )
+from penstock.common.idle_only import IDLE_ONLY_KEY, is_idle_only
 from penstock.common.logging import bind_trace, get_logger
 from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, current_request_id, is_request_id
 from penstock.common.tracing import (
@@ -36,6 +48,7 @@ from penstock.gateway.config import GatewayConfig
 from penstock.gateway.followed import Followed
 from penstock.gateway.http_errors import OPENAI_ERRORS, ErrorShape, HttpError, error_headers, internal, status_of
 from penstock.gateway.http_server import HttpConnection, connection_of
+from penstock.gateway.jobs import Jobs
 from penstock.gateway.json_body import BodyBounds, parse_object
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.places import ANYBODY, Body, BodyBytes, Places
@@ -46,8 +59,18 @@ from penstock.gateway.response_store import ResponseStore
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-# Complete answer as JSON, or an answer in pieces.
-Answer = bytes | Followed | AsyncIterator[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """Answer that is a file: its length, and its bytes piece by piece."""
+
+    num_bytes: int
+    pieces: AsyncIterator[bytes]
+
+
+# Complete answer as JSON, an answer in pieces, or a file.
+Answer = bytes | Followed | AsyncIterator[bytes] | FileContent
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [
@@ -55,6 +78,12 @@ _EVENTS = [
     (b"cache-control", b"no-cache"),
     # nginx would buffer the pieces.
     (b"x-accel-buffering", b"no"),
+]
+_FILE = [
+    (b"content-type", b"application/octet-stream"),
+    # A page must not show what a caller wrote as if it were this gateway's.
+    (b"content-disposition", b"attachment"),
+    (b"x-content-type-options", b"nosniff"),
 ]
 _TRACE_KEYS = (TRACEPARENT_KEY, TRACESTATE_KEY)
 _GONE = 499
@@ -86,8 +115,15 @@ class HttpCall:
     header_id: str = ""
     # Query of the URL.
     query: str = ""
-    # Bearer token with its scheme.
-    authorization: bytes | None = None
+    # Digest of the bearer token, to which responses, files and batches belong; empty for callers without one.
+    owner: str = ""
+    # As Caller.tenant.
+    tenant: str = ANYBODY
+    # Body of an upload, part by part as it arrives, and its Content-Type; else there is none.
+    parts: AsyncIterator[bytes] | None = None
+    content_type: bytes = b""
+    # None: files and batches are off.
+    jobs: Jobs | None = None
     # None: /v1/responses keeps none.
     responses: ResponseStore | None = None
     # Names of the chat's tools with a text as input.
@@ -134,9 +170,15 @@ def shown_authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def call_metadata() -> tuple[tuple[str, str], ...]:
-    """Return metadata for a call to the router: the request's id and its trace."""
+    """Return metadata for a call to the router: the request's id, its trace, and that it uses idle capacity only."""
     request_id = current_request_id.get()
-    return (*(((REQUEST_ID_KEY, request_id),) if request_id else ()), *outgoing())
+    idle_only = ((IDLE_ONLY_KEY, "1"),) if is_idle_only.get() else ()
+    return (*(((REQUEST_ID_KEY, request_id),) if request_id else ()), *idle_only, *outgoing())
+
+
+def owner_of(authorization: bytes | None) -> str:
+    """Return the scope of what a caller keeps: its token's digest, or one scope for all callers without a token."""
+    return hashlib.sha256(authorization).hexdigest() if authorization else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +194,7 @@ class Door:
     parsing: asyncio.Semaphore
     metrics: GatewayMetrics
     responses: ResponseStore | None
+    jobs: Jobs | None
 
 
 class Endpoint:
@@ -165,13 +208,17 @@ class Endpoint:
         *,
         tracer: Tracer | None = None,
         has_body: bool = True,
+        may_be_empty: bool = False,
+        is_upload: bool = False,
         is_public: bool = False,
         errors: ErrorShape = OPENAI_ERRORS,
     ) -> None:
         """Make it. Without `has_body` it is a GET or DELETE, which has no span and which any page may send.
 
+        `may_be_empty`: no body is one without fields. `is_upload`: the handler reads the body itself, part by part.
         `is_public`: it needs neither a token nor a place.
         """
+        self._may_be_empty, self._is_upload = may_be_empty, is_upload
         self._route, self._handler, self._has_body, self._is_public = route, handler, has_body, is_public
         self._door, self._errors, self._tracer = door, errors, tracer
 
@@ -213,23 +260,22 @@ class Endpoint:
                 if self._is_public
                 else await self._admit(exchange.connection, headers, shown)
             )
+            if self._is_upload:
+                with door.places.admitted(), door.places.entered(caller.tenant):
+                    call = self._call(exchange, scope, caller, shown, {})
+                    call.parts, call.content_type = exchange.parts(), headers.get(b"content-type", b"")
+                    exchange.call = call
+                    exchange.connection.begin_work()
+                    await exchange.take(self._handler, call)
+                return
             # A GET seldom has a body; it is read from the connection and dropped.
             with (
                 door.places.admitted(),
                 exchange.counted_body(caller.tenant) if self._has_body else nullcontext() as counted,
             ):
                 sent = await exchange.read_body(headers, counted)
-                call = HttpCall(
-                    await self._parsed(sent) if self._has_body else {},
-                    caller.client,
-                    door.config,
-                    str(scope.get("path_params", {}).get("name", "")),
-                    request_id=exchange.request_id,
-                    header_id=exchange.request_id,
-                    query=scope.get("query_string", b"").decode("latin-1"),
-                    authorization=shown,
-                    responses=door.responses,
-                )
+                has_fields = self._has_body and (sent or not self._may_be_empty)
+                call = self._call(exchange, scope, caller, shown, await self._parsed(sent) if has_fields else {})
                 del sent
                 exchange.call = call
                 with nullcontext() if self._is_public else door.places.entered(caller.tenant):
@@ -238,6 +284,23 @@ class Endpoint:
                     await exchange.run(self._handler, call)
         except PenstockError as error:
             await exchange.refuse(error, call)
+
+    def _call(
+        self, exchange: _Exchange, scope: Scope, caller: Caller, shown: bytes | None, body: dict[str, Any]
+    ) -> HttpCall:
+        return HttpCall(
+            body,
+            caller.client,
+            self._door.config,
+            str(scope.get("path_params", {}).get("name", "")),
+            request_id=exchange.request_id,
+            header_id=exchange.request_id,
+            query=scope.get("query_string", b"").decode("latin-1"),
+            owner=owner_of(shown),
+            tenant=caller.tenant,
+            responses=self._door.responses,
+            jobs=self._door.jobs,
+        )
 
     async def _admit(self, connection: HttpConnection, headers: Mapping[bytes, bytes], shown: bytes | None) -> Caller:
         """Decide from a request's head alone whether the rest is read. Raises PenstockError."""
@@ -410,6 +473,30 @@ class _Exchange:
             reason="BODY_TOO_LARGE",
         )
 
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the parts of an upload as they arrive; the next is read when this one is done. Raises HttpError."""
+        seconds = self._config.upload_seconds
+        end = asyncio.get_running_loop().time() + seconds
+        while not self._has_read:
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await self._receive()
+            except TimeoutError:
+                raise HttpError(
+                    408, f"the file did not arrive within {seconds:g} s (--upload-seconds)", reason="BODY_TIMEOUT"
+                ) from None
+            if message["type"] == "http.disconnect":
+                self._is_gone = True
+                raise HttpError(_GONE, "the caller left", reason="CLIENT_GONE")
+            self._has_read = not message.get("more_body", False)
+            yield message.get("body", b"")
+
+    async def take(self, handler: Handler, call: HttpCall) -> None:
+        """Let the handler read an upload, and send its answer. Raises PenstockError."""
+        answer = await _checked(handler(call))
+        assert isinstance(answer, bytes)
+        await self._send_whole(200, answer, call.headers())
+
     async def run(self, handler: Handler, call: HttpCall) -> None:
         """Let the handler answer while there is a reader. Raises PenstockError while nothing is sent."""
         watcher = asyncio.create_task(self._watch())
@@ -417,6 +504,8 @@ class _Exchange:
             answer = await _checked(handler(call))
             if isinstance(answer, bytes):
                 await self._send_whole(200, answer, call.headers())
+            elif isinstance(answer, FileContent):
+                await self._send_file(answer, call)
             else:
                 await self._stream(answer, call)
         except asyncio.CancelledError:
@@ -444,6 +533,16 @@ class _Exchange:
         self._is_gone = True
         if self._task is not None:
             self._task.cancel()
+
+    async def _send_file(self, file: FileContent, call: HttpCall) -> None:
+        """Send a file. One that is removed meanwhile ends the connection: its reader sees that it is cut short."""
+        length = (b"content-length", str(file.num_bytes).encode())
+        self.status = 200
+        await self._send({"type": "http.response.start", "status": 200, "headers": [*_FILE, length, *call.headers()]})
+        async with contextlib.aclosing(cast("AsyncGenerator[bytes]", file.pieces)) as pieces:
+            async for piece in pieces:
+                await self._send_piece(piece)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stream(self, answer: Followed | AsyncIterator[bytes], call: HttpCall) -> None:
         """Send pieces as they come. The status follows the first piece: until then an error can have its own status."""

@@ -29,7 +29,7 @@ _STATUSES: Mapping[_Code, tuple[int, str]] = {
     _Code.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
 # Reasons of RESOURCE_EXHAUSTED that no wait cures: the request, or its answer, is too large.
-_TOO_LARGE = frozenset(("EXCEEDS_KV_POOL", "MESSAGE_TOO_LARGE", "RESPONSE_TOO_LARGE"))
+_TOO_LARGE = frozenset(("EXCEEDS_KV_POOL", "MESSAGE_TOO_LARGE", "RESPONSE_TOO_LARGE", "FILE_TOO_LARGE"))
 # Faults of HTTP itself; all other faults are the request's.
 _HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # OpenAI's codes for Penstock's reasons; other reasons appear in lower case.

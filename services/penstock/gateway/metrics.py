@@ -58,3 +58,21 @@ class GatewayMetrics:
         )
         self.responses = Gauge(PREFIX + "kept_responses", "Responses kept for /v1/responses.", registry=registry)
         self.response_bytes = Gauge(PREFIX + "kept_response_bytes", "Bytes of the kept responses.", registry=registry)
+        self.files = Gauge(
+            PREFIX + "kept_files", "Files of /v1/files, answers of batches among them.", registry=registry
+        )
+        self.file_bytes = Gauge(PREFIX + "kept_file_bytes", "Bytes of these files.", registry=registry)
+        self.batches = Gauge(PREFIX + "batches", "Batches in progress.", registry=registry)
+        self.batch_lines_waiting = Gauge(
+            PREFIX + "batch_lines_waiting", "Lines of batches in progress without an answer.", registry=registry
+        )
+        self.batch_lines_in_flight = Gauge(
+            PREFIX + "batch_lines_in_flight", "Lines that are with the router now.", registry=registry
+        )
+        lines = Counter(
+            PREFIX + "batch_lines_total",
+            "Lines of batches by outcome: completed, failed, retried (sent again later), dropped (their batch ended).",
+            ("outcome",),
+            registry=registry,
+        )
+        self.batch_lines: Callable[..., Counter] = cache(lines.labels)

@@ -5,7 +5,6 @@ The form is that of https://platform.openai.com/docs/api-reference/responses, as
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -95,7 +94,7 @@ async def list_input_items(call: HttpCall) -> Answer:
 async def delete_response(call: HttpCall) -> Answer:
     """Delete a kept response. Raises NotFound."""
     with _asking_store():
-        was_there = await _store(call).delete(_caller(call), call.tail)
+        was_there = await _store(call).delete(call.owner, call.tail)
     if not was_there:
         raise _unknown(call.tail)
     return dumps({"id": call.tail, "object": "response", "deleted": True})
@@ -119,11 +118,6 @@ def _asking_store() -> Iterator[None]:
         ) from error
 
 
-def _caller(call: HttpCall) -> str:
-    """Return the scope of a caller's responses: its token's digest, or one scope for all callers without a token."""
-    return hashlib.sha256(call.authorization).hexdigest() if call.authorization else ""
-
-
 def _unknown(response_id: str) -> NotFound:
     return NotFound(
         f"no response {response_id[:64]!r} of this caller: never kept, deleted, or too old", reason="RESPONSE_NOT_FOUND"
@@ -132,7 +126,7 @@ def _unknown(response_id: str) -> NotFound:
 
 async def _stored(call: HttpCall) -> StoredResponse:
     with _asking_store():
-        found = await _store(call).get(_caller(call), call.tail)
+        found = await _store(call).get(call.owner, call.tail)
     if found is None:
         raise _unknown(call.tail)
     return found
@@ -212,7 +206,7 @@ async def _earlier(call: HttpCall, previous: str) -> list[dict[str, Any]]:
     """Return the items of a response and of all those before it. Raises InvalidArgument."""
     try:
         with _asking_store():
-            chain = await _store(call).chain(_caller(call), previous, call.config.max_body_bytes)
+            chain = await _store(call).chain(call.owner, previous, call.config.max_body_bytes)
     except OverflowError:
         raise HttpError(
             413,
@@ -381,7 +375,7 @@ async def _keep(plan: _ResponsePlan, call: HttpCall, response: dict[str, Any]) -
     if not plan.is_stored or call.responses is None:
         return response
     try:
-        await call.responses.put(_caller(call), StoredResponse(response, plan.input), plan.previous)
+        await call.responses.put(call.owner, StoredResponse(response, plan.input), plan.previous)
     except StoreFailed as error:
         _log.error("a response was not kept", error=str(error))
         return {**response, "store": False}

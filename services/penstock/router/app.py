@@ -81,6 +81,7 @@ class RouterApp:
             max_waiting=config.max_waiting_requests,
             retry_after_seconds=config.retry_after_seconds,
             tenant_share=config.tenant_share,
+            idle_share=config.idle_share,
         )
         policy: Policy[Backend] = Policy(
             PolicyConfig(slack=config.affinity_slack, factor=config.affinity_factor, max_sessions=config.max_sessions)

@@ -88,6 +88,13 @@ class RouterConfig(ServerConfig, ChannelConfig):
         minimum=0.01,
         maximum=1.0,
     )
+    idle_share: float = option(
+        0.25,
+        "Share of --max-live-requests that requests of idle capacity may have; others come before them.",
+        group=ADMISSION,
+        minimum=0.01,
+        maximum=1.0,
+    )
     retry_after_seconds: float = option(
         1.0, "Shortest wait that a refused caller is told.", group=ADMISSION, minimum=0.0
     )

@@ -70,7 +70,8 @@ class GenerateRequest(_message.Message):
     """
     fair_share_key: _builtins.str
     """Stands for the request's tenant: waiting requests are served fairly between tenants. A derived id that reveals nothing
-    about the tenant. Empty: all such callers are one tenant.
+    about the tenant. Empty: all such callers are one tenant. `idle-only`: the request uses idle capacity only; it rests
+    in every step of another tenant, and gives way first.
     """
     begins_text: _builtins.bool
     """The text of the answer starts afresh, as in a chat, instead of after the prompt's text: stop strings are matched in it."""

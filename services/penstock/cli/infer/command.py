@@ -10,6 +10,7 @@ import typer
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.console import complain
 from penstock.cli.flags import ENV_NOTE, Overrides, command
+from penstock.cli.infer.batch_target import BatchTarget
 from penstock.cli.infer.config import (
     ENDPOINT,
     MODEL,
@@ -44,6 +45,8 @@ Examples:
 
   penstock infer --endpoint 127.0.0.1:50050 --data-file prompts.txt --concurrency 32
 
+  penstock infer --endpoint http://127.0.0.1:8000 --data-file prompts.txt --completion-window 12h
+
   penstock infer --base-model ./my-model --interactive --history-tokens 2048
 
   penstock infer --base-model ./my-model --lora support=./support --data-file prompts.txt
@@ -71,6 +74,10 @@ def run_infer(given: Overrides) -> int:
         check_vllm()
         with VllmTarget(config, engine) as vllm:
             return LineBatch(config, vllm, files).run()
+    if config.is_batch:
+        connection = from_env_and_flags(ConnectionConfig, {**dialled, "address": config.endpoint})
+        with BatchTarget(config, connection) as gateway:
+            return LineBatch(config, gateway, files).run()
     if config.endpoint:
         connection = from_env_and_flags(ConnectionConfig, {**dialled, "address": config.endpoint})
         with RemoteTarget(config, connection) as remote:

@@ -107,9 +107,13 @@ class InferConfig(SamplingConfig):
 
     endpoint: str | None = option(
         None,
-        "host:port of a router, such as that of `penstock serve`: it answers, and no model is loaded here.",
+        "host:port of a router, such as that of `penstock serve`: it answers, and no model is loaded here. "
+        "http://host:port of a gateway: the lines become a batch, which runs on idle capacity.",
         group=ENDPOINT,
-        metavar="HOST:PORT",
+        metavar="HOST:PORT|URL",
+    )
+    completion_window: str = option(
+        "24h", "Time for the batch of a gateway; then it expires.", group=ENDPOINT, metavar="DURATION"
     )
     concurrency: int = option(16, "Prompts that are with the endpoint at once.", group=ENDPOINT, minimum=1)
 
@@ -147,8 +151,15 @@ class InferConfig(SamplingConfig):
             self._check_endpoint(loads, engine)
         elif self.model:
             raise StartupError("--model is for an --endpoint; the model here is --base-model", flag="--model")
+        if self.interactive and self.is_batch:
+            raise StartupError("--interactive needs a router: give its host:port as --endpoint", flag="--endpoint")
         if self.interactive and self.data_file:
             raise StartupError("--interactive reads no --data-file: give one of them", flag="--data-file")
+
+    @property
+    def is_batch(self) -> bool:
+        """True when the endpoint is a gateway, which answers by batches."""
+        return (self.endpoint or "").startswith(("http://", "https://"))
 
     def _check_endpoint(self, loads: str | None, engine: dict[str, Any]) -> None:
         """Refuse flags that apply only to a model loaded here."""

@@ -206,7 +206,7 @@ class RemoteTarget:
         """Connect. Raises StartupError naming the flag, NotFound for an unknown --model."""
         self._client: Client = open_client(connection)
         try:
-            self.tokenizer = _tokenizer(config)
+            self.tokenizer = tokenizer_of(config)
             model = self._client.get_model(config.model or "")
         except BaseException:
             self._client.close()
@@ -262,7 +262,7 @@ class RemoteTarget:
         return self._client.stream(prompt.asked, **options)
 
 
-def _tokenizer(config: InferConfig) -> LocalTokenizer | None:
+def tokenizer_of(config: InferConfig) -> LocalTokenizer | None:
     """Load the tokenizer that writes an endpoint's prompts here; None when none is named."""
     named = config.tokenizer_path or config.base_model
     if named is None:
@@ -307,7 +307,7 @@ class VllmTarget:
         folder = resolve_model(config.base_model)
         self.name = model_name(config.base_model)
         self.context: int | None = None
-        self.tokenizer = _tokenizer(replace(config, base_model=str(folder)))
+        self.tokenizer = tokenizer_of(replace(config, base_model=str(folder)))
         self.facts: dict[str, Any] = {"checkpoint": _checkpoint(folder), "engine": "vllm"}
         self._params = vllm.SamplingParams
         self._model = vllm.LLM(

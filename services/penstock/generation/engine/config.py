@@ -96,6 +96,14 @@ class EngineOptions:
     tenant_memory_seconds: float = option(
         10.0, "Time that a tenant still counts as present after its last request.", group=BATCHING, minimum=0.0
     )
+    idle_share: float = option(
+        0.25,
+        "Share of --max-running-sequences, --max-batch-tokens and --max-queued-requests that requests of idle capacity "
+        "may have. They rest while there are others; a new request waits for their step under way.",
+        group=BATCHING,
+        minimum=0.01,
+        maximum=1.0,
+    )
     heartbeat_seconds: float = option(
         0.25,
         "Interval of the progress messages to a waiting session; keep it well below the router's "

@@ -16,6 +16,7 @@ from penstock.common.errors import (
     PenstockError,
     Unavailable,
 )
+from penstock.common.idle_only import IDLE_TENANT
 from penstock.common.logging import get_logger
 from penstock.generation.core.request import FinishReason, Purpose, RequestOutput
 from penstock.generation.core.step import SchedulerOutput
@@ -240,7 +241,7 @@ class Engine:
             self._measure(
                 started, tokens - self.stats.rejected_draft_tokens + rejected, self.stats.generated_tokens > generated
             )
-        self._leaves_waiting = len(self._scheduler.waiting) > 0
+        self._leaves_waiting = self._scheduler.waiting.num_pressing > 0
         if not self._scheduler.has_work:
             self._last_step_end = None
             self._forget(self._scheduler.go_idle())
@@ -410,7 +411,8 @@ class Engine:
         for group in self._scheduler.admitted:
             group.begun_at = now
             self._end_times.begin(group)
-            self._meter.started(group.expected, group.request.arrival_time, now)
+            if group.request.fair_share_key != IDLE_TENANT:
+                self._meter.started(group.expected, group.request.arrival_time, now)
 
     def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken], result: RunnerOutput) -> None:
         if result.failed and any(sequence.seq_id in result.failed for sequence in _drawers(group, sampled)):
@@ -536,15 +538,25 @@ class Engine:
 
     def _resting(self) -> frozenset[str]:
         """Tenants that rest in the next step. O(1) with one tenant."""
-        if len(self._scheduler.waiting.tenants) < 2:
+        waiting = self._scheduler.waiting
+        if len(waiting.tenants) < 2:
             return frozenset()
-        return self.turns.choose(self._scheduler.widths())
+        widths = self._scheduler.widths()
+        if waiting.has_idle_only:
+            # Beside any other request.
+            del widths[IDLE_TENANT]
+            return self.turns.choose(widths) | {IDLE_TENANT}
+        return self.turns.choose(widths)
 
     def _measure(self, started: float, tokens: int, drew: bool) -> None:
         """Take a step's figures; its time begins at the end of the step before, while work goes on."""
         end, begin = self._clock(), started if self._last_step_end is None else self._last_step_end
         self._last_step_end = end
-        is_light, waiting = bool(self._scheduler.resting), len(self._scheduler.waiting) > 0
+        scheduler = self._scheduler
+        if scheduler.waiting.has_idle_only and IDLE_TENANT not in scheduler.resting:
+            # It says nothing about the steps of others, which it rests in.
+            return
+        is_light, waiting = bool(scheduler.resting - {IDLE_TENANT}), scheduler.waiting.num_pressing > 0
         self._meter.stepped(end - begin, tokens, something_waited=waiting, drew=drew, is_light=is_light)
         self.turns.stepped(end - begin, self._meter.least_step_seconds, is_light=is_light)
 
@@ -565,6 +577,9 @@ class Engine:
         self._scheduler.waiting.close(group, spent)
         for hear in self._listeners.charged:
             hear(group, spent)
+        if request.fair_share_key == IDLE_TENANT:
+            # It rests for any time, and others do not wait for it: no forecast learns from it.
+            return
         self._meter.ended(group.expected, request.arrival_time, group.begun_at, self._clock(), generated)
         if request.purpose is Purpose.GENERATE and group.report.scheduled_at is not None:
             self._meter.answered(generated, output_limit(self.config, request), is_whole=is_whole)
@@ -572,9 +587,12 @@ class Engine:
     def _pace(self, running_sequences: int) -> Pace:
         waiting = self._scheduler.waiting
         # Requests that came since the last step wait only for the next one, if there are places.
-        num_coming = 0 if self._leaves_waiting else len(waiting)
+        num_coming = 0 if self._leaves_waiting else waiting.num_pressing
+        if waiting.has_idle_only:
+            # They give way.
+            running_sequences -= self._scheduler.num_sequences_of(IDLE_TENANT)
         is_busy = self._leaves_waiting or running_sequences + num_coming >= self.config.max_running_sequences
-        is_idle = not self._scheduler.has_work
+        is_idle = not self._scheduler.has_work or waiting.is_idle_alone
         return self._meter.pace(waiting.waiting_tokens, self._clock(), is_busy=is_busy, is_idle=is_idle)
 
     def _take_outputs(self) -> list[RequestOutput]:

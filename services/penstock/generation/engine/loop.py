@@ -106,7 +106,7 @@ class EngineLoop:
             queued = self._num_inbound + self._engine.num_waiting
             # The rest of the queue is reserved for other tenants, present or not.
             own = self._engine.num_waiting_of(tenant) + self._inbound_of[tenant] if tenant else 0
-            if queued >= config.max_queued_requests or own >= self._engine.shares.queued_requests:
+            if queued >= config.max_queued_requests or own >= self._engine.shares.queued_of(tenant):
                 raise ResourceExhausted(
                     "the queue is full", reason="QUEUE_FULL", retry_after_seconds=config.queue_full_retry_seconds
                 )

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.common.idle_only import IDLE_TENANT
 from penstock.generation.core.step import Fork
 from penstock.generation.engine.block_copies import BlockCopies
 from penstock.generation.engine.block_pool import BlockClaims, BlockPool, HeldPrefixes
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 Progress = tuple[SequenceGroup, "dict[Sequence, SampledToken]"]
 # (group, sequence, token up to which the sequence may be computed in this step)
 Entries = list[tuple[SequenceGroup, "Sequence", int]]
+_IDLE_ONLY = frozenset((IDLE_TENANT,))
 # Leaders of a group, each with the blocks of its prompt's prefix; empty for a swapped group.
 Starts = list[tuple["Sequence", list[int | HostBlock]]]
 
@@ -113,6 +115,10 @@ class Scheduler:
     def num_running_sequences(self) -> int:
         """Number of sequences that running groups hold or will fork."""
         return sum(group.strategy.width for group in self.running)
+
+    def num_sequences_of(self, tenant: str) -> int:
+        """Return the number of sequences that a tenant's running groups hold or will fork. O(running groups)."""
+        return sum(group.strategy.width for group in self.running if group.request.fair_share_key == tenant)
 
     def widths(self) -> dict[str, int]:
         """Return the running sequences of each tenant that has a group. O(running groups)."""
@@ -195,8 +201,11 @@ class Scheduler:
 
     def _put_together(self) -> None:
         # Among several tenants steps are kept short: a new request waits for the current step.
-        is_short = self.waiting.is_shared and not self.resting
-        budget = self.shares.step_tokens if is_short else self._config.max_batch_tokens
+        waiting, budget = self.waiting, self._config.max_batch_tokens
+        if waiting.has_idle_only and IDLE_TENANT not in self.resting:
+            budget = self.shares.idle_step_tokens
+        elif waiting.is_shared and self.resting <= _IDLE_ONLY:
+            budget = self.shares.step_tokens
         self._plan = StepPlan(budget, self.stats.steps + 1, self.copies)
         self._cut.clear()
         self.prefixes.start_step()
@@ -497,6 +506,9 @@ class Scheduler:
             if not self._plan.budget or self._plan.budget < len(leaders):
                 self._plan.admission_stopped = HeldBack.BUDGET
                 break
+            while width > self._config.max_running_sequences and (victim := self._victims.place_for(group)) is not None:
+                width -= victim.strategy.width
+                self._preempt(victim)
             if width > self._config.max_running_sequences:
                 self._plan.admission_stopped = HeldBack.SEQUENCES
                 break
@@ -540,13 +552,17 @@ class Scheduler:
     def _has_its_share(self, group: SequenceGroup) -> bool:
         """True when the tenant of a waiting group has as many running sequences as it may beside other tenants.
 
-        O(running groups), and O(1) where there are no others.
+        O(running groups), and O(1) where there are no others. Requests of idle capacity always have a bound.
         """
         tenant = group.request.fair_share_key
-        if not self.waiting.has_others(tenant):
+        if tenant == IDLE_TENANT:
+            most = self.shares.idle_sequences
+        elif self.waiting.has_others(tenant):
+            most = self.shares.running_sequences
+        else:
             return False
-        running = sum(one.strategy.width for one in self.running if one.request.fair_share_key == tenant)
-        return running > 0 and running + group.strategy.width > self.shares.running_sequences
+        running = self.num_sequences_of(tenant)
+        return running > 0 and running + group.strategy.width > most
 
     def _start(self, group: SequenceGroup, starts: Starts) -> bool:
         """Move a waiting group to the running ones, with its leaders' prefixes, or with all of its computed blocks.

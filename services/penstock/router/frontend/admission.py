@@ -1,5 +1,6 @@
 """Admission of requests: limits on live and on waiting ones, fair between tenants.
 
+Requests of idle capacity are a tenant of their own, which comes after all others and makes room first.
 Waiting requests are admitted by tokens: the tenant that has received the fewest comes first. When the queue is full,
 the tenant with the most waiting requests loses its newest one, so one tenant's flood cannot shut out another.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from penstock.common.credentials import bearer_token
 from penstock.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from penstock.common.fair_order import FairOrder
+from penstock.common.idle_only import IDLE_TENANT, asks_for_idle_only
 from penstock.router.config import RouterConfig
 
 DEFAULT_TENANT = "default"
@@ -29,8 +31,18 @@ def tenant_of(config: RouterConfig, metadata: Iterable[tuple[str, str | bytes]] 
     return hashlib.sha256(token or b"").hexdigest()
 
 
+def serving_tenant(tenant: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Return the tenant of a call's places and turns: the caller's own, or the one of all idle capacity.
+
+    Caches and sessions stay the caller's own.
+    """
+    return IDLE_TENANT if asks_for_idle_only(metadata) else tenant
+
+
 def fair_share_key(tenant: str) -> str:
     """Key by which backends serve tenants fairly; it reveals nothing about the tenant. Empty for the only tenant."""
+    if tenant == IDLE_TENANT:
+        return tenant
     return "" if tenant == DEFAULT_TENANT else hashlib.sha256(f"fair share:{tenant}".encode()).hexdigest()[:16]
 
 
@@ -46,13 +58,23 @@ class Admission:
     """Places for live requests, and the queue of waiting ones. Belongs to one event loop."""
 
     def __init__(
-        self, *, max_live: int, max_waiting: int, retry_after_seconds: float, tenant_share: float = 1.0
+        self,
+        *,
+        max_live: int,
+        max_waiting: int,
+        retry_after_seconds: float,
+        tenant_share: float = 1.0,
+        idle_share: float = 0.25,
     ) -> None:
-        """Make it. `tenant_share`: share of the places that one tenant may have, if tenants are told apart."""
+        """Make it. `tenant_share`: share of the places that one tenant may have, if tenants are told apart.
+
+        `idle_share`: share of the places that all requests of idle capacity may have.
+        """
         self._max_live = max_live
         self._max_waiting = max_waiting
         self._retry_after = retry_after_seconds
         self._max_of_tenant = max(1, int(tenant_share * max_live))
+        self._max_of_idle = max(1, int(idle_share * max_live))
         self._live = 0
         self._live_of: Counter[str] = Counter()
         self._queues: dict[str, deque[_Waiting]] = {}
@@ -121,7 +143,7 @@ class Admission:
             if tenant not in self._queues:
                 self._order.forget(tenant)
         while self._live < self._max_live:
-            following = next((one for one in self._order if self._may_take(one)), None)
+            following = next((one for one in self._in_turn() if self._may_take(one)), None)
             if following is None:
                 break
             waiting = self._queues[following].popleft()
@@ -140,7 +162,15 @@ class Admission:
         finally:
             self.leave(tenant)
 
+    def _in_turn(self) -> Iterator[str]:
+        """Iterate over the waiting tenants; that of idle capacity comes after all others."""
+        yield from (tenant for tenant in self._order if tenant != IDLE_TENANT)
+        if IDLE_TENANT in self._queues:
+            yield IDLE_TENANT
+
     def _may_take(self, tenant: str) -> bool:
+        if tenant == IDLE_TENANT:
+            return self._live_of[tenant] < self._max_of_idle
         return tenant == DEFAULT_TENANT or self._live_of[tenant] < self._max_of_tenant
 
     def _take(self, tenant: str) -> None:
@@ -150,9 +180,15 @@ class Admission:
 
     def _shed(self, tenant: str) -> None:
         """Make room for `tenant`: refuse a request of a tenant with more waiting, or this one."""
-        largest, queue = max(self._queues.items(), key=lambda item: len(item[1]), default=(tenant, deque()))
-        if len(queue) <= len(self._queues.get(tenant, ())) + 1:
+        idle = self._queues.get(IDLE_TENANT)
+        if tenant == IDLE_TENANT:
             raise self._full()
+        if idle:
+            largest, queue = IDLE_TENANT, idle
+        else:
+            largest, queue = max(self._queues.items(), key=lambda item: len(item[1]), default=(tenant, deque()))
+            if len(queue) <= len(self._queues.get(tenant, ())) + 1:
+                raise self._full()
         place = queue.pop().place
         self._drop_if_empty(largest)
         if not place.done():

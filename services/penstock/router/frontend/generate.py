@@ -25,7 +25,7 @@ from penstock.common.request_context import current_request_id, new_request_id
 from penstock.common.tracing import SpanKind, stage
 from penstock.router.chat.chat_output import ChatParser, make_parser
 from penstock.router.frontend import convert
-from penstock.router.frontend.admission import fair_share_key, tenant_of
+from penstock.router.frontend.admission import fair_share_key, serving_tenant, tenant_of
 from penstock.router.frontend.drain import GraceEnd, grace_over
 from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.stream_writer import StreamKind, StreamWriter
@@ -109,15 +109,17 @@ class _StreamedCall:
         self._model, self._adapter = parts.pool.choose_model(self._request.model, self._request.adapter)
         describe_request(self._kind.operation, self._model, self._adapter, self._request.config)
         parts.attempts.check_capacity(self._model, self._adapter)
-        tenant = tenant_of(parts.config, self._context.invocation_metadata())
-        demand = convert.to_demand(self._request, fair_share_key(tenant), self._info())
+        metadata = self._context.invocation_metadata()
+        tenant = tenant_of(parts.config, metadata)
+        served_as = serving_tenant(tenant, metadata)
+        demand = convert.to_demand(self._request, fair_share_key(served_as), self._info())
         # A stack: everything held is given back even if one release fails.
         with contextlib.ExitStack() as held:
             coming = _HeldPlace(parts.forecast.expect(self._model, demand, self._left()))
             held.callback(coming.give_back)
             with stage("admission"):
-                await parts.admission.enter(tenant, self._left(), parts.forecast.tokens(self._model, demand))
-            place = _HeldPlace(partial(parts.admission.leave, tenant))
+                await parts.admission.enter(served_as, self._left(), parts.forecast.tokens(self._model, demand))
+            place = _HeldPlace(partial(parts.admission.leave, served_as))
             held.callback(place.give_back)
             if self._adapter:
                 await parts.attempts.adapters.require(self._model, self._adapter, self._left())

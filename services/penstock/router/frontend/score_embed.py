@@ -18,7 +18,7 @@ from penstock.router.backends.pool import BackendPool
 from penstock.router.backends.prefix_index import routing_hashes
 from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
-from penstock.router.frontend.admission import Admission, fair_share_key, tenant_of
+from penstock.router.frontend.admission import Admission, fair_share_key, serving_tenant, tenant_of
 from penstock.router.frontend.convert import BYTES_PER_TOKEN, MAX_RESPONSE_BYTES, cache_salt, routing_salt
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.score_embed_text import ScoredIds, ScoreEmbedTexts
@@ -37,7 +37,9 @@ class _CallFacts:
 
     model: str
     adapter: str
+    # Of its cache, and of its places and turns.
     tenant: str
+    served_as: str
     deadline: float | None
 
     @property
@@ -83,7 +85,7 @@ class ScoreEmbedFlow:
                 inputs=[common_pb2.TokenIds(ids=ids) for ids in inputs],
                 normalize=request.normalize,
                 cache_salt=cache_salt(call.tenant, ""),
-                fair_share_key=fair_share_key(call.tenant),
+                fair_share_key=fair_share_key(call.served_as),
                 adapter=call.adapter,
             )
             answer: generation_pb2.EmbedResponse = await self._ask(
@@ -125,18 +127,20 @@ class ScoreEmbedFlow:
         deadline = None if remaining is None else begin + remaining
         status = "INTERNAL"
         try:
-            tenant = tenant_of(self.config, context.invocation_metadata())
+            metadata = context.invocation_metadata()
+            tenant = tenant_of(self.config, metadata)
+            served_as = serving_tenant(tenant, metadata)
             # A watermark does not depend on an adapter.
             adapter = "" if isinstance(request, text_pb2.DetectWatermarkTextRequest) else request.adapter
-            call = _CallFacts(*self.pool.choose_model(request.model, adapter), tenant, deadline)
+            call = _CallFacts(*self.pool.choose_model(request.model, adapter), tenant, served_as, deadline)
             self.attempts.check_capacity(call.model, call.adapter)
-            demand = Demand(fair_share_key(tenant), request.ByteSize() // BYTES_PER_TOKEN, 0)
+            demand = Demand(fair_share_key(served_as), request.ByteSize() // BYTES_PER_TOKEN, 0)
             if remaining is not None:
                 self.forecast.check(call.model, demand, remaining)
             async with self.drain.attended():
                 with stage("admission"):
-                    await self.admission.enter(tenant, call.left, demand.prompt_tokens)
-                with self.admission.leaving(tenant):
+                    await self.admission.enter(served_as, call.left, demand.prompt_tokens)
+                with self.admission.leaving(served_as):
                     if call.adapter:
                         await self.attempts.require_adapter(call.model, call.adapter, call.left)
                     yield call
@@ -166,7 +170,7 @@ class ScoreEmbedFlow:
                 for item in items
             ],
             cache_salt=cache_salt(call.tenant, ""),
-            fair_share_key=fair_share_key(call.tenant),
+            fair_share_key=fair_share_key(call.served_as),
             adapter=call.adapter,
         )
         if request.HasField("top_logprobs"):

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from penstock.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from penstock.common.idle_only import IDLE_ONLY_KEY, IDLE_TENANT
 from penstock.router.backends.attempts import RetryBudget
 from penstock.router.config import RouterConfig
-from penstock.router.frontend.admission import DEFAULT_TENANT, Admission, tenant_of
+from penstock.router.frontend.admission import DEFAULT_TENANT, Admission, fair_share_key, serving_tenant, tenant_of
 
 
 def admission(max_live: int = 1, max_waiting: int = 2) -> Admission:
@@ -197,3 +198,55 @@ def test_retries_are_a_share_of_requests_after_the_burst() -> None:
     for _ in range(10):
         budget.note_request()
     assert [budget.take() for _ in range(2)] == [True, False]
+
+
+async def test_idle_capacity_comes_after_all_others_and_has_its_share_of_places() -> None:
+    gate = Admission(max_live=4, max_waiting=10, retry_after_seconds=0.5, idle_share=0.5)
+    order: list[str] = []
+
+    async def one(tenant: str) -> None:
+        await gate.enter(tenant, None)
+        order.append(tenant)
+
+    for _ in range(2):
+        await gate.enter(IDLE_TENANT, None)
+    tasks = [asyncio.ensure_future(one(IDLE_TENANT)) for _ in range(2)]
+    await settle()
+    # Half of the places is the most, while others are free.
+    assert (gate.live, gate.waiting) == (2, 2)
+    for _ in range(2):
+        await gate.enter("t", None)
+    tasks.append(asyncio.ensure_future(one("t")))
+    await settle()
+    gate.leave(IDLE_TENANT)
+    await settle()
+    assert order == ["t"]
+    for _ in range(3):
+        gate.leave("t")
+    await settle()
+    assert order == ["t", IDLE_TENANT]
+    gate.leave(IDLE_TENANT)
+    await asyncio.gather(*tasks)
+
+
+async def test_idle_capacity_makes_room_in_a_full_queue_and_never_takes_it() -> None:
+    gate = admission(max_live=1, max_waiting=1)
+    await gate.enter("t", None)
+    waiting = asyncio.ensure_future(gate.enter(IDLE_TENANT, None))
+    await settle()
+    other = asyncio.ensure_future(gate.enter("t", None))
+    with pytest.raises(ResourceExhausted):
+        await waiting
+    with pytest.raises(ResourceExhausted):
+        await gate.enter(IDLE_TENANT, None)
+    gate.leave("t")
+    await other
+
+
+def test_idle_capacity_is_a_tenant_of_its_own_that_metadata_asks_for() -> None:
+    asked = [("authorization", "Bearer a"), (IDLE_ONLY_KEY, "1")]
+    assert serving_tenant("mine", asked) == IDLE_TENANT
+    assert serving_tenant("mine", asked[:1]) == "mine"
+    assert fair_share_key(IDLE_TENANT) == IDLE_TENANT
+    # Prefixes stay the caller's own.
+    assert tenant_of(RouterConfig(), asked) == DEFAULT_TENANT

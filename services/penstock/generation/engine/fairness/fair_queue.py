@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from itertools import chain
 
 from penstock.common.fair_order import FairOrder
+from penstock.common.idle_only import IDLE_TENANT
 from penstock.generation.engine.group import SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
 
@@ -15,7 +16,8 @@ class FairQueue:
     """Queue of groups and counters of their tenants. A tenant is a request's `fair_share_key`.
 
     A tenant is charged the expected cost when one of its groups starts, and the difference when that group is over.
-    With one tenant the order is that of a GroupQueue.
+    With one tenant the order is that of a GroupQueue. The tenant of idle capacity comes after all others, and is none
+    of those that share.
     """
 
     def __init__(self, memory_seconds: float) -> None:
@@ -51,8 +53,10 @@ class FairQueue:
     def first(self, held: Collection[str] = ()) -> SequenceGroup | None:
         """Return the group that is next in turn, among tenants that are not `held`."""
         for tenant in self._order:
-            if tenant not in held:
+            if tenant not in held and tenant != IDLE_TENANT:
                 return self._queues[tenant].first
+        if IDLE_TENANT in self._queues and IDLE_TENANT not in held:
+            return self._queues[IDLE_TENANT].first
         return None
 
     def enter(self, group: SequenceGroup) -> None:
@@ -99,24 +103,42 @@ class FairQueue:
         return self._live.keys()
 
     @property
+    def has_idle_only(self) -> bool:
+        """True when a request that uses idle capacity only is here, waiting or not."""
+        return IDLE_TENANT in self._live
+
+    @property
+    def is_idle_alone(self) -> bool:
+        """True when there are such requests, and no others."""
+        return IDLE_TENANT in self._live and len(self._live) == 1
+
+    @property
+    def num_pressing(self) -> int:
+        """Number of groups here without those that use idle capacity only."""
+        return self._num_groups - self.num_of(IDLE_TENANT)
+
+    @property
     def is_shared(self) -> bool:
         """True when several tenants have a request, or one has and another had one a short time ago."""
-        if len(self._live) > 1:
+        if len(self._live) - self.has_idle_only > 1:
             return True
         # The only tenant, or none.
         for tenant in self._live:
-            return self.has_others(tenant)
+            if tenant != IDLE_TENANT:
+                return self.has_others(tenant)
         return False
 
     def has_others(self, tenant: str) -> bool:
         """True when another tenant has a request, or had one a short time ago."""
-        if len(self._live) > (tenant in self._live):
+        if len(self._live) - self.has_idle_only > (tenant in self._live):
             return True
         other = self._last_other if self._last[0] == tenant else self._last
         return other[1] >= max(self.now, self._last[1]) - self._memory_seconds
 
     def _remember(self, tenant: str, at: float) -> None:
         """Note that a tenant was present at `time`."""
+        if tenant == IDLE_TENANT:
+            return
         at = max(at, self._last[1])
         if tenant != self._last[0]:
             self._last_other = self._last
@@ -135,6 +157,9 @@ class FairQueue:
         tenant, prompt = group.request.fair_share_key, len(group.request.prompt_token_ids)
         self._num_groups += sign
         self.prompt_tokens += sign * prompt
+        if tenant == IDLE_TENANT:
+            # Nobody waits for it.
+            return
         waiting = {**self.waiting_tokens, tenant: self.waiting_tokens.get(tenant, 0.0) + sign * group.cost}
         if tenant not in self._queues:
             del waiting[tenant]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.common.idle_only import IDLE_TENANT
+
 if TYPE_CHECKING:
     from penstock.generation.engine.config import EngineConfig
 
@@ -27,3 +29,15 @@ class TenantShares:
             least = config.max_running_sequences + config.max_running_sequences // 2
             rest = int((1 - share) * config.max_batch_tokens)
             self.step_tokens = min(max(rest, least), config.max_batch_tokens)
+        # The same of requests that use idle capacity only, also while they are alone: a new request waits for the step
+        # under way.
+        self.idle_sequences = max(1, int(config.idle_share * config.max_running_sequences))
+        least = self.idle_sequences + self.idle_sequences // 2
+        self.idle_step_tokens = min(
+            max(int(config.idle_share * config.max_batch_tokens), least), config.max_batch_tokens
+        )
+        self._idle_queued_requests = max(1, int(config.idle_share * config.max_queued_requests))
+
+    def queued_of(self, tenant: str) -> int:
+        """Most waiting requests of a tenant, where tenants are told apart."""
+        return self._idle_queued_requests if tenant == IDLE_TENANT else self.queued_requests

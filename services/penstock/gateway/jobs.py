@@ -1,0 +1,88 @@
+"""Files and batches of one gateway: store and runner, made from its configuration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from penstock.gateway.http_errors import HttpError
+from penstock.gateway.metrics import GatewayMetrics
+from penstock.jobs.batch_runner import Answerer, BatchRunner
+from penstock.jobs.batch_store import BatchStore
+from penstock.jobs.file_store import FileStore
+from penstock.jobs.job_database import JobDatabase
+from penstock.jobs.job_options import JobOptions
+from penstock.jobs.job_records import JobCounts
+from penstock.jobs.sqlite_jobs import SqliteJobs
+
+
+class Jobs:
+    """Store and runner, as the routes and the process's life use them."""
+
+    def __init__(self, options: JobOptions, metrics: GatewayMetrics, answer: Answerer, max_line_bytes: int) -> None:
+        """Make them; nothing is open yet. Raises StartupError naming --job-store."""
+        self._options = options
+        self._database = _open_database(options)
+        self._uploads, self._made_at = 0, time.time()
+        self.files = FileStore(self._database, options)
+        self.batches = BatchStore(self._database, self.files, options)
+
+        def show(counts: JobCounts) -> None:
+            metrics.files.set(counts.files)
+            metrics.file_bytes.set(counts.file_bytes)
+            metrics.batches.set(counts.batches)
+            metrics.batch_lines_waiting.set(counts.waiting_lines)
+
+        def count(outcome: str) -> None:
+            metrics.batch_lines(outcome).inc()
+
+        self.runner = BatchRunner(
+            self.files,
+            self.batches,
+            options,
+            answer,
+            max_line_bytes=max_line_bytes,
+            count=count,
+            show=show,
+        )
+        metrics.batch_lines_in_flight.set_function(lambda: self.runner.in_flight)
+
+    async def open(self) -> None:
+        """Open the store. Raises StartupError naming --job-store."""
+        await self._database.open()
+        if self._database.is_own:
+            # What a process before this one had taken, or received in part: nobody else gives it back.
+            await self.batches.release_all(None)
+            await self.files.sweep(self._made_at)
+
+    def start(self) -> None:
+        """Begin to answer lines."""
+        self.runner.start()
+
+    async def close(self) -> None:
+        """Give up the lines in flight, and close the store."""
+        await self.runner.stop()
+        await self._database.close()
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Hold a place for an upload during the block. Raises HttpError 429."""
+        if self._uploads >= self._options.max_uploads:
+            raise HttpError(
+                429, "other files arrive at this moment (--max-uploads)", reason="MAX_REQUESTS", retry_after_seconds=1.0
+            )
+        self._uploads += 1
+        try:
+            yield
+        finally:
+            self._uploads -= 1
+
+
+def _open_database(options: JobOptions) -> JobDatabase:
+    if urlsplit(options.job_store).scheme in ("postgresql", "postgres"):
+        from penstock.jobs.postgres_jobs import PostgresJobs
+
+        return PostgresJobs(options.job_store)
+    return SqliteJobs(options.job_store)

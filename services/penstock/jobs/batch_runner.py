@@ -1,0 +1,231 @@
+"""Runs the lines of batches, a few at a time, and keeps each answer; whatever it leaves is taken up by the next one.
+
+Lines use idle capacity only: router and engine let them wait while other requests are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from penstock.common.errors import NotFound
+from penstock.common.logging import get_logger
+from penstock.jobs.batch_lines import MOST_PROBLEMS, LineCheck, duplicate, lines_of
+from penstock.jobs.batch_store import BatchStore
+from penstock.jobs.file_store import FileStore
+from penstock.jobs.job_database import JobStoreFailed
+from penstock.jobs.job_options import JobOptions
+from penstock.jobs.job_records import BatchRecord, JobCounts, LineProblem, NewLine, TakenLine
+from penstock.jobs.line_answer import answered_line
+
+_log = get_logger("penstock.jobs")
+# Seconds before the lines go on after an answer that says "later": doubled each time, up to the second number.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 15.0
+# Renewals of a lease within its life, and polls between two searches for what is too old.
+_RENEWALS, _SWEEP_POLLS = 3, 60
+# Lines that one transaction adds.
+_LINES_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LineOutcome:
+    """Answer of an endpoint to one line. `body` is JSON; None: the line is to be sent again later."""
+
+    status: int
+    request_id: str
+    body: bytes | None
+
+
+# Sends a line's bytes to its endpoint.
+Answerer = Callable[[TakenLine, bytes], Awaitable[LineOutcome]]
+
+
+class BatchRunner:
+    """Runner of one process. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        files: FileStore,
+        batches: BatchStore,
+        options: JobOptions,
+        answer: Answerer,
+        *,
+        max_line_bytes: int,
+        count: Callable[[str], None],
+        show: Callable[[JobCounts], None],
+    ) -> None:
+        """`count`: called with the outcome of each line (completed, failed, retried or dropped). `show`: called with
+        what the store has, now and then.
+        """
+        self._files, self._batches, self._options = files, batches, options
+        self._answer, self._max_line_bytes = answer, max_line_bytes
+        self._count, self._show = count, show
+        self._holder = secrets.token_hex(8)
+        self._wake = asyncio.Event()
+        self._tasks: dict[asyncio.Task[None], TakenLine] = {}
+        self._pause_seconds = 0.0
+        self._paused_until = 0.0
+        # Times of time.monotonic(); 0: at once.
+        self._next_poll = self._next_renewal = self._next_sweep = 0.0
+        self._is_asked = False
+        self._main: asyncio.Task[None] | None = None
+        self._validation: asyncio.Task[None] | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Number of lines that are with the router now."""
+        return len(self._tasks)
+
+    def start(self) -> None:
+        """Begin to run; the store is open."""
+        self._main = asyncio.create_task(self._run())
+
+    def wake(self) -> None:
+        """Look for work now: a batch came, or was cancelled."""
+        self._is_asked = True
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """Give up what is in flight, so that another process takes it up at once."""
+        mine = [task for task in (self._main, self._validation, *self._tasks) if task is not None]
+        for task in mine:
+            task.cancel()
+        await asyncio.gather(*mine, return_exceptions=True)
+        with contextlib.suppress(JobStoreFailed):
+            await self._batches.release_all(self._holder)
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                await self._keep_house()
+                await self._validate_next()
+                await self._take()
+            except JobStoreFailed as error:
+                _log.error("the store of jobs failed", error=str(error))
+            except Exception:
+                # The batches of all callers go on after a fault of one.
+                _log.exception("the runner of batches failed")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._options.job_poll_seconds):
+                    await self._wake.wait()
+
+    async def _keep_house(self) -> None:
+        """Do what is due at every poll, and what an answered line alone does not call for."""
+        now, options = time.monotonic(), self._options
+        if now < self._next_poll and not self._is_asked:
+            return
+        self._is_asked, self._next_poll = False, now + options.job_poll_seconds
+        if now >= self._next_renewal:
+            self._next_renewal = now + options.job_lease_seconds / _RENEWALS
+            await self._batches.renew(self._tasks.values(), self._holder)
+        self._give_up(await self._batches.end_overdue())
+        if now >= self._next_sweep:
+            self._next_sweep = now + _SWEEP_POLLS * options.job_poll_seconds
+            await self._files.sweep()
+            await self._batches.sweep()
+        self._show(await self._batches.counts())
+
+    def _give_up(self, ended: list[str]) -> None:
+        for task, line in self._tasks.items():
+            if line.batch_id in ended:
+                task.cancel()
+
+    # Validation.
+
+    async def _validate_next(self) -> None:
+        if self._validation is not None and not self._validation.done():
+            return
+        record = await self._batches.take_new(self._holder)
+        if record is not None:
+            self._validation = asyncio.create_task(self._validate(record))
+            self._validation.add_done_callback(lambda _: self._wake.set())
+
+    async def _validate(self, record: BatchRecord) -> None:
+        try:
+            total, problems = await self._read_lines(record)
+            if problems:
+                await self._batches.refuse(record.batch_id, problems[:MOST_PROBLEMS])
+            else:
+                await self._batches.start(record.batch_id, total)
+        except JobStoreFailed as error:
+            _log.error("a batch was not validated", batch=record.batch_id, error=str(error))
+
+    async def _read_lines(self, record: BatchRecord) -> tuple[int, list[LineProblem]]:
+        """Add the lines of a batch to the store; return their number, and what is wrong with them."""
+        check, total = LineCheck(record.endpoint, self._max_line_bytes), 0
+        problems: list[LineProblem] = []
+        most = self._options.max_batch_lines
+        try:
+            file = await self._files.get(record.owner, record.input_file)
+        except NotFound:
+            return 0, [LineProblem("file_not_found", "the input file is gone")]
+        async for raw in lines_of(self._files.content(file), self._max_line_bytes):
+            # Parsing holds up other threads, too: a piece at a time.
+            checked = await asyncio.to_thread(check.check_all, raw)
+            good = [line for line in checked if isinstance(line, NewLine)]
+            problems += [line for line in checked if isinstance(line, LineProblem)]
+            total += len(good)
+            if total > most:
+                return 0, [LineProblem("too_many_lines", f"the file has more than {most} lines (--max-batch-lines)")]
+            for first in range(0, len(good), _LINES_AT_ONCE):
+                twice = await self._batches.add_lines(record.batch_id, good[first : first + _LINES_AT_ONCE])
+                if twice is None:
+                    # Cancelled meanwhile: what follows changes nothing.
+                    return 0, []
+                problems += [duplicate(line) for line in twice]
+            if len(problems) >= MOST_PROBLEMS:
+                break
+        if not total and not problems:
+            problems.append(LineProblem("empty_file", "the file has no lines"))
+        return total, problems
+
+    # Lines.
+
+    async def _take(self) -> None:
+        free = self._options.job_requests - len(self._tasks)
+        if free <= 0 or time.monotonic() < self._paused_until:
+            return
+        if self._pause_seconds:
+            # One at a time until an answer comes: the others would only be refused, too.
+            free = min(free, 1)
+        in_flight = Counter(line.owner for line in self._tasks.values())
+        for line in await self._batches.take(self._holder, free, in_flight):
+            task = asyncio.create_task(self._run_line(line))
+            self._tasks[task] = line
+            task.add_done_callback(self._line_is_over)
+
+    def _line_is_over(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        self._wake.set()
+
+    async def _run_line(self, line: TakenLine) -> None:
+        try:
+            data = await self._files.read(line.input_file, line.place, line.num_bytes)
+            outcome = await self._answer(line, data)
+            if outcome.body is None:
+                self._pause()
+                self._count("retried")
+                await self._batches.release(line, self._holder)
+                return
+            self._pause_seconds = self._paused_until = 0.0
+            has_failed = outcome.status != 200
+            answer = answered_line(line.custom_id, outcome.status, outcome.request_id, outcome.body)
+            is_kept = await self._batches.answer(line, answer, has_failed=has_failed)
+            self._count(("failed" if has_failed else "completed") if is_kept else "dropped")
+        except JobStoreFailed as error:
+            # Its lease ends, and it is answered again.
+            _log.error("a line's answer was not kept", batch=line.batch_id, error=str(error))
+            self._pause()
+            self._count("retried")
+
+    def _pause(self) -> None:
+        now = time.monotonic()
+        if now >= self._paused_until:
+            self._pause_seconds = min(max(2 * self._pause_seconds, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+            self._paused_until = now + self._pause_seconds
