@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common.errors import Cancelled
+from penstock.generation.core.cache_group import CacheGroup
 from penstock.generation.core.decoding_mode import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.request import Emission, FinishReason, Logprob, PositionLogprobs
@@ -55,7 +56,9 @@ class Trace:
         if head.get("penstock_trace") not in range(1, FORMAT + 1):
             raise TraceError(f"{path} is not a trace of format 1 to {FORMAT}")
         known = {one.name for one in fields(EngineConfig)}
-        config = EngineConfig(**{name: value for name, value in head["config"].items() if name in known})
+        values = {name: value for name, value in head["config"].items() if name in known}
+        values["groups"] = tuple(CacheGroup(**group) for group in values.get("groups", ()))
+        config = EngineConfig(**values)
         end = lines.pop()["end"] if lines and "end" in lines[-1] else "cut"
         scripts: dict[int, list[Line]] = {}
         for line in lines:

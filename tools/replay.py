@@ -358,8 +358,8 @@ def changed(config: EngineConfig, settings: Iterable[str]) -> EngineConfig:
     values = {one.name: getattr(config, one.name) for one in fields(config)}
     for setting in settings:
         name, _, text = setting.partition("=")
-        if name not in values:
-            raise TraceError(f"--set {name}: one of {', '.join(values)}")
+        if name not in values or name == "groups":
+            raise TraceError(f"--set {name}: one of {', '.join(one for one in values if one != 'groups')}")
         try:
             kind = type(values[name])
             values[name] = text.lower() in ("1", "true", "on") if kind is bool else kind(text)

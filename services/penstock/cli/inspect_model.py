@@ -17,6 +17,7 @@ import typer
 
 from penstock.cli.console import say
 from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
+from penstock.cli.inspect_cache import context_bytes, group_lines, kv_groups, layer_sights
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.dtypes import COMPUTED, dtype_name
@@ -143,6 +144,14 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
     )
     memory = {kind: as_stored if quantized else weights.loaded_bytes(item, kind) for kind in kinds}
     context = _first(text, _CONTEXT)
+    layers = _attention_layers(text) if cache else None
+    sights = layer_sights(text, _first(text, _LAYERS) or 0) if layers else []
+    if cache is None or not layers or len(sights) != layers:
+        groups, whole = [], None if cache is None or context is None else cache * context
+    else:
+        each = cache // layers
+        groups = kv_groups(sights, each)
+        whole = None if context is None else context_bytes(sights, each, context)
     facts: dict[str, Any] = {
         "model": model_name(model),
         "folder": str(folder),
@@ -159,11 +168,13 @@ def inspect_model(model: str | None, *, measures: bool = True, offline: bool = F
         "experts": None if experts is None else {"total": experts, "used_per_token": chosen},
         "context": context,
         "kv_bytes_per_token": cache,
+        # By the positions that layers read: a layer with a window keeps only that.
+        "kv_groups": groups,
         "sliding_window": text.get("sliding_window"),
         **_tokenizer_facts(folder, text),
         "memory": {
             "weights_bytes": memory,
-            "context_bytes": None if cache is None or context is None else cache * context,
+            "context_bytes": whole,
             "available_bytes": available,
             "total_bytes": total,
         },
@@ -503,6 +514,9 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "KV",
             f"{format_size(facts['kv_bytes_per_token'])} a token; half of that or less with --kv-cache-dtype int8",
         )
+    if len(facts["kv_groups"]) > 1:
+        for text in group_lines(facts["kv_groups"], format_size):
+            yield "", text
     yield "vocabulary", f"{facts['vocab_size']}, tokenizer {facts['tokenizer_tokens'] or 'missing'}"
     special = ", ".join(f"{role.removesuffix('_token')} {text}" for role, text in facts["special_tokens"].items())
     yield "special", f"{special or 'none'}; {facts['control_tokens']} control tokens, ended by {facts['eos_token_id']}"

@@ -247,6 +247,13 @@ class ModelOptions:
     max_context: int | None = option(
         None, "Longest prompt and output together; by default the model's.", group=MEMORY, minimum=2
     )
+    kv_groups: bool = option(
+        True,
+        "Layers with a sliding window or chunks keep only what they read, beside layers that keep whole contexts. Off: "
+        "all layers of such a model keep whole contexts, as they do with several processes and where decode steps are "
+        "captured.",
+        group=MEMORY,
+    )
     state_snapshots: int = option(
         32,
         "Snapshots of recurrent layers' states, kept for equal prompt prefixes; each is as large as the state of a "

@@ -449,9 +449,8 @@ class Generator:
         local = self._local(_single(asked.call.prompt), asked)
         ids, salt = list(local.message.prompt_token_ids), local.message.cache_salt
         self._begin_stream(local).result()
-        blocks = self._engine.on_engine(lambda engine: engine.caller_blocks.hold_prefix(ids, salt))
-        size = self._engine.loaded.pools.kv.block_size
-        return PrefixHandle(ids, len(blocks) * size, partial(_release_prefix, weakref.ref(self._engine), blocks))
+        blocks, held = self._engine.on_engine(lambda engine: engine.caller_blocks.hold_prefix(ids, salt))
+        return PrefixHandle(ids, held, partial(_release_prefix, weakref.ref(self._engine), blocks))
 
     def _begin_stream(self, local: LocalRequest) -> TextStream:
         from penstock.generator.answer_reader import AnswerReader

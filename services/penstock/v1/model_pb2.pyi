@@ -58,6 +58,7 @@ class KvGeometry(_message.Message):
     BYTES_PER_STATE_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     NUM_STATE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
     """Tokens per block."""
@@ -74,6 +75,10 @@ class KvGeometry(_message.Message):
     """Blocks of equal prefixes are computed once. With states: up to a block with a kept state."""
     num_state_snapshots: _builtins.int
     """Further states, kept for the prefix cache (--state-snapshots)."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
+        """Groups of layers with blocks of their own; one: a block holds all layers."""
+
     def __init__(
         self,
         *,
@@ -89,14 +94,52 @@ class KvGeometry(_message.Message):
         bytes_per_state: _builtins.int = ...,
         prefix_cache: _builtins.bool = ...,
         num_state_snapshots: _builtins.int = ...,
+        groups: _abc.Iterable[Global___KvGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "bytes_per_state", b"bytes_per_state", "dtype", b"dtype", "head_dim", b"head_dim", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_state_snapshots", b"num_state_snapshots", "num_states", b"num_states", "prefix_cache", b"prefix_cache", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "bytes_per_state", b"bytes_per_state", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_state_snapshots", b"num_state_snapshots", "num_states", b"num_states", "prefix_cache", b"prefix_cache", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvGeometry: _TypeAlias = KvGeometry  # noqa: Y015
+
+@_typing.final
+class KvGroup(_message.Message):
+    """Layers that read the same positions. A sequence has a block table for each group, over one pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    num_layers: _builtins.int
+    num_blocks: _builtins.int
+    """Blocks that hold the same tokens for all layers of the group."""
+    window: _builtins.int
+    """Positions up to its own that a row reads at most: what is behind them is given back. 0: there is no such bound."""
+    chunk: _builtins.int
+    """A row reads the positions of its own chunk, which has this length; 0: there are no chunks."""
+    bytes_per_token: _builtins.int
+    """Keys and values of a token in all layers of the group, with places of a block that no layer uses."""
+    def __init__(
+        self,
+        *,
+        num_layers: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        window: _builtins.int = ...,
+        chunk: _builtins.int = ...,
+        bytes_per_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_token", b"bytes_per_token", "chunk", b"chunk", "num_blocks", b"num_blocks", "num_layers", b"num_layers", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):

@@ -103,7 +103,7 @@ class FakeRunner:
             one.seq_id: one.token_ids for entry in output.scheduled for one in entry.sample if is_unconditional(one)
         }
         for entry in output.scheduled:
-            context = self._read(entry.sequence, entry.start, entry.start + entry.num_tokens)
+            context = self._read(output, entry.sequence, entry.start, entry.start + entry.num_tokens)
             for drawer in entry.sample:
                 assert drawer.token_ids == context, "drawn from a row that is not the drawer's last"
                 if is_unconditional(drawer):
@@ -128,7 +128,10 @@ class FakeRunner:
         return RunnerOutput(sampled, prompt_logprobs)
 
     def _copy(self, output: SchedulerOutput) -> None:
+        bundles = output.bundles
         held = {block for entry in output.scheduled for block in entry.sequence.held_blocks}
+        if bundles is not None:
+            held = {block for head in held for block in bundles[head]}
         saved = {copy.source for copy in output.copies if copy.kind is CopyKind.OUT}
         for source, destination, kind in output.copies:
             if kind is CopyKind.IN:
@@ -160,10 +163,16 @@ class FakeRunner:
             assert 0 < entry.num_tokens <= sequence.num_tokens - entry.start
             for position in range(entry.start, entry.start + entry.num_tokens):
                 index, offset = divmod(position, self.config.block_size)
-                slot = (sequence.block_table[index], offset)
-                assert slot not in written, "two sequences write the same slot"
-                written.add(slot)
-                self.kv[slot[0]][offset] = (self._content(sequence, position), position)
+                for block in self._blocks(output, sequence, index):
+                    assert (block, offset) not in written, "two sequences write the same slot"
+                    written.add((block, offset))
+                    self.kv[block][offset] = (self._content(sequence, position), position)
+
+    @staticmethod
+    def _blocks(output: SchedulerOutput, sequence: Sequence, index: int) -> list[int]:
+        """Return the blocks with the tokens of block `index` of a sequence, in all groups of layers."""
+        heads = [table.blocks[index] for table in sequence.tables]
+        return heads if output.bundles is None else [block for head in heads for block in output.bundles[head]]
 
     def _keep_states(self, output: SchedulerOutput) -> None:
         for entry in output.scheduled:
@@ -178,16 +187,17 @@ class FakeRunner:
             self.snapshots[place] = self.states[seq_id]
             assert len(self.snapshots[place]) == num_tokens
 
-    def _read(self, sequence: Sequence, start: int, end: int) -> list[int]:
-        first = max(start - self.config.window + 1, 0) if self.config.window else 0
-        context = sequence.token_ids[:first]
-        assert first // self.config.block_size >= sequence.num_released_blocks, "a block that is read is given back"
-        for position in range(first, end):
-            index, offset = divmod(position, self.config.block_size)
-            slot = self.kv[sequence.block_table[index]][offset]
-            assert slot == (self._content(sequence, position), position), "the KV pool holds something else"
-            context.append(sequence.token_ids[position])
-        return context
+    def _read(self, output: SchedulerOutput, sequence: Sequence, start: int, end: int) -> list[int]:
+        for group, table in zip(self.config.block_groups, sequence.tables, strict=True):
+            first = group.first_read(start)
+            assert first // self.config.block_size >= table.num_released, "a block that is read is given back"
+            for position in range(first, end):
+                index, offset = divmod(position, self.config.block_size)
+                block = table.blocks[index]
+                for one in (block,) if output.bundles is None else output.bundles[block]:
+                    slot = self.kv[one][offset]
+                    assert slot == (self._content(sequence, position), position), "the KV pool holds something else"
+        return sequence.token_ids[:end]
 
     def _content(self, sequence: Sequence, position: int) -> int:
         """Return the token, or a negative number that stands for an embedding in its place; with its adapter's mark."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from factories.engine.fake_engine import Answer, collect, engine_config, run
-from factories.engine.pools import add_states, unwritten_host_pool, unwritten_pool
+from factories.engine.pools import add_states, in_groups, unwritten_host_pool, unwritten_pool
 from factories.models.run_kernels import cpu_device, new_runner
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
@@ -36,10 +36,12 @@ def model_engine(
     modes: ModeRegistry = MODES,
 ) -> Engine:
     """Make an engine on a pool of its own, which shows reads of unwritten places. Blocks behind windows are given
-    back."""
-    geometry = (model.config.num_layers, config.num_blocks, config.block_size)
+    back, also where only some layers have one."""
+    layout, config = in_groups(model, config)
+    layers = model.config.num_layers if layout is None else layout.layers_a_block
+    geometry = (layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
-    kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype)
+    kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype, layout)
     config = replace(add_states(model, kv, config), window=window_of(model))
     return Engine(config, new_runner(model, kv, host=unwritten_host_pool(kv, config)), None, modes=modes)
 

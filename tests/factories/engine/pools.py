@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from penstock.generation.attention.cache_layout import CacheLayout, layout_of
 from penstock.generation.attention.host_kv import HostKVPool
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.state_pool import new_states
@@ -16,12 +17,30 @@ NUM_SNAPSHOTS = 4
 
 
 def unwritten_pool(
-    layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    layers: int,
+    blocks: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    layout: CacheLayout | None = None,
 ) -> KVCachePool:
     """Make a pool on the CPU that gives NaN where nothing was written."""
-    kv = KVCachePool(layers, blocks, block_size, kv_heads, head_dim, dtype, torch.device("cpu"), has_scrap=True)
+    cpu = torch.device("cpu")
+    kv = KVCachePool(layers, blocks, block_size, kv_heads, head_dim, dtype, cpu, has_scrap=True, layout=layout)
     spoil(kv)
     return kv
+
+
+def in_groups(model: LanguageModel, config: EngineConfig) -> tuple[CacheLayout | None, EngineConfig]:
+    """Return the layout of a model with layers of several sights, as a start does, and the configuration with as many
+    bundles as it had blocks; None: one block holds all layers."""
+    if model.state_layout or len(set(model.sights)) < 2:
+        return None, config
+    layout = layout_of(model.sights)
+    times = layout.bundle_blocks
+    blocks, host = config.num_blocks * times, config.num_host_blocks * times
+    return layout, replace(config, groups=layout.groups, num_blocks=blocks, num_host_blocks=host)
 
 
 def add_states(model: LanguageModel, kv: KVCachePool, config: EngineConfig) -> EngineConfig:
@@ -44,6 +63,6 @@ def unwritten_host_pool(kv: KVCachePool, config: EngineConfig) -> HostKVPool | N
 
 def spoil(kv: KVCachePool) -> None:
     """Make every place of the pool NaN."""
-    for layer in range(kv.num_layers):
+    for layer in range(kv.num_layers if kv.layout is None else len(kv.layout.places)):
         for part, scale in ((kv.key(layer), kv.key_scale(layer)), (kv.value(layer), kv.value_scale(layer))):
             (part if scale is None else scale).fill_(torch.nan)

@@ -164,7 +164,7 @@ def run_info(given: Overrides) -> None:
 
 
 def _pool(info: Any) -> str:
-    tokens = info.kv.num_blocks * info.kv.block_size
+    tokens = info.kv.num_blocks // (sum(group.num_blocks for group in info.kv.groups) or 1) * info.kv.block_size
     devices = ", ".join(info.devices)
     return f"context {info.limits.max_context_tokens}, KV pool of {tokens} tokens, on {devices}{_weights(info)}"
 

@@ -249,6 +249,8 @@ class ModelSettings:
         for name, option in _POOLS.items():
             size = getattr(self, name)
             given[option] = None if size is None else str(size) if size <= 0 else f"{size}GiB"
+        # Callers drive the model by hand with one block table a sequence, so every layer has the same blocks.
+        given["kv_groups"] = False
         return {option: value for option, value in given.items() if value is not None}
 
     def with_options(self, given: Mapping[str, Any]) -> dict[str, Any]:

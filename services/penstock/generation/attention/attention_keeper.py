@@ -42,7 +42,8 @@ class AttentionKeeper(Attention):
     def __init__(self, inner: Attention, rows: Sequence[KeptRow]) -> None:
         self._inner = inner
         self._rows = rows
-        self._slots: list[Tensor] = []
+        # Slots of the rows' keys, for the view that a layer has.
+        self._slots: dict[int, list[Tensor]] = {}
         # Per row: (heads, context) fp32 of every layer so far.
         self._weights: list[list[Tensor]] = [[] for _ in rows]
 
@@ -91,9 +92,10 @@ class AttentionKeeper(Attention):
         kv: KVCachePool,
     ) -> None:
         """Keep the weights of the chosen rows' queries over the keys, which are in the pool by now."""
-        if not self._slots:
-            self._slots = [_slots(one, metadata, kv.block_size) for one in self._rows]
-        for one, q_HD, slots_C, found in zip(self._rows, q_RHD, self._slots, self._weights, strict=True):
+        view = kv.view_of(layer.index)
+        if view not in self._slots:
+            self._slots[view] = [_slots(one, metadata, kv.block_size) for one in self._rows]
+        for one, q_HD, slots_C, found in zip(self._rows, q_RHD, self._slots[view], self._weights, strict=True):
             k_CKD = kv.read(layer.index, slots_C, torch.float32)[0].float()
             # The query heads that share a key/value head are neighbours.
             q_KGD = q_HD.float().view(kv.num_kv_heads, -1, kv.head_dim)

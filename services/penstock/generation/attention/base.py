@@ -46,6 +46,10 @@ class AttentionMetadata:
     plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
     # Slot of each sequence in the pool of states; None: the model has none.
     state_slots: tuple[int, ...] | None = None
+    # Tables (V, S, blocks) and slots (V, T) of all views, where layers have blocks of their own (CacheLayout). Those
+    # above are of the first view.
+    view_tables: Tensor | None = None
+    view_slots: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -56,6 +60,24 @@ class AttentionMetadata:
     def num_rows(self) -> int:
         """Number of rows, T."""
         return int(self.slot_mapping.shape[0])
+
+    def view(self, number: int) -> AttentionMetadata:
+        """Return the same rows with the tables and slots of a view: see KVCachePool.view_of."""
+        if self.view_tables is None or self.view_slots is None:
+            if number:
+                raise ValueError("layers with blocks of their own need tables of their own")
+            return self
+        known = self.plans.get(("view", number))
+        if not isinstance(known, AttentionMetadata):
+            known = self.plans["view", number] = replace(
+                self,
+                block_tables=self.view_tables[number],
+                slot_mapping=self.view_slots[number],
+                plans={},
+                view_tables=None,
+                view_slots=None,
+            )
+        return known
 
     def select(self, members: list[int]) -> tuple[AttentionMetadata, Tensor]:
         """Return the metadata of some sequences only, in order, and their rows (T')."""
@@ -107,9 +129,10 @@ class AttentionMetadata:
     ) -> tuple[AttentionMetadata, Tensor]:
         """Derive everything from lengths and block tables; also returns positions (T) int64, all on `device`.
 
-        `block_tables` (S, max blocks) int32 is on the host, where numpy derives everything: a dozen torch operators
-        take longer for such small arrays, and would be a noticeable part of a decode step of one sequence. Raises
-        ValueError when lengths contradict each other: a wrong table would write into another sequence's blocks.
+        `block_tables` (S, max blocks), or (V, S, max blocks) of several views, int32, is on the host, where numpy
+        derives everything: a dozen torch operators take longer for such small arrays, and would be a noticeable part of
+        a decode step of one sequence. Raises ValueError when lengths contradict each other: a wrong table would write
+        into another sequence's blocks.
         """
         _check(query_lens, kv_lens, block_tables, block_size)
         starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
@@ -119,16 +142,20 @@ class AttentionMetadata:
         first_position = np.subtract(kv_lens, query_lens) - starts[:-1]
         positions = np.arange(starts[-1]) + first_position[row_seq]
         index, offset = np.divmod(positions, block_size)
-        slots = block_tables.numpy()[row_seq, index].astype(np.int64) * block_size + offset
+        slots = block_tables.numpy()[..., row_seq, index].astype(np.int64, order="C") * block_size + offset
 
         def moved(values: np.ndarray) -> Tensor:
             return uploaded(values, device or block_tables.device)
 
+        tables, places = moved(block_tables.numpy()), moved(slots)
+        has_views = tables.dim() == 3
         metadata = cls(
             query_start=moved(starts),
             context_lens=moved(np.array(kv_lens, dtype=np.int32)),
-            block_tables=moved(block_tables.numpy()),
-            slot_mapping=moved(slots),
+            block_tables=tables[0] if has_views else tables,
+            slot_mapping=places[0] if has_views else places,
+            view_tables=tables if has_views else None,
+            view_slots=places if has_views else None,
             query_lens=list(query_lens),
             kv_lens=list(kv_lens),
             max_context_len=max(kv_lens),
@@ -137,11 +164,11 @@ class AttentionMetadata:
 
 
 def _check(query_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Tensor, block_size: int) -> None:
-    if not query_lens or not len(query_lens) == len(kv_lens) == block_tables.shape[0]:
+    if not query_lens or not len(query_lens) == len(kv_lens) == block_tables.shape[-2]:
         raise ValueError("query_lens, kv_lens and block_tables must describe the same, at least one, sequences")
     if min(query_lens) < 1 or any(kv < q for q, kv in zip(query_lens, kv_lens, strict=True)):
         raise ValueError("every sequence needs 1 <= query_len <= kv_len")
-    if max(kv_lens) > block_tables.shape[1] * block_size:
+    if max(kv_lens) > block_tables.shape[-1] * block_size:
         raise ValueError("block_tables hold fewer slots than the longest kv_len")
 
 
@@ -217,7 +244,8 @@ class Attention(ABC):
     """Causal attention over the paged pool. Stateless: one instance serves every layer and step."""
 
     name: str
-    # Positions before its window that a row may read. They take no weight, but must hold numbers.
+    # Most positions before its window that a row reads: from a multiple of one more on. They take no weight, but must
+    # hold numbers.
     reads_behind = 0
 
     def can_be_captured(self, layer: AttentionLayer, dtype: torch.dtype, kv: KVCachePool) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.common.errors import StartupError
+from penstock.generation.attention.cache_layout import CacheLayout
 from penstock.generation.attention.fresh_memory import fresh_zeros
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class KVCachePool:
     """Keys and values (layers, 2, blocks, block_size, kv_heads, head_dim) of `dtype`, which is the model's, or int8
     with scales (layers, 2, blocks, block_size, kv_heads); zeroed.
 
+    With a layout of several groups the first dimension is the layers of one block, and a layer's blocks are those of
+    its view (AttentionMetadata.view).
+
     Zeroed instead of empty for two reasons: the operating system commits the pages only when blocks are first written,
     and a masked position never holds a NaN.
     """
@@ -67,13 +71,20 @@ class KVCachePool:
         *,
         num_further_blocks: int = 0,
         has_scrap: bool = False,
+        layout: CacheLayout | None = None,
     ) -> None:
         """Allocate the pool: `num_blocks` for requests, and after them further ones, which no request gets.
-        `has_scrap`: there is one more, for rows of no sequence.
+        `has_scrap`: there is one more, for rows of no sequence. `layout`: places of the model's layers in blocks of
+        `num_layers`; None: a block holds all layers.
 
         Raises StartupError naming --kv-memory when the memory cannot be had.
         """
         self.num_layers = num_layers
+        # None: a block holds all layers.
+        self.layout = layout
+        # Of each layer in turn, its view and its place, for the kernels that run all layers; empty: layers are in
+        # order, in one view.
+        self.places = [] if layout is None else [number for place in layout.places for number in place]
         self.num_blocks = num_blocks
         self.num_further_blocks = num_further_blocks
         self.block_size = block_size
@@ -97,16 +108,22 @@ class KVCachePool:
                 "lower --kv-memory",
                 flag="--kv-memory",
             ) from error
-        self._keys: list[Tensor] = [layer[0] for layer in self._data]
-        self._values: list[Tensor] = [layer[1] for layer in self._data]
+        # Place of each layer.
+        places = range(num_layers) if layout is None else [place for _, place in layout.places]
+        self._keys: list[Tensor] = [self._data[place][0] for place in places]
+        self._values: list[Tensor] = [self._data[place][1] for place in places]
+        self._places = tuple(places)
 
     def shallow(self, num_layers: int) -> KVCachePool:
         """Return this pool's first layers, in the same memory, for a model with only these."""
+        if self.layout is not None:
+            return self
         twin = copy.copy(self)
         twin.num_layers = num_layers
         twin.bytes_per_block = self.bytes_per_block // self.num_layers * num_layers
         twin._data = self._data[:num_layers]
         twin._scales = None if self._scales is None else self._scales[:num_layers]
+        twin._places = self._places[:num_layers]
         twin._keys, twin._values = self._keys[:num_layers], self._values[:num_layers]
         return twin
 
@@ -117,8 +134,17 @@ class KVCachePool:
 
     @property
     def num_slots(self) -> int:
-        """Number of tokens that the pool has room for, for requests."""
-        return self.num_blocks * self.block_size
+        """Number of tokens of whole contexts, in every layer, that the pool has room for, for requests."""
+        return self.num_blocks // self.bundle_blocks * self.block_size
+
+    @property
+    def bundle_blocks(self) -> int:
+        """Blocks in which all layers keep a block of tokens."""
+        return 1 if self.layout is None else self.layout.bundle_blocks
+
+    def view_of(self, layer: int) -> int:
+        """Number of the view of the step's metadata that a layer has its blocks from."""
+        return 0 if self.layout is None else self.layout.places[layer][0]
 
     @property
     def num_bytes(self) -> int:
@@ -135,11 +161,11 @@ class KVCachePool:
 
     def key_scale(self, layer: int) -> Tensor | None:
         """View (blocks, block_size, kv_heads) of the keys' scales, contiguous; None for unquantised keys."""
-        return None if self._scales is None else self._scales[layer, 0]
+        return None if self._scales is None else self._scales[self._places[layer], 0]
 
     def value_scale(self, layer: int) -> Tensor | None:
         """View of the values' scales: see `key_scale`."""
-        return None if self._scales is None else self._scales[layer, 1]
+        return None if self._scales is None else self._scales[self._places[layer], 1]
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """Store one row of keys and values per slot; return them as they will be read, in their own dtype."""
@@ -150,9 +176,10 @@ class KVCachePool:
         (keys, key_scales), (values, value_scales) = quantise(k_TKD), quantise(v_TKD)
         # The kernels look for NaN in scores only, so a NaN among the values goes into the scale of the keys.
         key_scales = torch.where(value_scales.isnan(), torch.nan, key_scales)
+        place = self._places[layer]
         for part, rows, scales in ((0, keys, key_scales), (1, values, value_scales)):
-            self._rows(self._data[layer, part]).index_copy_(0, slots_T, rows.flatten(1))
-            self._rows(self._scales[layer, part]).index_copy_(0, slots_T, scales)
+            self._rows(self._data[place, part]).index_copy_(0, slots_T, rows.flatten(1))
+            self._rows(self._scales[place, part]).index_copy_(0, slots_T, scales)
         return _dequantised(keys, key_scales, k_TKD.dtype), _dequantised(values, value_scales, v_TKD.dtype)
 
     def read(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -162,7 +189,7 @@ class KVCachePool:
         rows = [F.embedding(slots_C, self._rows(x)).view(shape) for x in (self._keys[layer], self._values[layer])]
         if self._scales is None:
             return rows[0], rows[1]
-        scales = [F.embedding(slots_C, self._rows(x)) for x in self._scales[layer]]
+        scales = [F.embedding(slots_C, self._rows(x)) for x in self._scales[self._places[layer]]]
         return _dequantised(rows[0], scales[0], dtype), _dequantised(rows[1], scales[1], dtype)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

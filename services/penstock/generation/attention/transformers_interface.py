@@ -131,6 +131,7 @@ class PagedStep:
             raise UnsupportedAttention("it attends more often than in the first pass, or to other rows")
         self.num_calls += 1
         call, kv = self._calls[layer], self._kv
+        metadata = self._metadata.view(kv.view_of(layer))
         q_THD, k_TKD, v_TKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         if call.is_plain(kv.num_kv_heads):
             if call.num_kv_heads < kv.num_kv_heads:
@@ -138,12 +139,12 @@ class PagedStep:
                 k_TKD, v_TKD = (x.repeat_interleave(repeats, 1) for x in (k_TKD, v_TKD))
             q_THD, k_TKD, v_TKD = (_padded(x, x.shape[1], kv.head_dim) for x in (q_THD, k_TKD, v_TKD))
             facts = self._layers.layer(layer, call, kv, scale, softcap, sinks_H)
-            out_THD = self._attention.forward(q_THD, k_TKD, v_TKD, facts, self._metadata, kv)
+            out_THD = self._attention.forward(q_THD, k_TKD, v_TKD, facts, metadata, kv)
             out_THD = out_THD[..., : call.value_width]
         else:
             k_TKD, v_TKD = (_padded(x, kv.num_kv_heads, kv.head_dim) for x in (k_TKD, v_TKD))
-            kv.write(layer, self._metadata.slot_mapping, k_TKD, v_TKD)
-            out_THD = _attend(q_THD, layer, call, self._metadata, kv, scale, softcap, sinks_H)
+            kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
+            out_THD = _attend(q_THD, layer, call, metadata, kv, scale, softcap, sinks_H)
         return out_THD.view(query.shape[0], -1, *out_THD.shape[1:])
 
 
@@ -331,7 +332,8 @@ def _group(
     lengths = [metadata.kv_lens[index] for index in members] if length is None else [length]
     span = max(own - _first_seen(own - num_rows, call) for own in lengths)
     length_N1 = torch.tensor(lengths, device=device).unsqueeze(1)
-    # Aligned at the newest key; positions before 0 repeat it, and are masked.
+    # Aligned at the newest key. Positions that none of a sequence's rows sees repeat it, and are masked: their blocks
+    # may be others' by now.
     position_NC = length_N1 - span + torch.arange(span, device=device)
     query_NQ = length_N1 - num_rows + torch.arange(num_rows, device=device)
     key_N1C, row_NQ1 = position_NC.unsqueeze(1), query_NQ.unsqueeze(2)
@@ -340,7 +342,8 @@ def _group(
         visible &= key_N1C > row_NQ1 - call.window
     if call.chunk is not None:
         visible &= key_N1C >= row_NQ1 // call.chunk * call.chunk
-    source_NC = torch.where(position_NC >= 0, position_NC, length_N1 - 1)
+    first_N1 = torch.tensor([_first_seen(own - num_rows, call) for own in lengths], device=device).unsqueeze(1)
+    source_NC = torch.where(position_NC >= first_N1, position_NC, length_N1 - 1)
     tables = metadata.block_tables[torch.tensor(members, device=device)].long()
     slots = (tables.gather(1, source_NC // block_size) * block_size + source_NC % block_size).flatten()
     rows: Tensor | slice

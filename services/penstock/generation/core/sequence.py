@@ -16,6 +16,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
+class BlockTable:
+    """Blocks of one sequence in one group of layers; entry i holds tokens [i * block_size, (i + 1) * block_size)."""
+
+    # Each names its bundle of blocks by the first of them.
+    blocks: list[int]
+    # Blocks of a bundle.
+    width: int = 1
+    # Number of leading entries behind the group's window: they are freed, and what stands there is meaningless.
+    num_released: int = 0
+
+    @property
+    def held(self) -> list[int]:
+        """Entries that are held: the table itself, or a copy of a part of it."""
+        return self.blocks[self.num_released :] if self.num_released else self.blocks
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens of one (possibly forked) sequence.
 
@@ -34,11 +51,10 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int = 0
-    # Ids of blocks in the pool; block i holds tokens [i * block_size, (i + 1) * block_size).
+    # Ids of its blocks in the first group of layers: the list of the first of `tables`.
     block_table: list[int] = field(default_factory=list)
-    # Number of leading blocks behind every layer's window: they are freed, and their entries in the table are
-    # meaningless.
-    num_released_blocks: int = 0
+    # Its blocks in every group of layers, once it has had some.
+    tables: tuple[BlockTable, ...] = ()
     # Chained hashes of its leading full blocks, made on demand; kept when the blocks are freed.
     block_hashes: list[bytes] = field(default_factory=list)
     # Use of its last row; its strategy changes it between steps.
@@ -67,9 +83,21 @@ class Sequence:
     embeds: PromptEmbeds | None = None
 
     @property
+    def num_released_blocks(self) -> int:
+        """Number of leading blocks that are freed in the first group of layers."""
+        return self.tables[0].num_released if self.tables else 0
+
+    @property
     def held_blocks(self) -> list[int]:
-        """Blocks that it holds: the table itself, or a copy of a part of it."""
-        return self.block_table[self.num_released_blocks :] if self.num_released_blocks else self.block_table
+        """Blocks that it holds in all groups, each bundle by its first: a table itself, or a copy."""
+        if len(self.tables) == 1:
+            return self.tables[0].held
+        return [block for table in self.tables for block in table.held]
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Number of blocks that it holds in all groups."""
+        return sum([table.width * (len(table.blocks) - table.num_released) for table in self.tables])
 
     @property
     def num_tokens(self) -> int:

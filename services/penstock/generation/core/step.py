@@ -57,6 +57,13 @@ class StateCopy(NamedTuple):
     num_tokens: int
 
 
+class Bundles(Protocol):
+    """Blocks of bundles, by the first of each: a list or a dict."""
+
+    def __getitem__(self, block: int, /) -> Seq[int]:
+        """Return the blocks of the bundle that begins with `block`."""
+
+
 class CopyKind(enum.IntEnum):
     """Pools that a block is copied from and to. SwapBlocks has the same numbers."""
 
@@ -96,6 +103,8 @@ class SchedulerOutput:
     # step.
     restored: tuple[StateCopy, ...] = ()
     saved: tuple[StateCopy, ...] = ()
+    # Blocks of each bundle in the tables, by the first of them; None: every bundle is one block.
+    bundles: Bundles | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -100,7 +100,7 @@ def shareable(config: EngineConfig, request: Request) -> tuple[list[int], str]:
     One token is always computed, and so is every row that is needed. Nothing is sure for a model with states, which
     goes on from a snapshot that may be gone, nor for a window, which holds few blocks anyway.
     """
-    if config.keeps_states or config.window:
+    if config.keeps_states or any(group.span for group in config.block_groups):
         return [], ""
     limit, needed = len(request.prompt_token_ids) - 1, request.first_needed_row
     if request.params.prompt_logprobs is not None and request.purpose is not Purpose.SCORE:

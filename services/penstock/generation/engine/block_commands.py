@@ -78,7 +78,7 @@ class BlockCommands:
             engine.caller_blocks.claim(used["device"], field, host_blocks=used["host"])
         else:
             _refuse(
-                {side: [block for block in blocks if pools[side].ref_count(block)] for side, blocks in used.items()}
+                {side: [block for block in blocks if pools[side].num_holders(block)] for side, blocks in used.items()}
             )
         device, host = (sorted(block for on, block in written if on == side) for side in pools)
         return engine.copy_blocks(copies, device, host)

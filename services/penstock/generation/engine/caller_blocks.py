@@ -90,8 +90,9 @@ class CallerBlocks:
         self._changed()
         return released
 
-    def hold_prefix(self, token_ids: list[int], salt: str) -> list[int]:
-        """Hold the blocks of the computed prefix of `token_ids` until `release_prefix`, and return them.
+    def hold_prefix(self, token_ids: list[int], salt: str) -> tuple[list[int], int]:
+        """Hold the blocks of the computed prefix of `token_ids` until `release_prefix`. Return them, and the number of
+        its tokens.
 
         Raises FailedPrecondition: BUSY while requests are live, NO_PREFIX_CACHE, and if no block would be left.
         """
@@ -100,12 +101,13 @@ class CallerBlocks:
         if self._has_work:
             raise FailedPrecondition("requests are live: hold a prefix while there are none", reason="BUSY")
         held = self._scheduler.held_prefixes
-        found = held.find(token_ids, salt)
-        if len({*found, *held.holders}) + len(self._scheduler.claims) >= self._config.num_blocks:
+        found, num_tokens = held.find(token_ids, salt)
+        blocks = sum(map(self._scheduler.pool.width, {*found, *held.holders}))
+        if blocks + len(self._scheduler.claims) >= self._config.num_blocks:
             raise _last_block()
         held.hold(found)
         self._changed()
-        return found
+        return found, num_tokens
 
     def release_prefix(self, blocks: list[int]) -> None:
         """Release the blocks that `hold_prefix` returned."""

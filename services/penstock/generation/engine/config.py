@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.common.options import option, options_of
+from penstock.generation.core.cache_group import CacheGroup
 
 # Ways of a preemption: see swap_or_recompute.py.
 SWAP, RECOMPUTE, AUTO = "swap", "recompute", "auto"
@@ -160,8 +161,10 @@ class EngineConfig(EngineOptions):
     # it. So there is no host pool, and a prefix is shared only where one of the snapshots has the state after it.
     keeps_states: bool = False
     num_state_snapshots: int = 0
-    # Positions up to its own that a row reads at most, in every layer; 0: some layer reads all. Blocks that are behind
-    # it are given back while a sequence goes on.
+    # Groups of layers, the one that reads all positions first. Blocks behind what a group's rows read are given back
+    # while a sequence goes on. None given: there is one group, of `window`.
+    groups: tuple[CacheGroup, ...] = ()
+    # Positions up to its own that a row reads at most, in every layer; 0: some layer reads all.
     window: int = 0
     # Blocks of the host pool; 0: there is none.
     num_host_blocks: int = 0
@@ -202,8 +205,12 @@ class EngineConfig(EngineOptions):
             raise ValueError("keeps_states allows no num_host_blocks")
         if self.keeps_states and self.prefix_cache and not self.num_state_snapshots:
             raise ValueError("keeps_states with prefix_cache needs num_state_snapshots")
-        if self.keeps_states and self.window:
-            raise ValueError("keeps_states allows no window")
+        if self.keeps_states and (self.window or self.groups):
+            raise ValueError("keeps_states allows no window and no groups")
+        if self.groups and self.window:
+            raise ValueError("groups have windows of their own")
+        if any(not group.span for group in self.groups[1:]):
+            raise ValueError("only the first of the groups may read all positions")
         if self.tenant_slowdown and self.tenant_slowdown <= 1.0:
             raise ValueError("tenant_slowdown must be 0 or above 1")
         if not 0.0 <= self.reserve_share < 1.0:
@@ -219,12 +226,19 @@ class EngineConfig(EngineOptions):
         return int(self.reserve_share * self.num_blocks)
 
     @property
-    def blocks_of_window(self) -> int:
-        """Most blocks that a sequence holds where there is a window: it, and the rows of one step.
+    def block_groups(self) -> tuple[CacheGroup, ...]:
+        """Groups of layers, at least one."""
+        return self.groups or (CacheGroup(window=self.window),)
 
-        One position more than the window stays, for a fork that goes back by a token.
-        """
-        return -(-(self.window + self.max_batch_tokens - 1) // self.block_size) + 1
+    @property
+    def bundle_blocks(self) -> int:
+        """Blocks in which all groups keep a block of tokens."""
+        return sum(group.num_blocks for group in self.block_groups)
+
+    @property
+    def blocks_of_window(self) -> int:
+        """Most blocks that a sequence holds in the first group if that has a span."""
+        return self.block_groups[0].most_blocks(self.max_batch_tokens, self.block_size)
 
     def blocks_needed(self, prompt_tokens: int, output_tokens: int, num_sequences: int) -> int:
         """Most blocks that a request can ever hold: full prompt blocks once, the rest per sequence.
@@ -233,5 +247,9 @@ class EngineConfig(EngineOptions):
         """
         shared = prompt_tokens // self.block_size
         own = -(-(prompt_tokens + output_tokens - 1) // self.block_size) - shared
-        needed = shared + num_sequences * own
-        return min(needed, num_sequences * self.blocks_of_window) if self.window else needed
+        whole = shared + num_sequences * own
+        needed = 0
+        for group in self.block_groups:
+            most = num_sequences * group.most_blocks(self.max_batch_tokens, self.block_size) if group.span else whole
+            needed += group.num_blocks * min(whole, most)
+        return needed

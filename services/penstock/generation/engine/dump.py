@@ -157,7 +157,7 @@ def dump_engine(config: EngineConfig, stats: EngineStats, scheduler: Scheduler, 
     """
     pool, running, waiting = scheduler.pool, scheduler.running, scheduler.waiting
     return EngineDump(
-        config={name: value for name, value in asdict(config).items() if not isinstance(value, str)},
+        config={name: value for name, value in asdict(config).items() if isinstance(value, int | float)},
         counters=stats.counters(),
         pool=PoolDump(
             total=pool.num_blocks,
@@ -224,8 +224,8 @@ def _group(config: EngineConfig, group: SequenceGroup, now: float) -> GroupDump:
                 tokens=sequence.num_tokens,
                 prompt_tokens=sequence.num_prompt_tokens,
                 computed_tokens=sequence.num_computed_tokens,
-                blocks=len(sequence.held_blocks),
-                host_blocks=len(group.host_tables.get(sequence, ())),
+                blocks=sequence.num_held_blocks,
+                host_blocks=_num_host_blocks(group, sequence),
                 draft_tokens=sequence.num_draft_tokens,
                 waits_for=waits_for(sequence),
             )
@@ -263,3 +263,8 @@ def _rows(group: SequenceGroup, entries: list[ScheduledSequence]) -> RowsDump:
         decode_rows=sum(entry.num_tokens for entry in entries) - prompt_rows - draft_rows,
         draft_rows=draft_rows,
     )
+
+
+def _num_host_blocks(group: SequenceGroup, sequence: Sequence) -> int:
+    tables = group.host_tables.get(sequence, ())
+    return sum(own.width * len(table) for table, own in zip(tables, sequence.tables, strict=False))

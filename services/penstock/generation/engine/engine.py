@@ -308,10 +308,9 @@ class Engine:
     def forget_prefixes(self, device: Iterable[int], host: Iterable[int]) -> None:
         """Uncache blocks of the two pools that nobody holds."""
         for pool, blocks in ((self.device_blocks, device), (self.host_blocks, host)):
-            for block in blocks:
-                block_hash = None if pool is None else pool.hash_of(block)
-                if pool is not None and block_hash is not None:
-                    pool.discard(block_hash)
+            for block in () if pool is None else blocks:
+                assert pool is not None
+                pool.forget_content(block)
 
     def reinitialise(self, runner: Runner, warm_up: Callable[[], None]) -> None:
         """Go on with another runner over the same pool; the pool's content is discarded.

@@ -52,7 +52,7 @@ class SequenceGroup:
     begun_at: float | None = None
     state: GroupState = GroupState.WAITING
     # Swapped group: sequence -> its blocks in the host pool; empty: it is not swapped. Changed only by HostPool.
-    host_tables: dict[Sequence, list[int]] = field(default_factory=dict)
+    host_tables: dict[Sequence, tuple[list[int], ...]] = field(default_factory=dict)
     # The request's, kept here: it is read for each of the sequences in every step.
     block_salt: str = field(init=False)
     # Families with followers that still wait for their leader.
@@ -144,8 +144,11 @@ class SequenceGroup:
     def num_blocks(self) -> int:
         """Number of blocks that its sequences hold; shared ones count once."""
         if len(self.sequences) == 1:
-            return len(self.sequences[0].block_table) - self.sequences[0].num_released_blocks
-        return len({block for sequence in self.sequences for block in sequence.held_blocks})
+            return self.sequences[0].num_held_blocks
+        widths = {
+            block: table.width for sequence in self.sequences for table in sequence.tables for block in table.held
+        }
+        return sum(widths.values())
 
     @property
     def pending_prompt_tokens(self) -> int:

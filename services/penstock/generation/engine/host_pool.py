@@ -8,10 +8,11 @@ copies are decided here, and the runner carries them out before the forward pass
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from penstock.generation.core.step import CopyKind
 from penstock.generation.engine.block_pool import BlockClaims, BlockPool
+from penstock.generation.engine.host_block import HostBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,32 +23,29 @@ if TYPE_CHECKING:
     from penstock.generation.engine.group import SequenceGroup
 
 
-class HostBlock(NamedTuple):
-    """A prefix hit in the host pool: `block` there holds the prefix of `block_hash`."""
-
-    block: int
-    block_hash: bytes
-
-
 class HostPool:
     """Host side of a device's block pool. Engine thread only."""
 
     def __init__(self, config: EngineConfig, device: BlockPool, copies: BlockCopies) -> None:
         """`config.num_host_blocks` is at least 1."""
-        self.pool = BlockPool(config.num_host_blocks, config.block_size)
+        groups = config.block_groups
+        self.pool = BlockPool(config.num_host_blocks, config.block_size, [group.num_blocks for group in groups])
         # Blocks that callers hold themselves.
         self.claims = BlockClaims(self.pool, "host block")
         # Groups that are swapped.
         self.num_groups = 0
         self._device = device
         self._copies = copies
-        self._most_blocks = config.blocks_of_window if config.window else 0
+        # Of a table's held part, of each group; None: there is no bound.
+        self._most_blocks = tuple(
+            group.most_blocks(config.max_batch_tokens, config.block_size) if group.span else None for group in groups
+        )
         if config.host_prefix_cache:
             device.on_evict = self._keep
 
-    def find(self, block_hash: bytes) -> HostBlock | None:
-        """Return the block that holds this prefix, without acquiring it; None when there is none."""
-        block = self.pool.lookup(block_hash)
+    def find(self, block_hash: bytes, group: int = 0) -> HostBlock | None:
+        """Return the block of a group that holds this prefix, without acquiring it; None when there is none."""
+        block = self.pool.lookup(block_hash, group)
         return None if block is None else HostBlock(block, block_hash)
 
     def hold(self, found: HostBlock) -> None:
@@ -67,9 +65,9 @@ class HostPool:
         """Return the number of blocks that `swap_out` copies, and of free host blocks that it takes."""
         copied = taken = 0
         for block in _computed_blocks(group, self.pool.block_size):
-            known = self._known(block)
-            copied += known is None
-            taken += known is None or self.pool.ref_count(known) == 0
+            known, width = self._known(block), self._device.width(block)
+            copied += width if known is None else 0
+            taken += width if known is None or self.pool.ref_count(known) == 0 else 0
         return copied, taken
 
     def swap_out(self, group: SequenceGroup) -> None:
@@ -84,7 +82,7 @@ class HostPool:
         size = self.pool.block_size
         for sequence in group.sequences:
             if sequence.block_table:
-                group.host_tables[sequence] = [places[block] for block in _held(sequence, size)]
+                group.host_tables[sequence] = tuple([places[block] for block in held] for held in _held(sequence, size))
 
     def blocks_to_return(self, group: SequenceGroup) -> int:
         """Return the number of free device blocks that a swapped group takes, with those for its missing tokens."""
@@ -92,16 +90,18 @@ class HostPool:
         needed = 0
         for block in self._blocks(group):
             known = self._on_device(block)
-            needed += known is None or self._device.ref_count(known) == 0
+            needed += self.pool.width(block) if known is None or self._device.ref_count(known) == 0 else 0
         writers: Counter[int] = Counter()
-        for sequence, table in group.host_tables.items():
+        for sequence, tables in group.host_tables.items():
             tokens = sequence.num_tokens - sequence.num_draft_tokens
-            released = _num_released(sequence, table, size)
-            needed += max(self._blocks_for(tokens, released) - released - len(table), 0)
-            if sequence.num_computed_tokens % size:
-                writers[table[-1]] += 1
+            for number, (table, own) in enumerate(zip(tables, sequence.tables, strict=True)):
+                released = _num_released(sequence, table, size)
+                missing = self._length_for(number, tokens, released) - released - len(table)
+                needed += own.width * max(missing, 0)
+                if sequence.num_computed_tokens % size:
+                    writers[table[-1]] += 1
         # Of several sequences that write into one block, all but the last copy it first.
-        return needed + sum(count - 1 for count in writers.values())
+        return needed + sum((count - 1) * self.pool.width(block) for block, count in writers.items())
 
     def swap_in(self, group: SequenceGroup) -> None:
         """Give a swapped group device blocks with its computed content. `blocks_to_return` must be free."""
@@ -112,15 +112,16 @@ class HostPool:
             self._device.acquire(found)
         places = known | {block: self._bring(block, self.pool.hash_of(block)) for block in held if block not in known}
         taken: set[int] = set()
-        for sequence, table in group.host_tables.items():
-            sequence.num_released_blocks = _num_released(sequence, table, self.pool.block_size)
-            # They are not read: any block will do.
-            sequence.block_table += [0] * sequence.num_released_blocks
-            for block in table:
-                if block in taken:
-                    self._device.acquire(places[block])
-                taken.add(block)
-                sequence.block_table.append(places[block])
+        for sequence, tables in group.host_tables.items():
+            for table, own in zip(tables, sequence.tables, strict=True):
+                own.num_released = _num_released(sequence, table, self.pool.block_size)
+                # They are not read: any block will do.
+                own.blocks += [0] * own.num_released
+                for block in table:
+                    if block in taken:
+                        self._device.acquire(places[block])
+                    taken.add(block)
+                    own.blocks.append(places[block])
         self.forget(group)
 
     def forget(self, group: SequenceGroup) -> None:
@@ -137,8 +138,9 @@ class HostPool:
 
     def forget_prefixes(self, hashes: Iterable[bytes | None]) -> None:
         """Forget those of these prefixes that nobody holds here."""
-        known = [self.pool.lookup(block_hash) for block_hash in hashes if block_hash is not None]
-        self.pool.forget(block for block in known if block is not None)
+        for block_hash in hashes:
+            if block_hash is not None:
+                self.pool.forget(self.pool.holding(block_hash))
 
     def disown(self, blocks: Iterable[int]) -> None:
         """Uncache the content of device `blocks`: neither it nor a copy can be trusted."""
@@ -160,22 +162,22 @@ class HostPool:
     @staticmethod
     def _blocks(group: SequenceGroup) -> dict[int, None]:
         """Return a swapped group's blocks, each once, in order."""
-        return {block: None for table in group.host_tables.values() for block in table}
+        return {block: None for tables in group.host_tables.values() for table in tables for block in table}
 
-    def _blocks_for(self, num_tokens: int, released: int) -> int:
-        """See BlockTables.blocks_for."""
-        blocks = -(-num_tokens // self.pool.block_size)
-        return min(blocks, released + self._most_blocks) if self._most_blocks else blocks
+    def _length_for(self, group: int, num_tokens: int, released: int) -> int:
+        """See BlockTables.length_for."""
+        length, most = -(-num_tokens // self.pool.block_size), self._most_blocks[group]
+        return length if most is None else min(length, released + most)
 
     def _known(self, block: int) -> int | None:
         """Return the host block with the content of a device block, if its hash finds one."""
         block_hash = self._device.hash_of(block)
-        return None if block_hash is None else self.pool.lookup(block_hash)
+        return None if block_hash is None else self.pool.lookup(block_hash, self._device.group_of(block))
 
     def _on_device(self, block: int) -> int | None:
         """Return the device block with the content of a host block, if its hash finds one."""
         block_hash = self.pool.hash_of(block)
-        return None if block_hash is None else self._device.lookup(block_hash)
+        return None if block_hash is None else self._device.lookup(block_hash, self.pool.group_of(block))
 
     def _save(self, block: int) -> int:
         """Return a host block with the content of a device block, acquired."""
@@ -183,8 +185,8 @@ class HostPool:
         if known is not None:
             self.pool.acquire(known)
             return known
-        saved = self.pool.allocate()
-        self._copies.add(block, saved, CopyKind.OUT)
+        saved = self.pool.allocate(self._device.group_of(block))
+        self._copy_out(block, saved)
         block_hash = self._device.hash_of(block)
         if block_hash is not None:
             self.pool.register(saved, block_hash)
@@ -192,25 +194,32 @@ class HostPool:
 
     def _bring(self, block: int, block_hash: bytes | None) -> int:
         """Return a device block with the content of a held host block, acquired for one holder."""
-        known = None if block_hash is None else self._device.lookup(block_hash)
+        group = self.pool.group_of(block)
+        known = None if block_hash is None else self._device.lookup(block_hash, group)
         if known is not None:
             self._device.acquire(known)
             return known
-        brought = self._device.allocate()
-        self._copies.add(block, brought, CopyKind.IN)
+        brought = self._device.allocate(group)
+        for source, destination in zip(self.pool.bundle(block), self._device.bundle(brought), strict=True):
+            self._copies.add(source, destination, CopyKind.IN)
         if block_hash is not None:
             self._device.register(brought, block_hash)
         return brought
 
+    def _copy_out(self, block: int, saved: int) -> None:
+        for source, destination in zip(self._device.bundle(block), self.pool.bundle(saved), strict=True):
+            self._copies.add(source, destination, CopyKind.OUT)
+
     def _keep(self, block: int, block_hash: bytes) -> None:
         """Keep a prefix that the device's pool evicts, in place of the least recently used one."""
-        known = self.pool.lookup(block_hash)
+        group = self._device.group_of(block)
+        known = self.pool.lookup(block_hash, group)
         if known is None:
-            if not self.pool.num_free:
+            if self.pool.num_free < self._device.width(block):
                 return
-            known = self.pool.allocate()
+            known = self.pool.allocate(group)
             self.pool.register(known, block_hash)
-            self._copies.add(block, known, CopyKind.OUT)
+            self._copy_out(block, known)
         else:
             self.pool.acquire(known)
         self.pool.release(known)
@@ -220,15 +229,17 @@ def _computed_blocks(group: SequenceGroup, size: int) -> dict[int, None]:
     """Return the device blocks with computed tokens of a group, each once, in order."""
     found: dict[int, None] = {}
     for sequence in group.sequences:
-        found.update(dict.fromkeys(_held(sequence, size)))
+        for held in _held(sequence, size):
+            found.update(dict.fromkeys(held))
     return found
 
 
-def _held(sequence: Sequence, size: int) -> list[int]:
-    """Return the blocks with computed tokens of a sequence that will be read again."""
-    return sequence.block_table[sequence.num_released_blocks : -(-sequence.num_computed_tokens // size)]
+def _held(sequence: Sequence, size: int) -> list[list[int]]:
+    """Return the blocks with computed tokens of a sequence that will be read again, in each group of layers."""
+    end = -(-sequence.num_computed_tokens // size)
+    return [table.blocks[table.num_released : end] for table in sequence.tables]
 
 
 def _num_released(sequence: Sequence, table: list[int], size: int) -> int:
-    """Return the number of leading blocks of a swapped sequence that were behind its window."""
+    """Return the number of leading blocks of a swapped sequence that were behind a group's window."""
     return -(-sequence.num_computed_tokens // size) - len(table)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.generation.engine.block_tables import NOT_READ
-from penstock.generation.engine.host_pool import HostBlock
+from penstock.generation.engine.block_tables import NOT_READ, FoundPrefix
+from penstock.generation.engine.host_block import HostBlock
+from penstock.generation.engine.prefix_search import find_read
 
 if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
@@ -19,7 +20,8 @@ class _Planned(NamedTuple):
 
     key: tuple[float, int]
     tenant: str
-    block: int
+    # In each group of layers.
+    blocks: tuple[int, ...]
 
 
 class SharedPrefixes:
@@ -50,19 +52,19 @@ class SharedPrefixes:
         self._coming.clear()
         self.borrowers.clear()
 
-    def find(self, group: SequenceGroup, sequence: Sequence) -> list[int | HostBlock]:
+    def find(self, group: SequenceGroup, sequence: Sequence) -> FoundPrefix:
         """Return the blocks that hold the start of a sequence with nothing computed. Acquires none of them.
 
         A block that the pool has lost may be in the host pool.
         """
-        if self._tables.window:
-            return self._find_last(group, sequence)
+        if self._tables.spans:
+            return self._find_read(group, sequence, 0, with_host=self._tables.host is not None)
         found: list[int | HostBlock] = [*self._find(group, sequence, 0)]
         if self._snapshots is not None:
-            return found[: self._snapshots.longest(sequence.block_hashes, len(found))]
+            return FoundPrefix((found[: self._snapshots.longest(sequence.block_hashes, len(found))],))
         host = self._tables.host
         if host is None or not self._tables.prefix_cache:
-            return found
+            return FoundPrefix((found,))
         limit = self._limit(group, sequence)
         while len(found) < min(limit, len(sequence.block_hashes)):
             kept = host.find(sequence.block_hashes[len(found)])
@@ -70,7 +72,7 @@ class SharedPrefixes:
                 break
             found.append(kept)
             found += self._find(group, sequence, len(found))
-        return found
+        return FoundPrefix((found,))
 
     def take_over_blocks(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Take over blocks with the next tokens of `sequence` that others have computed or will in this step."""
@@ -78,8 +80,11 @@ class SharedPrefixes:
         if sequence.num_draft_tokens or self._snapshots is not None:
             return
         first = sequence.num_computed_tokens // self._block_size
-        found = self._find(group, sequence, first)
-        if found:
+        if self._tables.spans:
+            found = self._find_read(group, sequence, first, with_host=False)
+        else:
+            found = FoundPrefix(([*self._find(group, sequence, first)],))
+        if len(found):
             self._tables.take_over_blocks(sequence, first, found)
 
     def is_being_computed(self, group: SequenceGroup, sequence: Sequence, num_blocks: int) -> bool:
@@ -98,12 +103,13 @@ class SharedPrefixes:
 
     def plan(self, group: SequenceGroup, sequence: Sequence, end: int, *, is_cut: bool) -> None:
         """Plan that `sequence` is computed up to token `end` in this step; `is_cut`: and further in the next one."""
-        hashes, table = sequence.block_hashes, sequence.block_table
+        hashes, tables = sequence.block_hashes, sequence.tables
         filled, tenant = end // self._block_size, group.request.fair_share_key
         for index in range(sequence.num_computed_tokens // self._block_size, min(filled, len(hashes))):
             known = self._planned.get(hashes[index])
             if known is None or group.key < known.key:
-                self._planned[hashes[index]] = _Planned(group.key, tenant, table[index])
+                blocks = tuple([table.blocks[index] for table in tables])
+                self._planned[hashes[index]] = _Planned(group.key, tenant, blocks)
         if is_cut and filled < len(hashes):
             known_key = self._coming.get(hashes[filled], group.key)
             self._coming[hashes[filled]] = min(known_key, group.key)
@@ -126,29 +132,28 @@ class SharedPrefixes:
             found.append(block)
         return found
 
-    def _find_last(self, group: SequenceGroup, sequence: Sequence) -> list[int | HostBlock]:
-        """Return the blocks before the farthest token with all the blocks that its row reads; NOT_READ stands for
-        blocks that it does not read. O(blocks of the prompt)."""
-        if not self._tables.prefix_cache:
-            return []
-        self._tables.hash_blocks(sequence, group.block_salt)
-        most = -(-(self._tables.window - 1) // self._block_size)
-        found: list[int | HostBlock | None] = []
-        farthest = adjacent = 0
-        for number, block_hash in enumerate(sequence.block_hashes[: self._limit(group, sequence)], 1):
-            block: int | HostBlock | None = self._block_of(group, block_hash)
-            if block is None and self._tables.host is not None:
-                block = self._tables.host.find(block_hash)
-            found.append(block)
-            adjacent = 0 if block is None else adjacent + 1
-            if adjacent and adjacent >= min(number, most):
-                farthest = number
-        first = max(farthest - most, 0)
-        return [NOT_READ] * first + [block for block in found[first:farthest] if block is not None]
+    def _find_read(self, group: SequenceGroup, sequence: Sequence, first: int, *, with_host: bool) -> FoundPrefix:
+        """Return blocks from block `first` on, before the farthest token with all the blocks that its row reads;
+        NOT_READ stands for others. O(blocks of the prompt x groups)."""
+        tables = self._tables
+        if not tables.prefix_cache:
+            return FoundPrefix(tuple([] for _ in tables.groups))
+        tables.hash_blocks(sequence, group.block_salt)
+        hashes = sequence.block_hashes
+        end = min(self._limit(group, sequence), len(hashes))
 
-    def _block_of(self, group: SequenceGroup, block_hash: bytes) -> int | None:
-        """Return the block that holds a prefix, or that the step fills with it for `group`, too."""
-        block = self._tables.pool.lookup(block_hash)
+        def block_of(index: int, number: int) -> int | HostBlock | None:
+            block = self._block_of(group, hashes[index], number)
+            if block is None and with_host and tables.host is not None:
+                return tables.host.find(hashes[index], number)
+            return block
+
+        found = find_read(tables.groups, self._block_size, first, end, block_of)
+        return FoundPrefix(tuple([NOT_READ if block is None else block for block in blocks] for blocks in found))
+
+    def _block_of(self, group: SequenceGroup, block_hash: bytes, number: int = 0) -> int | None:
+        """Return the block with a prefix for a group of layers: cached, or one that the step fills for `group`, too."""
+        block = self._tables.pool.lookup(block_hash, number)
         if block is not None or self._snapshots is not None:
             # The state after a block of this step does not exist before the step's end.
             return block
@@ -156,7 +161,7 @@ class SharedPrefixes:
         if planned is None or planned.key > group.key or planned.tenant != group.request.fair_share_key:
             return None
         self.borrowers.add(group)
-        return planned.block
+        return planned.blocks[number]
 
     def _limit(self, group: SequenceGroup, sequence: Sequence) -> int:
         """Most leading blocks that need not be computed: at least one token remains, and every row that is needed."""

@@ -10,14 +10,15 @@ from penstock.common.idle_only import IDLE_TENANT
 from penstock.generation.core.step import Fork
 from penstock.generation.engine.block_copies import BlockCopies
 from penstock.generation.engine.block_pool import BlockClaims, BlockPool, HeldPrefixes
-from penstock.generation.engine.block_tables import BlockTables
+from penstock.generation.engine.block_tables import BlockTables, FoundPrefix
 from penstock.generation.engine.config import RECOMPUTE
 from penstock.generation.engine.fairness.fair_queue import FairQueue
 from penstock.generation.engine.fairness.shares import TenantShares
 from penstock.generation.engine.fairness.victims import Victims
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
-from penstock.generation.engine.host_pool import HostBlock, HostPool
+from penstock.generation.engine.host_block import HostBlock
+from penstock.generation.engine.host_pool import HostPool
 from penstock.generation.engine.prefix_sharing import SharedPrefixes
 from penstock.generation.engine.state_snapshots import StateSnapshots
 from penstock.generation.engine.step_plan import HeldBack, StepPlan
@@ -37,7 +38,7 @@ Progress = tuple[SequenceGroup, "dict[Sequence, SampledToken]"]
 Entries = list[tuple[SequenceGroup, "Sequence", int]]
 _IDLE_ONLY = frozenset((IDLE_TENANT,))
 # Leaders of a group, each with the blocks of its prompt's prefix; empty for a swapped group.
-Starts = list[tuple["Sequence", list[int | HostBlock]]]
+Starts = list[tuple["Sequence", FoundPrefix]]
 
 
 class Scheduler:
@@ -56,10 +57,11 @@ class Scheduler:
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
-        self.pool = BlockPool(config.num_blocks, config.block_size)
+        groups = config.block_groups
+        self.pool = BlockPool(config.num_blocks, config.block_size, [group.num_blocks for group in groups])
         # Blocks that callers hold themselves (see BlockClaims).
         self.claims = BlockClaims(self.pool)
-        self.held_prefixes = HeldPrefixes(self.pool)
+        self.held_prefixes = HeldPrefixes(self.pool, groups)
         self.copies = BlockCopies()
         self.host = HostPool(config, self.pool, self.copies) if config.num_host_blocks else None
         self.policy = SwapPolicy(config.preemption, config.block_bytes)
@@ -67,8 +69,8 @@ class Scheduler:
             self.pool,
             prefix_cache=config.prefix_cache,
             host=self.host,
-            window=config.window,
-            blocks_of_window=config.blocks_of_window,
+            groups=groups,
+            rows=config.max_batch_tokens,
         )
         has_snapshots = config.keeps_states and config.prefix_cache
         self.snapshots = (
@@ -161,7 +163,7 @@ class Scheduler:
         self.stats.preempted_tokens += _computed_tokens(group)
         self._give_back(group)
         group.restart()
-        here = [block for prefix in prefixes if (block := self.pool.lookup(prefix)) is not None]
+        here = [block for prefix in dict.fromkeys(prefixes) for block in self.pool.holding(prefix)]
         return self.host.pool.forget(kept) + self.pool.forget(here)
 
     def disown(self, group: SequenceGroup) -> None:
@@ -188,6 +190,8 @@ class Scheduler:
         output = self._plan.output(
             tuple(self._forks), tuple(self._released), tuple(self._parked), has_adapters=self._num_adapted > 0
         )
+        if self.pool.bundles is not None:
+            output = replace(output, bundles=self.pool.bundles)
         if output.scheduled:
             if self.snapshots is not None:
                 output = replace(
@@ -236,13 +240,14 @@ class Scheduler:
         Sequences that failed are left out: a group with one of them has fewer tokens than drawers.
         """
         progress: dict[SequenceGroup, dict[Sequence, SampledToken]] = {}
+        has_spans = bool(self.tables.spans)
         for group, entry in self._plan.entries:
             sequence = entry.sequence
             sequence.num_computed_tokens += entry.num_tokens
             if sequence.seq_id in result.prompt_logprobs:
                 group.report.add_prompt_logprobs(result.prompt_logprobs[sequence.seq_id])
             self.tables.computed(sequence, group.block_salt)
-            if self._config.window:
+            if has_spans:
                 self.tables.release_behind(sequence)
             if not group.is_forked:
                 for follower in group.fork_followers(sequence):
@@ -435,8 +440,8 @@ class Scheduler:
             self._preempt(victim)
             if victim is group:
                 return False
-        copy = self.tables.make_writable(sequence, end)
-        self._plan.add(group, sequence, start, num_tokens, group.drawing(sequence, end), copy)
+        copies = self.tables.make_writable(sequence, end)
+        self._plan.add(group, sequence, start, num_tokens, group.drawing(sequence, end), copies)
         # A row of output seldom fills a block that another sequence could use in this very step.
         if num_tokens > 1 or end <= sequence.num_prompt_tokens:
             self.prefixes.plan(group, sequence, end, is_cut=False)
@@ -582,7 +587,7 @@ class Scheduler:
         self.tables.start(starts)
         if self.snapshots is not None:
             for sequence, prefix in starts:
-                if prefix:
+                if len(prefix):
                     self.snapshots.restore(sequence)
         # Family 0: an unconditional branch has another prompt.
         leader = next(one for one, _ in starts if one.family == 0)
@@ -610,7 +615,9 @@ class Scheduler:
     def _host_tokens(self, starts: Starts) -> int:
         if self.host is None:
             return 0
-        return self._config.block_size * sum(isinstance(block, HostBlock) for _, prefix in starts for block in prefix)
+        # Of the first group: a block of tokens counts once.
+        found = (block for _, prefix in starts for block in prefix.groups[0])
+        return self._config.block_size * sum(isinstance(block, HostBlock) for block in found)
 
     def _give_back(self, group: SequenceGroup) -> None:
         for sequence in group.sequences:

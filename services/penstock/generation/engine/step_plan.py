@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from penstock.generation.core.step import Fork, ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
     from penstock.generation.core.adapter import Adapter
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.engine.block_copies import BlockCopies
@@ -71,13 +73,13 @@ class StepPlan:
         start: int,
         num_tokens: int,
         sample: tuple[Sequence, ...],
-        copy: tuple[int, int] | None,
+        copies: Seq[tuple[int, int]],
     ) -> None:
-        """Schedule tokens [start, start + num_tokens) of `sequence`, to be computed after `copy`."""
+        """Schedule tokens [start, start + num_tokens) of `sequence`, to be computed after `copies`."""
         self._entries.append((group, _entry(sequence, start, num_tokens, sample)))
         self.budget -= num_tokens
-        if copy is not None:
-            self._copies.within(group, *copy)
+        for source, destination in copies:
+            self._copies.within(group, source, destination)
 
     def end(self, sequence: Sequence) -> int | None:
         """Return the token up to which this step computes `sequence`; None: not at all. O(entries)."""

@@ -103,8 +103,11 @@ class ModelAccess:
         wait_idle: Callable[[], Awaitable[None]],
         metrics: GraphMetrics,
     ) -> None:
-        """`wait_idle` returns when there are no requests. Named sequences get the pool's further blocks."""
-        kv, model = loaded.pools.kv, loaded.weights.model
+        """`wait_idle` returns when there are no requests. Named sequences have a pool of their own, or the pool's
+        further blocks."""
+        named, model = loaded.pools.named, loaded.weights.model
+        kv = named or loaded.pools.kv
+        first, count = (kv.num_blocks, kv.num_further_blocks) if named is None else (0, named.num_blocks)
         assert isinstance(model, CausalLM), "only a native model has graphs"
         self.limits = limits
         self.graphs = describe_graphs(model, limits)
@@ -112,9 +115,7 @@ class ModelAccess:
         self._request_limits = request_limits
         self._loop = loop
         self._metrics = metrics
-        self._blocks = SequenceBlocks(
-            kv.num_blocks, kv.num_further_blocks, kv.block_size, loaded.served.max_context_tokens
-        )
+        self._blocks = SequenceBlocks(first, count, kv.block_size, loaded.served.max_context_tokens)
         self._runner = GraphRunner(model, kv, self._blocks, loaded.weights.device.sampling_kernels())
         self._turns = GraphTurns(limits.graph_share, wait_idle)
         self._leases = Leases(limits, self._release)

@@ -46,7 +46,7 @@ def kv_pool_blocks(
     memory: int | None,
     *,
     bytes_per_block: int,
-    block_size: int,
+    blocks_of_context: int,
     available: int,
     max_context_tokens: int,
     max_blocks: int | None = None,
@@ -55,12 +55,13 @@ def kv_pool_blocks(
     after: str = "the weights",
 ) -> int:
     """Return the number of blocks in `memory` bytes; None (`auto`): in AUTO_FRACTION of `available`, at most
-    `max_blocks`; REST: in the rest of REST_FRACTION of `total`.
+    `max_blocks`; REST: in the rest of REST_FRACTION of `total`. A sequence of `max_context_tokens` has
+    `blocks_of_context`.
 
     Raises StartupError naming `flag` when not one block fits, or when `memory` is more than is `available` `after` the
     weights, or after another pool.
     """
-    needed = -(-max_context_tokens // block_size) * bytes_per_block
+    needed = blocks_of_context * bytes_per_block
     advice = (
         f"one block takes {format_size(bytes_per_block)}, one sequence of the whole context "
         f"({max_context_tokens} tokens) {format_size(needed)}"

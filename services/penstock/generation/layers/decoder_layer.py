@@ -162,7 +162,10 @@ class SelfAttention:
         layer = self.layer
         qkv = step.linear(self.qkv, x_TI, layer.index, QKV)
         cos, sin = step.turns[self.turn]
-        out = step.attention.forward_qkv(qkv, cos, sin, layer, step.metadata, step.kv)
+        metadata = step.metadata
+        if step.kv.layout is not None:
+            metadata = metadata.view(step.kv.view_of(layer.index))
+        out = step.attention.forward_qkv(qkv, cos, sin, layer, metadata, step.kv)
         return step.addend(self.output, out.flatten(1), layer.index, OUTPUT)
 
 

@@ -276,6 +276,8 @@ def can_capture(model: LanguageModel, kv: KVCachePool) -> TypeGuard[CausalLM]:
     device."""
     if not isinstance(model, CausalLM) or model.can_draw or kv.states is not None or kv.scrap_block is None:
         return False
+    if kv.layout is not None:
+        return False
     # Experts wait for the number of their rows.
     return all(
         type(layer.mlp) is SwiGLU and model.attention.can_be_captured(layer.attention.layer, model.dtype, kv)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.generation.attention.cache_layout import LayerSight
 from penstock.generation.layers.decoder_layer import DecoderLayer, RMSNorm, Step
 from penstock.generation.layers.linear.native import NativeLinear
 from penstock.generation.layers.lora import (
@@ -107,6 +108,12 @@ class CausalLM:
     def windows(self) -> Sequence[int | None]:
         """Number of positions that a row of each layer sees, itself included; None: all."""
         return self.config.sliding_windows
+
+    @property
+    def sights(self) -> Sequence[LayerSight]:
+        """Positions that each layer's rows read in the pool."""
+        align, windows = self.attention.reads_behind + 1, self.config.sliding_windows
+        return [LayerSight() if window is None else LayerSight(window, align=align) for window in windows]
 
     @property
     def state_layout(self) -> Sequence[StateTensor]:

@@ -92,14 +92,15 @@ class FusedLayers:
             cos,
             sin,
             positions_T,
-            metadata.slot_mapping,
-            metadata.block_tables,
+            metadata.slot_mapping if metadata.view_slots is None else metadata.view_slots,
+            metadata.block_tables if metadata.view_tables is None else metadata.view_tables,
             metadata.query_start,
             metadata.context_lens,
             rows_R,
             draws,
             *kv.tensors,
             None if adapters is None else adapters.native,
+            kv.places,
         )
         return result
 
@@ -113,10 +114,10 @@ class FusedLayers:
         adapters: AdapterBatch | None = None,
     ) -> list[int]:
         """Return the ids drawn after `ids`, one token of each sequence, which is `lengths` long with it. `tables` is as
-        AttentionMetadata.block_tables and may be wider. No adapter may change the embedding."""
+        AttentionMetadata.block_tables, or view_tables, and may be wider. No adapter may change the embedding."""
         cos, sin = self._tables(longest)
         native = None if adapters is None else adapters.native
-        drawn: list[int] = self._decode(ids, lengths, tables, self._table, cos, sin, *kv.tensors, native)
+        drawn: list[int] = self._decode(ids, lengths, tables, self._table, cos, sin, *kv.tensors, native, kv.places)
         return drawn
 
     def _tables(self, length: int) -> tuple[list[Tensor], list[Tensor]]:

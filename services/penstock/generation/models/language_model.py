@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.attention.cache_layout import LayerSight
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
@@ -48,6 +49,10 @@ class LanguageModel(Protocol):
     @property
     def windows(self) -> Sequence[int | None]:
         """Number of positions that a row of each layer that attends sees, itself included; None: all."""
+
+    @property
+    def sights(self) -> Sequence[LayerSight]:
+        """Positions that the rows of each layer that attends read in the pool."""
 
     @property
     def state_layout(self) -> Sequence[StateTensor]:

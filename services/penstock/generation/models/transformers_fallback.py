@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from penstock.generation.attention.cache_layout import LayerSight
 from penstock.generation.attention.transformers_interface import (
     NAME,
     AttentionCall,
@@ -96,6 +97,20 @@ class TransformersModel:
     def windows(self) -> Sequence[int | None]:
         """See LanguageModel. Layers with chunks count as seeing all."""
         return [call.window if call.chunk is None else None for call in self.calls]
+
+    @property
+    def sights(self) -> Sequence[LayerSight]:
+        """See LanguageModel. What is computed here, and not by the device's attention, reads nothing behind."""
+        return [self._sight(call) for call in self.calls]
+
+    def _sight(self, call: AttentionCall) -> LayerSight:
+        if call.chunk is not None:
+            # A layer with both reads less than its chunk: that is kept.
+            return LayerSight(chunk=call.chunk)
+        if call.window is None:
+            return LayerSight()
+        behind = self.attention.reads_behind if call.is_plain(self.num_kv_heads) else 0
+        return LayerSight(call.window, align=behind + 1)
 
     @property
     def state_layout(self) -> Sequence[StateTensor]:

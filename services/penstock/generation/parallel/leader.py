@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.attention.cache_layout import LayerSight
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.attention.state_pool import StateTensor
     from penstock.generation.core.model_config import ModelConfig
@@ -85,6 +86,11 @@ class LeaderModel:
     def windows(self) -> Sequence[int | None]:
         """See LanguageModel."""
         return self._own.windows
+
+    @property
+    def sights(self) -> Sequence[LayerSight]:
+        """See LanguageModel."""
+        return self._own.sights
 
     @property
     def state_layout(self) -> Sequence[StateTensor]:

@@ -10,7 +10,9 @@ import grpc
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.common.progress import StageProgress
+from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.engine.config import EngineConfig
 from penstock.generation.graphs.model_access import ModelAccess
 from penstock.generation.holder.model_holder import ModelHolder
 from penstock.generation.holder.model_load import ModelLoad
@@ -226,7 +228,7 @@ def _geometry(core: GenerationCore) -> model_pb2.KvGeometry:
     return model_pb2.KvGeometry(
         num_blocks=kv.num_blocks,
         block_size=kv.block_size,
-        num_layers=kv.num_layers,
+        num_layers=kv.num_layers if kv.layout is None else len(kv.layout.places),
         num_kv_heads=kv.num_kv_heads,
         head_dim=kv.head_dim,
         dtype=from_dtype(str(kv.dtype)),
@@ -236,7 +238,22 @@ def _geometry(core: GenerationCore) -> model_pb2.KvGeometry:
         bytes_per_state=0 if kv.states is None else kv.states.bytes_per_slot,
         num_state_snapshots=0 if kv.states is None else kv.states.num_snapshots,
         prefix_cache=core.loaded.engine.config.prefix_cache,
+        groups=_kv_groups(core.loaded.engine.config, kv),
     )
+
+
+def _kv_groups(config: EngineConfig, kv: KVCachePool) -> list[model_pb2.KvGroup]:
+    layers = [kv.num_layers] if kv.layout is None else [len(members) for members in kv.layout.members]
+    return [
+        model_pb2.KvGroup(
+            num_layers=count,
+            num_blocks=group.num_blocks,
+            window=group.window,
+            chunk=group.chunk,
+            bytes_per_token=group.num_blocks * kv.bytes_per_block // kv.block_size,
+        )
+        for group, count in zip(config.block_groups, layers, strict=True)
+    ]
 
 
 def _first(ours: int | None, theirs: int | None) -> int | None:

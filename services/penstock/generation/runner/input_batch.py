@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.adapter import Adapter
-    from penstock.generation.core.step import ScheduledSequence
+    from penstock.generation.core.step import Bundles, ScheduledSequence
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
     from penstock.generation.models.language_model import LanguageModel
 
@@ -33,7 +33,7 @@ class ModelInputs:
     metadata: AttentionMetadata
     # One more than the number of entries.
     row_starts: list[int]
-    # metadata.block_tables on the host: on the CPU the same memory.
+    # metadata.block_tables, or the tables of all views, on the host: on the CPU the same memory.
     tables: np.ndarray
 
 
@@ -64,19 +64,11 @@ class InputBatch:
             if slot is not None:
                 self._free_slots.append(slot)
 
-    def build(self, scheduled: Seq[ScheduledSequence]) -> ModelInputs:
+    def build(self, scheduled: Seq[ScheduledSequence], _bundles: Bundles | None = None) -> ModelInputs:
         """Return inputs of the entries' tokens [start, start + num_tokens), in order. Needs at least one entry."""
         if all(entry.num_tokens == 1 for entry in scheduled):
             return self._build_rows(scheduled)
-        input_ids: list[int] = []
-        row_starts = [0]
-        for entry in scheduled:
-            token_ids, start = entry.sequence.token_ids, entry.start
-            if entry.num_tokens == 1:
-                input_ids.append(token_ids[start])
-            else:
-                input_ids.extend(token_ids[start : start + entry.num_tokens])
-            row_starts.append(len(input_ids))
+        input_ids, row_starts = token_rows(scheduled)
         slots = [self._refresh(entry) for entry in scheduled]
         context_lens = [entry.start + entry.num_tokens for entry in scheduled]
         tables = self._tables[slots, : -(-max(context_lens) // self._block_size)]
@@ -149,6 +141,20 @@ class InputBatch:
         slot = self._free_slots.pop()
         self._num_final[slot], self._ends[slot] = 0, (0, -1)
         return slot
+
+
+def token_rows(scheduled: Seq[ScheduledSequence]) -> tuple[list[int], list[int]]:
+    """Return the ids of all rows, and the start and end of each entry's."""
+    input_ids: list[int] = []
+    row_starts = [0]
+    for entry in scheduled:
+        token_ids, start = entry.sequence.token_ids, entry.start
+        if entry.num_tokens == 1:
+            input_ids.append(token_ids[start])
+        else:
+            input_ids.extend(token_ids[start : start + entry.num_tokens])
+        row_starts.append(len(input_ids))
+    return input_ids, row_starts
 
 
 def embed_step(

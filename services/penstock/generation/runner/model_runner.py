@@ -17,7 +17,7 @@ from penstock.generation.attention.to_device import uploaded
 from penstock.generation.core.draw import DrawKind
 from penstock.generation.core.request import Logprob, PositionLogprobs
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.sequence import BlockTable, Sequence
 from penstock.generation.core.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
 from penstock.generation.models.captured_decode import CapturedLM, can_capture
 from penstock.generation.models.hidden_keeper import joint
@@ -25,6 +25,7 @@ from penstock.generation.runner.dola import EarlyExits
 from penstock.generation.runner.draw_rows import DrawRows
 from penstock.generation.runner.fast_path import FastPath, goes_on
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, PendingMasks
+from penstock.generation.runner.grouped_input_batch import GroupedInputBatch
 from penstock.generation.runner.hidden_states import HiddenHistories
 from penstock.generation.runner.input_batch import AdapterRows, InputBatch, ModelInputs, embed_step
 from penstock.generation.runner.output_tensors import StepTensorTaker
@@ -104,7 +105,11 @@ class ModelRunner:
         self._prompt_scorer = PromptScorer(model, prompt_logprob_rows, kernels)
         self._pooling = MeanPooling()
         self._histories = HiddenHistories()
-        self._inputs = InputBatch(kv.block_size, model.device)
+        self._inputs: InputBatch | GroupedInputBatch = (
+            InputBatch(kv.block_size, model.device)
+            if kv.layout is None
+            else GroupedInputBatch(kv.layout, kv.block_size, model.device)
+        )
         self._adapters = AdapterRows()
         self._sampler = Sampler(model.device, kernels)
         self._fast_path = FastPath()
@@ -148,7 +153,7 @@ class ModelRunner:
             self._states.restore(output.restored)
         if not output.scheduled:
             return RunnerOutput({}, {})
-        inputs = self._inputs.build(output.scheduled)
+        inputs = self._inputs.build(output.scheduled, output.bundles)
         if self._states is not None:
             slots = self._states.place((entry.sequence.seq_id, entry.start) for entry in output.scheduled)
             inputs = replace(inputs, metadata=replace(inputs.metadata, state_slots=slots))
@@ -171,7 +176,7 @@ class ModelRunner:
             looks_up = adapters is None or not adapters.changes_embedding
             if drawn is not None and looks_up and goes_on(output.scheduled):
                 self._steady = SteadyDecode(
-                    output.scheduled, inputs.metadata, inputs.tables, self._kv.block_size, adapters
+                    output.scheduled, inputs.metadata, inputs.tables, self._kv.block_size, adapters, self._kv.layout
                 )
         else:
             hidden_RI = self._model.forward(
@@ -226,7 +231,8 @@ class ModelRunner:
         work = work or WarmUpWork()
         num_tokens = max(1, min(work.num_tokens, self.longest_prompt))
         num_steps = max(1, min(work.num_steps, self.longest_prompt + 1 - num_tokens))
-        num_sequences = min(work.num_sequences, self._kv.num_blocks // self._blocks_of(num_tokens + num_steps))
+        most = self._kv.num_slots // self._kv.block_size // self._blocks_of(num_tokens + num_steps)
+        num_sequences = min(work.num_sequences, most)
         params = SamplingParams(num_steps + 1)
         drawn = replace(params, do_sample=True, temperature=0.7, top_k=20, top_p=0.8)
         sequences = [
@@ -235,7 +241,7 @@ class ModelRunner:
         steps = [(self, num_tokens + step, 1) for step in range(num_steps)]
         for runner, start, count in ((self._shallow(_WARM_UP_LAYERS), 0, num_tokens), *steps):
             step = tuple(ScheduledSequence(sequence, start, count, (sequence,)) for sequence in sequences)
-            sampled = runner.execute(SchedulerOutput(step)).sampled
+            sampled = runner.execute(SchedulerOutput(step, bundles=self._trial_bundles())).sampled
             for sequence in sequences:
                 # None: deeper layers read the old content of the blocks, and damaged weights may have left NaN there.
                 token = sampled.get(sequence.seq_id)
@@ -268,12 +274,17 @@ class ModelRunner:
         """
         sequence = self._trial(0, num_tokens, SamplingParams(1))
         step = ScheduledSequence(sequence, 0, num_tokens, (sequence,) if draws else ())
-        self.execute(SchedulerOutput((step,)))
+        self.execute(SchedulerOutput((step,), bundles=self._trial_bundles()))
         self.release([sequence.seq_id])
 
     def _trial(self, index: int, num_tokens: int, params: SamplingParams, num_new: int = 1) -> Sequence:
         """Return a sequence without a request, on the `index`-th range of blocks with room for all its tokens."""
         each = self._blocks_of(num_tokens + num_new)
+        numbers = range(index * each, (index + 1) * each)
+        tables = tuple(
+            BlockTable([number * self._kv.bundle_blocks + first for number in numbers], width)
+            for first, width in self._trial_views()
+        )
         return Sequence(
             seq_id=_WARM_UP_ID - index,
             index=0,
@@ -281,8 +292,25 @@ class ModelRunner:
             seed=index,
             token_ids=[0] * num_tokens,
             num_prompt_tokens=num_tokens,
-            block_table=list(range(index * each, (index + 1) * each)),
+            block_table=tables[0].blocks,
+            tables=tables,
         )
+
+    def _trial_views(self) -> list[tuple[int, int]]:
+        """Return each group's first block and number of blocks, among those that trials have for a block of tokens."""
+        layout = self._kv.layout
+        widths = [1] if layout is None else [group.num_blocks for group in layout.groups]
+        return [(sum(widths[:place]), width) for place, width in enumerate(widths)]
+
+    def _trial_bundles(self) -> dict[int, range] | None:
+        """Return the bundles of all trials."""
+        if self._kv.layout is None:
+            return None
+        size = self._kv.bundle_blocks
+        starts = range(0, self._kv.num_blocks // size * size, size)
+        return {
+            at + first: range(at + first, at + first + width) for at in starts for first, width in self._trial_views()
+        }
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._kv.block_size)

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.attention.base import AttentionMetadata
+    from penstock.generation.attention.cache_layout import CacheLayout
     from penstock.generation.attention.kv_cache import KVCachePool
-    from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import Bundles, ScheduledSequence, SchedulerOutput
     from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.models.language_model import LanguageModel
 
@@ -37,9 +39,10 @@ class SteadyDecode:
         tables: np.ndarray,
         block_size: int,
         adapters: AdapterBatch | None = None,
+        layout: CacheLayout | None = None,
     ) -> None:
         """Begin after a step of these entries on the fast path, for which `goes_on` is true. `adapters`: of its rows;
-        none may change the embedding; `tables`: as ModelInputs.tables."""
+        none may change the embedding; `tables`: as ModelInputs.tables; `layout`: as KVCachePool.layout."""
         self._block_size = block_size
         self._sequences = [entry.sequence for entry in scheduled]
         self._draws = [entry.sequence.draw for entry in scheduled]
@@ -48,9 +51,12 @@ class SteadyDecode:
         self._longest = metadata.max_context_len
         # A sequence keeps the same one for life.
         self._adapters = adapters
-        self._tables = np.pad(tables, ((0, 0), (0, _SPARE_BLOCKS)))
-        # A tensor over the same memory.
+        self._tables = np.pad(tables, (*[(0, 0)] * (tables.ndim - 1), (0, _SPARE_BLOCKS)))
+        # A tensor over the same memory: (S, blocks), or (V, S, blocks) of all views.
         self._tables_SB = torch.from_numpy(self._tables)
+        self._layout = layout
+        # Of the step that is put together.
+        self._bundles: Bundles | None = None
 
     def step(self, output: SchedulerOutput, model: LanguageModel, kv: KVCachePool) -> RunnerOutput | None:
         """Run the step if it directly follows the last one. None: it does not, or some row has no token.
@@ -62,6 +68,7 @@ class SteadyDecode:
         # Copies from and to the host pool leave the tables of running sequences as they are.
         if output.copies and any(copy.kind is CopyKind.WITHIN for copy in output.copies):
             return None
+        self._bundles = output.bundles
         ids = self._advance(output.scheduled)
         if ids is None:
             return None
@@ -97,8 +104,16 @@ class SteadyDecode:
             lengths[index] = start + 1
             number, offset = divmod(start, self._block_size)
             if not offset:
-                if number == self._tables.shape[1]:
+                if number == self._tables.shape[-1]:
                     return None
-                self._tables[index, number] = sequence.block_table[number]
+                if self._layout is None:
+                    self._tables[index, number] = sequence.block_table[number]
+                else:
+                    self._tables[:, index, number] = self._blocks_of(sequence, number)
         self._longest += 1
         return ids
+
+    def _blocks_of(self, sequence: Sequence, number: int) -> list[int]:
+        """Return the blocks of all views with the tokens of block `number`."""
+        heads, bundles = [table.blocks[number] for table in sequence.tables], self._bundles
+        return heads if bundles is None else [block for head in heads for block in bundles[head]]

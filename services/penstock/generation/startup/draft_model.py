@@ -131,13 +131,13 @@ def _pool(
     blocks = kv_pool_blocks(
         parse_memory(config.assistant_kv_memory, flag=MEMORY_FLAG),
         bytes_per_block=kv_bytes_per_block(facts.num_layers, *geometry, dtype),
-        block_size=size,
+        blocks_of_context=-(-context // size),
         available=left.available,
         total=left.total,
         flag=MEMORY_FLAG,
         max_context_tokens=context,
-        # `auto` never takes more blocks than the served model has.
-        max_blocks=engine.num_blocks,
+        # `auto` never has room for more tokens than the served model.
+        max_blocks=max(engine.num_blocks // engine.bundle_blocks, 1),
     )
     return KVCachePool(facts.num_layers, blocks, *geometry, dtype, device.torch_device)
 

@@ -10,16 +10,19 @@ from penstock.common.dtypes import dtype_name
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.units import format_size
+from penstock.generation.attention.cache_layout import CacheLayout, layout_of
 from penstock.generation.attention.host_kv import HostKVPool
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.attention.state_pool import StatePool, new_states, state_bytes
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.cache_group import CacheGroup
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.graph_capture import GraphCapture
 from penstock.generation.host.memory import kv_pool_blocks, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.transformers_states import StatefulModel
+from penstock.generation.startup.batch_tuning import LARGEST_SIZE
 from penstock.generation.startup.load_weights import LoadedWeights
 from penstock.generation.startup.read_files import ModelFiles
 from penstock.generation.startup.start import Start
@@ -37,14 +40,17 @@ class Pools:
     host: HostKVPool | None
     # Way to capture decode steps over these pools; None: they are not captured.
     graphs: GraphCapture | None
+    # Keys and values of named sequences where `kv` has groups; None: they have the further blocks of `kv`.
+    named: KVCachePool | None = None
 
     def status_lines(self, context: int) -> list[str]:
         """Return lines of facts for people. `context`: longest sequence, in tokens."""
         kv = self.kv
-        tokens, in_int8 = kv.num_blocks * kv.block_size, " in int8" if kv.dtype is torch.int8 else ""
+        tokens, in_int8 = kv.num_slots, " in int8" if kv.dtype is torch.int8 else ""
         return [
             f"kv pool   {format_size(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens"
             f"{in_int8}, context {context}",
+            *([] if kv.layout is None else _group_lines(kv)),
             *([] if kv.states is None else [_states_line(kv.states)]),
         ]
 
@@ -53,12 +59,15 @@ def make_pools(start: Start, files: ModelFiles, weights: LoadedWeights) -> Pools
     """Make the pools, and those of the other ranks. Raises StartupError naming the flag of one that has no room."""
     config = start.config
     graphs = weights.device.graph_capture() if config.capture_steps else None
-    kv = _kv_pool(config, weights.model, weights.device, files.context, has_scrap=graphs is not None)
+    layout = _layout(config, weights)
+    if layout is not None:
+        graphs = None
+    kv = _kv_pool(config, weights.model, weights.device, files.context, layout, has_scrap=graphs is not None)
     host = _host_kv_pool(config, kv, weights.device, files.context)
     if weights.ranks is not None:
         num_host = 0 if host is None else host.num_blocks
         weights.ranks.make_pools(kv.num_blocks, kv.block_size, dtype_name(kv.dtype), num_host)
-    return Pools(kv, host, graphs)
+    return Pools(kv, host, graphs, None if layout is None else _named_pool(config, weights.model, kv))
 
 
 def opens_graphs(config: GenerationServiceConfig, model: LanguageModel) -> bool:
@@ -66,8 +75,30 @@ def opens_graphs(config: GenerationServiceConfig, model: LanguageModel) -> bool:
     return config.is_model_open and isinstance(model, CausalLM)
 
 
+def _layout(config: GenerationServiceConfig, weights: LoadedWeights) -> CacheLayout | None:
+    """Return the places of layers that keep different positions; None: all layers share blocks.
+
+    Other ranks and captured steps know one table of a sequence: there all layers keep whole contexts.
+    """
+    model = weights.model
+    sights = model.sights
+    if not config.kv_groups or len(set(sights)) < 2 or model.state_layout:
+        return None
+    if weights.ranks is not None:
+        return None
+    if config.capture_steps and weights.device.graph_capture() is not None:
+        return None
+    return layout_of(sights)
+
+
 def _kv_pool(
-    config: GenerationServiceConfig, model: LanguageModel, device: Device, context: int, *, has_scrap: bool
+    config: GenerationServiceConfig,
+    model: LanguageModel,
+    device: Device,
+    context: int,
+    layout: CacheLayout | None,
+    *,
+    has_scrap: bool,
 ) -> KVCachePool:
     facts, size = model.config, device.block_size(config.block_size)
     dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
@@ -75,12 +106,14 @@ def _kv_pool(
     # A slot for each sequence that runs; warm-up needs two.
     slots, snapshots = max(2, config.max_running_sequences), _num_snapshots(config, model, context)
     states = (slots + snapshots) * state_bytes(model.state_layout)
+    num_layers = facts.num_layers if layout is None else layout.layers_a_block
+    longest = _most_blocks(config, layout, context, size)
     blocks = kv_pool_blocks(
         parse_memory(config.kv_memory),
         # Of all processes that share this memory.
-        bytes_per_block=kv_bytes_per_block(facts.num_layers, size, model.num_kv_heads, facts.head_dim, dtype)
+        bytes_per_block=kv_bytes_per_block(num_layers, size, model.num_kv_heads, facts.head_dim, dtype)
         * (config.tensor_parallel if device.ranks_share_memory else 1),
-        block_size=size,
+        blocks_of_context=longest,
         available=left.available - states,
         total=left.total,
         max_context_tokens=context,
@@ -88,18 +121,19 @@ def _kv_pool(
         if states
         else "the weights",
         # `auto` never takes more than every sequence at full length could use.
-        max_blocks=config.max_running_sequences * -(-context // size),
+        max_blocks=config.max_running_sequences * longest,
     )
     kv = KVCachePool(
-        facts.num_layers,
+        num_layers,
         blocks,
         size,
         model.num_kv_heads,
         facts.head_dim,
         dtype,
         device.torch_device,
-        num_further_blocks=-(-config.graph_kv_tokens // size) if opens_graphs(config, model) else 0,
+        num_further_blocks=_named_blocks(config, model, size) if layout is None else 0,
         has_scrap=has_scrap,
+        layout=layout,
     )
     kv.states = new_states(model.state_layout, slots, device.torch_device, snapshots)
     if kv.states is not None:
@@ -111,6 +145,27 @@ def _kv_pool(
             bytes_of_one=kv.states.bytes_per_slot,
         )
     return kv
+
+
+def _named_blocks(config: GenerationServiceConfig, model: LanguageModel, size: int) -> int:
+    """Return the number of blocks for named sequences."""
+    return -(-config.graph_kv_tokens // size) if opens_graphs(config, model) else 0
+
+
+def _named_pool(config: GenerationServiceConfig, model: LanguageModel, kv: KVCachePool) -> KVCachePool | None:
+    """Return a pool in which named sequences have whole contexts in every layer; None: there are none."""
+    blocks, facts = _named_blocks(config, model, kv.block_size), model.config
+    if not blocks:
+        return None
+    return KVCachePool(facts.num_layers, blocks, kv.block_size, model.num_kv_heads, facts.head_dim, kv.dtype, kv.device)
+
+
+def _most_blocks(config: GenerationServiceConfig, layout: CacheLayout | None, context: int, size: int) -> int:
+    """Return the most blocks that one sequence can hold."""
+    if layout is None:
+        return -(-context // size)
+    # The step size is measured later.
+    return layout.most_blocks(context, config.max_batch_tokens or LARGEST_SIZE, size)
 
 
 def _num_snapshots(config: GenerationServiceConfig, model: LanguageModel, context: int) -> int:
@@ -138,7 +193,7 @@ def _host_kv_pool(config: GenerationServiceConfig, kv: KVCachePool, device: Devi
     blocks = kv_pool_blocks(
         memory,
         bytes_per_block=kv.bytes_per_block * config.tensor_parallel,
-        block_size=kv.block_size,
+        blocks_of_context=_most_blocks(config, kv.layout, context, kv.block_size),
         # The pool's pages are committed as they are written.
         available=left.available - (kv.num_bytes * config.tensor_parallel if kv.device.type == "cpu" else 0),
         total=left.total,
@@ -153,3 +208,19 @@ def _states_line(states: StatePool) -> str:
     """Return a line for people on the states."""
     snapshots = f"{states.num_snapshots} snapshots for the prefix cache" if states.num_snapshots else "no prefix cache"
     return f"states    {format_size(states.num_bytes)}: {states.num_slots} sequences, {snapshots}"
+
+
+def _group_lines(kv: KVCachePool) -> list[str]:
+    """Return a line for people on each group of layers."""
+    assert kv.layout is not None
+    return [
+        f"          {len(layers)} layers that read {_sight_text(group)}: "
+        f"{format_size(group.num_blocks * kv.bytes_per_block)} a block of {kv.block_size} tokens"
+        for group, layers in zip(kv.layout.groups, kv.layout.members, strict=True)
+    ]
+
+
+def _sight_text(group: CacheGroup) -> str:
+    if group.window:
+        return f"{group.window} tokens back"
+    return f"chunks of {group.chunk} tokens" if group.chunk else "everything"

@@ -86,6 +86,9 @@ def tune_engine(start: Start, files: ModelFiles, weights: LoadedWeights, pools: 
     start.timer.end("warm_up")
     if window := window_of(model):
         _log.info("every layer has a window: blocks behind it are given back while a sequence goes on", window=window)
+    if pools.kv.layout is not None:
+        spans = [group.span for group in pools.kv.layout.groups if group.span]
+        _log.info("layers keep only what they read: blocks behind it are given back", tokens=spans)
     own = _engine_config(config, pools, files.context, batch.tokens, window)
     draft = None if weights.draft is None else make_draft_model(config, weights.draft, device, own, masks)
     return EngineParts(own, runner, batch, draft)
@@ -130,6 +133,7 @@ def _engine_config(
         block_size=kv.block_size,
         max_context_tokens=context,
         max_batch_tokens=batch_tokens,
+        groups=() if kv.layout is None else kv.layout.groups,
         window=window,
         keeps_states=states is not None,
         num_state_snapshots=0 if states is None else states.num_snapshots,

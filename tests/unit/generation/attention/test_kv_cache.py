@@ -173,7 +173,7 @@ def blocks(memory: int | None, available: int, max_blocks: int | None = None, to
     return kv_pool_blocks(
         memory,
         bytes_per_block=100,
-        block_size=16,
+        blocks_of_context=-(-1000 // 16),
         available=available,
         max_context_tokens=1000,
         max_blocks=max_blocks,

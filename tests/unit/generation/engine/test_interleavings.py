@@ -27,6 +27,7 @@ from factories.engine.fake_engine import (
 from factories.engine.host_pools import HOSTS, AnyPolicy, host_fields
 from penstock.common.errors import DeadlineExceeded, Internal, PenstockError, ResourceExhausted
 from penstock.generation.core.adapter import Adapter
+from penstock.generation.core.cache_group import CacheGroup
 from penstock.generation.core.decoding_mode import GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.engine.block_commands import BlockCommands
@@ -57,7 +58,7 @@ STATEFUL_MODES = tuple(
     one for one in MODES if not isinstance(one.get("mode"), AssistanceOptions) and one.get("mode") != MODES[4]["mode"]
 )
 # Kinds of models, and what must have been seen of each.
-PLAIN, STATES, WINDOW = "plain", "states", "window"
+PLAIN, STATES, WINDOW, GROUPS = "plain", "states", "window", "groups"
 WANTED = {
     PLAIN: (
         "swaps", "recomputed", "prefix_hit_tokens", "host_prefix_hit_tokens", "accepted_draft_tokens", "reloaded",
@@ -65,6 +66,10 @@ WANTED = {
     ),
     STATES: ("recomputed", "prefix_hit_tokens"),
     WINDOW: ("swaps", "recomputed", "prefix_hit_tokens", "accepted_draft_tokens"),
+    GROUPS: (
+        "swaps", "recomputed", "prefix_hit_tokens", "host_prefix_hit_tokens", "accepted_draft_tokens", "copied",
+        "claimed",
+    ),
 }  # fmt: skip
 Spec = dict[str, Any]
 
@@ -80,6 +85,21 @@ def spec_of(random: Random, modes: tuple[dict[str, Any], ...] = MODES) -> Spec:
         "fair_share_key": random.choice(["", "a", "b"]),
         **random.choice(modes),
     }
+
+
+def in_groups(config: EngineConfig, random: Random) -> EngineConfig:
+    """Return the configuration of a model with layers of several kinds, in bundles of any sizes."""
+
+    def one_with_span() -> CacheGroup:
+        span = random.randint(1, 20)
+        where = {"chunk": span} if random.random() < 0.4 else {"window": span, "align": random.choice([1, 1, 5, 8])}
+        return CacheGroup(random.randint(1, 3), **where)
+
+    first = CacheGroup(random.randint(1, 3)) if random.random() < 0.8 else one_with_span()
+    groups = (first, *(one_with_span() for _ in range(random.randint(1, 2))))
+    times = sum(group.num_blocks for group in groups)
+    host = config.num_host_blocks * random.choice([1, times])
+    return replace(config, groups=groups, num_blocks=config.num_blocks * times, num_host_blocks=host)
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -121,6 +141,8 @@ class World:
         elif kind == WINDOW:
             # Some are shorter than a block, most than a prompt.
             self.config = replace(self.config, window=random.randint(1, 20))
+        elif kind == GROUPS:
+            self.config = in_groups(self.config, random)
         self.engine, self.runner = make_engine(
             self.config, drafter=FakeDrafter(0.6, lengths=(3, 1)), clock=lambda: self.now
         )
@@ -192,7 +214,7 @@ class World:
         """Return a block, more often one that keeps a prefix."""
         if pool is None:
             return 0
-        kept = [block for block in range(pool.num_blocks) if pool.hash_of(block) and not pool.ref_count(block)]
+        kept = [block for block in range(pool.num_blocks) if pool.hash_of(block) and not pool.num_holders(block)]
         return (
             self.random.choice(kept) if kept and self.random.random() < 0.7 else self.random.randrange(pool.num_blocks)
         )
@@ -319,13 +341,15 @@ def play(kind: str, seeds: range, num_events: int) -> None:
     assert min(seen[what] for what in WANTED[kind]) > 0, seen
 
 
-@pytest.mark.parametrize(("kind", "seeds"), [(PLAIN, range(5)), (STATES, range(2)), (WINDOW, range(3))])
+@pytest.mark.parametrize(
+    ("kind", "seeds"), [(PLAIN, range(5)), (STATES, range(2)), (WINDOW, range(3)), (GROUPS, range(6))]
+)
 def test_whatever_happens_every_answer_is_the_one_alone(kind: str, seeds: range) -> None:
     play(kind, seeds, 120)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [PLAIN, STATES, WINDOW])
+@pytest.mark.parametrize("kind", [PLAIN, STATES, WINDOW, GROUPS])
 @pytest.mark.parametrize("first", range(100, 1700, 100))
 def test_whatever_happens_for_long(kind: str, first: int) -> None:
     play(kind, range(first, first + 100 if kind == PLAIN else first + 30), 250)

@@ -104,7 +104,7 @@ def test_a_block_that_beams_share_is_copied_once() -> None:
     out = [copy for copy in runner.steps[-1].copies if copy.kind is CopyKind.OUT]
     assert len({copy.source for copy in out}) == len(out)
     group = next(group for group in engine._scheduler.waiting if group.is_swapped)
-    held = [block for table in group.host_tables.values() for block in table]
+    held = [block for tables in group.host_tables.values() for table in tables for block in table]
     assert len(set(held)) == len(out) < len(held)
     assert engine.load().host_blocks_used == len(out)
     run(engine, answers=answers)

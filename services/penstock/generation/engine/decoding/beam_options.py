@@ -79,4 +79,5 @@ def beams_blocks_needed(config: EngineConfig, params: SamplingParams, prompt_tok
     if params.guidance.is_on:
         negative = max(len(params.guidance.negative_prompt_ids), 1)
         needed += config.blocks_needed(negative, output_tokens, options.num_beams)
-    return needed + (options.num_beam_groups - 1 if prompt_tokens % config.block_size == 0 else 0)
+    again = options.num_beam_groups - 1 if prompt_tokens % config.block_size == 0 else 0
+    return needed + config.bundle_blocks * again

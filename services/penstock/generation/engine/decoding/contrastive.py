@@ -227,7 +227,8 @@ def _options(params: SamplingParams) -> ContrastiveOptions:
 
 def _blocks_needed(config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int) -> int:
     """See ModeSpec. Candidates share all but the block of their one token; the last token is computed, too."""
-    return config.blocks_needed(prompt_tokens, output_tokens + 1, 1) + _options(params).top_k - 1
+    candidates = _options(params).top_k - 1
+    return config.blocks_needed(prompt_tokens, output_tokens + 1, 1) + config.bundle_blocks * candidates
 
 
 CONTRASTIVE = ModeSpec(

@@ -23,7 +23,7 @@ from penstock.generation.core.decoding_mode import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool
-from penstock.generation.engine.block_tables import BlockTables
+from penstock.generation.engine.block_tables import BlockTables, FoundPrefix
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.mode_registry import MODES
 from penstock.generation.engine.engine import Engine
@@ -111,7 +111,7 @@ def test_room_for_one_branch_is_not_made_of_the_others_cached_prefix() -> None:
     # Everything is cached and not held, the branch's beginning longest ago: it would be evicted first.
     for tokens in ([6] * 4, list(range(10))):
         earlier = sequence(tokens, off)
-        tables.start([(earlier, [])])
+        tables.start([(earlier, FoundPrefix(([],)))])
         earlier.num_computed_tokens = len(tokens)
         tables.computed(earlier, "")
         tables.free(earlier)
@@ -119,7 +119,7 @@ def test_room_for_one_branch_is_not_made_of_the_others_cached_prefix() -> None:
     tables.hash_blocks(branch, "")
     prefix = [block for block_hash in branch.block_hashes if (block := tables.pool.lookup(block_hash)) is not None]
     assert len(prefix) == 2
-    tables.start([(prompt, []), (branch, prefix)])
+    tables.start([(prompt, FoundPrefix(([],))), (branch, FoundPrefix((prefix,)))])
     assert branch.block_table[:2] == prefix
     assert set(prompt.block_table).isdisjoint(branch.block_table)
     tables.pool.check_integrity()

@@ -90,7 +90,13 @@ inline bool can_write_alone(const AttentionArgs& args, const std::vector<Attenti
     }
   for (int64_t s = 0; s < sequences && is_alone; ++s) {
     const int32_t* table = args.block_tables + s * args.table_stride;
-    for (int64_t b = 0; b * args.block_size < args.context_lens[s] && is_alone; ++b)
+    // Blocks behind the window take no weight. They may be others' by now.
+    const int64_t rows = args.query_start[s + 1] - args.query_start[s],
+                  first = args.window > 0
+                              ? std::max<int64_t>(0, args.context_lens[s] - rows - args.window + 1)
+                              : 0;
+    for (int64_t b = first / args.block_size;
+         b * args.block_size < args.context_lens[s] && is_alone; ++b)
       is_alone = writer[table[b]] < 0 || writer[table[b]] == s;
   }
   for (int64_t row = args.query_start[0]; row < args.query_start[sequences]; ++row)

@@ -165,12 +165,23 @@ struct Pass {
   const int64_t *positions, *slots;
   const int32_t* tables;
   int64_t table_stride;
+  // The view of each layer, and its place in the pool: a pair each. A view has slots and tables of
+  // its own. Empty: there is one view, and layers are in order.
+  const std::vector<int64_t>& places;
+  int64_t slots_of_view, tables_of_view;
   const int32_t *query_start, *context_lens;
   const int64_t* wanted;
   int64_t num_wanted;
   bool draws;
   // Null: no row has an adapter.
   const AdapterBatch* adapters;
+
+  int64_t view(size_t layer) const { return places.empty() ? 0 : places[2 * layer]; }
+  int64_t place(size_t layer) const {
+    return places.empty() ? int64_t(layer) : places[2 * layer + 1];
+  }
+  const int64_t* slots_at(size_t layer) const { return slots + view(layer) * slots_of_view; }
+  const int32_t* tables_at(size_t layer) const { return tables + view(layer) * tables_of_view; }
 };
 
 struct Step {

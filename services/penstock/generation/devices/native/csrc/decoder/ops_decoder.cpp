@@ -156,24 +156,27 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   // (T, hidden) after the final norm. `hidden_rows` may be overwritten; `cos` and `sin` are looked
   // up by `positions`. With `draws` also each row's id of the highest logit, the first of equals,
   // -1 if that is NaN or infinite; else an empty tensor. `wanted` (R), ascending: results of these
-  // rows only, R instead of T. `adapters`: of the rows; none: no row has one.
+  // rows only, R instead of T. `adapters`: of the rows; none: no row has one. `places`: see Pass;
+  // where there are several views, `slots` (views, T) and `tables` (views, S, blocks) have them
+  // all.
   std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, std::vector<at::Tensor> cos,
                                              std::vector<at::Tensor> sin, at::Tensor positions,
                                              at::Tensor slots, at::Tensor tables,
                                              at::Tensor query_start, at::Tensor context_lens,
                                              std::optional<at::Tensor> wanted, bool draws,
                                              at::Tensor pool, std::optional<at::Tensor> scales,
-                                             OptionalAdapters adapters) const;
+                                             OptionalAdapters adapters,
+                                             std::vector<int64_t> places) const;
 
   // The ids that `forward` draws in a step of one token of each sequence: tokens `ids`, sequences
   // of `lengths` including them. It has few arguments: caches are cold when a step begins, and each
   // of torch's operators then takes tens of microseconds. `embedding` (vocabulary, hidden); none:
-  // the rows of the head.
+  // the rows of the head. `tables` and `places` are as in `forward`.
   std::vector<int64_t> decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
                               at::Tensor tables, std::optional<at::Tensor> embedding,
                               std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                               at::Tensor pool, std::optional<at::Tensor> scales,
-                              OptionalAdapters adapters) const;
+                              OptionalAdapters adapters, std::vector<int64_t> places) const;
 
  private:
   Decoder(const ModelSizes& sizes, const Factors& factors, const std::vector<Tensors>& named,
@@ -211,7 +214,8 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
 
   void check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>& cos,
              const std::vector<at::Tensor>& sin, const at::Tensor& pool,
-             const std::optional<at::Tensor>& scales) const;
+             const std::optional<at::Tensor>& scales, const std::vector<int64_t>& places,
+             int64_t views) const;
   void check(const AdapterBatch& adapters, int64_t rows, bool bf16) const;
   std::pair<at::Tensor, std::vector<int64_t>> compute(const Pass& pass) const;
   // Embeddings times their scale, in place.
@@ -393,14 +397,22 @@ struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
 
 void Decoder::check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>& cos,
                     const std::vector<at::Tensor>& sin, const at::Tensor& pool,
-                    const std::optional<at::Tensor>& scales) const {
+                    const std::optional<at::Tensor>& scales, const std::vector<int64_t>& places,
+                    int64_t views) const {
   TORCH_CHECK(hidden_rows.is_contiguous() && hidden_rows.size(1) == hidden);
   TORCH_CHECK(!dense || is_bf16(hidden_rows) == (*dense == Format::BF16),
               "the rows are not of the weights' dtype");
-  // (layers, 2, blocks, block size, heads, head dim), and the same without the last for the scales
-  // of int8.
-  TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(0) == int64_t(layers.size()) &&
-              pool.size(4) == num_kv_heads && pool.size(5) == head_dim);
+  // (places for layers, 2, blocks, block size, heads, head dim), and the same without the last for
+  // the scales of int8.
+  TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(4) == num_kv_heads &&
+              pool.size(5) == head_dim);
+  TORCH_CHECK(places.empty() ? views == 1 && pool.size(0) == int64_t(layers.size())
+                             : places.size() >= 2 * layers.size(),
+              "the pool is for another number of layers");
+  for (size_t i = 0; i < layers.size() && !places.empty(); ++i)
+    TORCH_CHECK(places[2 * i] >= 0 && places[2 * i] < views && places[2 * i + 1] >= 0 &&
+                    places[2 * i + 1] < pool.size(0),
+                "a layer has no place in the pool");
   TORCH_CHECK(pool.scalar_type() == (scales ? at::kChar : hidden_rows.scalar_type()) &&
               head_dim <= MAX_HEAD_DIM);
   TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == at::kFloat &&
@@ -437,12 +449,14 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(
     at::Tensor hidden_rows, std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
     at::Tensor positions, at::Tensor slots, at::Tensor tables, at::Tensor query_start,
     at::Tensor context_lens, std::optional<at::Tensor> wanted, bool draws, at::Tensor pool,
-    std::optional<at::Tensor> scales, OptionalAdapters adapters) const {
-  check(hidden_rows, cos, sin, pool, scales);
+    std::optional<at::Tensor> scales, OptionalAdapters adapters,
+    std::vector<int64_t> places) const {
+  const int64_t views = tables.dim() == 3 ? tables.size(0) : 1;
+  check(hidden_rows, cos, sin, pool, scales, places, views);
   const int64_t T = hidden_rows.size(0), S = context_lens.size(0), R = wanted ? wanted->size(0) : T;
-  TORCH_CHECK(slots.is_contiguous() && slots.size(0) == T && positions.is_contiguous() &&
+  TORCH_CHECK(slots.is_contiguous() && slots.numel() == views * T && positions.is_contiguous() &&
               positions.size(0) == T);
-  TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
+  TORCH_CHECK(tables.size(-2) == S && tables.stride(-1) == 1 && query_start.size(0) == S + 1);
   const int64_t* rows = wanted ? wanted->const_data_ptr<int64_t>() : nullptr;
   TORCH_CHECK(!wanted || wanted->is_contiguous());
   for (int64_t i = 0; i < R && wanted; ++i)
@@ -458,7 +472,10 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(
       .positions = positions.const_data_ptr<int64_t>(),
       .slots = slots.const_data_ptr<int64_t>(),
       .tables = tables.const_data_ptr<int32_t>(),
-      .table_stride = tables.stride(0),
+      .table_stride = tables.stride(-2),
+      .places = places,
+      .slots_of_view = T,
+      .tables_of_view = views > 1 ? tables.stride(0) : 0,
       .query_start = query_start.const_data_ptr<int32_t>(),
       .context_lens = context_lens.const_data_ptr<int32_t>(),
       .wanted = rows,
@@ -509,10 +526,11 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
   std::vector<RopeArgs> rope;
   const int64_t part = pool.stride(1);
   for (size_t i = 0; i < layers.size(); ++i) {
-    char* keys = (char*)pool.data_ptr() + 2 * i * part * pool.element_size();
+    const int64_t place = pass.place(i);
+    char* keys = (char*)pool.data_ptr() + 2 * place * part * pool.element_size();
     char* values = keys + part * pool.element_size();
     float* key_scales =
-        pass.scales ? pass.scales->data_ptr<float>() + 2 * i * part / head_dim : nullptr;
+        pass.scales ? pass.scales->data_ptr<float>() + 2 * place * part / head_dim : nullptr;
     float* value_scales = pass.scales ? key_scales + part / head_dim : nullptr;
     attention.push_back({
         .q = b.q.const_data_ptr(),
@@ -521,7 +539,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
         .values = values,
         .key_scales = key_scales,
         .value_scales = value_scales,
-        .block_tables = pass.tables,
+        .block_tables = pass.tables_at(i),
         .table_stride = pass.table_stride,
         .query_start = pass.query_start,
         .context_lens = pass.context_lens,
@@ -550,7 +568,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
         .values = values,
         .key_scales = key_scales,
         .value_scales = value_scales,
-        .slots = pass.slots,
+        .slots = pass.slots_at(i),
         .num_heads = int(num_heads),
         .num_kv_heads = int(num_kv_heads),
         .head_dim = int(head_dim),
@@ -561,8 +579,16 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
   }
   step.tasks = attention_tasks(attention[0], pass.sequences, most_threads);
   if (pass.wanted != nullptr) step.last_tasks = tasks_of(attention[0], step.tasks, pass.wanted, R);
-  step.writes_alone =
-      can_write_alone(attention[0], step.tasks, pass.slots, pass.sequences, pool.size(2));
+  step.writes_alone = true;
+  // Views of equal windows share alike, so one of each is asked.
+  std::vector<int64_t> asked;
+  for (size_t i = 0; i < layers.size() && step.writes_alone; ++i) {
+    const int64_t kind = pass.places.empty() ? 0 : layers[i].window;
+    if (std::find(asked.begin(), asked.end(), kind) != asked.end()) continue;
+    asked.push_back(kind);
+    step.writes_alone =
+        can_write_alone(attention[i], step.tasks, pass.slots_at(i), pass.sequences, pool.size(2));
+  }
 #pragma omp parallel num_threads(most_threads)
   {
 #pragma omp single
@@ -580,24 +606,27 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
                                      at::Tensor tables, std::optional<at::Tensor> embedding,
                                      std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                                      at::Tensor pool, std::optional<at::Tensor> scales,
-                                     OptionalAdapters adapters) const {
-  const int64_t S = ids.size(), block_size = pool.size(3);
-  TORCH_CHECK(int64_t(lengths.size()) == S && tables.dim() == 2 && tables.size(0) == S &&
-              tables.stride(1) == 1);
-  std::vector<int64_t> positions(S), slots(S);
+                                     OptionalAdapters adapters, std::vector<int64_t> places) const {
+  const int64_t S = ids.size(), block_size = pool.size(3),
+                views = tables.dim() == 3 ? tables.size(0) : 1;
+  TORCH_CHECK(int64_t(lengths.size()) == S && (tables.dim() == 2 || tables.dim() == 3) &&
+              tables.size(-2) == S && tables.stride(-1) == 1);
+  std::vector<int64_t> positions(S), slots(views * S);
   std::vector<int32_t> starts(S + 1), context_lens(S);
   const int32_t* table = tables.const_data_ptr<int32_t>();
   for (int64_t s = 0; s < S; ++s) {
     const int64_t at = lengths[s] - 1, block = at / block_size;
-    TORCH_CHECK(at >= 0 && block < tables.size(1), "a sequence is longer than its table");
-    positions[s] = at,
-    slots[s] = table[s * tables.stride(0) + block] * block_size + at % block_size,
-    context_lens[s] = lengths[s];
+    TORCH_CHECK(at >= 0 && block < tables.size(-1), "a sequence is longer than its table");
+    positions[s] = at, context_lens[s] = lengths[s];
+    for (int64_t v = 0; v < views; ++v) {
+      const int32_t* row = table + (views > 1 ? v * tables.stride(0) : 0) + s * tables.stride(-2);
+      slots[v * S + s] = row[block] * block_size + at % block_size;
+    }
   }
   std::iota(starts.begin(), starts.end(), 0);
   TORCH_CHECK(!cos.empty(), "there is no rotary embedding");
   const at::Tensor hidden_rows = embedded(ids, embedding, cos[0].scalar_type());
-  check(hidden_rows, cos, sin, pool, scales);
+  check(hidden_rows, cos, sin, pool, scales, places, views);
   return compute({
                      .hidden = hidden_rows,
                      .cos = cos,
@@ -609,7 +638,10 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
                      .positions = positions.data(),
                      .slots = slots.data(),
                      .tables = table,
-                     .table_stride = tables.stride(0),
+                     .table_stride = tables.stride(-2),
+                     .places = places,
+                     .slots_of_view = S,
+                     .tables_of_view = views > 1 ? tables.stride(0) : 0,
                      .query_start = starts.data(),
                      .context_lens = context_lens.data(),
                      .wanted = nullptr,
