@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from factories.servers.failing_engines import FailingEngine, failing_engines, owner, router_before
 from factories.servers.held_backend import WANT_IDS, stop_after
-from factories.servers.router import collect, generate
+from factories.servers.router import PATIENCE_SECONDS, collect, generate
 from penstock.v1 import config_pb2
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("lost rank")]
@@ -41,7 +41,8 @@ async def test_a_killed_rank_costs_no_token(engines: list[FailingEngine], sampli
     if sampling == "seeded":
         config.do_sample, config.seed = True, 7
     asked = generate("Count from 1 to 20.", config=config, stop=config_pb2.StopConfig(ignore_eos=True), output=WANT_IDS)
-    async with router_before(engines) as router:
+    # The process tells of its broken step, and its end is the verdict, however long it takes: no clock's.
+    async with router_before(engines, death_verdict_seconds=PATIENCE_SECONDS) as router:
         wanted = await collect(router.stub.Generate(asked))
         lost: list[FailingEngine] = []
 
