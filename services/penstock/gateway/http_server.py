@@ -24,6 +24,7 @@ from penstock.gateway.connections import Connections, Turns
 from penstock.gateway.http_errors import OPENAI_ERRORS, HttpError
 from penstock.gateway.request_head import check_head, without_upgrade
 from penstock.http2.listener import Listener, let_go
+from penstock.http2.metered_tls import meter, stop_metering
 from penstock.http2.strangers import SLICE_SECONDS, Strangers, network_of
 
 # Key of a request's scope by which `connection_of` finds its connection.
@@ -84,8 +85,8 @@ class HttpConnection(HttpToolsProtocol):
         self.is_stranger = True
         self.work = self.worked_at = 0.0
         self.network = network_of(transport)
-        # Bytes that wait for their turn.
-        self._held = b""
+        # Bytes that wait for their turn; and True while its TLS waits for one.
+        self._held, self._waits = b"", False
         # Of the message being read: its bytes without the body's, the body's bytes, and its state.
         self._framing_bytes = self._body_bytes = 0
         self._has_head = self._is_within = False
@@ -115,6 +116,7 @@ class HttpConnection(HttpToolsProtocol):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.bounds.max_unsent_bytes)
         if hasattr(transport, "max_size"):
             transport.max_size = _STRANGERS_READ_BYTES
+        meter(transport, self._count_reading)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -141,6 +143,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._delayed is not None:
             self._turns.give_back()
         self._running = self._delayed = None
+        stop_metering(self._own)
         # uvicorn's reference, which leads back here.
         self.transport = self._own
         let_go(self._own)
@@ -152,7 +155,7 @@ class HttpConnection(HttpToolsProtocol):
             self._lingered_bytes += len(data)
             if self._lingered_bytes > self.bounds.max_body_bytes:
                 self.abort()
-        elif self._held or (self.is_stranger and not self.everyone.strangers.may_go_on(self)):
+        elif self._held or self._waits or (self.is_stranger and not self.everyone.strangers.may_go_on(self)):
             self._held += data
             self._own.pause_reading()
             if len(self._held) > _MOST_HELD_BYTES:
@@ -160,8 +163,21 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self._take(data)
 
+    def _count_reading(self, seconds: float) -> None:
+        """Count the reading of a stranger's TLS; beyond the share nothing more is read until its turn comes."""
+        strangers = self.everyone.strangers
+        strangers.spend(self, seconds)
+        if self.is_closing:
+            # The rest of a refused request is read for the sake of its answer, while that costs others nothing.
+            if strangers.are_many:
+                self.loop.call_soon(self.abort)
+        elif not self._waits and not strangers.may_go_on(self):
+            self._waits = True
+            self._own.pause_reading()
+
     def go_on(self) -> None:
         """See Stranger."""
+        self._waits = False
         if self.is_closing:
             return
         data, self._held = self._held, b""
@@ -331,12 +347,14 @@ class HttpConnection(HttpToolsProtocol):
 
     def admit(self) -> None:
         """Note that a request of this connection was admitted: it is not a stranger any more."""
-        if self.is_stranger and self._held:
-            # The rest of it no longer waits among strangers.
-            self.loop.call_soon(self.go_on)
-        if self.is_stranger and hasattr(self._own, "max_size"):
-            self._own.max_size = _READ_BYTES
-        self.is_stranger = False
+        if self.is_stranger:
+            self.is_stranger = False
+            stop_metering(self._own)
+            if hasattr(self._own, "max_size"):
+                self._own.max_size = _READ_BYTES
+            if self._held or self._waits:
+                # The rest of it no longer waits among strangers.
+                self.loop.call_soon(self.go_on)
         self.everyone.admit(self)
 
     def begin_work(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.common.logging import get_logger
+from penstock.http2.metered_tls import MeteredTls
 from penstock.http2.strangers import network_of_peer
 
 # Connections that may wait to be accepted; with asyncio's 100, further ones would come a second later.
@@ -92,6 +93,7 @@ class Listener:
         if tls is not None:
             # For each connection from its first byte on; asyncio takes 256 KiB, sixteen times the largest record.
             sslproto.SSLProtocol.max_size = _TLS_READ_BYTES
+            tls.sslobject_class = MeteredTls
         loop, host = asyncio.get_running_loop(), host.strip("[]")
         where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         if host == "::" and socket.has_dualstack_ipv6():

@@ -28,6 +28,7 @@ from penstock.http2.headers import (
 from penstock.http2.keepalive import KeepAlive
 from penstock.http2.limits import IdleFrames, Limits, Pings
 from penstock.http2.listener import let_go
+from penstock.http2.metered_tls import meter, stop_metering
 from penstock.http2.request_bytes import RequestBytes
 from penstock.http2.server_call import Call, Refused
 from penstock.http2.stranger_turns import StrangerTurns
@@ -134,6 +135,7 @@ class Connection(asyncio.Protocol):
         self._on_open(self)
         if self.turns is not None:
             self.turns.begin()
+            meter(transport, self.turns.count_reading)
 
     def _greet(self) -> None:
         limits = self._limits
@@ -146,6 +148,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         let_go(self._transport)
+        stop_metering(self._transport)
         self._transport = None
         self._keepalive.stop()
         self._unfinished.stop()
@@ -250,6 +253,7 @@ class Connection(asyncio.Protocol):
         if self.turns is not None:
             self.turns.end()
             self.turns = None
+            stop_metering(self._transport)
             self._most_unread = self._limits.write_buffer_bytes
             if self._transport is not None:
                 self._transport.set_write_buffer_limits(high=self._most_unread)

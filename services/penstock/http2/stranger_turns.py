@@ -110,6 +110,15 @@ class StrangerTurns:
             )
         self.probes += 1
 
+    def count_reading(self, seconds: float) -> None:
+        """Count the reading of its TLS; beyond the strangers' share nothing more is read until its turn comes."""
+        if self._has_left:
+            return
+        self._strangers.spend(self, seconds)
+        if not self._goes_on and not self._strangers.may_go_on(self):
+            self._goes_on = True
+            self._connection.set_reading(False)
+
     def take_bytes(self) -> None:
         """Look at bytes that have come, or leave them for a later turn."""
         if self._goes_on:

@@ -378,6 +378,11 @@ _CONNECTIONS = (
     ),
     HttpTrick("half a hello of TLS", _half(_hello_of_tls), connections=1024, is_below_tls=True, only_tls=True),
     HttpTrick("a hello of TLS and nothing", _hello_of_tls, connections=512, is_below_tls=True, only_tls=True),
+    HttpTrick(
+        "a body in records of one byte",
+        lambda to: itertools.chain((head(to, "POST", CHAT, f"Content-Length: {BODY_BYTES}"),), itertools.repeat(b" ")),
+        only_tls=True,
+    ),
     HttpTrick("records of noise", lambda _: _forever(_TLS_NOISE), is_below_tls=True, only_tls=True),
     HttpTrick("no TLS", lambda to: _forever(head(to, "GET", "/health")), is_below_tls=True, only_tls=True),
 )

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
+import ssl
 import threading
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from factories.servers.emitting_backend import count_up
 from factories.servers.gateway import Gateway, running_gateway
+from factories.servers.gateway_tree import CA, TLS_FILES
 from factories.servers.http_connection import Connection
 from factories.servers.router import backend, running_router, until
 from penstock.gateway import endpoint
 from penstock.gateway.http_server import HttpConnection
 
+CERT, KEY = (str(TLS_FILES / name) for name in ("server.pem", "server.key"))
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
 RIGHT, OTHER, WRONG = (f"authorization: Bearer {token}" for token in ("right", "other", "wrong"))
@@ -570,3 +575,23 @@ async def test_a_reader_that_stops_is_cut_off_on_every_route() -> None:
         await until(lambda: gateway.metric("http_connections") == 1)
         await until(lambda: gateway.metric("http_connections") == 0)
         connection.close()
+
+
+async def test_tls_of_a_stranger_counts_as_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of one byte takes a microsecond and a half, which no parser sees."""
+    ticks = itertools.count()
+    monkeypatch.setattr("penstock.http2.metered_tls.time", SimpleNamespace(thread_time=lambda: float(next(ticks))))
+    async with guarded(tmp_path, tls_cert=CERT, tls_key=KEY, anonymous_cpu_share=0.001) as gateway:
+        everyone = gateway.app._server._everyone
+        host, port = gateway.host_port
+        tls = ssl.create_default_context(cafile=CA)
+        _, writer = await asyncio.open_connection(host, port, ssl=tls, server_hostname="localhost")
+        assert not everyone.strangers.are_many
+        writer.write(b"GET /health HTTP/1.1\r\n")
+        await until(lambda: everyone.strangers.are_many)
+        # It waits for its turn, undecrypted.
+        (stranger,) = everyone._all
+        assert isinstance(stranger, HttpConnection)
+        assert not stranger._own.is_reading()
+        writer.transport.abort()
+        await until(lambda: not everyone._all)

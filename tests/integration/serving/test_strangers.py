@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import factories.servers.tiny_service
@@ -223,6 +226,25 @@ async def test_floods_wait_and_probes_do_not(tokens: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux tells that an unread peer has gone")
+async def test_tls_of_a_stranger_counts_as_its_work(tokens: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("penstock.http2.metered_tls.time", SimpleNamespace(thread_time=lambda: float(next(ticks))))
+    config = FixedConfig(
+        transport="asyncio", auth_token_file=tokens, tls_cert=CERT, tls_key=KEY, anonymous_cpu_share=0.001
+    )
+    async with tiny(config) as (_, running, _):
+        host, _, port = running.address.rpartition(":")
+        tls = ssl.create_default_context(cafile=CA)
+        tls.set_alpn_protocols(["h2"])
+        _, writer = await asyncio.open_connection(host, int(port), ssl=tls, server_hostname="localhost")
+        strangers = running._server._strangers  # type: ignore[attr-defined]
+        assert not strangers.are_many
+        writer.write(HELLO[:5])
+        await until(lambda: strangers.are_many)
+        writer.transport.abort()
+        await until(lambda: not len(strangers))
+
+
 async def test_a_flood_ends_with_its_connection(tokens: str) -> None:
     """Bytes that came before it hung up, and were not looked at, are not worked for."""
     update = frames.window_update(0, 1)
