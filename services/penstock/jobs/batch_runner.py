@@ -104,7 +104,6 @@ class BatchRunner:
             self._wake.clear()
             try:
                 await self._keep_house()
-                await self._validate_next()
                 await self._take()
             except JobStoreFailed as error:
                 _log.error("the store of jobs failed", error=str(error))
@@ -125,6 +124,7 @@ class BatchRunner:
             self._next_renewal = now + options.job_lease_seconds / _RENEWALS
             await self._batches.renew(self._tasks.values(), self._holder)
         self._give_up(await self._batches.end_overdue())
+        await self._validate_next()
         if now >= self._next_sweep:
             self._next_sweep = now + _SWEEP_POLLS * options.job_poll_seconds
             await self._files.sweep()
@@ -144,7 +144,7 @@ class BatchRunner:
         record = await self._batches.take_new(self._holder)
         if record is not None:
             self._validation = asyncio.create_task(self._validate(record))
-            self._validation.add_done_callback(lambda _: self._wake.set())
+            self._validation.add_done_callback(lambda _: self.wake())
 
     async def _validate(self, record: BatchRecord) -> None:
         try:

@@ -190,7 +190,7 @@ class BatchStore:
 
     async def take(self, holder: str, count: int, in_flight: Mapping[str, int]) -> list[TakenLine]:
         """Take up to `count` lines, in turns between callers: first for those with the fewest `in_flight`."""
-        now, until = self._clock(), self._clock() + self._options.job_lease_seconds
+        now = self._clock()
 
         def work(rows: Rows) -> list[TakenLine]:
             live: dict[str, list[tuple[Any, ...]]] = {}
@@ -206,12 +206,7 @@ class BatchStore:
                 # Equal parts of what is left, so that few queries do for many lines.
                 most = max(1, (count - len(found)) // len(live))
                 batch_id, endpoint, file_id = live[owner][0]
-                lines = rows.all(
-                    "UPDATE lines SET state = 1, holder = ?, held_until = ? WHERE batch = ? AND number IN (SELECT "
-                    "number FROM lines WHERE batch = ? AND (state = 0 OR (state = 1 AND held_until < ?)) "
-                    f"ORDER BY number LIMIT ?{self._database.skip_claimed}) RETURNING number, custom_id, place, bytes",
-                    *(holder, until, batch_id, batch_id, now, most),
-                )
+                lines = self._claim(rows, batch_id, holder, most)
                 found += [
                     TakenLine(batch_id, owner, endpoint, number, custom_id, file_id, place, size)
                     for number, custom_id, place, size in lines
@@ -224,6 +219,21 @@ class BatchStore:
             return found
 
         return await self._database.run(work)
+
+    def _claim(self, rows: Rows, batch_id: str, holder: str, most: int) -> list[tuple[Any, ...]]:
+        """Take lines of a batch: those that wait, then those with a lease that has ended."""
+        now, found = self._clock(), list[tuple[Any, ...]]()
+        # One state at a time: by the index both cost the same, however many lines have answers.
+        for state in (LineState.WAITING, LineState.TAKEN):
+            if len(found) < most:
+                found += rows.all(
+                    "UPDATE lines SET state = 1, holder = ?, held_until = ? WHERE batch = ? AND number IN (SELECT "
+                    "number FROM lines WHERE batch = ? AND state = ? AND held_until < ? "
+                    f"ORDER BY number LIMIT ?{self._database.skip_claimed}) RETURNING number, custom_id, place, bytes",
+                    *(holder, now + self._options.job_lease_seconds, batch_id, batch_id, state, now),
+                    most - len(found),
+                )
+        return found
 
     async def renew(self, lines: Iterable[TakenLine], holder: str) -> None:
         """Keep lines that a process has taken and still answers."""
@@ -240,7 +250,7 @@ class BatchStore:
 
         def work(rows: Rows) -> None:
             where, values = ("", ()) if holder is None else (" AND holder = ?", (holder,))
-            rows.change(f"UPDATE lines SET state = 0, holder = NULL WHERE state = 1{where}", *values)
+            rows.change(f"UPDATE lines SET state = 0, holder = NULL, held_until = 0 WHERE state = 1{where}", *values)
             rows.change(
                 f"UPDATE batches SET holder = NULL, held_until = 0 WHERE state = ?{where}",
                 *(BatchState.VALIDATING, *values),
@@ -252,7 +262,8 @@ class BatchStore:
         """Give back a line that is to be answered later."""
         await self._database.run(
             lambda rows: rows.change(
-                "UPDATE lines SET state = 0, holder = NULL WHERE batch = ? AND number = ? AND state = 1 AND holder = ?",
+                "UPDATE lines SET state = 0, holder = NULL, held_until = 0 "
+                "WHERE batch = ? AND number = ? AND state = 1 AND holder = ?",
                 *(line.batch_id, line.number, holder),
             )
         )

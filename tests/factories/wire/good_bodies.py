@@ -244,4 +244,17 @@ ROUTES = (
     Route("/tokenize", ("prompt",), {**_TEMPLATE, "prompt": _text, "add_special_tokens": _one_of(True, False)}),
     Route("/detokenize", ("tokens",), {"tokens": _ids, "skip_special_tokens": _one_of(True, False)}),
     Route("/apply-template", ("messages",), _TEMPLATE),
+    # Another kind of body, which is refused.
+    Route("/v1/files", (), {"purpose": _one_of("batch"), "file": _text}),
+    Route(
+        "/v1/batches",
+        ("input_file_id", "endpoint"),
+        {
+            "input_file_id": _one_of("file-0", "file-1"),
+            "endpoint": _one_of("/v1/completions", "/v1/embeddings", "/v1/score"),
+            "completion_window": _one_of("24h", "1s", "7d"),
+            "metadata": lambda draw: {"note": _text(draw)},
+        },
+    ),
+    Route("/v1/batches/{name}/cancel", (), {}),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -12,10 +14,13 @@ import openai
 import pytest
 from factories.servers.emitting_backend import EmittingBackend
 from factories.servers.gateway import Gateway, running_gateway
-from factories.servers.router import backend, running_router
+from factories.servers.postgres import needs_postgres, running_postgres
+from factories.servers.router import backend, running_router, until
+from factories.servers.served import Served
 from openai.types import Batch
 from penstock.common.errors import Unavailable
 from penstock.common.idle_only import IDLE_TENANT
+from penstock.jobs.job_records import ENDPOINTS
 
 pytest.importorskip("python_multipart")
 pytestmark = pytest.mark.xdist_group("gateway")
@@ -290,3 +295,84 @@ async def test_a_router_with_tokens_needs_one_for_lines(tmp_path: Path) -> None:
         ):
             done = await ended(client, await submitted(client, lines_of(2)))
             assert len(await answers(client, done.output_file_id)) == 2
+
+
+def shown(url: str, body: dict[str, Any]) -> Any:
+    """Return the content of an endpoint's answer, without ids and times."""
+    if url == "/v1/embeddings":
+        return [one["embedding"] for one in body["data"]]
+    if url == "/v1/responses":
+        return [part["text"] for item in body["output"] for part in item["content"]]
+    return [one.get("text") or one["message"]["content"] for one in body["choices"]]
+
+
+@pytest.mark.parametrize("url", ENDPOINTS)
+def test_answers_of_a_real_model_are_those_of_the_endpoint_itself(served: Served, url: str) -> None:
+    body = {"input": "Hello"} if url == "/v1/embeddings" else {**BODIES[url], "temperature": 0}
+    data = jsonl({"custom_id": str(one), "method": "POST", "url": url, "body": body} for one in range(3))
+    file = served.client.files.create(file=("a", data), purpose="batch")
+    batch = served.client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+    while (done := served.client.batches.retrieve(batch.id)).status in ("validating", "in_progress"):
+        pass
+    assert done.status == "completed"
+    found = [json.loads(line) for line in served.client.files.content(done.output_file_id or "").content.splitlines()]
+    alone = shown(url, served.json(url, body))
+    assert alone
+    assert [shown(url, one["response"]["body"]) for one in found] == [alone] * 3
+
+
+@needs_postgres
+async def test_gateways_share_a_database_and_outlive_its_restart() -> None:
+    with running_postgres() as server:
+        shared: dict[str, Any] = {"job_store": server.database(), "job_requests": 2, "job_lease_seconds": 1.0, **POLL}
+        async with (
+            backend() as one,
+            running_router(one) as router,
+            running_gateway(router.server.address, **shared) as left,
+            running_gateway(router.server.address, **shared) as right,
+            client_of(left) as here,
+            client_of(right) as there,
+        ):
+            await one.allow(0)
+            batch = await submitted(here, lines_of(9))
+            # Both take lines.
+            await one.until(lambda: one.running == 4)
+            server.disconnect_all()
+            await one.allow(None)
+            status = ""
+            while status != "completed":
+                with contextlib.suppress(openai.InternalServerError):
+                    status = (await there.batches.retrieve(batch.id)).status
+            done = await there.batches.retrieve(batch.id)
+            assert len(await answers(there, done.output_file_id)) == 9
+            assert (await here.files.content(done.input_file_id)).content == lines_of(9)
+
+
+async def test_a_caller_that_leaves_in_the_middle_of_a_file_leaves_nothing() -> None:
+    async with scripted() as (_, gateway, client):
+        head = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        _, writer = await asyncio.open_connection(*gateway.host_port)
+        writer.write(
+            b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=x\r\n"
+            b"content-length: 9000000\r\n\r\n" + head + b"y" * 600_000
+        )
+        await until(lambda: gateway.metric("kept_files") == 1)
+        writer.close()
+        await until(lambda: gateway.metric("kept_files") == 0)
+        assert gateway.metric("kept_file_bytes") == 0
+        assert [one async for one in client.files.list()] == []
+
+
+async def test_uploads_have_places_and_a_time() -> None:
+    async with scripted(max_uploads=1, upload_seconds=1.0) as (_, gateway, client):
+        reader, writer = await asyncio.open_connection(*gateway.host_port)
+        writer.write(
+            b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=x\r\n"
+            b"content-length: 9000\r\n\r\n--x\r\n"
+        )
+        await until(lambda: gateway.metric("http_requests_in_flight") == 1)
+        with pytest.raises(openai.RateLimitError):
+            await client.files.create(file=("a", b"x"), purpose="batch")
+        assert b"408" in await reader.readline()
+        writer.close()
+        await client.files.create(file=("a", b"x"), purpose="batch")

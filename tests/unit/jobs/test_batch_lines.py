@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.jobs.batch_lines import LineCheck, LineSplitter, RawLine
 from penstock.jobs.job_records import LineProblem, NewLine
@@ -22,6 +22,7 @@ def problem_of(data: bytes) -> LineProblem | NewLine:
     return LineCheck(URL, 1000).check(RawLine(3, 0, len(data), data))
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=12).filter(lambda one: b"\n" not in one), max_size=8), st.integers(1, 9))
 def test_lines_and_their_places_do_not_depend_on_the_pieces(lines: list[bytes], size: int) -> None:
     whole = b"\n".join(lines)
