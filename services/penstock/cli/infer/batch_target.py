@@ -20,7 +20,7 @@ from penstock_client._options import is_conversation
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.console import complain
 from penstock.cli.infer.config import InferConfig
-from penstock.cli.infer.gateway_calls import GatewayCalls, error_of
+from penstock.cli.infer.gateway_calls import GatewayAway, GatewayCalls, error_of
 from penstock.cli.infer.journal import write_whole
 from penstock.cli.infer.targets import Answer, Answers, Asked, tokenizer_of
 from penstock.common.errors import NotFound, StartupError, Unavailable
@@ -45,10 +45,7 @@ class BatchTarget:
         self._calls = GatewayCalls(connection)
         self._endpoint, self._window = connection.address, config.completion_window
         self.tokenizer: LocalTokenizer | None = tokenizer_of(config)
-        try:
-            models = self._calls.json("GET", "/v1/models")["data"]
-        except Unavailable as error:
-            raise StartupError(f"--endpoint {connection.address}: {error.message}", flag="--endpoint") from error
+        models = self._calls.json("GET", "/v1/models")["data"]
         named = [one for one in models if config.model in (None, one["id"])]
         if not named:
             raise NotFound(
@@ -88,9 +85,10 @@ class BatchTarget:
                             yield index, answer
                 self._note.unlink(missing_ok=True)
                 if is_new and lines.wanted:
-                    raise Unavailable(
-                        f"{batch_id} ended {(batch or {}).get('status', 'unknown')} before every line was answered",
-                        reason="BATCH_ENDED",
+                    raise StartupError(
+                        f"{batch_id} ended {(batch or {}).get('status', 'unknown')} before every line was answered: "
+                        "run again, with a longer --completion-window",
+                        flag="--completion-window",
                     )
 
     def _left_over(self) -> str | None:
@@ -121,7 +119,7 @@ class BatchTarget:
                 silent = 0
             except NotFound:
                 return None
-            except Unavailable:
+            except (GatewayAway, Unavailable):
                 silent += 1
                 if silent >= _MOST_SILENT_LOOKS:
                     raise

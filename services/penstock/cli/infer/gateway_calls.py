@@ -31,6 +31,10 @@ _SILENT_SECONDS = 120.0
 _CREATED = 200
 
 
+class GatewayAway(StartupError):
+    """A gateway that could not be reached, or broke off its answer."""
+
+
 class GatewayCalls:
     """One gateway, by its address. Each call has a connection of its own: minutes lie between them."""
 
@@ -51,7 +55,7 @@ class GatewayCalls:
             raise StartupError("--token-file needs https:// for a gateway that is not loopback", flag="--token-file")
 
     def json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON of one call's answer. Raises PenstockError."""
+        """Return the JSON of one call's answer. Raises PenstockError, GatewayAway."""
         sent = None if body is None else json.dumps(body).encode()
         headers = {} if sent is None else {"content-type": "application/json"}
         with self._answer(method, path, sent, headers) as answer:
@@ -59,7 +63,7 @@ class GatewayCalls:
             return read
 
     def upload(self, file: BinaryIO, num_bytes: int) -> str:
-        """Send a file of a batch from its start, and return its id. Raises PenstockError."""
+        """Send a file of a batch from its start, and return its id. Raises PenstockError, GatewayAway."""
         boundary = secrets.token_hex(16)
         head = (
             f'--{boundary}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{boundary}\r\n'
@@ -83,7 +87,7 @@ class GatewayCalls:
             return str(json.loads(answer.read(_MOST_ANSWER_BYTES))["id"])
 
     def lines(self, file_id: str) -> Generator[dict[str, Any], None, None]:
-        """Yield the lines of a file of answers as they arrive. Raises PenstockError."""
+        """Yield the lines of a file of answers as they arrive. Raises PenstockError, GatewayAway."""
         with self._answer("GET", f"/v1/files/{file_id}/content") as answer:
             while line := answer.readline():
                 yield json.loads(line)
@@ -109,7 +113,7 @@ class GatewayCalls:
         except ssl.SSLError as error:
             raise StartupError(f"--endpoint {self._shown}: {error}", flag="--endpoint") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Unavailable(f"{self._shown} does not answer: {error}", reason="NOT_CONNECTED") from error
+            raise GatewayAway(f"--endpoint {self._shown} does not answer: {error}", flag="--endpoint") from error
         finally:
             connection.close()
 
