@@ -169,6 +169,19 @@ def test_kv_bytes_of_layers_that_have_them(tmp_path: Path, config: dict[str, Any
     assert facts_of(folder)["kv_bytes_per_token"] == bytes_per_token
 
 
+def test_layers_that_keep_a_window_are_told_apart(tmp_path: Path) -> None:
+    kinds = ["sliding_attention"] * 4 + ["full_attention"] * 2
+    shape = {"num_attention_heads": 4, "hidden_size": 64, "dtype": "bfloat16", "max_position_embeddings": 4096}
+    config = {"model_type": "x", "num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 256, **shape}
+    facts = facts_of(written(tmp_path, config, {"model.layers.0.x.weight": (8, 8)}))
+    each = 2 * 64 * 2
+    assert facts["kv_groups"] == [
+        {"layers": 2, "window": 0, "chunk": 0, "bytes_per_token": 2 * each},
+        {"layers": 4, "window": 256, "chunk": 0, "bytes_per_token": 4 * each},
+    ]
+    assert facts["memory"]["context_bytes"] == (2 * 4096 + 4 * 256) * each
+
+
 def test_too_large_a_model_is_told_to_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint(tmp_path, "llama")
     weights = facts_of(folder)["memory"]["weights_bytes"]

@@ -14,6 +14,7 @@ import grpc
 import pytest
 import structlog
 import torch
+from factories.models.checkpoints import tiny_checkpoint
 from factories.servers.generation import Client, generation_service, request, text_checkpoint
 from penstock.cli.inspect_model import inspect_model
 from penstock.common.config import from_env_and_flags
@@ -369,3 +370,19 @@ async def test_a_start_that_is_cancelled_ends_soon(checkpoint: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await start
     await running.stop(drain=False)
+
+
+async def test_groups_of_layers_are_named_and_can_be_turned_off(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "gemma3_text")
+    for grouped in (True, False):
+        async with generation_service(folder, kv_groups=grouped, block_size=8) as client:
+            info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
+            groups = [(one.num_layers, one.num_blocks, one.window) for one in info.kv.groups]
+            layers = info.kv.num_layers
+            assert groups == ([(1, 1, 0), (layers - 1, layers - 1, 9)] if grouped else [(layers, 1, 0)])
+            whole = sum(one.bytes_per_token for one in info.kv.groups)
+            assert whole == layers * 2 * info.kv.num_kv_heads * info.kv.head_dim * 4
+            # Named sequences have whole contexts in every layer, and requests their window.
+            outcome = await client.generate(request([1] * 30, config={"max_new_tokens": 20}))
+            assert outcome.error is None
+            assert client.running.service.status_lines()

@@ -66,6 +66,8 @@ class BlockTables:
         # Most blocks of tokens in a table's held part, of each group; None: there is no bound.
         self._most_blocks = tuple(group.most_blocks(rows, pool.block_size) if group.span else None for group in groups)
         self._block_size = pool.block_size
+        # One group, one block a bundle: nearly every model, asked for every row of every step.
+        self._is_plain = self.bundle_blocks == 1
 
     def hash_blocks(self, sequence: Sequence, salt: str) -> None:
         """Complete `block_hashes` for all full blocks without drafts. A sequence hashes each token once."""
@@ -174,40 +176,42 @@ class BlockTables:
 
     def blocks_to_write(self, sequence: Sequence, end: int) -> int:
         """Number of free blocks that `make_writable` up to token `end` takes."""
-        shared = self._shared_block(sequence) is not None
-        return self.blocks_to_extend(sequence, end) + (self.bundle_blocks if shared else 0)
+        lacking = self.blocks_to_extend(sequence, end)
+        return lacking if self._shared_block(sequence) is None else lacking + self.bundle_blocks
 
     def blocks_to_extend(self, sequence: Sequence, end: int) -> int:
         """Number of free blocks that `extend` up to token `end` takes."""
         length = -(-end // self._block_size)
-        if len(sequence.tables) == 1:
-            return sequence.tables[0].width * max(length - len(sequence.block_table), 0)
+        if self._is_plain:
+            return max(length - len(sequence.block_table), 0)
         # A sequence without tables has no blocks yet.
         tables = sequence.tables or self.open(sequence)
         return sum([table.width * max(length - len(table.blocks), 0) for table in tables])
 
-    def make_writable(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
+    def make_writable(self, sequence: Sequence, end: int) -> Seq[tuple[int, int]]:
         """Make room for tokens up to `end` in blocks of its own. Return the (source, destination) to copy, mostly none.
 
         Only the block of the first token to compute can be shared: blocks before it are never written again, and a
         fork shares no block after it.
         """
         shared = self._shared_block(sequence)
+        if shared is None:
+            self.extend(sequence, end)
+            return ()
         copies: list[tuple[int, int]] = []
-        if shared is not None:
-            for number, table in enumerate(sequence.tables):
-                source, own = table.blocks[shared], self.pool.allocate(number)
-                copies += zip(self.pool.bundle(source), self.pool.bundle(own), strict=True)
-                table.blocks[shared] = own
-                self.pool.release(source)
-            self.copied_blocks += len(copies)
+        for number, table in enumerate(sequence.tables):
+            source, own = table.blocks[shared], self.pool.allocate(number)
+            copies += zip(self.pool.bundle(source), self.pool.bundle(own), strict=True)
+            table.blocks[shared] = own
+            self.pool.release(source)
+        self.copied_blocks += len(copies)
         self.extend(sequence, end)
         return copies
 
     def extend(self, sequence: Sequence, end: int) -> None:
         """Make room up to token `end` after this step's `make_writable`; others may share its blocks by now."""
         length = -(-end // self._block_size)
-        if length > len(sequence.block_table) or len(self.groups) > 1:
+        if length > len(sequence.block_table) or not self._is_plain:
             for number, table in enumerate(sequence.tables or self.open(sequence)):
                 self._extend(number, table, length)
 
