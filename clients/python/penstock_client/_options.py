@@ -242,6 +242,11 @@ def _add_tool(request: text_pb2.ChatRequest, tool: Any, where: str, structs: Str
     # Set even if empty: a template then sees a tool without parameters.
     made.parameters.SetInParent()
     structs.set(made.parameters, function.get("parameters", {}), f"{where}.parameters")
+    strict = function.get("strict")
+    if strict is not None:
+        if not isinstance(strict, bool):
+            raise InvalidArgument(f"{where}.strict", "must be true or false")
+        made.strict = strict
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

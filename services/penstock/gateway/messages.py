@@ -134,10 +134,11 @@ def _tools(fields: Fields, call: HttpCall) -> tuple[list[dict[str, Any]], str | 
             continue
         if kind not in (None, "custom"):
             raise InvalidArgument(f"{at}.type", f"must be custom: {str(kind)[:64]} is a tool of another server")
-        made = {"name": typed(tool.get("name"), str, f"{at}.name")}
+        made: dict[str, Any] = {"name": typed(tool.get("name"), str, f"{at}.name")}
         if tool.get("description") is not None:
             made["description"] = typed(tool["description"], str, f"{at}.description")
         names.add(made["name"], at)
+        made["strict"] = typed(tool.get("strict") or False, bool, f"{at}.strict")
         tools.append({**made, "parameters": typed(tool.get("input_schema") or {}, dict, f"{at}.input_schema")})
     call.names |= names.renamed()
     choice = fields.maybe("tool_choice", dict)

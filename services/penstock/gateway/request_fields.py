@@ -281,4 +281,5 @@ def function_of(tool: Any, at: str) -> Mapping[str, Any]:
     typed(function.get("name"), str, f"{at}.function.name")
     typed(function.get("description") or "", str, f"{at}.function.description")
     typed(function.get("parameters") or {}, dict, f"{at}.function.parameters")
+    typed(function.get("strict") or False, bool, f"{at}.function.strict")
     return {name: given for name, given in function.items() if given is not None}

@@ -280,6 +280,7 @@ def _add_tool(
         if tool.get("description") is not None:
             made["description"] = typed(tool["description"], str, f"{at}.description")
         made["parameters"] = typed(tool.get("parameters") or {}, dict, f"{at}.parameters")
+        made["strict"] = typed(tool.get("strict") or False, bool, f"{at}.strict")
     else:
         raise InvalidArgument(f"{at}.type", f"must be function, custom or namespace: {str(kind)[:64]} is unknown")
     own = made["name"]

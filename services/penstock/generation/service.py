@@ -235,6 +235,10 @@ class GenerationCore:
                 compiling = self.compiler.compile(constraint)
                 grammar = await self._before_submission(request_id, deadline, compiling, "constraint")
                 request.grammar = grammar.ending_itself() if request.params.ignore_eos else grammar
+            elif options.calls is not None and options.holds_calls:
+                calls = self.compiler.compile_calls(options.calls)
+                held = await self._before_submission(request_id, deadline, calls, "constraint")
+                request.grammar = held.ending_itself() if held is not None and request.params.ignore_eos else held
 
     async def _before_submission(
         self, request_id: str, deadline: float | None, work: Coroutine[Any, Any, T], stage: str

@@ -21,13 +21,16 @@ from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import ChatParser, make_parser, prompt_opens_reasoning
 from penstock.router.chat.forced_calls import answer_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat
+from penstock.router.chat.held_calls import call_grammar_message
 from penstock.router.chat.prompt_thought import thought_before
-from penstock.router.frontend.convert import begin_prompt, schemas_of, skips_special_tokens, to_template
+from penstock.router.frontend.convert import begin_prompt, schemas_of, skips_special_tokens, strict_tools, to_template
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.text.fill_in_middle import TOKENS, form_of
 from penstock.tokenizer.convert import conversation
 from penstock.v1 import common_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
 
+# Calls of one answer in a block; the router's --max-tool-calls.
+_MOST_CALLS = 32
 # One prompt: a text, ids, or a conversation of {"role", "content"} mappings.
 PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
 
@@ -169,6 +172,13 @@ class RequestMaker:
                 markers = self._needed("a conversation").marker_ids(local.chat.kept_for(with_tools=True))
                 local.thought.grammar = answer_grammar(local.chat, markers, in_reasoning=local.opens_reasoning)
             local.message.thought.CopyFrom(local.thought)
+        if local.parses_tools and not request.HasField("constraint"):
+            markers = self._needed("a conversation").marker_ids(local.chat.kept_for(with_tools=True))
+            calls = call_grammar_message(
+                local.chat, local.schemas, strict_tools(request), markers, max_calls=_MOST_CALLS
+            )
+            if calls is not None:
+                local.message.calls.CopyFrom(calls)
         return local
 
     def _local(

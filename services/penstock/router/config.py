@@ -274,6 +274,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
     tool_format: Literal[
         "auto",
         "harmony",
+        "deepseek_v4",
         "deepseek_v32",
         "deepseek_v3",
         "deepseek_v31",
@@ -284,6 +285,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
         "qwen3_coder",
         "mistral",
         "phi4",
+        "lfm2",
         "granite",
         "llama4",
         "llama3",
@@ -292,6 +294,13 @@ class RouterConfig(ServerConfig, ChannelConfig):
     reasoning_format: Literal["auto", "none", "mistral", "seed", "kimi", "granite", "think"] = option(
         "auto",
         "Format of the model's reasoning; auto: as its chat template has it; none: it stays in the text.",
+        group=CHATS,
+    )
+
+    hold_tool_calls: bool = option(
+        True,
+        "Hold the calls that a model chooses to make to a grammar, from their first marker on: names of the request's "
+        "tools, arguments that are JSON, or obey the schema of a strict tool.",
         group=CHATS,
     )
 

@@ -46,6 +46,7 @@ class GenerateRequest(_message.Message):
     INPUTS_EMBEDS_BEFORE_IDS_FIELD_NUMBER: _builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     THOUGHT_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -115,6 +116,10 @@ class GenerateRequest(_message.Message):
     def thought(self) -> _common_pb2.Thought:
         """The thought before the answer. Unset: all of the output is the answer."""
 
+    @_builtins.property
+    def calls(self) -> Global___CallGrammar:
+        """What holds tool calls once the answer begins one. Unset: nothing. Ignored beside `constraint`, and in constrained beam search."""
+
     def __init__(
         self,
         *,
@@ -140,12 +145,13 @@ class GenerateRequest(_message.Message):
         inputs_embeds_before_ids: _builtins.bool = ...,
         adapter_digest: _builtins.str = ...,
         thought: _common_pb2.Thought | None = ...,
+        calls: Global___CallGrammar | None = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "output", b"output", "seed", b"seed", "stop", b"stop", "thought", b"thought", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "calls", b"calls", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "output", b"output", "seed", b"seed", "stop", b"stop", "thought", b"thought", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "thought", b"thought", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "calls", b"calls", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "thought", b"thought", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -157,6 +163,38 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class CallGrammar(_message.Message):
+    """Grammar of the parts of an answer that are tool calls. All text before and between them is free."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    WITHIN_THOUGHT_FIELD_NUMBER: _builtins.int
+    grammar: _builtins.str
+    """Lark text of an output that begins with one of them and ends with the call, or the block of calls."""
+    within_thought: _builtins.bool
+    """Calls stand within the thought, too. Else what looks like one there is free."""
+    @_builtins.property
+    def opens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts, or control tokens, that begin a call: the grammar holds from there on."""
+
+    def __init__(
+        self,
+        *,
+        opens: _abc.Iterable[_builtins.str] | None = ...,
+        grammar: _builtins.str = ...,
+        within_thought: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "opens", b"opens", "within_thought", b"within_thought"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallGrammar: _TypeAlias = CallGrammar  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):

@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 from penstock.common.checkpoint import demo_folder
+from penstock.generation.grammar.call_grammar import CallHolder, CallMarkers, HeldCalls
 from penstock.generation.grammar.grammar_limits import JsonBounds
 from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer, words_of
 from penstock.generation.grammar.matcher_state import CompiledGrammar, MaskWorkers, MatcherState
 from penstock.generation.grammar.matching import new_matcher
+from penstock.generation.grammar.short_ends import ShortEnds
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.translate import to_lark
 from penstock.generation.grammar.trial_process import answer_to
 from penstock.generation.grammar.written_keys import written_keys
+from penstock.router.chat.forced_calls import HeldGrammar
+from penstock.text.thoughts import Thought
 from tokenizers import Tokenizer
 
 VOCAB_SIZE = 4096
@@ -71,7 +75,9 @@ def compiled(spec: ConstraintSpec, tokenizer: GrammarTokenizer | None = None) ->
     assert spec.kind is not None
     matcher = new_matcher(tokenizer, to_lark(spec.kind, spec.text, spec.choices))
     assert not matcher.is_error(), matcher.get_error()
-    return CompiledGrammar(matcher, tokenizer, spec.field, written=written_keys(spec, JsonBounds()))
+    ends = ShortEnds(tokenizer, matcher, to_lark(spec.kind, spec.text, spec.choices))
+    written = written_keys(spec, JsonBounds())
+    return CompiledGrammar(matcher, tokenizer, spec.field, written=written, ends=ends, thought=spec.thought)
 
 
 def compiled_around(spec: ConstraintSpec, around: str, tokenizer: GrammarTokenizer | None = None) -> CompiledGrammar:
@@ -87,7 +93,12 @@ def compiled_around(spec: ConstraintSpec, around: str, tokenizer: GrammarTokeniz
     return CompiledGrammar(matcher, tokenizer, spec.field, written=written)
 
 
-def allowed(state: MatcherState, vocab_size: int = VOCAB_SIZE) -> set[int]:
+def held(grammar: HeldGrammar, thought: Thought | None = None) -> CallHolder:
+    """Compile what holds the calls that a model chooses to make."""
+    return CallHolder(compiled(lark(grammar.grammar)), CallMarkers(grammar.opens, grammar_tokenizer()), thought)
+
+
+def allowed(state: MatcherState | HeldCalls, vocab_size: int = VOCAB_SIZE) -> set[int]:
     """Return the ids with a set bit."""
     workers = mask_workers(vocab_size)
     words = np.zeros((1, workers.num_words), dtype=np.int32)

@@ -97,6 +97,34 @@ async def test_forced_choice_reaches_the_backend_as_a_grammar() -> None:
         assert not served.submitted[-1].HasField("constraint")
 
 
+async def test_calls_by_choice_reach_the_backend_as_a_grammar_from_their_marker_on() -> None:
+    async with backend(script=Writer()) as served, running_router(served, tool_format="glm4") as router:
+        asked = request()
+        await answered(router, asked)
+        calls = served.submitted[-1].calls
+        assert list(calls.opens) == ["<tool_call>"]
+        assert "get_weather" in calls.grammar
+        # Parameters of any name, unless the tool is strict.
+        assert "<arg_key>city" not in calls.grammar
+        asked.tools[0].strict = True
+        await answered(router, asked)
+        assert "<arg_key>city" in served.submitted[-1].calls.grammar
+        free: list[dict[str, Any]] = [
+            {"tool_choice": text_pb2.ToolChoice(none=True)},
+            {"tool_choice": text_pb2.ToolChoice(required=True)},
+            {"constraint": config_pb2.Constraint(json_object=True)},
+        ]
+        for fields in free:
+            await answered(router, request(**fields))
+            assert not served.submitted[-1].HasField("calls")
+
+
+async def test_calls_are_left_to_the_model_where_the_router_is_told_to() -> None:
+    async with backend(script=Writer()) as served, running_router(served, hold_tool_calls=False) as router:
+        await answered(router, request())
+        assert not served.submitted[-1].HasField("calls")
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [

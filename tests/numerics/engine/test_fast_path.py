@@ -59,10 +59,10 @@ def model(tmp_path_factory: pytest.TempPathFactory, _instruction_set: None) -> C
 class Everything:
     """A grammar, its state and the filler of its masks: every token may follow."""
 
-    is_done = False
+    is_done = is_free = is_cut = False
     num_words = -(-VOCAB_SIZE // 32)
 
-    def start(self, eos_token_ids: tuple[int, ...]) -> Everything:
+    def start(self, eos_token_ids: tuple[int, ...], max_tokens: int | None = None) -> Everything:
         return self
 
     def copy(self) -> Everything:

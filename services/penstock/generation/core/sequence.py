@@ -115,6 +115,11 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def is_constrained(self) -> bool:
+        """True where its grammar does not allow every token next."""
+        return self.grammar is not None and not self.grammar.is_free
+
+    @property
     def num_placeholders(self) -> int:
         """Number of leading tokens without an id: options that read ids begin after them."""
         return 0 if self.embeds is None else self.embeds.num_placeholders

@@ -13,6 +13,7 @@ from penstock.text.thoughts import Thought, ThoughtGate
 from penstock.text.token_bytes import TextCursor, TokenBytes
 
 if TYPE_CHECKING:
+    from penstock.generation.core.grammar import GrammarState
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
 
@@ -122,6 +123,11 @@ _DONE = Stop(FinishReason.CONSTRAINT_DONE)
 _CRITERIA = Stop(FinishReason.STOP_CRITERIA)
 
 
+def _is_cut(stop: Stop, grammar: GrammarState | None) -> bool:
+    """True where the model ends an output that its limit of tokens has closed."""
+    return stop.reason is FinishReason.STOP_EOS and grammar is not None and grammar.is_cut
+
+
 class StopCriteria:
     """The criteria of one request, over generated tokens only: the prompt never takes part in a match.
 
@@ -181,13 +187,13 @@ class StopCriteria:
         token_ids = sequence.token_ids
         stop = self._by_ids(sequence, len(token_ids) - 1, token_ids[-1])
         if stop is not None:
-            return stop
+            return _LENGTH if _is_cut(stop, sequence.grammar) else stop
         if self._automaton is not None and state.cursor is not None:
             stop = self._by_text(self._automaton, state.cursor, token_ids[-1], state)
             if stop is not None:
                 return stop
         if sequence.grammar is not None and sequence.grammar.is_done:
-            return _DONE
+            return _LENGTH if sequence.grammar.is_cut else _DONE
         if sequence.num_output_tokens >= self._max_output_tokens:
             return _LENGTH
         return None
@@ -196,7 +202,7 @@ class StopCriteria:
         """Return what `check` would return if `token_id` came next. Changes neither the sequence nor its states."""
         stop = self._by_ids(sequence, len(sequence.token_ids), token_id)
         if stop is not None:
-            return stop
+            return _LENGTH if _is_cut(stop, sequence.grammar) else stop
         if self._automaton is not None and state.cursor is not None:
             stop = self._by_text(self._automaton, state.cursor.copy(), token_id, state.copy())
             if stop is not None:
@@ -204,7 +210,7 @@ class StopCriteria:
         if sequence.grammar is not None:
             grammar = sequence.grammar.copy()
             if grammar.advance(token_id) and grammar.is_done:
-                return _DONE
+                return _LENGTH if grammar.is_cut else _DONE
         if sequence.num_output_tokens + 1 >= self._max_output_tokens:
             return _LENGTH
         return None

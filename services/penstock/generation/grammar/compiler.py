@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
+from penstock.generation.grammar.call_grammar import CallHolder, CallMarkers
+from penstock.generation.grammar.call_spec import FIELD, CallSpec
 from penstock.generation.grammar.grammar_limits import GrammarLimits
 from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer
 from penstock.generation.grammar.matcher_state import CompiledGrammar
 from penstock.generation.grammar.matching import new_matcher
+from penstock.generation.grammar.short_ends import ShortEnds
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec, check_spec
 from penstock.generation.grammar.trial_pool import OverLimit, TrialPool
 from penstock.generation.grammar.written_keys import written_keys
@@ -43,6 +46,8 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(limits.constraint_processes, thread_name_prefix="grammar")
         self._tokenizer: asyncio.Future[GrammarTokenizer] | None = None
         self._cache: OrderedDict[bytes, CompiledGrammar | _Refusal] = OrderedDict()
+        # Of calls, by what begins them.
+        self._markers: OrderedDict[tuple[str, ...], CallMarkers] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[CompiledGrammar]] = {}
 
     @property
@@ -75,6 +80,26 @@ class GrammarCompiler:
             task = self._running[key] = asyncio.create_task(self._compile(spec, key))
             task.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(task)
+
+    async def compile_calls(self, spec: CallSpec) -> CallHolder | None:
+        """Return the grammar of calls; None: the model's tokenizer allows none. Raises InvalidArgument naming `calls`,
+        and as `compile`."""
+        if self._table is None:
+            return None
+        spec.check()
+        try:
+            grammar = await self.compile(spec.constraint)
+        except InvalidArgument as error:
+            raise InvalidArgument(FIELD, error.description, reason=error.reason) from None
+        markers = self._markers.get(spec.opens)
+        if markers is None:
+            tokenizer = await asyncio.shield(self._load_tokenizer())
+            loop = asyncio.get_running_loop()
+            markers = await loop.run_in_executor(self._threads, CallMarkers, spec.opens, tokenizer)
+            self._markers[spec.opens] = markers
+            while len(self._markers) > self.limits.constraint_cache:
+                self._markers.popitem(last=False)
+        return CallHolder(grammar, markers, spec.thought)
 
     async def close(self) -> None:
         """End running compilations and the processes."""
@@ -136,7 +161,12 @@ def _build(
     matcher.compute_bitmask()
     if matcher.is_error():
         raise RuntimeError("a grammar that compiled in the trial process did not compile here")
-    return CompiledGrammar(matcher, tokenizer, spec.field, written=written_keys(spec, limits.json))
+    ends = None
+    if limits.close_constraints:
+        # Of a matcher of its own: nothing that goes wrong there reaches requests.
+        ends = ShortEnds(tokenizer, new_matcher(tokenizer, answer["lark"], answer["around"]), *answer.values())
+    written = written_keys(spec, limits.json)
+    return CompiledGrammar(matcher, tokenizer, spec.field, written=written, ends=ends, thought=spec.thought)
 
 
 def _raise_refusal(spec: ConstraintSpec, entry: CompiledGrammar | _Refusal) -> CompiledGrammar:

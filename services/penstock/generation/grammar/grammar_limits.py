@@ -79,6 +79,12 @@ class GrammarOptions:
         64, "Constraints waiting for a process; more are refused.", group=CONSTRAINTS, minimum=1
     )
     constraint_cache: int = option(128, "Compiled constraints to keep.", group=CONSTRAINTS, minimum=1)
+    close_constraints: bool = option(
+        True,
+        "End a constrained output, or a tool call, in time before its limit of tokens, with finish reason LENGTH, so "
+        "that it is whole; otherwise the limit cuts it in its middle.",
+        group=CONSTRAINTS,
+    )
     mask_threads: int = option(2, "Threads that compute token masks beside the model.", group=CONSTRAINTS, minimum=1)
 
 

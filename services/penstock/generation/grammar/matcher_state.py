@@ -12,10 +12,13 @@ from llguidance import LLExecutor, LLMatcher
 from penstock.common.errors import Internal, InvalidArgument, PenstockError
 from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer, words_of
 from penstock.generation.grammar.matching import is_too_complex
+from penstock.generation.grammar.short_ends import ShortEnds
+from penstock.generation.grammar.token_room import TokenRoom
 from penstock.generation.grammar.written_keys import WrittenKeys
 
 if TYPE_CHECKING:
     from penstock.generation.core.grammar import GrammarState
+    from penstock.text.thoughts import Thought
 
 
 class CompiledGrammar:
@@ -29,24 +32,37 @@ class CompiledGrammar:
         *,
         ends_itself: bool = False,
         written: WrittenKeys | None = None,
+        ends: ShortEnds | None = None,
+        thought: Thought | None = None,
     ) -> None:
         """`matcher` is without error and never advanced. Errors name `field`. `written`: the start of an output that is
-        JSON."""
+        JSON. `ends`: search for short ends; None: a limit of tokens cuts an output in its middle. `thought`: before the
+        answer, which alone is ended within such a limit."""
         self._field = field
         self._ends_itself = ends_itself
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._written = written
+        self._ends, self._thought = ends, thought
 
-    def start(self, eos_token_ids: tuple[int, ...]) -> MatcherState:
-        """Return the state of an output that these ids end; without ids only the grammar ends it."""
+    def start(self, eos_token_ids: tuple[int, ...], max_tokens: int | None = None) -> MatcherState:
+        """Return the state of an output that these ids end; without ids only the grammar ends it.
+
+        An output of at most `max_tokens` ends before them where a short end is known.
+        """
         eos = () if self._ends_itself else eos_token_ids
         written = None if self._written is None else self._written.copy()
-        return MatcherState(self._matcher.deep_copy(), self._tokenizer, eos, self._field, written)
+        room = None
+        if self._ends is not None and max_tokens is not None:
+            room = TokenRoom(self._ends, max_tokens, None if self._thought is None else self._thought.byte_gate())
+            room.begin(self._matcher)
+        return MatcherState(self._matcher.deep_copy(), self._tokenizer, eos, self._field, written, room)
 
     def ending_itself(self) -> CompiledGrammar:
         """Return the grammar for a request that ignores end-of-sequence ids: they are plain text, or not allowed."""
-        return CompiledGrammar(self._matcher, self._tokenizer, self._field, ends_itself=True, written=self._written)
+        made = CompiledGrammar(self._matcher, self._tokenizer, self._field, ends_itself=True, written=self._written)
+        made._ends, made._thought = self._ends, self._thought
+        return made
 
 
 class MatcherState:
@@ -56,7 +72,7 @@ class MatcherState:
     text: it ends the sequence.
     """
 
-    __slots__ = ("_eos", "_failure", "_field", "_tokenizer", "_written", "is_done", "matcher")
+    __slots__ = ("_eos", "_failure", "_field", "_room", "_tokenizer", "_written", "is_done", "matcher")
 
     def __init__(
         self,
@@ -65,6 +81,7 @@ class MatcherState:
         eos: tuple[int, ...],
         field: str,
         written: WrittenKeys | None = None,
+        room: TokenRoom | None = None,
     ) -> None:
         self.matcher = matcher
         self.is_done = matcher.is_stopped()
@@ -72,7 +89,18 @@ class MatcherState:
         self._eos = eos
         self._field = field
         self._written = written
+        self._room = room
         self._failure: PenstockError | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """False: only what the grammar allows may follow."""
+        return False
+
+    @property
+    def is_cut(self) -> bool:
+        """True where the limit of tokens dictated the end."""
+        return self._room is not None and self._room.is_cut
 
     def advance(self, token_id: int) -> bool:
         """See GrammarState. Raises the PenstockError that ends the request when the matcher has failed."""
@@ -89,12 +117,15 @@ class MatcherState:
             self.is_done = self.matcher.is_stopped()
             if self._written is not None:
                 self._written.feed(self._tokenizer.keys.bytes_of(token_id))
+            if self._room is not None:
+                self._room.after(token_id, self._tokenizer.keys, self.matcher)
         return taken
 
     def copy(self) -> MatcherState:
         """Return an independent state that shares the lexer's computed states."""
         written = None if self._written is None else self._written.copy()
-        twin = MatcherState(self.matcher.deep_copy(), self._tokenizer, self._eos, self._field, written)
+        room = None if self._room is None else self._room.copy()
+        twin = MatcherState(self.matcher.deep_copy(), self._tokenizer, self._eos, self._field, written, room)
         twin._failure = self._failure
         return twin
 
@@ -123,6 +154,8 @@ class MatcherState:
                 row[word] &= ~(1 << bit) & 0xFFFFFFFF
         if self._written is not None:
             self._tokenizer.keys.restrict(row, self._written)
+        if self._room is not None and self._room.is_tight:
+            self._room.restrict(row, self._eos)
         if (self._eos or complete) and not row.any():
             self._failure = InvalidArgument(
                 self._field,
@@ -153,7 +186,8 @@ class MaskWorkers:
     def fill(self, states: Seq[GrammarState], words_RW: npt.NDArray[np.int32]) -> None:
         """Write the mask of state i into row i; `words_RW` has `num_words` columns.
 
-        Releases the GIL while it computes. No two calls may run at once. All states are MatcherStates.
+        Releases the GIL while it computes. No two calls may run at once. All states are MatcherStates, or HeldCalls
+        within a call.
         """
         if self._executor is None:
             self._executor = LLExecutor(self._num_threads)

@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.generation.grammar.finite import has_finite_document
 from penstock.generation.grammar.grammar_limits import JsonBounds
+from penstock.generation.grammar.plain_texts import text_terminal
 from penstock.generation.grammar.schemas.document import read_json, read_json_at, write_json
 from penstock.generation.grammar.schemas.refusal import Refusal
 from penstock.generation.grammar.schemas.refused_part import ORIGIN
@@ -29,6 +30,8 @@ _BOUNDS = JsonBounds()
 _MAX_LABEL = 80
 # A schema in Lark text.
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
+# The terminal of a text outside JSON, on a line of its own; no quoted text has a line break.
+_PLAIN_TEXT = re.compile(r"^(TEXT_[0-9]+: )%text (?=\{)", re.MULTILINE)
 _CONTROL = re.compile("[\x7f-\x9f]")
 
 
@@ -99,7 +102,7 @@ def _grammar(text: str, bounds: JsonBounds) -> str:
         lark = any_to_lark(text)
     except Exception:  # the converter's own kind of error, which quotes the text, and any other that odd text causes
         raise Untranslatable("is neither Lark (no `start:` rule) nor GBNF") from None
-    return _with_simple_schemas(lark, bounds)
+    return _with_simple_schemas(_with_plain_texts(lark, bounds), bounds)
 
 
 def _with_simple_schemas(lark: str, bounds: JsonBounds) -> str:
@@ -113,6 +116,22 @@ def _with_simple_schemas(lark: str, bounds: JsonBounds) -> str:
             end = found.end()
             continue
         made.append(_of_tool(schema, bounds))
+    return "".join(made) + lark[end:]
+
+
+def _with_plain_texts(lark: str, bounds: JsonBounds) -> str:
+    """Return Lark text with terminals in place of schemas of plain texts. Raises Untranslatable."""
+    made, end = [], 0
+    while (found := _PLAIN_TEXT.search(lark, end)) is not None:
+        made += [lark[end : found.start()], found[1]]
+        try:
+            schema, end = read_json_at(lark, found.end())
+        except (ValueError, RecursionError):
+            raise Untranslatable("has a text without a schema") from None
+        try:
+            made.append(text_terminal(schema, bounds.max_json_characters, _literal))
+        except Refusal as error:
+            raise Untranslatable(f"{tool_of(schema)}{error}") from None
     return "".join(made) + lark[end:]
 
 

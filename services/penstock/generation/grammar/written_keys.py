@@ -7,7 +7,9 @@ would see. The second llguidance takes only for objects without named keys.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 _QUOTE, _ESCAPE, _COMMA, _COLON = b'"\\,:'
 _OPEN_OBJECT, _CLOSE_OBJECT, _OPEN_ARRAY, _CLOSE_ARRAY = b"{}[]"
+# Words of a schema with names of keys, or with values that have keys.
+_WITH_NAMES = frozenset({"required", "enum", "const", "dependentRequired"})
 _IN_TEXT = re.compile(rb'["\\]')
 
 
@@ -36,10 +40,30 @@ def written_keys(spec: ConstraintSpec, bounds: JsonBounds) -> WrittenKeys | None
     is_json = spec.kind in (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT)
     if not is_json or (spec.around and spec.thought is None):
         return None
-    if NAME in spec.text:
-        bounds = take_settings(read_json(spec.text), bounds).bounds
+    schema = read_json(spec.text) if spec.text else {}
+    if NAME in schema:
+        bounds = take_settings(schema, bounds).bounds
     most = min((one for one in (bounds.max_json_key_characters, bounds.max_json_characters) if one), default=0)
+    # A key that the schema names comes whole, though another one may end in its middle.
+    most = max(most, _longest_name(schema)) if most else 0
     return WrittenKeys(None if spec.thought is None else spec.thought.byte_gate(), most_characters=most)
+
+
+def _longest_name(schema: object) -> int:
+    """Return the most characters that a key named in a schema takes, as JSON writes it."""
+    longest = 0
+    pending: list[tuple[object, bool]] = [(schema, False)]
+    while pending:
+        one, is_value = pending.pop()
+        if isinstance(one, str) and is_value:
+            longest = max(longest, len(json.dumps(one)) - 2)
+        elif isinstance(one, list):
+            pending += [(part, is_value) for part in one]
+        elif isinstance(one, dict):
+            pending += [(part, is_value or word in _WITH_NAMES) for word, part in one.items()]
+            names = one if is_value else one.get("properties")
+            pending += [(name, True) for name in (names if isinstance(names, dict) else ())]
+    return longest
 
 
 class _OpenObject:
@@ -155,7 +179,7 @@ class KeyTokens:
 
     def __init__(self, table: TokenBytes, vocab_size: int) -> None:
         """Make them for a model of `vocab_size` ids. O(vocabulary)."""
-        self._table = table
+        self._table, self._vocab_size = table, vocab_size
         commas = table.ids_with(_COMMA)
         self._commas = commas[commas < vocab_size]
         # Within a text a comma says nothing unless the text has ended before it: few tokens.
@@ -166,6 +190,11 @@ class KeyTokens:
         for one in table.ids_with(_QUOTE).tolist():
             if one < vocab_size and self.bytes_of(one)[0] == _QUOTE:
                 self._quotes_W[one >> 5] |= 1 << (one & 31)
+
+    def ids_with(self, some: Iterable[int]) -> list[int]:
+        """Ids of the model's tokens that have one of these bytes."""
+        found = {token_id for byte in some for token_id in self._table.ids_with(byte).tolist()}
+        return [token_id for token_id in found if token_id < self._vocab_size]
 
     def bytes_of(self, token_id: int) -> bytes:
         """Bytes of a token, control tokens by their names."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.tensors import TensorData
+from penstock.generation.grammar.call_spec import CallSpec
 from penstock.generation.grammar.spec import ConstraintSpec
 from penstock.generation.options.table import OutputOptions, RequestOptions, StopOptions
 from penstock.text.thoughts import Thought
@@ -25,6 +26,8 @@ class GenerateOptions:
     output: OutputOptions = field(default_factory=OutputOptions)
     # Structured output, unchecked.
     constraint: ConstraintSpec | None = None
+    # What holds tool calls, unchecked.
+    calls: CallSpec | None = None
     eos_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     cache_salt: str = ""
@@ -47,7 +50,14 @@ class GenerateOptions:
     @property
     def take_time(self) -> bool:
         """True when a part of the request is made off the event loop before it is submitted."""
-        return self.constraint is not None or self.inputs_embeds is not None
+        return self.constraint is not None or self.inputs_embeds is not None or self.holds_calls
+
+    @property
+    def holds_calls(self) -> bool:
+        """True when tool calls are held to a grammar: a constraint of the whole output leaves no room for calls, and
+        forced words could contradict them."""
+        is_forced = self.options.constraints or self.options.force_words_ids
+        return self.calls is not None and self.constraint is None and not is_forced
 
     @property
     def num_prompt_tokens(self) -> int:

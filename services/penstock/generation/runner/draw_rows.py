@@ -51,7 +51,7 @@ class DrawRows:
     tensors: list[int] = field(default_factory=list)
     # Places in `sequences` with an unconditional branch.
     guided: list[int] = field(default_factory=list)
-    # Sequences of `sequences` with a grammar.
+    # Sequences of `sequences` with a grammar that does not allow every token.
     constrained: list[Sequence] = field(default_factory=list)
 
     @classmethod
@@ -93,12 +93,12 @@ class DrawRows:
         # All drawers of one row belong to one request.
         layers = drawers[0].params.mode.early_exits
         if layers:
-            self.dola.append(DolaRow(len(self.rows), layers, drawers[0].grammar is not None))
+            self.dola.append(DolaRow(len(self.rows), layers, drawers[0].is_constrained))
         if drawers[0].unconditional is not None:
             self.guided += range(len(self.sequences), len(self.sequences) + len(drawers))
         if drawers[0].params.tensors is not None and drawers[0].draw.kind is not DrawKind.UNCONDITIONAL:
             self._add_tensors(drawers)
-        if drawers[0].grammar is not None and drawers[0].draw.kind is not DrawKind.UNCONDITIONAL:
+        if drawers[0].is_constrained and drawers[0].draw.kind is not DrawKind.UNCONDITIONAL:
             self.constrained += drawers
         self.rows.append(row)
         self.repeats.append(len(drawers))

@@ -98,6 +98,8 @@ class SteadyDecode:
                 and not entry.verifiers
                 and sequence.draw is self._draws[index]
                 and sequence.unconditional is None
+                # A grammar of calls begins to hold within a steady decode.
+                and not sequence.is_constrained
             ):
                 return None
             ids.append(sequence.token_ids[start])

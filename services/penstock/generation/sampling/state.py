@@ -42,7 +42,7 @@ class SamplingState:
     @property
     def leaves_scores_alone(self) -> bool:
         """True when nothing changes the sequence's scores between the model and the choice."""
-        return self.plan.is_plain and self.sequence.grammar is None
+        return self.plan.is_plain and not self.sequence.is_constrained
 
     def catch_up(self) -> None:
         """Follow the tokens that the sequence gained since the last draw: one in a steady decode."""

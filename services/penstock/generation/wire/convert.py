@@ -28,6 +28,7 @@ from penstock.generation.core.tensors import TensorData
 from penstock.generation.engine.dump import EngineDump
 from penstock.generation.engine.stats import EngineLoad, EngineStats
 from penstock.generation.engine.step_watch import StepView
+from penstock.generation.grammar.call_spec import MOST_MARKERS, CallSpec
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.options.compound_kinds import WATERMARK
 from penstock.generation.options.detect_watermark import DEFAULT_Z_THRESHOLD, DetectWatermarkCommand
@@ -84,6 +85,7 @@ def to_generate_options(
         stop=to_stop(message.stop, limits),
         output=to_output(message.output, limits),
         constraint=_constraint(message, thought),
+        calls=_calls(message.calls, thought) if message.HasField("calls") else None,
         eos_token_ids=tuple(message.eos_token_ids),
         seed=message.seed if message.HasField("seed") else None,
         cache_salt=message.cache_salt,
@@ -135,7 +137,15 @@ def _constraint(message: generation_pb2.GenerateRequest, thought: Thought | None
         return None
     found = to_constraint(message.constraint)
     around = message.thought.grammar
-    return replace(found, around=around, thought=thought) if around else found
+    # A grammar without text around it is that of forced calls: it tells where the thought ends.
+    is_thought_told = around or found.kind is ConstraintKind.GRAMMAR
+    return replace(found, around=around, thought=thought) if is_thought_told else found
+
+
+def _calls(message: generation_pb2.CallGrammar, thought: Thought | None) -> CallSpec:
+    """Return what holds tool calls. Raises InvalidArgument for too many markers."""
+    check_count("calls.opens", message.opens, MOST_MARKERS)
+    return CallSpec(tuple(message.opens), message.grammar, None if message.within_thought else thought)
 
 
 def _to_thought(message: common_pb2.Thought, limits: RequestLimits) -> Thought:

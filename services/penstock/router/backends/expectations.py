@@ -215,7 +215,9 @@ def expectations_of(
     )
     expected.budget, expected.is_exact = _budget(request, info)
     expected.is_beamed = _value(config, info.default_config, "num_beams") > 1
-    expected.is_exact = expected.is_exact and not expected.is_beamed
+    # What a grammar holds is closed before the limit of tokens.
+    may_be_closed = request.HasField("constraint") or request.HasField("calls")
+    expected.is_exact = expected.is_exact and not expected.is_beamed and not may_be_closed
     max_time = _value(config, info.default_config, "max_time")
     if max_time:
         expected.max_time_at = now + max_time - _TIME_SLACK_SECONDS

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NoReturn, TypeAlias
 
+from penstock.router.chat.parameter_schema import alternatives, is_text_schema
 from penstock.router.chat.tool_calls import CallResult, ToolCallPiece, argument_text, is_text, loads
 
 Steps: TypeAlias = Generator[None, None, Any]
@@ -398,9 +399,12 @@ def _takes_text(schema: Mapping[str, Any], key: str, value: str) -> bool:
     JSON."""
     properties = schema.get("properties")
     one = properties.get(key) if isinstance(properties, Mapping) else None
-    kinds: set[str] = _kinds(one) if isinstance(one, Mapping) else set()
-    if isinstance(one, Mapping) and isinstance(one.get("enum"), list) and value in one["enum"]:
+    options = list(alternatives(one, schema)) if isinstance(one, Mapping) else []
+    if any(isinstance(option.get("enum"), list) and value in option["enum"] for option in options):
         return True
+    kinds = {"string" if is_text_schema(option) else option.get("type") for option in options}
+    if None in kinds:
+        kinds = set()
     if kinds and "string" not in kinds:
         return False
     meant = loads(value.strip())
@@ -408,18 +412,6 @@ def _takes_text(schema: Mapping[str, Any], key: str, value: str) -> bool:
         return True
     # JSON, but text may be meant: only a type that the schema names is read as JSON.
     return bool(kinds) and _KINDS[type(meant)].isdisjoint(kinds)
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema names, its alternatives included."""
-    named = schema.get("type")
-    several = named if isinstance(named, list) else [named]
-    kinds = {one for one in several if isinstance(one, str)}
-    for word in ("anyOf", "oneOf"):
-        options = schema.get(word)
-        for option in options if isinstance(options, list) else ():
-            kinds |= _kinds(option) if isinstance(option, Mapping) else set()
-    return kinds
 
 
 def _key(keyword: ast.keyword) -> str:

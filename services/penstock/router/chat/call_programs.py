@@ -7,6 +7,7 @@ from penstock.router.chat.call_block import CallBlock, Program, Steps
 DEEPSEEK_CALL, DEEPSEEK_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 DEEPSEEK_CALL_END, DEEPSEEK_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 KIMI_CALL, KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+LFM2_END = "<|tool_call_end|>"
 KIMI_CALL_END, KIMI_END = "<|tool_call_end|>", "<|tool_calls_section_end|>"
 
 
@@ -42,21 +43,28 @@ def llama(block: CallBlock) -> Steps:
     if first == "{":
         yield from objects(separators=(";",), close=("<|python_end|>",))(block)
     elif first == "[":
-        yield from block.expect("[")
-        if (yield from block.peek()) == "{":
-            yield from block.call_object()
-            while (yield from block.expect(",", "]")) == ",":
-                yield from block.call_object()
-        else:
-            yield from block.python_call()
-            while (yield from block.expect(",", "]")) == ",":
-                yield from block.python_call()
+        yield from _call_list(block)
         yield from _goes_on(block, ("<|python_end|>",))
     elif block.opened.strip():
         yield from block.python_call(suffix=".call")
         yield from _goes_on(block, ("<|python_end|>",))
     else:
         block.refuse()
+
+
+def _call_list(block: CallBlock) -> Steps:
+    """Read a list of objects, or of calls as Python writes them."""
+    yield from block.expect("[")
+    read = block.call_object if (yield from block.peek()) == "{" else block.python_call
+    yield from read()
+    while (yield from block.expect(",", "]")) == ",":
+        yield from read()
+
+
+def lfm2(block: CallBlock) -> Steps:
+    """LFM2: Python's list of calls, or one of JSON objects where the prompt asks for that."""
+    yield from _call_list(block)
+    yield from _goes_on(block, (LFM2_END,))
 
 
 def mistral(block: CallBlock) -> Steps:

@@ -1,18 +1,24 @@
-"""Grammars that force tool calls: Lark text for structured output, for answers that the format's parser can read."""
+"""Grammars of tool calls that are forced, or begun by choice: Lark text, for answers that the format's parser reads."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.formats import ChatFormat
+from penstock.router.chat.parameter_schema import alternatives, is_text_schema
 
 # Placeholder in a form's text: the number of the call.
 _NUMBER = "\0"
+# Keywords of a text that a grammar holds it to.
+_TEXT_WORDS = ("pattern", "minLength", "maxLength", "format", "allOf", "not", "if")
+# Arguments without a schema that holds.
+_ANYTHING: Mapping[str, Any] = {"additionalProperties": True}
+_MOST_MEMBERS = 64
 _CONTROL = re.compile("[\x7f-\x9f]")
 # JSON as models write it: no text that a parser could take for the end of a call.
 _GUIDANCE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -29,6 +35,8 @@ class _Text:
     end: str = ""
     members: tuple[str, str] | None = None
     is_single: bool = False
+    # The spelling that the model takes by itself.
+    is_own: bool = True
 
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -52,6 +60,16 @@ _TEXTS: Mapping[str, _Text] = {
     ),
     "deepseek_v31": _Text(
         "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>", "<｜tool▁call▁end｜>", _DEEPSEEK[0], "", _DEEPSEEK[1]
+    ),
+    # JSON, which the model writes where it is asked to.
+    "lfm2": _Text(_OBJECT, "}", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>", is_own=False),
+    "deepseek_v4": _Text(
+        '<｜DSML｜invoke name="%s">\n',
+        "</｜DSML｜invoke>\n",
+        "<｜DSML｜tool_calls>\n",
+        "",
+        "</｜DSML｜tool_calls>",
+        ('<｜DSML｜parameter name="%s" string="%s">', "</｜DSML｜parameter>\n"),
     ),
     "deepseek_v32": _Text(
         '<｜DSML｜invoke name="%s">\n',
@@ -111,6 +129,27 @@ def answer_grammar(chat: ChatFormat, token_ids: Mapping[str, int], *, in_reasoni
     return _Grammar(chat, token_ids).build_answer(in_reasoning=in_reasoning)
 
 
+@dataclass(frozen=True)
+class HeldGrammar:
+    """Grammar of calls that the model chooses to make. `opens`: texts that begin one; it holds from there on."""
+
+    opens: tuple[str, ...]
+    grammar: str
+
+
+def held_grammar(
+    chat: ChatFormat, schemas: Schemas, strict: Collection[str], token_ids: Mapping[str, int], *, max_calls: int
+) -> HeldGrammar | None:
+    """Return the grammar of a call, or of a block of up to `max_calls`, of the tools in `schemas`; None: there is no
+    grammar of the format as the model writes it by itself.
+
+    Arguments of tools named in `strict` obey their schemas; others are JSON, or parameters, of any kind. `token_ids`:
+    see `forced_grammar`.
+    """
+    grammar = _Grammar(chat, token_ids)
+    return grammar.build_held(schemas, strict, max_calls=max_calls) if grammar.is_own else None
+
+
 class _Grammar:
     """Builder of a grammar."""
 
@@ -123,6 +162,11 @@ class _Grammar:
         name = chat.tools.name
         self._written = _TEXTS["mistral_list" if name == "mistral" and "[ARGS]" not in token_ids else name]
 
+    @property
+    def is_own(self) -> bool:
+        """True where the grammar is of the model's own spelling."""
+        return self._written.is_own
+
     def build(self, schemas: Schemas, *, max_calls: int, in_reasoning: bool, may_think: bool) -> str:
         written = self._written
         thought = self._thought(in_reasoning) if may_think else ""
@@ -131,6 +175,38 @@ class _Grammar:
         many = f"({self._text(written.separator)} call){{0,{most - 1}}}" if most > 1 else ""
         start = f"{thought} {self._text(written.begin)} call {many} {self._text(written.end)}"
         return "\n".join([f"start: {start}", f"call: {calls}", *self._rules]) + "\n"
+
+    def build_held(self, schemas: Schemas, strict: Collection[str], *, max_calls: int) -> HeldGrammar:
+        written = self._written
+        first = written.begin or written.head
+        marker = next((one for one in self._chat.tools.opens if first.startswith(one)), "")
+        # Models put a blank or a line break behind a marker, or none.
+        skip = len(first) - len(first[len(marker) :].lstrip(" \n")) if marker else 0
+        # A model may spell a control token as text.
+        spelled = f"({self._text(marker)} | {_literal(marker)})" if marker in self._ids else self._text(marker)
+        begin = f"{spelled} WHITE?" if marker else ""
+        calls = " | ".join(
+            self._call(name, schema if name in strict else None, 0 if written.begin else skip)
+            for name, schema in schemas.items()
+        )
+        start = f"{begin} call"
+        if written.begin:
+            # Other formats begin each call with the marker.
+            many = f"({self._text(written.separator)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
+            start = f"{begin} {self._text(first[skip:])} call {many} {self._text(written.end)}"
+        rules = [f"start: {start}", f"call: {calls}", "WHITE: /[ \\n]{1,2}/", *self._rules]
+        return HeldGrammar(
+            (marker,) if marker else tuple(self._head(name, upto_name=True) for name in schemas),
+            "\n".join(rules) + "\n",
+        )
+
+    def _head(self, name: str, *, upto_name: bool = False) -> str:
+        # In JSON the name stands in quotes: a quote in it would end it.
+        head = self._written.head
+        is_json = '"name": "' in head
+        if upto_name:
+            head = head[: head.index("%s") + 2] + ('"' if is_json else "")
+        return head.replace("%s", json.dumps(name, ensure_ascii=False)[1:-1] if is_json else name)
 
     def build_answer(self, *, in_reasoning: bool) -> str:
         begin = f"{self._text(_HARMONY_ANSWER)} " if self._chat.tools.is_harmony else ""
@@ -150,16 +226,29 @@ class _Grammar:
             text += " LINES?"
         return text if in_reasoning else f"({self._text(opens)} {text})?"
 
-    def _call(self, name: str, schema: Mapping[str, Any]) -> str:
+    def _call(self, name: str, schema: Mapping[str, Any] | None, skip: int = 0) -> str:
+        """Rule of a call; None: arguments of any kind. `skip`: characters of its head that came before."""
         rule = f"call_{len(self._rules)}"
         place = len(self._rules)
         self._rules.append("")
-        # In JSON the name stands in quotes: a quote in it would end it.
-        is_json = '"name": "' in self._written.head
-        head = self._written.head.replace("%s", json.dumps(name, ensure_ascii=False)[1:-1] if is_json else name)
-        body = self._members(schema, name) if self._written.members else self._json({"type": "object", **schema}, name)
-        self._rules[place] = f"{rule}: {self._text(head)} {body} {self._text(self._written.tail)}"
+        if self._written.members:
+            body = self._free_members(name) if schema is None else self._members(schema, name)
+        else:
+            body = self._json({"type": "object", **(_ANYTHING if schema is None else schema)}, name)
+        self._rules[place] = f"{rule}: {self._text(self._head(name)[skip:])} {body} {self._text(self._written.tail)}"
         return rule
+
+    def _free_members(self, tool: str) -> str:
+        """Terms of parameters with any names and values."""
+        opens, closes = self._written.members or ("", "")
+        before, after = opens.split("%s", 1)
+        texts = self._value_text({}, closes, tool)
+        key = f'{self._text(before)} /[^<>"=\\n]{{1,128}}/'
+        if "%s" not in after:
+            return f"({key} {self._text(after)} {texts}){{0,{_MOST_MEMBERS}}}"
+        is_text = f"{self._text(after.replace('%s', 'true'))} {texts}"
+        is_json = f"{self._text(after.replace('%s', 'false'))} {self._json({}, tool)} {self._text(closes)}"
+        return f"({key} ({is_text} | {is_json})){{0,{_MOST_MEMBERS}}}"
 
     def _members(self, schema: Mapping[str, Any], tool: str) -> str:
         properties, required = schema.get("properties"), schema.get("required")
@@ -170,18 +259,28 @@ class _Grammar:
         return " ".join(parts)
 
     def _member(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], tool: str) -> str:
-        opens, closes = self._written.members or ("", "")
-        is_text = schema.get("type") == "string"
-        opens = opens.replace("%s", key, 1).replace("%s", "true" if is_text else "false")
-        if is_text and isinstance(schema.get("enum"), list):
-            values = " | ".join(self._text(str(value)) for value in schema["enum"])
-            return f"{self._text(opens)} ({values}) {self._text(closes)}"
-        if is_text:
-            return f"{self._text(opens)} {self._text_up_to(closes)}"
+        origin = f"{tool}, parameter {key}"
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        return (
-            f"{self._text(opens)} {self._json({**shared, **schema}, f'{tool}, parameter {key}')} {self._text(closes)}"
-        )
+        options = list(alternatives(schema, root))
+        # Without a text among them they are one value of JSON.
+        options = options if any(map(is_text_schema, options)) else [schema]
+        found = [self._value(key, one, shared, origin) for one in options]
+        return found[0] if len(found) == 1 else f"({' | '.join(found)})"
+
+    def _value(self, key: str, schema: Mapping[str, Any], shared: Mapping[str, Any], origin: str) -> str:
+        """Terms of a parameter; its values are texts, or none of them is."""
+        opens, closes = self._written.members or ("", "")
+        opens = opens.replace("%s", key, 1).replace("%s", "true" if is_text_schema(schema) else "false")
+        if not is_text_schema(schema):
+            return f"{self._text(opens)} {self._json({**shared, **schema}, origin)} {self._text(closes)}"
+        listed = schema["enum"] if isinstance(schema.get("enum"), list) else None
+        if listed is None and "const" in schema:
+            listed = [schema["const"]]
+        if listed is not None:
+            values = " | ".join(self._text(str(value)) for value in listed)
+            return f"{self._text(opens)} ({values}) {self._text(closes)}"
+        words = {word: schema[word] for word in _TEXT_WORDS if word in schema}
+        return f"{self._text(opens)} {self._value_text(words, closes, origin)}"
 
     def _json(self, schema: Mapping[str, Any], origin: str) -> str:
         """Rule of a value; an error about the schema names its `origin`."""
@@ -190,11 +289,23 @@ class _Grammar:
         self._rules.append(f"{rule}: %json {document}")
         return rule
 
+    def _value_text(self, words: Mapping[str, Any], closes: str, origin: str) -> str:
+        """Terms of a text that is a value, with keywords of its schema, up to and including `closes`."""
+        name = f"TEXT_{len(self._rules)}"
+        ends_by_token = self._is_token_first(closes)
+        schema = {**words, **({} if ends_by_token else {"x-end": closes}), "$comment": f"tool {origin}"}
+        self._rules.append(f"{name}: %text {json.dumps(schema, ensure_ascii=True)}")
+        return f"{name} {self._text(closes)}" if ends_by_token else name
+
+    def _is_token_first(self, text: str) -> bool:
+        """True where a marker that is a token begins the text: no other text contains it."""
+        parts = self._split(text)
+        return parts[0] == "" and len(parts) > 1
+
     def _text_up_to(self, closes: str) -> str:
         """Rule of any text up to and including `closes`."""
         rule = f"text_{len(self._rules)}"
-        if self._split(closes)[0] == "" and len(self._split(closes)) > 1:
-            # A token ends it, and no text contains one.
+        if self._is_token_first(closes):
             self._rules.append(f"{rule}: /(?s:.*)/ {self._text(closes)}")
         else:
             self._rules.append(f"{rule}[suffix={_literal(closes)}]: /(?s:.*)/")

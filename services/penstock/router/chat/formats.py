@@ -91,6 +91,20 @@ TOOLS = (
         is_harmony=True,
     ),
     ToolFormat(
+        "deepseek_v4",
+        "DeepSeek V4",
+        opens=("<｜DSML｜tool_calls>",),
+        program=programs.invokes(
+            '<｜DSML｜invoke name="',
+            "</｜DSML｜invoke>",
+            '<｜DSML｜parameter name="',
+            "</｜DSML｜parameter>",
+            "</｜DSML｜tool_calls>",
+        ),
+        marks=(("｜DSML｜tool_calls",),),
+        inner=("｜DSML｜",),
+    ),
+    ToolFormat(
         "deepseek_v32",
         "DeepSeek V3.2",
         opens=("<｜DSML｜function_calls>",),
@@ -179,6 +193,14 @@ TOOLS = (
         program=programs.objects(close=("<|/tool_call|>",)),
         marks=(("<|/tool_call|>",),),
         inner=("<|/tool_call|>",),
+    ),
+    ToolFormat(
+        "lfm2",
+        "LFM2, LFM2.5",
+        opens=("<|tool_call_start|>",),
+        program=programs.lfm2,
+        marks=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        inner=(programs.LFM2_END,),
     ),
     ToolFormat(
         "granite",

@@ -167,6 +167,8 @@ def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgum
         field = prompt_field(request)
     elif field.startswith("constraint") and isinstance(request, text_pb2.ChatRequest) and forces_calls(request):
         return InvalidArgument("tools", f"cannot be forced: {error.description}", reason=error.reason)
+    elif field == "calls" or field.startswith("calls."):
+        return InvalidArgument("tools", f"cannot be held to its schema: {error.description}", reason=error.reason)
     elif field == "config.negative_prompt_ids" and request.config.HasField("negative_prompt_text"):
         field = "config.negative_prompt_text"
     return error if field == error.field else InvalidArgument(field, error.description, reason=error.reason)
@@ -189,6 +191,7 @@ def to_template(
         model=model,
         begins_text=isinstance(request, text_pb2.ChatRequest),
         thought=prompt.thought,
+        calls=prompt.calls,
     )
     template.config.CopyFrom(request.config)
     if isinstance(request, text_pb2.GenerateTextRequest):
@@ -290,6 +293,11 @@ def forced_schemas(request: text_pb2.ChatRequest) -> dict[str, dict[str, Any]]:
     """Return the schemas of the tools that may be called."""
     name = request.tool_choice.function
     return {tool: schema for tool, schema in schemas_of(request).items() if name in ("", tool)}
+
+
+def strict_tools(request: text_pb2.ChatRequest) -> frozenset[str]:
+    """Return the names of the tools with calls that obey their schemas, forced or not."""
+    return frozenset(tool.name for tool in request.tools if tool.strict)
 
 
 def allows_one_call(request: text_pb2.ChatRequest) -> bool:

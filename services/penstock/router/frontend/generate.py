@@ -148,6 +148,14 @@ class _StreamedCall:
                 )
             elif request.HasField("constraint"):
                 await pipeline.free_thought(prompt, self._left())
+            elif convert.parses_tools(request) and self._parts.config.hold_tool_calls:
+                await pipeline.hold_calls(
+                    prompt,
+                    convert.schemas_of(request),
+                    convert.strict_tools(request),
+                    max_calls=self._max_calls(request),
+                    timeout=self._left(),
+                )
         else:
             prompt = await pipeline.text(request, self._left())
         convert.begin_prompt(prompt, request, self._info())

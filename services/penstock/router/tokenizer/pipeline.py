@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from penstock.common.errors import Internal, InvalidArgument
@@ -11,11 +11,12 @@ from penstock.router.chat.call_block import Schemas
 from penstock.router.chat.chat_output import prompt_opens_reasoning
 from penstock.router.chat.forced_calls import answer_grammar, forced_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat, choose_format
+from penstock.router.chat.held_calls import call_grammar_message
 from penstock.router.chat.prompt_thought import thought_before
 from penstock.router.config import RouterConfig
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.text.fill_in_middle import TOKENS, form_of
-from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2, tokenizer_pb2
 
 
 @dataclass(slots=True)
@@ -30,6 +31,8 @@ class Prompt:
     chat: ChatFormat = DEFAULT
     # Thought before its answer; None: none.
     thought: common_pb2.Thought | None = None
+    # What holds the calls that the model chooses to make; None: nothing.
+    calls: generation_pb2.CallGrammar | None = None
     # Grammar of the calls that the answer must be.
     constraint: config_pb2.Constraint | None = None
     template_seconds: float | None = None
@@ -162,6 +165,13 @@ class Pipeline:
             may_think=prompt.thought is not None,
         )
         prompt.constraint = config_pb2.Constraint(grammar=grammar)
+
+    async def hold_calls(
+        self, prompt: Prompt, schemas: Schemas, strict: Collection[str], *, max_calls: int, timeout: float | None
+    ) -> None:
+        """Set the prompt's `calls`. Raises as TokenizerLink.encode."""
+        markers = await self._ids_of_markers(prompt.chat, timeout)
+        prompt.calls = call_grammar_message(prompt.chat, schemas, strict, markers, max_calls=max_calls)
 
     async def free_thought(self, prompt: Prompt, timeout: float | None) -> None:
         """Leave the prompt's thought out of the request's constraint. Raises as TokenizerLink.encode."""

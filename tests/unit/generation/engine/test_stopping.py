@@ -156,6 +156,12 @@ class Spelling:
     def __init__(self, text: tuple[int, ...], place: int = 0) -> None:
         self.text, self.place = text, place
 
+    is_cut = False
+
+    @property
+    def is_free(self) -> bool:
+        return False
+
     @property
     def is_done(self) -> bool:
         return self.place == len(self.text)

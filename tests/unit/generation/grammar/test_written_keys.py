@@ -113,6 +113,22 @@ def test_a_long_key_of_the_schema_is_written_whole() -> None:
         assert state.advance(token_id)
 
 
+@pytest.mark.parametrize("named", [{"required": True}, {"properties": True}])
+def test_a_long_key_of_the_schema_is_written_whole_where_others_may_come(named: dict[str, bool]) -> None:
+    name = "a long name " * 20
+    document: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "integer"}}
+    if "properties" in named:
+        document["properties"] = {name: {"type": "integer"}}
+    else:
+        document["required"] = [name]
+    grammar = compiled(schema(document))
+    assert accepts(grammar, json.dumps({name: 1}))
+    state = grammar.start(EOS)
+    for token_id in ids_of(json.dumps({name: 1})):
+        assert token_id in allowed(state)
+        assert state.advance(token_id)
+
+
 def test_no_bound_is_none() -> None:
     state = after('{"' + "k" * 400, schema({"x-guidance": {"max_key_characters": 0}, "type": "object"}))
     assert ids_of("k")[0] in allowed(state)

@@ -91,3 +91,18 @@ def test_no_honest_answer_is_taken_for_a_lie(
     expected.check_tokens(answer.ids, total, is_last=True)
     result = common_pb2.SequenceResult(finish_reason=answer.reason, token_count=total)
     expected.check_end(result, answer.ids, 0.0, lambda _: None)
+
+
+def test_what_a_grammar_holds_may_be_closed_before_its_limit() -> None:
+    info = model_pb2.GetModelInfoResponse(vocab_size=100, limits=model_pb2.Limits(max_context_tokens=CONTEXT))
+    free = generation_pb2.GenerateRequest(prompt_token_ids=[1], config=config_pb2.GenerationConfig(max_new_tokens=9))
+    held, bound = generation_pb2.GenerateRequest(), generation_pb2.GenerateRequest()
+    held.CopyFrom(free)
+    held.calls.CopyFrom(generation_pb2.CallGrammar(opens=["<"], grammar='start: "<a>"'))
+    bound.CopyFrom(free)
+    bound.constraint.json_object = True
+    exact = []
+    for request in (free, held, bound):
+        spec = RequestSpec("a", request, num_sequences=1, decode_options=tokenizer_pb2.DecodeStreamOpen())
+        exact.append(expectations_of(spec, request, info, now=0.0).is_exact)
+    assert exact == [True, False, False]

@@ -19,6 +19,8 @@ from factories.engine.grammars import (
     regex,
     text_tokenizer,
 )
+from penstock.generation.grammar.spec import ConstraintKind
+from penstock.generation.grammar.translate import Untranslatable, to_lark
 from penstock.router.chat.chat_output import make_parser
 from penstock.router.chat.forced_calls import answer_grammar, forced_grammar
 from penstock.router.chat.formats import TOOLS, choose_format
@@ -35,7 +37,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 NOTE = {"note": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}}
 NAMES = [row.name for row in TOOLS]
-MEMBERS = ["qwen3_coder", "seed_oss", "minimax_m2", "glm4", "deepseek_v32"]
+MEMBERS = ["qwen3_coder", "seed_oss", "minimax_m2", "glm4", "deepseek_v32", "deepseek_v4"]
 
 
 def grammar_of(name: str, schemas: dict[str, dict[str, Any]], **settings: Any) -> str:
@@ -91,19 +93,103 @@ def test_whatever_the_grammar_allows_is_calls_of_the_tools(name: str) -> None:
 def test_text_of_a_parameter_may_be_anything(name: str) -> None:
     grammar = compiled(lark(grammar_of(name, NOTE)))
     for note in ('say "x"\n <b>', "{é]"):
-        text = {
-            "qwen3_coder": f"<tool_call>\n<function=note>\n<parameter=text>\n{note}\n</parameter>\n"
-            "</function>\n</tool_call>",
-            "seed_oss": f"<seed:tool_call>\n<function=note>\n<parameter=text>\n{note}\n</parameter>\n</function>\n"
-            "</seed:tool_call>",
-            "minimax_m2": f'<minimax:tool_call>\n<invoke name="note">\n<parameter name="text">{note}</parameter>\n'
-            "</invoke>\n</minimax:tool_call>",
-            "glm4": f"<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>{note}</arg_value>\n</tool_call>",
-            "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="note">\n<｜DSML｜parameter name="text" '
-            f'string="true">{note}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
-        }[name]
+        text = member_call(name, note)
         assert accepts(grammar, text)
         assert calls_of(name, text, NOTE)[1] == [("note", {"text": note})]
+
+
+def member_call(name: str, value: str, *, is_string: bool = True) -> str:
+    """Call of `note` with the parameter `text`, as the format writes it."""
+    return {
+        "qwen3_coder": f"<tool_call>\n<function=note>\n<parameter=text>\n{value}\n</parameter>\n</function>\n"
+        "</tool_call>",
+        "seed_oss": f"<seed:tool_call>\n<function=note>\n<parameter=text>\n{value}\n</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        "minimax_m2": f'<minimax:tool_call>\n<invoke name="note">\n<parameter name="text">{value}</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        "glm4": f"<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+        "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="note">\n<｜DSML｜parameter name="text" '
+        f'string="{str(is_string).lower()}">{value}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    }[name.replace("_v4", "_v32")].replace(
+        "function_calls", "tool_calls" if name == "deepseek_v4" else "function_calls"
+    )
+
+
+def note_with(schema: dict[str, Any], **root: Any) -> dict[str, dict[str, Any]]:
+    return {"note": {"type": "object", "properties": {"text": schema}, "required": ["text"], **root}}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(
+    ("words", "good", "bad"),
+    [
+        ({"pattern": "^[a-z]+/[0-9]{2}$"}, ["ab/12"], ["ab/1", "AB/12", "xab/12 "]),
+        ({"pattern": "b+"}, ["abc", "b"], ["ac", ""]),
+        ({"pattern": "^a|c$"}, ["ab", "bc"], ["bca"]),
+        ({"minLength": 2, "maxLength": 4}, ["ab", "a\nbc", "éééé"], ["a", "abcde"]),
+        ({"format": "date"}, ["2024-02-29"], ["2023-02-29", "soon"]),
+        ({"format": "email"}, ["a.b@example.org"], ["a b@example.org", "a@b"]),
+        ({"format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567"]),
+        ({"format": "ipv4"}, ["192.0.2.7"], ["192.0.2.256"]),
+        ({"const": "left"}, ["left"], ["right"]),
+        ({"maxLength": 6, "pattern": "^[a-z]+$", "minLength": 3}, ["abc"], ["ab", "abcdefg", "ABC"]),
+        ({"allOf": [{"pattern": "^a"}, {"maxLength": 3}]}, ["abc"], ["abcd", "bcd"]),
+        ({"format": "regex", "title": "Note"}, ["any(", ""], []),
+    ],
+)
+def test_text_of_a_parameter_obeys_its_schema(
+    name: str, words: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    schemas = note_with({"type": "string", **words})
+    grammar = compiled(lark(grammar_of(name, schemas)))
+    for value in good:
+        assert accepts(grammar, member_call(name, value)), value
+        assert calls_of(name, member_call(name, value), schemas)[1] == [("note", {"text": value})]
+    for value in bad:
+        assert not accepts(grammar, member_call(name, value)), value
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(
+    "schemas",
+    [
+        note_with({"$ref": "#/$defs/Side"}, **{"$defs": {"Side": {"type": "string", "enum": ["left", "right"]}}}),
+        note_with({"allOf": [{"$ref": "#/$defs/Side"}], "enum": ["left"]}, **{"$defs": {"Side": {"type": "string"}}}),
+        note_with({"anyOf": [{"enum": ["left", "right"]}, {"type": "null"}]}),
+        note_with({"type": ["string", "null"], "maxLength": 5}),
+        note_with({"anyOf": [{"type": "string", "maxLength": 5}, {"type": "integer"}]}),
+    ],
+)
+def test_a_text_by_reference_or_among_others_is_written_as_a_text(name: str, schemas: dict[str, Any]) -> None:
+    grammar = compiled(lark(grammar_of(name, schemas)))
+    text = member_call(name, "left")
+    assert accepts(grammar, text)
+    assert calls_of(name, text, schemas)[1] == [("note", {"text": "left"})]
+    assert not accepts(grammar, member_call(name, "sideways"))
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_null_beside_a_text_is_null(name: str) -> None:
+    schemas = note_with({"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]})
+    text = member_call(name, "null", is_string=False)
+    assert accepts(compiled(lark(grammar_of(name, schemas))), text)
+    assert calls_of(name, text, schemas)[1] == [("note", {"text": None})]
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_texts_with_a_bound_that_the_grammar_allows_are_read_back_as_they_are(name: str) -> None:
+    schemas = note_with({"type": "string", "minLength": 1, "maxLength": 9, "pattern": r"^[<>/a-z\n\]\[p]+$"})
+    for seed in range(4):
+        rest, calls, ends = calls_of(name, written(grammar_of(name, schemas, max_calls=1), "", seed), schemas)
+        assert (rest.strip(), ends) == ("", True)
+        (call,) = calls
+        assert 1 <= len(call[1]["text"]) <= 9
+
+
+def test_a_text_that_no_grammar_holds_names_the_tool_and_the_keyword() -> None:
+    text = grammar_of("glm4", note_with({"type": "string", "not": {"const": "x"}}))
+    with pytest.raises(Untranslatable, match=r"tool note, parameter text, at #: `not` is not supported"):
+        to_lark(ConstraintKind.GRAMMAR, text, ())
 
 
 def test_one_call_only_where_one_is_allowed() -> None:

@@ -97,6 +97,29 @@ EXAMPLES = [
         '[search(query="]) \\" x", filters={"a": [1, -2], "b": None}, exact=True)]',
         [("search", {"query": ']) " x', "filters": {"a": [1, -2], "b": None}, "exact": True})],
     ),
+    Example("lfm2", '<|tool_call_start|>[get_weather(city="Oslo")]<|tool_call_end|>', [OSLO]),
+    Example(
+        "lfm2",
+        "I look.<|tool_call_start|>[get_weather(city='Paris', days=3), "
+        'get_time(zone="Europe/Oslo")]<|tool_call_end|>',
+        [PARIS, TIME],
+        "I look.",
+    ),
+    Example(
+        "lfm2",
+        '<|tool_call_start|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]<|tool_call_end|>',
+        [OSLO],
+    ),
+    Example(
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="get_time">\n'
+        '<｜DSML｜parameter name="zone" string="true">Europe/Oslo</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜tool_calls>",
+        [PARIS, TIME],
+    ),
     Example(
         "mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}, "id": "VvvODy9mT"}]', [OSLO]
     ),
@@ -517,6 +540,9 @@ def test_reasoning_none_leaves_thoughts_in_the_text() -> None:
         ("<|start|>assistant<|channel|>final<|message|>", "harmony", "think"),
         ("<|start_of_role|>assistant<|tool_call|> Here is my thought process:", "granite", "granite"),
         ("<minimax:tool_call>", "minimax_m2", "think"),
+        ("<｜DSML｜tool_calls>\\n<｜DSML｜invoke name=", "deepseek_v4", "think"),
+        ("<｜DSML｜function_calls>\\n<｜DSML｜invoke name=", "deepseek_v32", "think"),
+        ("List of tools: <|tool_list_start|>[<|tool_list_end|>", "lfm2", "think"),
         ("plain {{ messages }}", "hermes", "think"),
     ],
 )

@@ -186,7 +186,7 @@ class BeamStrategy(DecodingStrategy):
         request = self._request
         sequence = self._sequence(list(request.prompt_token_ids))
         if request.grammar is not None:
-            sequence.grammar = request.grammar.start(request.params.eos_token_ids)
+            sequence.grammar = request.grammar.start(request.params.eos_token_ids, self.criteria.max_output_tokens)
         return Beam(sequence, 0.0, self.criteria.new_state())
 
     def ranked(self, beams: list[Beam], drawn: Mapping[Sequence, SampledToken], count: int) -> list[Extension]:

@@ -87,7 +87,9 @@ class ContrastiveSearch(DecodingStrategy):
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
             draw=self._spec(similarity=False),
-            grammar=None if request.grammar is None else request.grammar.start(request.params.eos_token_ids),
+            grammar=None
+            if request.grammar is None
+            else request.grammar.start(request.params.eos_token_ids, criteria.max_output_tokens),
             embeds=request.embeds,
         )
         # Draw of the parent: the candidates' probabilities, logprobs and tensors.

@@ -131,7 +131,9 @@ class ParallelSampling(DecodingStrategy):
             seed=derive_seed(request.params.seed, index),
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
-            grammar=None if request.grammar is None else request.grammar.start(request.params.eos_token_ids),
+            grammar=None
+            if request.grammar is None
+            else request.grammar.start(request.params.eos_token_ids, self._criteria.max_output_tokens),
             embeds=request.embeds,
             unconditional=new_unconditional(request, index, self._next_seq_id())
             if request.params.guidance.is_on

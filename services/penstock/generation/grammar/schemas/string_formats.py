@@ -48,8 +48,19 @@ PATTERNS = {
     "base64url": r"(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?",
     "byte": r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
 }
-# Formats that llguidance writes itself.
-NATIVE = frozenset({"email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9\-]{0,61}[A-Za-z0-9])?"
+_URI_CHARACTER = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@/\-]|%[0-9A-Fa-f]{2})"
+# Whole values of the formats that llguidance writes itself where they are JSON.
+NATIVE_PATTERNS = {
+    "email": rf"[A-Za-z0-9_+%\-]+(?:\.[A-Za-z0-9_+%\-]+)*@{_LABEL}(?:\.{_LABEL})+",
+    "hostname": rf"{_LABEL}(?:\.{_LABEL})*",
+    "ipv4": _IPV4,
+    "ipv6": _IPV6,
+    "uuid": rf"{_HEX}{{8}}-(?:{_HEX}{{4}}-){{3}}{_HEX}{{12}}",
+    "uri": rf"[A-Za-z][A-Za-z0-9+.\-]*:(?://[A-Za-z0-9.\-]+(?::[0-9]{{1,5}})?)?{_URI_CHARACTER}+"
+    rf"(?:[?#](?:{_URI_CHARACTER}|[?])*)?",
+}
+NATIVE = frozenset(NATIVE_PATTERNS)
 
 
 def pattern_of(name: object) -> str | None:

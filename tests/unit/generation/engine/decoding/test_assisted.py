@@ -273,8 +273,14 @@ class Alternating:
     def __init__(self, length: int, taken: int = 0, parity: int = 0) -> None:
         self.length, self.taken, self.parity = length, taken, parity
 
-    def start(self, eos_token_ids: tuple[int, ...]) -> Alternating:
+    is_cut = False
+
+    def start(self, eos_token_ids: tuple[int, ...], max_tokens: int | None = None) -> Alternating:
         return Alternating(self.length)
+
+    @property
+    def is_free(self) -> bool:
+        return False
 
     @property
     def is_done(self) -> bool:

@@ -197,9 +197,9 @@ def test_sequences_that_were_delivered_whole_have_ended_and_parts_of_one_are_ref
 class Repeating:
     """A grammar of one token, over and over."""
 
-    is_done = False
+    is_done = is_free = is_cut = False
 
-    def start(self, eos_token_ids: tuple[int, ...]) -> Repeating:
+    def start(self, eos_token_ids: tuple[int, ...], max_tokens: int | None = None) -> Repeating:
         return self
 
     def advance(self, token_id: int) -> bool:

@@ -1,0 +1,133 @@
+"""Texts outside JSON, as some formats of tool calls write them: Lark terminals of a schema's text and what ends it.
+
+The router's grammars hold `TEXT_3: %text {…}` with the text's schema. Its member `x-end` is the text behind it, which
+the text itself never contains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from penstock.generation.grammar.schemas.refusal import Refusal
+from penstock.generation.grammar.schemas.string_formats import NATIVE_PATTERNS, PATTERNS
+
+END = "x-end"
+_FORMATS = {**NATIVE_PATTERNS, **PATTERNS}
+# Keywords that say more of a text than a terminal can.
+_REFUSED = ("not", "if", "anyOf", "oneOf", "$ref")
+_ANY = "(?s:.*)"
+
+
+def text_terminal(schema: dict[str, Any], bound: int, literal: Callable[[str], str]) -> str:
+    """Return the terminal of a text that obeys `schema`, and of its end.
+
+    `bound`: most characters of a text without `maxLength`; 0: any number. `literal` quotes a Lark string. Raises
+    Refusal.
+    """
+    end = schema.get(END, "")
+    if not isinstance(end, str):
+        raise Refusal("#", END, "must be a text")
+    parts = [*_conditions(schema, "#")]
+    if bound and not any("maxLength" in one for one in (schema, *_all_of(schema))):
+        parts.append(f"(?s:.{{0,{bound}}})")
+    terms = [f"/{_escaped(part, '#')}/" for part in parts] or [f"/{_ANY}/"]
+    text = " & ".join(terms)
+    if not end:
+        return text
+    # Readers end a text at its tag, whatever stands around that: it comes once, as the end.
+    tag = _escaped(re.escape(end.strip() or end), "#")
+    return f"(({text}) {literal(end)}) & ~/{_ANY}{tag}{_ANY}{tag}{_ANY}/"
+
+
+def _all_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = schema.get("allOf")
+    return [one for one in parts if isinstance(one, dict)] if isinstance(parts, list) else []
+
+
+def _conditions(schema: dict[str, Any], path: str) -> list[str]:
+    """Return patterns of whole texts; all of them hold."""
+    found = []
+    for word in _REFUSED:
+        if word in schema:
+            raise Refusal(path, word, "is not supported for a text that is not written as JSON")
+    least, most = (_count(schema, word, path) for word in ("minLength", "maxLength"))
+    if least or most is not None:
+        found.append(f"(?s:.{{{least or 0},{'' if most is None else most}}})")
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        found.append(_whole(pattern))
+    name = schema.get("format")
+    if isinstance(name, str) and name in _FORMATS:
+        found.append(f"(?:{_FORMATS[name]})")
+    for number, part in enumerate(_all_of(schema)):
+        found += _conditions(part, f"{path}/allOf/{number}")
+    return found
+
+
+def _count(schema: dict[str, Any], word: str, path: str) -> int | None:
+    value = schema.get(word)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+        raise Refusal(path, word, "must be a whole number of 0 or more")
+    return int(value)
+
+
+def _whole(pattern: str) -> str:
+    """Return the pattern of whole texts in which `pattern` is found somewhere, as JSON Schema means it."""
+    made = []
+    for one in _alternatives(pattern):
+        begins, ends = one.startswith("^"), one.endswith("$") and not _is_escaped(one, len(one) - 1)
+        inner = one[begins : len(one) - ends]
+        made.append(f"{'' if begins else _ANY}(?:{inner}){'' if ends else _ANY}")
+    return f"(?:{'|'.join(made)})"
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Split a pattern at its outermost bars."""
+    found, begin, depth, in_class, at = [], 0, 0, False, 0
+    while at < len(pattern):
+        one = pattern[at]
+        if one == "\\":
+            at += 1
+        elif in_class:
+            in_class = one != "]"
+        elif one == "[":
+            in_class = True
+            # A bracket that comes first is a member of the class.
+            at += pattern.startswith("]", at + 1) or 2 * pattern.startswith("^]", at + 1)
+        elif one in "()":
+            depth += 1 if one == "(" else -1
+        elif one == "|" and depth == 0:
+            found.append(pattern[begin:at])
+            begin = at + 1
+        at += 1
+    return [*found, pattern[begin:]]
+
+
+def _is_escaped(text: str, place: int) -> bool:
+    before = text[:place]
+    return (len(before) - len(before.rstrip("\\"))) % 2 == 1
+
+
+def _escaped(pattern: str, path: str) -> str:
+    """Return a pattern as it stands between Lark's slashes, on one line."""
+    made, at = [], 0
+    while at < len(pattern):
+        one = pattern[at]
+        if one == "\\":
+            at += 1
+            if at == len(pattern):
+                raise Refusal(path, "pattern", "is not a regular expression")
+            one = pattern[at]
+            made.append(f"\\x{{{ord(one):x}}}" if one < " " else f"\\{one}")
+        elif one == "/":
+            made.append("\\/")
+        elif one < " " or "\x7f" <= one <= "\x9f":
+            made.append(f"\\x{{{ord(one):x}}}")
+        else:
+            made.append(one)
+        at += 1
+    return "".join(made)

@@ -1,0 +1,21 @@
+"""Message to the generation service: the grammar of calls that a model chooses to make."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from penstock.router.chat.call_block import Schemas
+from penstock.router.chat.forced_calls import held_grammar
+from penstock.router.chat.formats import ChatFormat
+from penstock.v1 import generation_pb2
+
+
+def call_grammar_message(
+    chat: ChatFormat, schemas: Schemas, strict: Collection[str], token_ids: Mapping[str, int], *, max_calls: int
+) -> generation_pb2.CallGrammar | None:
+    """Return the message; see `held_grammar`."""
+    held = held_grammar(chat, schemas, strict, token_ids, max_calls=max_calls)
+    if held is None:
+        return None
+    # gpt-oss writes calls among its thoughts, and control tokens tell them apart.
+    return generation_pb2.CallGrammar(opens=held.opens, grammar=held.grammar, within_thought=chat.tools.is_harmony)

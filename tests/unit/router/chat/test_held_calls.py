@@ -1,0 +1,197 @@
+"""Grammars of calls that a model chooses to make: each format's own spelling, and nothing that is no call of a tool."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from factories.engine.grammars import EOS, allowed, compiled, held, ids_of, lark, text_tokenizer
+from penstock.generation.grammar.call_grammar import HeldCalls
+from penstock.router.chat.chat_output import make_parser
+from penstock.router.chat.forced_calls import HeldGrammar, held_grammar
+from penstock.router.chat.formats import TOOLS, choose_format
+from penstock.text.thoughts import Thought
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Oslo", "São Paulo"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "get": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+HARMONY = "<|channel|>final<|message|>Well, let me see.<|end|><|start|>assistant"
+# LFM2 writes calls as Python: there is no grammar of these.
+NAMES = [row.name for row in TOOLS if row.name != "lfm2"]
+HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def grammar_of(name: str, *strict: str, max_calls: int = 3) -> HeldGrammar:
+    chat = choose_format("", name, "none")
+    ids = {marker: ids_of(marker) for marker in chat.kept_for(with_tools=True)}
+    token_ids = {marker: found[0] for marker, found in ids.items() if len(found) == 1}
+    made = held_grammar(chat, SCHEMAS, strict, token_ids, max_calls=max_calls)
+    assert made is not None
+    return made
+
+
+def state_of(name: str, *strict: str, thought: Thought | None = None) -> HeldCalls:
+    return held(grammar_of(name, *strict), thought).start(EOS)
+
+
+def take(state: HeldCalls, text: str) -> bool:
+    return all(state.advance(token_id) for token_id in ids_of(text))
+
+
+def calls_of(name: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    parser = make_parser(choose_format("", name, "none"), parse_tools=True, schemas=SCHEMAS)
+    pieces = [parser.feed(text), parser.finish()]
+    found: dict[int, list[str]] = {}
+    for one in (call for piece in pieces for call in piece.tool_calls):
+        entry = found.setdefault(one.index, [one.name, ""])
+        entry[1] += one.arguments
+    calls = [(called, json.loads(arguments)) for called, arguments in found.values()]
+    return "".join(piece.text for piece in pieces), calls
+
+
+def drawn(name: str, seed: int, *strict: str) -> str:
+    """Text before a marker, the marker, and a call drawn from all that is allowed, until the text is free again."""
+    draw, state, made = random.Random(seed), state_of(name, *strict), grammar_of(name, *strict)
+    ids = ids_of(HARMONY if name == "harmony" else "Well, let me see. ")
+    assert all(state.advance(token_id) and state.is_free for token_id in ids)
+    marker = ids_of(draw.choice(made.opens))
+    assert all(state.advance(token_id) for token_id in marker)
+    ids += marker
+    while not state.is_free:
+        assert len(ids) < 6000
+        ids.append(draw.choice(sorted(allowed(state))))
+        assert ids[-1] not in EOS
+        assert state.advance(ids[-1])
+    return str(text_tokenizer().decode(ids, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_that_begins_is_a_call_of_a_tool_and_obeys_a_strict_one(name: str) -> None:
+    for seed in range(2):
+        text, calls = calls_of(name, drawn(name, seed, "get_weather", "get"))
+        assert text.strip() == "Well, let me see."
+        assert calls
+        for called, arguments in calls:
+            assert called in SCHEMAS
+            assert set(arguments) <= ({"city", "days"} if called == "get_weather" else set())
+            assert arguments.get("city", "Oslo") in ("Oslo", "São Paulo")
+            assert arguments.get("days", 1) in range(1, 10)
+            assert ("city" in arguments) == (called == "get_weather")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_of_a_tool_that_is_not_strict_are_any(name: str) -> None:
+    grammar = compiled(lark(grammar_of(name).grammar))
+    strict = compiled(lark(grammar_of(name, "get").grammar))
+    text = {
+        "hermes": '<tool_call>{"name": "get", "arguments": {"x": [1]}}\n</tool_call>',
+        "granite": '<|tool_call|>[{"name": "get", "arguments": {"x": [1]}}]',
+        "phi4": '<|tool_call|>[{"name": "get", "arguments": {"x": [1]}}]<|/tool_call|>',
+        "llama3": '{"name": "get", "parameters": {"x": [1]}}',
+        "llama4": '{"name": "get", "parameters": {"x": [1]}}',
+        "mistral": '[TOOL_CALLS] [{"name": "get", "arguments": {"x": [1]}}]',
+        "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
+        '{"x": [1]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>"
+        '{"x": [1]}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get">\n<｜DSML｜parameter name="x" '
+        'string="false">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get">\n<｜DSML｜parameter name="x" '
+        'string="false">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
+        '{"x": [1]}<|tool_call_end|><|tool_calls_section_end|>',
+        "minimax_m2": '<minimax:tool_call>\n<invoke name="get">\n<parameter name="x">[1]</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        "qwen3_coder": "<tool_call>\n<function=get>\n<parameter=x>\n[1]\n</parameter>\n</function>\n</tool_call>",
+        "seed_oss": "<seed:tool_call><function=get>\n<parameter=x>\n[1]\n</parameter>\n</function>\n</seed:tool_call>",
+        "glm4": "<tool_call>get\n<arg_key>x</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>",
+        "harmony": "<|channel|>commentary to=functions.get <|constrain|>json<|message|>" + '{"x": [1]}<|call|>',
+    }[name]
+    ids = ids_of(text)
+    for one, is_taken in ((grammar, True), (strict, False)):
+        state = one.start(EOS)
+        assert (all(state.advance(token_id) for token_id in ids) and state.is_done) is is_taken
+    before = "<|start|>assistant" if name == "harmony" else ""
+    assert calls_of(name, before + text) == ("", [("get", {"x": [1]})])
+
+
+def test_text_before_a_call_and_after_it_is_free() -> None:
+    state = state_of("hermes", "get_weather")
+    for part in ("a < b, <tool", " and <tool_calls>, then ", HERMES[: len("<tool_call")]):
+        assert take(state, part)
+        assert state.is_free
+    assert take(state, ">")
+    assert not state.is_free
+    assert not state.copy().advance(ids_of("x")[0])
+    assert take(state, HERMES.removeprefix("<tool_call>"))
+    assert state.is_free
+    assert take(state, " anything <tool_call>\n")
+    assert not state.is_free
+
+
+def test_a_call_of_no_tool_cannot_be_written() -> None:
+    state = state_of("hermes")
+    assert take(state, '<tool_call>\n{"name": "')
+    assert not take(state, "rm")
+
+
+def test_an_output_does_not_end_within_a_call() -> None:
+    state = state_of("hermes")
+    assert state.copy().advance(EOS[0])
+    assert take(state, "<tool_call>")
+    assert not allowed(state) & set(EOS)
+    assert not state.advance(EOS[0])
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    state = state_of("hermes")
+    assert take(state, "<tool_")
+    twin = state.copy()
+    assert take(twin, "call>")
+    assert (state.is_free, twin.is_free) == (True, False)
+    assert take(state, "call")
+    assert state.is_free
+
+
+def test_a_marker_may_be_spelled_in_pieces_and_its_last_token_may_go_on() -> None:
+    state = state_of("hermes")
+    (token_id,) = ids_of(">\n")
+    assert take(state, "I see. <tool_call")
+    assert state.is_free
+    assert state.advance(token_id)
+    assert not state.is_free
+    assert take(state, '{"name": "get", "arguments": {}}\n</tool_call>')
+    assert state.is_free
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_call_drafted_in_a_thought_is_free(is_open: bool) -> None:
+    state = state_of("hermes", thought=Thought("<think>", ("</think>",), is_open=is_open))
+    assert take(state, ("" if is_open else "<think>") + "I could write <tool_call> x, too.")
+    assert state.is_free
+    assert take(state, "</think>\n\n<tool_call>")
+    assert not state.is_free
+
+
+def test_an_answer_without_the_thought_that_might_come_is_held() -> None:
+    state = state_of("hermes", thought=Thought("<think>", ("</think>",)))
+    assert take(state, "<tool_call>")
+    assert not state.is_free
+
+
+def test_a_name_that_begins_another_is_told_from_it() -> None:
+    for called in ("get", "get_weather"):
+        state = state_of("harmony")
+        assert take(state, f"<|channel|>commentary to=functions.{called} <|constrain|>json<|message|>" + "{}<|call|>")
+        assert state.is_free
