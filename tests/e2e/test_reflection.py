@@ -15,7 +15,7 @@ BUF = shutil.which("buf") or str(Path(sys.executable).parent / "buf")
 SERVICES = {
     "tokenizer": {"penstock.v1.TokenizerService"},
     "generation": {"penstock.v1.GenerationService", "penstock.v1.ModelService", "penstock.v1.GenerationAdminService"},
-    "router": {"penstock.v1.TextService", "inference.GRPCInferenceService"},
+    "router": {"penstock.v1.TextService", "penstock.v1.RouterAdminService", "inference.GRPCInferenceService"},
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 from penstock.common.request_context import BACKEND_KEY
-from penstock.v1 import admin_pb2, common_pb2, model_pb2, text_pb2
+from penstock.v1 import admin_pb2, common_pb2, model_pb2, router_pb2, text_pb2
 
 from penstock_client._channel import END, AsyncChannel, AsyncExchange
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
@@ -436,6 +436,39 @@ class AsyncClient:
         request, wait = admin_pb2.ReloadRequest(grace_seconds=grace), self._wait(grace, timeout)
         response: admin_pb2.ReloadResponse = await self._unary(self._admin.Reload, request, wait, backend=backend)
         return response
+
+    async def reload_models(self) -> router_pb2.ReloadModelsResponse:
+        """Have a router read its file of models now; what changed, by name. Raises FailedPrecondition MODELS_FILE."""
+        response: router_pb2.ReloadModelsResponse = await self._unary(
+            self._channel.router.ReloadModels, router_pb2.ReloadModelsRequest()
+        )
+        return response
+
+    async def roll_model(
+        self,
+        model: str = "",
+        *,
+        grace: float | None = None,
+        on_step: Callable[[router_pb2.RollModelResponse], None] | None = None,
+        timeout: float | None = None,
+    ) -> list[router_pb2.RollModelResponse]:
+        """Have a router reload a model's backends one after the other, while the others serve; return the steps.
+
+        `grace` as for `drain`. `on_step` is called as each step begins. Raises FailedPrecondition ONE_BACKEND.
+        """
+        request = router_pb2.RollModelRequest(model=model, grace_seconds=grace)
+        call = self._channel.router.RollModel(request, timeout=timeout, metadata=self._metadata_for(""))
+        steps = []
+        try:
+            async for step in call:
+                steps.append(step)
+                if on_step is not None:
+                    on_step(step)
+        except grpc.RpcError as error:
+            raise stream_error(error, None, self._channel.through) from error
+        finally:
+            call.cancel()
+        return steps
 
     async def load_model(
         self,

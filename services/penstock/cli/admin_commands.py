@@ -1,4 +1,4 @@
-"""Commands `penstock admin drain | resume | reload`: the life of a running generation service, for its operators."""
+"""Commands `penstock admin`: the life of running generation services, and of a router's models, for operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from penstock.cli.client.connection import GROUP as CONNECTION
 from penstock.cli.client.connection import ConnectionConfig, open_operator_client
 from penstock.cli.console import say
-from penstock.cli.flags import ENV_NOTE, Overrides, command
+from penstock.cli.flags import ENV_NOTE, Overrides, argument, command
 from penstock.common.options import option, options_of
 
 EPILOG = f"""A router sends requests elsewhere while a backend drains or reloads. It asks the backend that
@@ -26,6 +26,8 @@ Examples:
   penstock admin resume
 
   penstock admin reload --backend 10.0.0.7:50052
+
+  penstock admin roll smollm2 --grace-seconds 30          all its backends, one after the other
 
   penstock admin drain --address 127.0.0.1:50052          past the router"""
 
@@ -99,6 +101,35 @@ def run_reload(given: Overrides) -> None:
     say(f"reloaded {format_size(done.weights_bytes)} of weights in {done.seconds:.1f} s{aborted}")
 
 
+def run_reload_models(given: Overrides) -> None:
+    """Let a router read its file of models. Raises PenstockError, StartupError."""
+    config: AdminConfig = _config(AdminConfig, given)
+    with open_operator_client(config, config.backend) as client:
+        done = client.reload_models()
+    for kind in ("added", "changed", "removed"):
+        for name in getattr(done, kind):
+            say(f"{name}: {kind}")
+    for failure in done.failed:
+        say(f"{failure.model}: as before, {failure.cause}")
+    if not (done.added or done.changed or done.removed or done.failed):
+        say("nothing has changed")
+
+
+def run_roll(given: Overrides) -> None:
+    """Let a router reload a model's backends one after the other. Raises PenstockError, StartupError."""
+    from penstock.v1 import router_pb2
+
+    name = str(given.pop("name", None) or "")
+    config: DrainConfig = _config(DrainConfig, given)
+
+    def show(step: router_pb2.RollModelResponse) -> None:
+        say(f"{step.backend}: {router_pb2.RollStep.Name(step.step).removeprefix('ROLL_STEP_').lower()}")
+
+    with open_operator_client(config, config.backend) as client:
+        client.roll_model(name, grace=config.grace_seconds, on_step=show, timeout=config.wait_seconds)
+    say("rolled")
+
+
 def _config(kind: Any, given: Overrides) -> Any:
     from penstock.common.config import from_env_and_flags  # brings grpc, which --help must not wait for
 
@@ -115,5 +146,16 @@ commands.command("reload")(
         options_of(DrainConfig),
         run_reload,
         "Read the model's weights again from the same folder, between a drain and a resume.",
+    )
+)
+commands.command("reload-models")(
+    command(options_of(AdminConfig), run_reload_models, "Have a router read its file of models (--models) now.")
+)
+commands.command("roll")(
+    command(
+        options_of(DrainConfig),
+        run_roll,
+        "Have a router reload a model's backends one after the other: it is served all the time.",
+        first=[argument("name", "NAME", "Model, as ListModels has it; may be left out where there is one.")],
     )
 )

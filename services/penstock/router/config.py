@@ -13,7 +13,7 @@ from penstock.common.ports import GENERATION_PORT, ROUTER_METRICS_PORT, ROUTER_P
 
 CHATS = "Tool calls and reasoning"
 SERVICES, ADMISSION, ROUTING, FAILURE = "Other services", "Admission", "Routing", "Failure handling"
-STREAMING = "Streaming"
+STREAMING, MODELS = "Streaming", "Several models"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,41 @@ class RouterConfig(ServerConfig, ChannelConfig):
         group=SERVICES,
         metavar="HOST:PORT,…",
     )
+    models: str | None = option(
+        None,
+        "File of models (TOML), in place of --tokenizer and --backend: several models, each with its tokenizer, "
+        "aliases, weights between versions, models that are loaded on demand. It is read again when it changes.",
+        group=MODELS,
+        metavar="FILE",
+    )
+    max_models: int = option(64, "Models of one file.", group=MODELS, minimum=1)
+    models_interval_seconds: float = option(
+        5.0, "Interval between looks at the file of models, for changes.", group=MODELS, minimum=0.05
+    )
+    model_idle_seconds: float = option(
+        600.0,
+        "A model on demand that no request used for this long is unloaded; 0: only when another one needs its place.",
+        group=MODELS,
+        minimum=0.0,
+    )
+    model_turn_seconds: float = option(
+        30.0,
+        "Time that a model on demand keeps its place while requests use it and others wait for theirs. Then it "
+        "finishes its requests and leaves.",
+        group=MODELS,
+        minimum=0.0,
+    )
+    model_load_seconds: float = option(
+        600.0, "Time for a model on demand to find a place, and to load.", group=MODELS, minimum=0.1
+    )
+    max_model_waiting: int = option(
+        256, "Requests that wait for one model on demand to load; more are refused.", group=MODELS, minimum=1
+    )
     admin_token_file: str | None = option(
         None,
-        "Callers of GenerationAdminService and ModelService (both are forwarded to a backend) must send one of the "
-        "bearer tokens in this file; no other token is accepted. Without this file, a loopback address checks these "
-        "calls against --auth-token-file, and any other address refuses them.",
+        "Callers of GenerationAdminService and ModelService (both are forwarded to a backend) and of "
+        "RouterAdminService must send one of the bearer tokens in this file; no other token is accepted. Without this "
+        "file, a loopback address checks these calls against --auth-token-file, and any other address refuses them.",
         group="TLS and authentication",
         metavar="FILE",
     )
@@ -347,8 +377,14 @@ class RouterConfig(ServerConfig, ChannelConfig):
     def validate(self) -> None:
         """Raises StartupError naming the flag."""
         super().validate()
+        if self.models is not None and self.processes > 1:
+            raise StartupError(
+                "--models needs --processes 1: each process would load and unload models on its own. Run several "
+                "routers with files of their own for more",
+                flag="--models",
+            )
         for flag, targets in (("--tokenizer", self.tokenizer), ("--backend", self.backend)):
-            if not targets:
+            if not targets and self.models is None:
                 raise StartupError(f"{flag} needs at least one host:port", flag=flag)
             for target in targets:
                 split_target(target, flag)

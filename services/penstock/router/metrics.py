@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS
-from penstock.v1 import common_pb2
+from penstock.v1 import common_pb2, generation_pb2
 
 PREFIX = "penstock_router_"
+# Label of requests that named no model there is: a client's own string is never a label.
+UNKNOWN_MODEL = "other"
 
 
 class RouterMetrics:
@@ -31,6 +33,14 @@ class RouterMetrics:
 
         def gauge(name: str, help: str, *labels: str) -> Gauge:
             return Gauge(PREFIX + name, help, labels, registry=registry)
+
+        def gauges(name: str, help: str, *labels: str) -> Callable[..., Gauge]:
+            return cache(gauge(name, help, *labels).labels)
+
+        def times(name: str, help: str, *labels: str) -> Callable[..., Histogram]:
+            # Observed once for a request: see StepHistogram for what is observed for a token.
+            found = Histogram(PREFIX + name, help, labels, registry=registry, buckets=LATENCY_BUCKETS)
+            return cache(found.labels)
 
         def histogram(name: str, help: str, buckets: Sequence[float]) -> StepHistogram:
             return StepHistogram(PREFIX + name, help, {}, buckets, registry)
@@ -62,6 +72,26 @@ class RouterMetrics:
         self.slow_readers = counter("slow_readers_total", "Streams cut off since the reader was too far behind.")
         self.tokenizer_reconnects = counter("tokenizer_reconnects_total", "Times the tokenizer had to be reconnected.")
         self.tokenizer_up = gauge("tokenizer_up", "1 while the tokenizer answers.")
+        self.model_requests = counters(
+            "model_requests_total", "Requests ended, by model and status.", "model", "status"
+        )
+        self.model_live = gauges("model_requests_live", "Requests that have come and not ended.", "model")
+        self.model_prompt_tokens = counters("model_prompt_tokens_total", "Prompt tokens, by model.", "model")
+        self.model_tokens = counters("model_generation_tokens_total", "Tokens of answers, by model.", "model")
+        self.model_first_token = times(
+            "model_time_to_first_token_seconds", "Request received to first token, by model.", "model"
+        )
+        self.model_end_to_end = times(
+            "model_e2e_request_latency_seconds", "Request received to Finished, by model.", "model"
+        )
+        self.model_loads = counters(
+            "model_loads_total", "Loads of models on demand, by model and outcome.", "model", "outcome"
+        )
+        self.model_unloads = counters(
+            "model_unloads_total", "Unloads of models on demand: idle, room, roll or removed.", "model", "cause"
+        )
+        self.model_load_seconds = seconds("model_load_seconds", "Load of a model on demand.")
+        self.model_loaded = gauges("model_loaded", "1 while a model on demand is in a slot.", "model")
         self.backends_up = gauge("backend_up", "Ready backends of a configured target.", "backend")
         self.backend_requests = counters("backend_requests_total", "Attempts sent, by configured target.", "backend")
         self.backend_failures = counters(
@@ -78,6 +108,15 @@ class RouterMetrics:
             "adapter_loads_total", "Adapters that a backend was asked to load for requests, by outcome.", "outcome"
         )
         self.backend_losses = counter("backend_losses_total", "Backends lost, by configured target.", "backend")
+
+    def observe_model(self, model: str, finished: generation_pb2.Finished) -> None:
+        """Record the end of an answer for its model."""
+        self.model_prompt_tokens(model).inc(finished.usage.prompt_tokens)
+        self.model_tokens(model).inc(finished.usage.completion_tokens)
+        timings = finished.timings
+        self.model_end_to_end(model).observe(timings.total_seconds)
+        if timings.HasField("time_to_first_token_seconds"):
+            self.model_first_token(model).observe(timings.time_to_first_token_seconds)
 
     def observe_timings(self, timings: common_pb2.StageTimings, trace_id: str = "") -> None:
         """Record the stages that this process measured, in seconds; `trace_id` as in StepHistogram.observe_traced."""

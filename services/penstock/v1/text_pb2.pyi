@@ -833,6 +833,7 @@ class Model(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     parent: _builtins.str
     """The model an adapter belongs to; empty for a model."""
@@ -844,6 +845,10 @@ class Model(_message.Message):
     tokenizer_fingerprint: _builtins.str
     backends: _builtins.int
     """Ready backends; for an adapter, those that have it."""
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelShare]:
+        """Models that this name stands for, where it is an alias of the router's file of models."""
+
     def __init__(
         self,
         *,
@@ -855,14 +860,40 @@ class Model(_message.Message):
         vocab_size: _builtins.int = ...,
         tokenizer_fingerprint: _builtins.str = ...,
         backends: _builtins.int = ...,
+        shares: _abc.Iterable[Global___ModelShare] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "max_context_tokens", b"max_context_tokens", "name", b"name", "parent", b"parent", "percent_loaded", b"percent_loaded", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "max_context_tokens", b"max_context_tokens", "name", b"name", "parent", b"parent", "percent_loaded", b"percent_loaded", "shares", b"shares", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class ModelShare(_message.Message):
+    """Part that a model has in the requests for an alias."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    weight: _builtins.float
+    """Requests are divided in proportion to the weights."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelShare: _TypeAlias = ModelShare  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):

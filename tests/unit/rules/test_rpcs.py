@@ -9,9 +9,10 @@ from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.model import ModelServicer
 from penstock.router.frontend.forwarding import ForwardingAdminServicer, ForwardingModelServicer
+from penstock.router.frontend.router_admin import RouterAdminServicer
 from penstock.router.frontend.servicer import TextServicer
 from penstock.tokenizer.servicer import TokenizerServicer
-from penstock.v1 import admin_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
+from penstock.v1 import admin_pb2, generation_pb2, model_pb2, router_pb2, text_pb2, tokenizer_pb2
 
 SERVICERS: dict[type, tuple[Any, str]] = {
     AdminServicer: (admin_pb2, "GenerationAdminService"),
@@ -19,6 +20,7 @@ SERVICERS: dict[type, tuple[Any, str]] = {
     ModelServicer: (model_pb2, "ModelService"),
     ForwardingAdminServicer: (admin_pb2, "GenerationAdminService"),
     ForwardingModelServicer: (model_pb2, "ModelService"),
+    RouterAdminServicer: (router_pb2, "RouterAdminService"),
     TextServicer: (text_pb2, "TextService"),
     TokenizerServicer: (tokenizer_pb2, "TokenizerService"),
 }

@@ -40,7 +40,7 @@ _MODEL = frozenset(
     }
 )
 FIRST: Mapping[str, frozenset[str]] = {
-    EVERYTHING: _MODEL | {"generation_replicas", "host", "port", "http_port", "auth_token_file"},
+    EVERYTHING: _MODEL | {"generation_replicas", "models", "host", "port", "http_port", "auth_token_file"},
     "tokenizer": _NETWORK | {"model", "served_model_name", "processes", "workers"},
     "generation": _NETWORK | _MODEL | {"lora"},
     "router": _NETWORK | {"tokenizer", "backend", "processes", "max_live_requests", "insecure_bind"},

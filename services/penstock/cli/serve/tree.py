@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from penstock import __version__
@@ -17,6 +19,7 @@ from penstock.cli.flags import as_flags
 from penstock.cli.missing_packages import require_stack
 from penstock.cli.progress_display import ProgressDisplay, parent_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
+from penstock.cli.serve.model_catalogue import LocalModels, read_catalogue, to_toml, with_addresses
 from penstock.cli.serve.reports import READY, Report, Reporter
 from penstock.cli.serve.service_process import ROLES, Role, begin_log, check_models
 from penstock.cli.serve.supervisor import ServiceEnded, ServiceProcess, Supervisor, first_of
@@ -29,12 +32,18 @@ from penstock.common.options import BoundOption, option, options_of
 from penstock.common.ports import HTTP_PORT
 from penstock.common.process import die_with_parent
 from penstock.common.progress import StageProgress
+from penstock.common.units import parse_size
+from penstock.generation.host.memory import parse_memory
 from penstock.generation.parallel.launch import refuse_launcher
 
 MAX_LINES = 15
+# KV pool of each model on demand where --kv-memory is not given: `auto` would give all memory to the first.
+CATALOGUE_KV_BYTES = 256 << 20
 # Options that the tree sets itself, or that are of no use inside it.
 WIRED = {
     *("tokenizer", "backend", "router", "start_timeout_seconds", "empty", "metrics_token_file"),
+    # The tree's own --models names folders, and it makes the router's file.
+    *("models", "models_interval_seconds"),
     # The tree has a tokenizer of its own, for the same MODEL.
     *("model_config", "tokenizer_path", "load_tokenizer"),
     *(field.name for field in fields(ChannelConfig)),
@@ -67,6 +76,29 @@ class TreeConfig:
 
     generation_replicas: int = option(
         1, "Generation processes; each loads the model.", group="Process tree", minimum=1, maximum=64
+    )
+    models: str | None = option(
+        None,
+        "Folder of model folders, or a file (TOML) that names some, in place of MODEL: each is loaded when a request "
+        "asks for it, and leaves when it is idle or others need its place.",
+        group="Process tree",
+        metavar="DIR|FILE",
+    )
+    model_slots: int = option(
+        2,
+        "With --models: generation processes, each for one loaded model. A model needs two for a roll.",
+        group="Process tree",
+        minimum=1,
+        maximum=64,
+    )
+    models_memory: int = option(
+        0,
+        "With --models: memory that loaded models may take together, weights and KV pools; 0: as many as there are "
+        "slots.",
+        group="Process tree",
+        parse=parse_size,
+        metavar="SIZE",
+        minimum=0,
     )
     http_port: int = option(
         HTTP_PORT,
@@ -126,10 +158,14 @@ class Tree:
     model: str
     reporter: Reporter
     has_gateway: bool = False
+    # Models that are loaded on demand; None: the tree serves MODEL.
+    local: LocalModels | None = None
     began: float = field(default_factory=time.monotonic)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     display: ProgressDisplay = field(init=False)
+    # What goes with the tree.
+    stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self.display = parent_display(self.front, "serve")
@@ -151,6 +187,7 @@ class Tree:
             return ended.exit_code
         finally:
             await supervisor.stop(self.hurry)
+            self.stack.close()
 
     def _signalled(self) -> None:
         if self.ended.is_set():
@@ -162,14 +199,11 @@ class Tree:
 
     async def _start(self, supervisor: Supervisor) -> bool:
         self._say(f"penstock {__version__}: loading {self.model}")
-        inner = front_variables() | gateway_variables()
-        tokenizer = await supervisor.start("tokenizer", self._inner("tokenizer"), without=inner)
-        names = [f"generation {n + 1}" if n else "generation" for n in range(self.config.generation_replicas)]
-        backends = [await supervisor.start(name, self._inner("generation"), without=inner) for name in names]
-        below = [tokenizer, *backends]
+        tokenizers, backends = await self._start_inner(supervisor)
+        below = [*tokenizers, *backends]
         if not await first_of([child.listening for child in below], self.ended, lambda _: None):
             return False
-        router = await supervisor.start("router", self._router(tokenizer, backends), without=gateway_variables())
+        router = await supervisor.start("router", self._router(tokenizers, backends), without=gateway_variables())
         everyone = [*below, router]
         if self.has_gateway:
             if not await first_of([router.listening], self.ended, lambda _: None):
@@ -185,23 +219,60 @@ class Tree:
         self._show_ready(everyone)
         return True
 
+    async def _start_inner(self, supervisor: Supervisor) -> tuple[list[ServiceProcess], list[ServiceProcess]]:
+        """Start tokenizers and generation processes; with a catalogue a tokenizer for each model, and empty slots."""
+        inner = front_variables() | gateway_variables()
+        if self.local is None:
+            tokenizer = await supervisor.start("tokenizer", self._inner("tokenizer"), without=inner)
+            names = [f"generation {n + 1}" if n else "generation" for n in range(self.config.generation_replicas)]
+            return [tokenizer], [
+                await supervisor.start(name, self._inner("generation"), without=inner) for name in names
+            ]
+        root = self.local.root
+        tokenizers = [
+            await supervisor.start(
+                f"tokenizer {entry.name}",
+                [*self._inner("tokenizer"), str(root / entry.path), "--served-model-name", entry.name],
+                without=inner,
+            )
+            for entry in self.local.file.models
+        ]
+        slot = [*self._inner("generation"), "--empty", "--model-root", str(root)]
+        slots = [await supervisor.start(f"slot {n + 1}", slot, without=inner) for n in range(self.config.model_slots)]
+        return tokenizers, slots
+
     def _inner(self, role: str) -> list[str]:
         arguments = role_arguments(role, self.given)
         arguments += ["--host", "127.0.0.1", "--port", "0", "--metrics-port", "0", *self._quiet()]
-        if role == "generation" and self.config.generation_replicas > 1 and "threads" not in self.given:
-            arguments += ["--threads", str(max(1, usable_cores() // self.config.generation_replicas))]
+        replicas = self.config.model_slots if self.local is not None else self.config.generation_replicas
+        if role == "generation" and replicas > 1 and "threads" not in self.given:
+            arguments += ["--threads", str(max(1, usable_cores() // replicas))]
+        if role == "generation" and self.local is not None and "kv_memory" not in self.given:
+            arguments += ["--kv-memory", str(CATALOGUE_KV_BYTES)]
         if self.front.auth_token_file is not None:
             arguments += ["--auth-token-file", self.front.auth_token_file]
         return arguments
 
-    def _router(self, tokenizer: ServiceProcess, backends: list[ServiceProcess]) -> list[str]:
-        arguments = [*role_arguments("router", self.given), *self._quiet()]
-        arguments += ["--start-timeout-seconds", FOREVER, "--tokenizer", tokenizer.address]
-        for backend in backends:
-            arguments += ["--backend", backend.address]
+    def _router(self, tokenizers: list[ServiceProcess], backends: list[ServiceProcess]) -> list[str]:
+        arguments = [*role_arguments("router", self.given), *self._quiet(), "--start-timeout-seconds", FOREVER]
+        if self.local is not None:
+            arguments += ["--models", self._write_models(self.local, tokenizers, backends)]
+        else:
+            arguments += ["--tokenizer", tokenizers[0].address]
+            for backend in backends:
+                arguments += ["--backend", backend.address]
         if self.front.auth_token_file is not None:
             arguments += ["--channel-token-file", self.front.auth_token_file]
         return arguments
+
+    def _write_models(self, local: LocalModels, tokenizers: list[ServiceProcess], slots: list[ServiceProcess]) -> str:
+        """Write the router's file of models, and return its path; it goes with this process."""
+        addresses = [child.address for child in tokenizers], [child.address for child in slots]
+        text = to_toml(with_addresses(local.file, *addresses, self.config.models_memory))
+        folder = self.stack.enter_context(TemporaryDirectory(prefix="penstock-models-"))
+        path = Path(folder) / "models.toml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
 
     def _gateway(self, router: ServiceProcess) -> list[str]:
         host, _, port = router.address.rpartition(":")
@@ -346,6 +417,20 @@ def _check(given: dict[str, Any]) -> tuple[ServerConfig, ChannelConfig, str]:
     return front, channel, (*generation.served_model_name, model_name(generation.model))[0]
 
 
+def _local_models(given: dict[str, Any], config: TreeConfig) -> LocalModels | None:
+    """Return the models of --models, if it is there. Raises StartupError."""
+    if config.models is None:
+        return None
+    for name in ("model", "served_model_name", "model_root", "lora", "generation_replicas"):
+        if name in given:
+            flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+            raise StartupError(f"{flag} is for one model: leave it out with --models", flag=flag)
+    generation: Any = from_env_and_flags(ROLES["generation"].config_class(), _only(given, {"kv_memory"}))
+    router: Any = from_env_and_flags(ROLES["router"].config_class(), _only(given, {"max_models"}))
+    kv_bytes = max(parse_memory(generation.kv_memory) or CATALOGUE_KV_BYTES, 0)
+    return read_catalogue(config.models, router.max_models, kv_bytes)
+
+
 def _refuse_misspelt_service(model: str | None) -> None:
     """Refuse a MODEL that is nearly the name of a service, before a hub is asked for it. Raises StartupError."""
     near = get_close_matches(model.lower(), ROLES, n=1, cutoff=SERVICE_LIKENESS) if model is not None else []
@@ -375,10 +460,12 @@ def run_tree(
     try:
         config = from_env_and_flags(TreeConfig, _only(given, tree_names))
         front, channel, model = _check(given)
+        local = _local_models(given, config)
         require_stack()
         has_gateway = _wants_gateway(given, config, front, channel)
         # Last: faults of the options come first, since they are the same on every machine.
         _require_free_ports(front, config.http_port if has_gateway else None)
-        return asyncio.run(Tree(given, config, front, model, reporter, has_gateway).run())
+        shown = model if local is None else f"{len(local.file.models)} models on demand"
+        return asyncio.run(Tree(given, config, front, shown, reporter, has_gateway, local).run())
     except StartupError as error:
         return reporter.give_up(error, debug=bool(given.get("debug")))

@@ -19,10 +19,11 @@ from penstock.common.request_context import current_request_id, new_request_id
 from penstock.compat.kserve import infer_message
 from penstock.http2.metadata import Metadata
 from penstock.inference import kserve_pb2, kserve_pb2_grpc
-from penstock.router.backends.pool import BackendPool
-from penstock.router.frontend.generate import TextFlow
+from penstock.router.frontend.reach import reach
+from penstock.router.frontend.route_table import RouteTable
+from penstock.router.frontend.routed_model import RoutedModel
 from penstock.router.frontend.stream_writer import GENERATE
-from penstock.router.tokenizer.tokenizer_link import TokenizerLink
+from penstock.router.metrics import RouterMetrics
 from penstock.serving.transport import ServerCall
 from penstock.v1 import generation_pb2, text_pb2
 
@@ -36,11 +37,10 @@ _FIELDS = {"model": "model_name", "prompt": "inputs.text_input"}
 class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     """Handlers of GRPCInferenceService."""
 
-    def __init__(self, flow: TextFlow, pool: BackendPool, link: TokenizerLink, max_stream_requests: int) -> None:
+    def __init__(self, table: RouteTable, metrics: RouterMetrics, max_stream_requests: int) -> None:
         """Make it. `max_stream_requests`: requests of one stream at once; the next is read when one has ended."""
-        self._flow = flow
-        self._pool = pool
-        self._link = link
+        self._table = table
+        self._metrics = metrics
         self._max_stream_requests = max_stream_requests
 
     async def ServerLive(self, request: kserve_pb2.ServerLiveRequest, context: Any) -> kserve_pb2.ServerLiveResponse:
@@ -49,12 +49,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ServerReady(self, request: kserve_pb2.ServerReadyRequest, context: Any) -> kserve_pb2.ServerReadyResponse:
         """Report that the tokenizer and a backend are ready."""
-        return kserve_pb2.ServerReadyResponse(ready=self._link.is_ready and bool(self._pool.ready()))
+        return kserve_pb2.ServerReadyResponse(ready=self._table.is_ready)
 
     async def ModelReady(self, request: kserve_pb2.ModelReadyRequest, context: Any) -> kserve_pb2.ModelReadyResponse:
         """Report that a backend has the model or adapter. Raises NotFound."""
-        model, adapter = self._find(request.name, request.version)
-        return kserve_pb2.ModelReadyResponse(ready=self._link.is_ready and bool(self._pool.ready(model, adapter)))
+        route, model, adapter = self._find(request.name, request.version)
+        return kserve_pb2.ModelReadyResponse(ready=route.takes_requests_of(model, adapter))
 
     async def ServerMetadata(
         self, request: kserve_pb2.ServerMetadataRequest, context: Any
@@ -68,12 +68,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: kserve_pb2.ModelMetadataRequest, context: Any
     ) -> kserve_pb2.ModelMetadataResponse:
         """Describe the tensors of a model. Raises NotFound."""
-        model, adapter = self._find(request.name, request.version)
+        _, model, adapter = self._find(request.name, request.version)
         return infer_message.model_metadata(adapter or model)
 
     async def ModelConfig(self, request: kserve_pb2.ModelConfigRequest, context: Any) -> kserve_pb2.ModelConfigResponse:
         """Describe them as Triton does. Raises NotFound."""
-        model, adapter = self._find(request.name, request.version)
+        _, model, adapter = self._find(request.name, request.version)
         return infer_message.model_config(adapter or model)
 
     async def ModelInfer(  # type: ignore[override]
@@ -103,16 +103,19 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         """Return the last response, or the only one; those before it go to `write`. Raises PenstockError."""
         call = _TextCall(context, asked, write, abort or context.abort)
         try:
-            await self._flow.run(asked.request, GENERATE, call)
+            route = await reach(self._table, GENERATE.name, asked.request, call, self._metrics)
+            await route.flow.run(asked.request, GENERATE, call)
         except (InvalidArgument, NotFound) as error:
             raise _renamed(error) from None
         return call.last_response()
 
-    def _find(self, name: str, version: str) -> tuple[str, str]:
-        """Return the model and the adapter of this name; empty for the only model served."""
+    def _find(self, name: str, version: str) -> tuple[RoutedModel, str, str]:
+        """Return the route, the model and the adapter of this name; empty for the only model served."""
         infer_message.check_version("version", version)
+        asked = text_pb2.GenerateTextRequest(model=name)
         try:
-            return self._pool.choose_model(name)
+            route = self._table.choose(asked)
+            return route, *route.pool.choose_model(asked.model)
         except (InvalidArgument, NotFound) as error:
             raise _renamed(error, {"model": "name"}) from None
 

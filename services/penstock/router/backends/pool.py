@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.common.logging import get_logger
 from penstock.common.model_names import those_there_are
+from penstock.router.aio import Wakeup
 from penstock.router.backends.backend import Backend
 from penstock.router.backends.crash_log import CrashLog
 from penstock.router.backends.discovery import BackendAddress, resolve
@@ -44,6 +46,8 @@ class BackendPool:
         self._notify = on_change
         self._on_failure = on_failure
         self._resolver = resolver
+        self._targets = config.backend
+        self._targets_changed = Wakeup()
         self._backends: dict[BackendAddress, Backend] = {}
         self._tasks: dict[BackendAddress, asyncio.Task[None]] = {}
         # Backends that no name resolves to any more: they finish their streams (a rolling restart) and get nothing new.
@@ -73,6 +77,16 @@ class BackendPool:
     def start(self) -> None:
         """Begin to resolve and connect."""
         self._follower = self._spawn(self._follow_names())
+
+    def follow(self, targets: tuple[str, ...]) -> None:
+        """Follow other names in place of those of the configuration.
+
+        Backends of the old ones finish their streams, and get new requests until one of the new ones is ready.
+        """
+        for target in set(self._targets) - set(targets):
+            self._metrics.backends_up.labels(target).set(0)
+        self._targets = targets
+        self._targets_changed.set()
 
     async def close(self) -> None:
         """Disconnect from everything."""
@@ -197,9 +211,28 @@ class BackendPool:
 
     async def _follow_names(self) -> None:
         while True:
-            found = await self._resolver(self._config.backend)
+            targets = self._targets
+            found = await self._resolver(targets)
+            if targets is not self._targets:
+                continue
             self._apply(found)
-            await asyncio.sleep(self._config.resolve_interval_seconds)
+            dropped = self._drop(targets)
+            # Streams of dropped backends end at any time, and somebody may wait for that.
+            seconds = self._config.reconnect_min_seconds if dropped else self._config.resolve_interval_seconds
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._targets_changed.wait()
+
+    def _drop(self, targets: tuple[str, ...]) -> bool:
+        """Let backends go that are of no present name; True while some are left."""
+        dropped = [where for where in self._backends if where.target not in targets]
+        present = [backend for where, backend in self._backends.items() if where.target in targets]
+        if dropped and (not targets or any(backend.link.is_ready for backend in present)):
+            self._leaving.update(dropped)
+            for where in dropped:
+                if self._backends[where].in_flight == 0:
+                    self._remove(where)
+        return any(where.target not in targets for where in self._backends)
 
     def _apply(self, found: dict[str, set[BackendAddress]]) -> None:
         for target, addresses in found.items():
@@ -254,7 +287,7 @@ class BackendPool:
 
     def _on_ejection(self, key: str, cause: str) -> None:
         """Count an ejection, or the return of a backend (no cause)."""
-        for target in self._config.backend:
+        for target in self._targets:
             own = [backend.key for backend in self._backends.values() if backend.where.target == target]
             if cause and key in own:
                 self._metrics.ejections.labels(target, cause).inc()
@@ -267,7 +300,7 @@ class BackendPool:
             if info is not None:
                 self._models[info.model] = info
                 self._note_served(backend.where, info.model)
-        for target in self._config.backend:
+        for target in self._targets:
             ready = sum(1 for backend in self.ready() if backend.where.target == target)
             self._metrics.backends_up.labels(target).set(ready)
         self.wake()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -29,12 +29,12 @@ from penstock.common.request_context import BACKEND_KEY
 from penstock.router.aio import is_cancelled
 from penstock.router.backends.backend import Backend
 from penstock.router.backends.link import backend_lost, is_broken
-from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.serving.transport import Channel, ServerCall, StreamCall
 from penstock.v1 import admin_pb2, admin_pb2_grpc, graphs_pb2, model_pb2, model_pb2_grpc
 
 ADMIN_SERVICE, MODEL_SERVICE = "penstock.v1.GenerationAdminService", "penstock.v1.ModelService"
+ROUTER_ADMIN_SERVICE = "penstock.v1.RouterAdminService"
 _FLAG, _MODEL_FLAG = "--admin-token-file", "--model-token-file"
 FACTS_METHOD = f"/{MODEL_SERVICE}/GetModelInfo"
 # Methods that open the model: all of ModelService but the one that reports facts.
@@ -59,7 +59,7 @@ def token_files(config: RouterConfig) -> Mapping[str, Tokens]:
         )
     )
     if admins is not None:
-        files |= dict.fromkeys((ADMIN_SERVICE, MODEL_SERVICE), admins)
+        files |= dict.fromkeys((ADMIN_SERVICE, MODEL_SERVICE, ROUTER_ADMIN_SERVICE), admins)
     if opening is not None:
         files |= dict.fromkeys(OPENING_METHODS, opening)
         # A caller that runs the model's graphs must know them.
@@ -74,8 +74,9 @@ def token_files(config: RouterConfig) -> Mapping[str, Tokens]:
 class Forwarding:
     """Finds the backend of a call and makes the same call there."""
 
-    def __init__(self, config: RouterConfig, pool: BackendPool) -> None:
-        self._pool = pool
+    def __init__(self, config: RouterConfig, backends: Callable[[], Sequence[Backend]]) -> None:
+        """Make it. `backends` returns those that there are."""
+        self._backends = backends
         # On a public address, tokens for text must not be enough to stop the service.
         self._is_allowed = config.admin_token_file is not None or is_loopback(config.host)
         self._may_open = config.model_token_file is not None or is_loopback(config.host)
@@ -95,15 +96,19 @@ class Forwarding:
 
     def backend_of(self, context: ServerCall) -> Backend:
         """Choose the backend. Raises FailedPrecondition, NotFound, InvalidArgument naming the metadata, Unavailable."""
+        self.require_admin()
+        return self._choose(context)
+
+    def require_admin(self) -> None:
+        """Refuse operators' calls where anybody could make them. Raises FailedPrecondition."""
         if not self._is_allowed:
             raise FailedPrecondition(
                 f"the router listens on a public address: admin and model calls need its {_FLAG}",
                 reason="NO_ADMIN_TOKENS",
             )
-        return self._choose(context)
 
     def _choose(self, context: ServerCall) -> Backend:
-        known = {backend.key: backend for backend in self._pool.backends}
+        known = {backend.key: backend for backend in self._backends()}
         named = dict(context.invocation_metadata() or ()).get(BACKEND_KEY)
         if isinstance(named, str) and named:
             return known.get(named) or self._named(named, known)

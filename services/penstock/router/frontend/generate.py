@@ -29,6 +29,7 @@ from penstock.router.frontend.admission import fair_share_key, serving_tenant, t
 from penstock.router.frontend.drain import GraceEnd, grace_over
 from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.stream_writer import StreamKind, StreamWriter
+from penstock.router.metrics import UNKNOWN_MODEL
 from penstock.router.requests.attempt_spans import describe_request
 from penstock.router.requests.request_state import RequestSpec, RequestState, Timings
 from penstock.router.tokenizer.pipeline import Prompt
@@ -66,6 +67,7 @@ class TextFlow:
             raise
         finally:
             self._parts.metrics.requests(kind.name, status).inc()
+            self._parts.metrics.model_requests(call.model or UNKNOWN_MODEL, status).inc()
 
     def _claim(self, request: convert.PublicRequest) -> str:
         """Reserve and return the request's id. Raises InvalidArgument when the client chose one that is live."""
@@ -88,7 +90,7 @@ class _StreamedCall:
         self._kind = kind
         self._context = context
         self._parts = parts
-        self._model = self._adapter = ""
+        self.model = self._adapter = ""
         self._timings = Timings(time.monotonic())
         remaining = context.time_remaining()
         self._deadline = None if remaining is None else self._timings.received_at + remaining
@@ -106,24 +108,27 @@ class _StreamedCall:
         """Serve the stream after admission."""
         parts = self._parts
         # Chosen once: a stream must not move to another model.
-        self._model, self._adapter = parts.pool.choose_model(self._request.model, self._request.adapter)
-        describe_request(self._kind.operation, self._model, self._adapter, self._request.config)
-        parts.attempts.check_capacity(self._model, self._adapter)
+        self.model, self._adapter = parts.pool.choose_model(self._request.model, self._request.adapter)
+        describe_request(self._kind.operation, self.model, self._adapter, self._request.config)
+        parts.attempts.check_capacity(self.model, self._adapter)
         metadata = self._context.invocation_metadata()
         tenant = tenant_of(parts.config, metadata)
         served_as = serving_tenant(tenant, metadata)
         demand = convert.to_demand(self._request, fair_share_key(served_as), self._info())
         # A stack: everything held is given back even if one release fails.
         with contextlib.ExitStack() as held:
-            coming = _HeldPlace(parts.forecast.expect(self._model, demand, self._left()))
+            live = parts.metrics.model_live(self.model or UNKNOWN_MODEL)
+            live.inc()
+            held.callback(live.dec)
+            coming = _HeldPlace(parts.forecast.expect(self.model, demand, self._left()))
             held.callback(coming.give_back)
             with stage("admission"):
-                await parts.admission.enter(served_as, self._left(), parts.forecast.tokens(self._model, demand))
+                await parts.admission.enter(served_as, self._left(), parts.forecast.tokens(self.model, demand))
             place = _HeldPlace(partial(parts.admission.leave, served_as))
             held.callback(place.give_back)
             if self._adapter:
-                await parts.attempts.adapters.require(self._model, self._adapter, self._left())
-            room = _HeldPlace(parts.attempts.prepare(self._model, self._adapter))
+                await parts.attempts.adapters.require(self.model, self._adapter, self._left())
+            room = _HeldPlace(parts.attempts.prepare(self.model, self._adapter))
             held.callback(room.give_back)
             self._timings.route = time.monotonic() - self._timings.received_at
             with stage("tokenize", SpanKind.CLIENT):
@@ -133,7 +138,7 @@ class _StreamedCall:
             await self._stream(state, prompt, place, (coming, room), grace_end)
 
     def _info(self) -> model_pb2.GetModelInfoResponse | None:
-        return self._parts.pool.models.get(self._model)
+        return self._parts.pool.models.get(self.model)
 
     async def _prompt(self) -> Prompt:
         request, pipeline = self._request, self._parts.pipeline
@@ -174,7 +179,7 @@ class _StreamedCall:
             template=convert.to_template(
                 request,
                 prompt,
-                model=self._model,
+                model=self.model,
                 adapter=self._adapter,
                 salt=salt,
                 key=demand.tenant,
@@ -186,7 +191,7 @@ class _StreamedCall:
             wants_token_ids=request.output.return_token_ids,
             wants_logprobs=request.output.HasField("top_logprobs"),
             wants_tensors=convert.wants_tensors(request.output),
-            model=self._model,
+            model=self.model,
             adapter=self._adapter,
             demand=replace(demand, prompt_tokens=convert.num_prompt_tokens(prompt, request)),
             session=convert.session_key(tenant, request.session_id, self._adapter),
@@ -227,7 +232,7 @@ class _StreamedCall:
         echo = await self._echo(prompt)
         if self._adapter:
             # It may have been unloaded while the prompt was made.
-            await parts.attempts.adapters.require(self._model, self._adapter, self._left())
+            await parts.attempts.adapters.require(self.model, self._adapter, self._left())
         left = self._left()
         timer = None if left is None else loop.call_later(left, state.fail, _late())
         writer = StreamWriter(state, prompt, self._kind, parts, self._context, self._left)

@@ -22,7 +22,7 @@ from penstock.router.frontend.admission import Admission, fair_share_key, servin
 from penstock.router.frontend.convert import BYTES_PER_TOKEN, MAX_RESPONSE_BYTES, cache_salt, routing_salt
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.score_embed_text import ScoredIds, ScoreEmbedTexts
-from penstock.router.metrics import RouterMetrics
+from penstock.router.metrics import UNKNOWN_MODEL, RouterMetrics
 from penstock.router.tokenizer.remembered_texts import TokenTexts
 from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
@@ -125,7 +125,7 @@ class ScoreEmbedFlow:
         remaining = context.time_remaining()
         begin = time.monotonic()
         deadline = None if remaining is None else begin + remaining
-        status = "INTERNAL"
+        status, model = "INTERNAL", ""
         try:
             metadata = context.invocation_metadata()
             tenant = tenant_of(self.config, metadata)
@@ -133,6 +133,7 @@ class ScoreEmbedFlow:
             # A watermark does not depend on an adapter.
             adapter = "" if isinstance(request, text_pb2.DetectWatermarkTextRequest) else request.adapter
             call = _CallFacts(*self.pool.choose_model(request.model, adapter), tenant, served_as, deadline)
+            model = call.model
             self.attempts.check_capacity(call.model, call.adapter)
             demand = Demand(fair_share_key(served_as), request.ByteSize() // BYTES_PER_TOKEN, 0)
             if remaining is not None:
@@ -155,6 +156,7 @@ class ScoreEmbedFlow:
             raise
         finally:
             self.metrics.requests(method, status).inc()
+            self.metrics.model_requests(model or UNKNOWN_MODEL, status).inc()
 
     def _check_count(self, field: str, count: int) -> None:
         if not 1 <= count <= self.config.max_items:

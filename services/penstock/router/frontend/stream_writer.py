@@ -14,6 +14,7 @@ from penstock.common.errors import Aborted, Cancelled, PenstockError, Unavailabl
 from penstock.common.tracing import exemplar
 from penstock.router.frontend import convert
 from penstock.router.frontend.parts import Parts
+from penstock.router.metrics import UNKNOWN_MODEL
 from penstock.router.requests.attempt_spans import describe_answer
 from penstock.router.requests.delta_buffer import PendingDelta
 from penstock.router.requests.prompt_length import num_prompt_tokens
@@ -292,6 +293,7 @@ class StreamWriter:
     def _observe(self, finished: generation_pb2.Finished) -> None:
         metrics = self._parts.metrics
         metrics.observe_timings(finished.timings, exemplar())
+        metrics.observe_model(self._state.spec.model or UNKNOWN_MODEL, finished)
         metrics.prompt_tokens.inc(finished.usage.prompt_tokens)
         metrics.cached_tokens.inc(finished.usage.cached_tokens)
         metrics.request_tokens.observe(finished.usage.completion_tokens)

@@ -130,7 +130,6 @@ class TokenizerLink:
             self._lost_at = time.monotonic() - silent_seconds
             # An attempt to connect to a stopped one may take longer than the streams may wait.
             asyncio.get_running_loop().call_later(self._left_for_streams(), self._give_up_in_time)
-            self._metrics.tokenizer_up.set(0)
             self._metrics.tokenizer_reconnects.inc()
             self._on_change()
 
@@ -180,7 +179,6 @@ class TokenizerLink:
         self._choose_decoding(table)
         self._detokenizer.connected()
         self._ready.set()
-        self._metrics.tokenizer_up.set(1)
         self._on_change()
         _log.info("tokenizer connected", tokenizer=address, fingerprint=info.tokenizer_fingerprint[:12])
         try:
