@@ -459,8 +459,9 @@ def run_tree(
     tree_names = {bound.name for bound in options_of(TreeConfig)}
     try:
         config = from_env_and_flags(TreeConfig, _only(given, tree_names))
-        front, channel, model = _check(given)
+        # First: a MODEL beside --models is refused, be it there or not.
         local = _local_models(given, config)
+        front, channel, model = _check(given)
         require_stack()
         has_gateway = _wants_gateway(given, config, front, channel)
         # Last: faults of the options come first, since they are the same on every machine.
