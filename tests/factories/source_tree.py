@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "services" / "penstock"
 # Folders of generated code.
-STUBS = ("v1", "inference")
+STUBS = ("v1", "inference", "engines")
 # English that a reader has to read twice, with line ends and the marks of comments and strings in between. Each has a
 # plain form: "a request whose prompt is long" is "a request with a long prompt".
 FOREIGN = re.compile(r"\b(?:so\W+many|whose|of\W+which)\b", re.IGNORECASE)

@@ -29,6 +29,7 @@ _LESS = "send less at once"
 
 ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("INVALID_FIELD", "INVALID_ARGUMENT", "a field has a value that it cannot have", "the message names the field and what is allowed"),
+    _row("NOT_ON_BACKEND", "INVALID_ARGUMENT", "the request's backends are of another engine (vLLM, SGLang), which lacks this option or mode", "the message names field and backend: leave the option out, or add a backend of Penstock's own"),
     _row("UNKNOWN_FIELD", "INVALID_ARGUMENT", "the request has an option of a newer release, which would have no effect here", "update the service, or leave the option out"),
     _row("MALFORMED_MESSAGE", "INVALID_ARGUMENT", "the bytes are not a message of the call's type", "compare the client's protos with the server's"),
     _row("DUPLICATE_REQUEST_ID", "INVALID_ARGUMENT", "a request in progress has this id", "leave `request_id` out, or make it unique"),

@@ -20,6 +20,8 @@ from penstock.common.checkpoint import model_name
 from penstock.common.credentials import TokenFile, TokenFiles, Tokens
 from penstock.common.logging import get_logger
 from penstock.common.progress import ShowProgress
+from penstock.compat.vllm.engine_servicer import VLLM_ENGINE_SERVICE, VllmEngineServicer
+from penstock.engines import vllm_engine_pb2_grpc
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.holder.model_holder import ModelHolder
 from penstock.generation.lifecycle import Lifecycle
@@ -50,6 +52,8 @@ class GenerationApp:
         """Make the service, on the event loop. `begun`: the result of `preload.begin`, if it was called."""
         self._config = config
         self._begun = begun
+        if config.vllm_engine:
+            self.grpc_services = (*self.grpc_services, VLLM_ENGINE_SERVICE)
         name, *aliases = [""] if config.empty else config.served_model_name or [model_name(config.model)]
         self._lifecycle = Lifecycle(name, aliases=tuple(aliases))
         self._metrics = GenerationMetrics(registry, name)
@@ -77,13 +81,16 @@ class GenerationApp:
         return tokens
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add the three servicers."""
+        """Add the three servicers, and vLLM's where it is asked for."""
         lifecycle = self._lifecycle
         generation = GenerationServicer(lifecycle, self._metrics)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         model = ModelServicer(lifecycle, self._holder, self._config)
         model_pb2_grpc.add_ModelServiceServicer_to_server(model, server)
         admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(AdminServicer(lifecycle), server)
+        if self._config.vllm_engine:
+            engine = VllmEngineServicer(lifecycle, self._metrics)
+            vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
 
     async def start(self) -> None:
         """Load the model, warm up, and start the engine; with --empty only take calls. Raises StartupError."""

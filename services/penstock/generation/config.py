@@ -300,6 +300,12 @@ class GenerationServiceConfig(
     port: int = option(GENERATION_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
     usual_metrics_port: ClassVar[int] = GENERATION_METRICS_PORT
     metrics_port: int | None = metrics_port_option(GENERATION_METRICS_PORT)
+    vllm_engine: bool = option(
+        False,
+        "Serve vLLM's gRPC protocol (VllmEngine), too: gateways that route to `vllm serve --grpc`, such as smg, then "
+        "route here.",
+        group="Network",
+    )
 
     max_batch_tokens: int | None = option(
         None,

@@ -11,6 +11,8 @@ from penstock.common.errors import StartupError
 from penstock.common.options import option
 from penstock.common.ports import GENERATION_PORT, ROUTER_METRICS_PORT, ROUTER_PORT, TOKENIZER_PORT
 
+# Other engines as backends: see router.engines.
+ENGINE_SCHEMES = ("vllm", "sglang")
 CHATS = "Tool calls and reasoning"
 SERVICES, ADMISSION, ROUTING, FAILURE = "Other services", "Admission", "Routing", "Failure handling"
 STREAMING, MODELS = "Streaming", "Several models"
@@ -40,7 +42,8 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     backend: tuple[str, ...] = option(
         (f"127.0.0.1:{GENERATION_PORT}",),
-        "host:port of each generation backend; a name with several addresses is one backend per address.",
+        "host:port of each generation backend; a name with several addresses is one backend per address. "
+        "vllm://host:port is a vLLM (`vllm serve --grpc`), sglang://host:port an SGLang.",
         group=SERVICES,
         metavar="HOST:PORT,…",
     )
@@ -73,6 +76,19 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     max_model_waiting: int = option(
         256, "Requests that wait for one model on demand to load; more are refused.", group=MODELS, minimum=1
+    )
+    engine_poll_seconds: float = option(
+        0.5, "Interval between questions to a vLLM or SGLang for its health and load.", group=SERVICES, minimum=0.01
+    )
+    engine_silence_seconds: float = option(
+        120.0,
+        "A vLLM or SGLang is lost when it has requests and sends no token for this long, although it tells that it is "
+        "healthy. It sends no heartbeats: keep this above the time of its longest prefill.",
+        group=SERVICES,
+        minimum=0.05,
+    )
+    max_tokenizer_bytes: int = option(
+        256 << 20, "Largest tokenizer files that a vLLM or SGLang may send.", group=SERVICES, minimum=1024
     )
     admin_token_file: str | None = option(
         None,
@@ -390,9 +406,20 @@ class RouterConfig(ServerConfig, ChannelConfig):
                 split_target(target, flag)
 
 
+def scheme_of(target: str) -> str:
+    """Scheme of a backend's name: that of another engine, or empty for our own."""
+    scheme, separator, _ = target.partition("://")
+    return scheme if separator else ""
+
+
 def split_target(target: str, flag: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[v6]:port`. Raises StartupError naming `flag`."""
-    host, _, port = target.rpartition(":")
+    """Host and port of `host:port` or `[v6]:port`, for --backend also behind the scheme of another engine. Raises
+    StartupError naming `flag`."""
+    scheme = scheme_of(target)
+    if scheme and (flag != "--backend" or scheme not in ENGINE_SCHEMES):
+        known = ", ".join(f"{one}://" for one in ENGINE_SCHEMES)
+        raise StartupError(f"{flag} {target!r}: only --backend has schemes: {known}", flag=flag)
+    host, _, port = target.removeprefix(f"{scheme}://").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise StartupError(f"{flag} {target!r}: expected host:port", flag=flag)
     return host.strip("[]"), int(port)

@@ -6,10 +6,10 @@ import re
 
 from factories.source_tree import PACKAGE, ROOT, imports, modules
 
-FOREIGN = re.compile(r"mindie|\bsail\b|kserve|inference_hf|GeneratorTorch|EngineLLM", re.IGNORECASE)
+FOREIGN = re.compile(r"mindie|\bsail\b|kserve|inference_hf|GeneratorTorch|EngineLLM|VllmEngineServicer", re.IGNORECASE)
 CLIENT = ROOT / "clients" / "python" / "penstock_client"
 # What puts them in front or names them to a user: tops of processes, flags, and where an old name tells the new one.
-FRONT = {"router.app", "router.config", "generation.config", "generator.generator"}
+FRONT = {"router.app", "router.config", "generation.app", "generation.config", "generator.generator"}
 FRONT_OF_CLIENT = {"sail.py", "__init__.py"}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from penstock.compat.vllm.engine_servicer import VllmEngineServicer
+from penstock.engines import vllm_engine_pb2
 from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.model import ModelServicer
@@ -23,12 +25,13 @@ SERVICERS: dict[type, tuple[Any, str]] = {
     RouterAdminServicer: (router_pb2, "RouterAdminService"),
     TextServicer: (text_pb2, "TextService"),
     TokenizerServicer: (tokenizer_pb2, "TokenizerService"),
+    VllmEngineServicer: (vllm_engine_pb2, "VllmEngine"),
 }
 
 
 def left_out(servicer: type, methods: list[str]) -> list[str]:
     """Return the methods that neither the class nor a base other than the generated one defines."""
-    written = (one for one in servicer.__mro__ if not one.__module__.startswith("penstock.v1."))
+    written = (one for one in servicer.__mro__ if not one.__module__.startswith(("penstock.v1.", "penstock.engines.")))
     defined = {name for one in written for name in vars(one)}
     return [name for name in methods if name not in defined]
 

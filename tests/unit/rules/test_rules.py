@@ -50,7 +50,13 @@ STUB_IMPORTERS = {
     },
     # Options and answers in the client's and the service's own forms.
     "generator": {"requests", "answer_reader"},
-    "compat": {"kserve/infer_message", "kserve/inference_service"},
+    "compat": {
+        "kserve/infer_message",
+        "kserve/inference_service",
+        "vllm/engine_messages",
+        "vllm/engine_servicer",
+        "vllm/tokenizer_archive",
+    },
     "cli": {path.relative_to(PACKAGE / "cli").with_suffix("").as_posix() for path in (PACKAGE / "cli").rglob("*.py")},
 }
 

@@ -19,6 +19,7 @@ from penstock.common.errors import (
 )
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
+from penstock.router.backends.ability import Ability
 from penstock.router.backends.adapter_loading import AdapterLoading
 from penstock.router.backends.backend import Backend
 from penstock.router.backends.crash_log import Blame
@@ -117,17 +118,18 @@ class Attempts:
     def place(self, state: RequestState) -> None:
         """Start the first attempt.
 
-        Raises Unavailable, ResourceExhausted, FailedPrecondition or NotFound when no backend can take it.
+        Raises Unavailable, ResourceExhausted, FailedPrecondition or NotFound when no backend can take it, and
+        InvalidArgument naming the field that none of them can do.
         """
         self.note_request()
-        spec = state.spec
+        spec, ability = state.spec, Ability.to_generate(state.spec.template)
         outliers, probed = self._pool.outliers, self._pool.to_probe(spec.model, spec.adapter)
-        if probed is not None:
+        if probed is not None and ability.has(probed):
             self._submit(state, probed, outliers.begin_probe(probed.key))
             return
-        backend = self._choose(state)
+        backend = self._choose(state, ability)
         if backend is None:
-            raise self.nowhere(spec.model, spec.adapter)
+            raise self.nowhere(spec.model, spec.adapter, ability)
         self._submit(state, backend)
 
     async def recover(self, state: RequestState) -> None:
@@ -196,22 +198,36 @@ class Attempts:
         if not begun and not self.may_retry():
             raise _given_up(state, loss, "too many requests are being retried", begun=begun)
 
-    def _choose(self, state: RequestState) -> Backend | None:
+    def _choose(self, state: RequestState, ability: Ability) -> Backend | None:
         spec = state.spec
-        return self.choose(spec.model, spec.prefix_hashes, state.lost_on, session=spec.session, adapter=spec.adapter)
+        return self.choose(
+            spec.model, spec.prefix_hashes, state.lost_on, session=spec.session, adapter=spec.adapter, ability=ability
+        )
 
     def choose(
-        self, model: str, hashes: Sequence[int], lost_on: set[str], *, session: str = "", adapter: str = ""
+        self,
+        model: str,
+        hashes: Sequence[int],
+        lost_on: set[str],
+        *,
+        session: str = "",
+        adapter: str = "",
+        ability: Ability | None = None,
     ) -> Backend | None:
-        """Choose a backend by the policy; last one that the request was lost on, or that has a suspect on probation."""
-        return self._policy.choose(
-            self._pool.usable(model, adapter), hashes, session=session, avoid=lost_on | self._probations.taken()
-        )
+        """Choose a backend by the policy; last one that the request was lost on, or that has a suspect on probation.
+
+        None without `ability` is chosen; where that is None, all have it.
+        """
+        usable = self._pool.usable(model, adapter)
+        if ability is not None:
+            usable = [one for one in usable if ability.has(one)]
+        return self._policy.choose(usable, hashes, session=session, avoid=lost_on | self._probations.taken())
 
     async def _wait_for_place(self, state: RequestState, blame: Blame) -> Backend | None:
         """Return a backend for a lost stream, apart from other suspects if it is one; None when there is none."""
         spec, suspect = state.spec, state.suspect
         patience = Patience(self._pool, self._config, spec.model, suspect)
+        ability = Ability.to_generate(spec.template, resumes=state.has_tokens)
         most = self._config.quarantine_tokens if blame is Blame.SHARED else self._config.isolation_tokens
         turn = self._turn(
             suspect,
@@ -221,12 +237,13 @@ class Attempts:
             partial(StreamProbation, state, most),
             session=spec.session,
             is_given_up=lambda: state.closed,
+            ability=ability,
         )
         backend = await self._wait_for_turn(turn, patience)
         while backend is None and not state.closed and not self._is_shared(suspect):
             if spec.adapter:
                 await self.adapters.bring(spec.model, spec.adapter, patience.left())
-            backend = self._choose(state)
+            backend = self._choose(state, ability)
             left = patience.left()
             if backend is not None or left <= 0:
                 return backend
@@ -234,7 +251,12 @@ class Attempts:
         return backend
 
     async def wait_for_place(
-        self, suspect: Suspect, where: tuple[str, str], hashes: Sequence[int], lost_on: set[str]
+        self,
+        suspect: Suspect,
+        where: tuple[str, str],
+        hashes: Sequence[int],
+        lost_on: set[str],
+        ability: Ability | None = None,
     ) -> tuple[Backend | None, CallProbation | None]:
         """Wait for a backend for a call with a single answer that was lost. The probation's `end` must be called in
         any case."""
@@ -246,13 +268,14 @@ class Attempts:
             made.append(CallProbation(suspect, now))
             return made[0]
 
-        backend = await self._wait_for_turn(self._turn(suspect, where, hashes, lost_on, begin), patience)
+        turn = self._turn(suspect, where, hashes, lost_on, begin, ability=ability)
+        backend = await self._wait_for_turn(turn, patience)
         if backend is not None:
             return backend, made[0]
         while not self._is_shared(suspect):
             if adapter:
                 await self.adapters.bring(model, adapter, patience.left())
-            backend = self.choose(model, hashes, lost_on, adapter=adapter)
+            backend = self.choose(model, hashes, lost_on, adapter=adapter, ability=ability)
             left = patience.left()
             if backend is not None or left <= 0:
                 break
@@ -272,6 +295,7 @@ class Attempts:
         *,
         session: str = "",
         is_given_up: Callable[[], bool] = lambda: False,
+        ability: Ability | None = None,
     ) -> SuspectTurn:
         def choose(free: Sequence[Backend]) -> Backend:
             if self._is_shared(suspect):
@@ -281,7 +305,7 @@ class Attempts:
 
         needs_company = any(suspect.number in crash.past_probation for crash in suspect.crashes)
         bring = partial(self.adapters.bring, *where) if where[1] else None
-        return SuspectTurn(suspect, where, choose, begin, is_given_up, bring)
+        return SuspectTurn(suspect, where, choose, begin, is_given_up, bring, ability)
 
     def _is_shared(self, suspect: Suspect) -> bool:
         return self._pool.crashes.blame(suspect) is Blame.SHARED
@@ -303,9 +327,12 @@ class Attempts:
         state.tokens_before = state.num_tokens
         backend.submit(state, command, probe)
 
-    def nowhere(self, model: str, adapter: str = "") -> PenstockError:
+    def nowhere(self, model: str, adapter: str = "", ability: Ability | None = None) -> PenstockError:
         """Make the error for a request that no backend can take."""
         retry = self._config.retry_after_seconds
+        missing = ability.missing(self._pool.of_model(model)) if ability is not None else None
+        if missing is not None:
+            return missing
         if adapter and not self._pool.ready(model, adapter):
             return self.adapters.missing(model, adapter)
         if self._pool.ready(model):

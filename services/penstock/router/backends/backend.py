@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import grpc
 
-from penstock.common.errors import Unavailable, from_rpc_error
+from penstock.common.errors import PenstockError, Unavailable, from_rpc_error
 from penstock.router.aio import is_cancelled, until_first, until_silent
 from penstock.router.backends.backend_adapters import BackendAdapters
 from penstock.router.backends.crash_log import CrashLog
 from penstock.router.backends.crash_watch import CrashWatch
 from penstock.router.backends.discovery import BackendAddress
-from penstock.router.backends.link import HEALTH_NAME, Link, LinkLost, backend_lost, is_broken
+from penstock.router.backends.link import Link, LinkLost, backend_lost, is_broken
 from penstock.router.backends.load_report import LoadReport, from_load
 from penstock.router.backends.load_view import LoadView
 from penstock.router.backends.outcome_count import OutcomeCount
 from penstock.router.backends.outliers import Outcome, Outliers, Probe, outcome_of
 from penstock.router.backends.prefix_index import PrefixIndex
 from penstock.router.backends.session import FORGOTTEN_LOOKS, STEP_REASONS, BackendSession
-from penstock.router.config import RouterConfig
+from penstock.router.config import RouterConfig, scheme_of
+from penstock.router.engines.backend_connection import BackendCalls, BackendConnection
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.request_state import RequestState
 from penstock.router.requests.suspect import Suspect
 from penstock.router.tokenizer.detokenize import Detokenizer
-from penstock.serving.transport import Channel, StreamCall
-from penstock.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
+from penstock.serving.transport import Channel
+from penstock.v1 import generation_pb2, model_pb2
 
-GenerationStub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
 AnswerT = TypeVar("AnswerT")
 
 
@@ -73,7 +74,7 @@ class Backend:
         self._prefixes = PrefixIndex(config.max_known_blocks)
         # Of the present connection; None between two.
         self._session: BackendSession | None = None
-        self._stub: GenerationStub | None = None
+        self._connection: BackendConnection | None = None
         # Requests of the calls with a single answer.
         self._callers: list[Suspect] = []
 
@@ -91,6 +92,19 @@ class Backend:
         """Return our requests at this backend, in the eyes of those who look for the cause of a crash."""
         return [*self._callers, *(self._session.suspects() if self._session is not None else ())]
 
+    @property
+    def is_own(self) -> bool:
+        """True for a generation service of ours; False for another engine."""
+        return not scheme_of(self.where.target)
+
+    def refusal(self, request: generation_pb2.GenerateRequest, *, resumes: bool = False) -> PenstockError | None:
+        """Return the error of a request that this kind of backend cannot do. `resumes`: tokens were sent before."""
+        return None if self._connection is None else self._connection.refusal(request, resumes=resumes)
+
+    def lacks_call(self, method: str) -> PenstockError | None:
+        """Return the error of a call with a single answer that this kind of backend does not have."""
+        return None if self._connection is None else self._connection.lacks_call(method)
+
     def match(self, hashes: Sequence[int]) -> int:
         """Number of leading blocks that it probably has cached."""
         return self._prefixes.match(hashes)
@@ -107,7 +121,7 @@ class Backend:
 
     async def call(
         self,
-        call: Callable[[GenerationStub, float | None], Awaitable[AnswerT]],
+        call: Callable[[BackendCalls, float | None], Awaitable[AnswerT]],
         hashes: Sequence[int],
         deadline: float | None,
         suspect: Suspect,
@@ -119,14 +133,14 @@ class Backend:
         who makes it, if the backend crashes.
         Raises the backend's error; Unavailable BACKEND_LOST when the backend was lost meanwhile.
         """
-        if self._stub is None:
+        if self._connection is None:
             raise Unavailable("the backend was lost", reason="NO_BACKEND")
         self._prefixes.add(hashes)
         self._metrics.backend_requests(self.where.target).inc()
         self._callers.append(suspect)
         outcome = Outcome.NEUTRAL
         try:
-            answer = await call(self._stub, None if deadline is None else deadline - time.monotonic())
+            answer = await call(self._connection.calls, None if deadline is None else deadline - time.monotonic())
             self._outcomes.note(Outcome.STARTED, probe)
             outcome = Outcome.FINISHED
             return answer
@@ -154,16 +168,13 @@ class Backend:
             self._callers.remove(suspect)
             self._outcomes.note(outcome, probe)
 
-    async def _serve(self, channel: Channel, info: model_pb2.GetModelInfoResponse) -> None:
+    async def _serve(
+        self, channel: Channel, connection: BackendConnection, info: model_pb2.GetModelInfoResponse
+    ) -> None:
         """Carry requests over a connection until the first of its streams ends. Raises LinkLost."""
         blocks = info.kv.num_blocks or self._config.max_known_blocks
         self._prefixes = PrefixIndex(min(blocks, self._config.max_known_blocks))
-        stub: GenerationStub = generation_pb2_grpc.GenerationServiceStub(channel.for_stubs)
-        parse = generation_pb2.SessionResponse.FromString
-        # Messages that wait are parsed as one: a message is a list of events, and merging joins the lists.
-        call: StreamCall[generation_pb2.SessionResponse] = await channel.open_stream(
-            f"/{HEALTH_NAME}/Session", parse, joins=True
-        )
+        call = await connection.open_session()
         session = BackendSession(
             call,
             self.key,
@@ -174,16 +185,16 @@ class Backend:
             on_outcome=self._outcomes.note,
             on_no_adapter=self.adapters.note_missing,
         )
-        self._session, self._stub = session, stub
+        self._session, self._connection = session, connection
         for part in (self.load, self._crashes, self._outcomes, self.adapters):
             part.connect()
         try:
             await until_first(
                 session.run_reader(),
                 session.run_writer(),
-                self._watch_load(channel),
+                self._watch_load(connection),
                 self.adapters.watch(channel, self._refresh_state),
-                self.link.watch_health(channel, self._refresh_state),
+                self.link.watch_health(connection, self._refresh_state),
                 self._watch_session(session),
                 self._watch_calls(),
                 self._watch_forgotten(session),
@@ -191,8 +202,9 @@ class Backend:
             raise LinkLost("a stream ended")
         finally:
             self._end_session(session)
-            self._session = self._stub = None
+            self._session = self._connection = None
             call.cancel()
+            await connection.close()
 
     def _end_session(self, session: BackendSession) -> None:
         was_up = self.link.is_up
@@ -207,15 +219,10 @@ class Backend:
             self._metrics.backend_losses.labels(self.where.target).inc()
         session.lose()
 
-    async def _watch_load(self, channel: Channel) -> None:
-        stub = admin_pb2_grpc.GenerationAdminServiceStub(channel.for_stubs)
-        request = admin_pb2.WatchLoadRequest(min_interval_seconds=self._config.load_interval_seconds)
-        reports = stub.WatchLoad(request)
-        try:
-            async for response in reports:
-                self._take_report(from_load(response.load))
-        finally:
-            reports.cancel()
+    async def _watch_load(self, connection: BackendConnection) -> None:
+        async with contextlib.aclosing(connection.watch_loads()) as reports:
+            async for report in reports:
+                self._take_report(from_load(report))
 
     def _take_report(self, report: LoadReport) -> None:
         was_full = self.load.is_full

@@ -35,7 +35,7 @@ async def resolve(targets: Iterable[str]) -> dict[str, set[BackendAddress]]:
 async def _addresses(target: str) -> list[str]:
     host, port = split_target(target, "--backend")
     if is_address(host):
-        return [target]
+        return [join_address(host, port)]
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

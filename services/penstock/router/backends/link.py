@@ -16,11 +16,11 @@ from penstock.common.errors import PenstockError, StartupError, Unavailable
 from penstock.common.logging import get_logger
 from penstock.router.backends.discovery import BackendAddress
 from penstock.router.config import RouterConfig, is_address, split_target
-from penstock.serving.channels import until_serving, watch_health
+from penstock.router.engines.backend_connection import BackendConnection
+from penstock.router.engines.backend_kinds import connect
 from penstock.serving.transport import Channel, make_transport
-from penstock.v1 import model_pb2, model_pb2_grpc
+from penstock.v1 import model_pb2
 
-HEALTH_NAME = "penstock.v1.GenerationService"
 # Statuses that a call gets when its connection ends.
 _BROKEN = (
     grpc.StatusCode.UNAVAILABLE,
@@ -53,7 +53,7 @@ class Link:
         config: RouterConfig,
         *,
         tokenizer_fingerprint: Callable[[], str],
-        serve: Callable[[Channel, model_pb2.GetModelInfoResponse], Awaitable[None]],
+        serve: Callable[[Channel, BackendConnection, model_pb2.GetModelInfoResponse], Awaitable[None]],
         on_change: Callable[[], None],
     ) -> None:
         """Make it; `run` connects.
@@ -62,6 +62,7 @@ class Link:
         LinkLost or the transport's error. `on_change`: the state changed.
         """
         self.key = where.address
+        self._target = where.target
         self._config = config
         self._channel_config = _named(config, where.target)
         self._transport = make_transport(config)
@@ -165,10 +166,10 @@ class Link:
             raise Unavailable("the backend is not connected", reason="NO_BACKEND")
         return self._channel
 
-    async def watch_health(self, channel: Channel, on_change: Callable[[], None]) -> None:
+    async def watch_health(self, connection: BackendConnection, on_change: Callable[[], None]) -> None:
         """Follow the health of a connection's process; `on_change` is called at every change."""
         try:
-            async with contextlib.aclosing(watch_health(channel.for_stubs, HEALTH_NAME)) as updates:
+            async with contextlib.aclosing(connection.watch_health()) as updates:
                 async for is_healthy in updates:
                     self._is_healthy = is_healthy
                     on_change()
@@ -184,22 +185,20 @@ class Link:
                 self._channel = None
 
     async def _check_and_serve(self, channel: Channel) -> None:
+        connection = connect(self._target, channel, self._config)
         # A model that is still loading has no limits and no fingerprint yet.
         try:
-            if not await until_serving(channel.for_stubs, HEALTH_NAME, partial(self._set_starting, True)):
+            if not await connection.until_serving(partial(self._set_starting, True)):
                 raise LinkLost("health ended")
         finally:
             self._set_starting(False)
-        stub = model_pb2_grpc.ModelServiceStub(channel.for_stubs)
-        self._info = await stub.GetModelInfo(
-            model_pb2.GetModelInfoRequest(), timeout=self._config.connect_timeout_seconds
-        )
+        self._info = await connection.model_info()
         if not self._belongs_here(self._info):
             self._set_state(BackendState.MISMATCH)
             return
         self._is_served = True
         try:
-            await self._serve(channel, self._info)
+            await self._serve(channel, connection, self._info)
         finally:
             self._is_served = False
 

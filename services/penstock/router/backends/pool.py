@@ -129,17 +129,17 @@ class BackendPool:
 
     def adapters(self, model: str) -> list[str]:
         """Names of the adapters of a model that some backend has, or had when it was lost."""
-        found = (name for backend in self._of_model(model) for name in backend.adapters.known.names)
+        found = (name for backend in self.of_model(model) for name in backend.adapters.known.names)
         return list(dict.fromkeys(found))
 
     def adapter_path(self, model: str, adapter: str) -> str:
         """Path of an adapter below the root of a backend that has it; empty when none tells one."""
-        paths = (backend.adapters.known.path_of(adapter) for backend in self._of_model(model))
+        paths = (backend.adapters.known.path_of(adapter) for backend in self.of_model(model))
         return next(filter(None, paths), "")
 
-    def _of_model(self, model: str) -> Iterator[Backend]:
-        """Backends of a model, in whatever state."""
-        return (one for one in self._backends.values() if one.link.serves(model))
+    def of_model(self, model: str) -> Iterator[Backend]:
+        """Backends of a model, in whatever state; an empty name is any model's."""
+        return (one for one in self._backends.values() if not model or one.link.serves(model))
 
     def is_any_starting(self, model: str) -> bool:
         """True while a process is there that does not serve yet, and that may come to serve the model."""

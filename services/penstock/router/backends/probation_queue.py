@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from penstock.router.backends.ability import Ability
 from penstock.router.backends.backend import Backend
 from penstock.router.backends.crash_log import Blame
 from penstock.router.backends.patience import Patience
@@ -43,6 +44,8 @@ class SuspectTurn:
     is_given_up: Callable[[], bool]
     # Gets the adapter to a backend; the second argument is a limit in seconds.
     bring: Callable[[float], Awaitable[object]] | None = None
+    # What it needs of a backend; None: any will do.
+    ability: Ability | None = None
 
     @property
     def rank(self) -> tuple[int, int, float]:
@@ -111,6 +114,8 @@ class ProbationQueue:
                 if turn.bring is not None:
                     await turn.bring(patience.left())
                 usable = [one for one in self._pool.usable(*turn.where) if not one.load.is_full]
+                if turn.ability is not None:
+                    usable = [one for one in usable if turn.ability.has(one)]
                 wait.picky_until = since + _PICKY_SHARE * self._longest(known)
                 backend = self._place(wait, usable)
                 if backend is not None:

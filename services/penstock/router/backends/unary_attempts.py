@@ -10,18 +10,20 @@ from penstock.common.errors import NotFound, Unavailable
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
 from penstock.common.tracing import SpanKind, stage
+from penstock.router.backends.ability import Ability
 from penstock.router.backends.attempts import Attempts
-from penstock.router.backends.backend import Backend, GenerationStub
+from penstock.router.backends.backend import Backend
 from penstock.router.backends.outliers import Probe
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
+from penstock.router.engines.backend_connection import BackendCalls
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.probation import CallProbation
 from penstock.router.requests.suspect import Suspect
 
 AnswerT = TypeVar("AnswerT")
 # (stub, seconds left) -> the call.
-Call = Callable[[GenerationStub, float | None], Awaitable[AnswerT]]
+Call = Callable[[BackendCalls, float | None], Awaitable[AnswerT]]
 _log = get_logger("penstock.router")
 
 
@@ -49,9 +51,17 @@ class UnaryAttempts:
         await self._attempts.adapters.require(model, adapter, left)
 
     async def run(
-        self, call: Call[AnswerT], *, model: str, hashes: Sequence[int], deadline: float | None, adapter: str = ""
+        self,
+        call: Call[AnswerT],
+        *,
+        model: str,
+        hashes: Sequence[int],
+        deadline: float | None,
+        adapter: str = "",
+        method: str = "",
     ) -> AnswerT:
-        """Return the first answer. `deadline` is a time of time.monotonic().
+        """Return the first answer. `deadline` is a time of time.monotonic(). `method` is the call's name (`Score`),
+        which not every backend has; empty: all have it.
 
         Raises the backend's error when it is about the request itself; Unavailable when no backend could answer,
         Internal POISON when the backends that ran it crashed.
@@ -62,11 +72,12 @@ class UnaryAttempts:
             # It may have been unloaded while the texts became ids.
             left = None if deadline is None else deadline - time.monotonic()
             await self._attempts.adapters.require(model, adapter, left)
+        ability = Ability.to_answer(method) if method else None
         lost_on: set[str] = set()
         suspect = Suspect(time.monotonic())
         attempt = 0
         while True:
-            backend, probe, probation = await self._choose(where, hashes, lost_on, suspect, first=attempt == 0)
+            backend, probe, probation = await self._choose(where, hashes, lost_on, suspect, ability, first=attempt == 0)
             try:
                 with stage(f"attempt {attempt + 1}", SpanKind.CLIENT, {"server.address": backend.key}):
                     answer = await backend.call(call, hashes, deadline, suspect, probe)
@@ -102,19 +113,20 @@ class UnaryAttempts:
         hashes: Sequence[int],
         lost_on: set[str],
         suspect: Suspect,
+        ability: Ability | None,
         *,
         first: bool,
     ) -> tuple[Backend, Probe | None, CallProbation | None]:
         model, adapter = where
         if not first:
-            moved, probation = await self._attempts.wait_for_place(suspect, where, hashes, lost_on)
+            moved, probation = await self._attempts.wait_for_place(suspect, where, hashes, lost_on, ability)
             if moved is None:
-                raise self._attempts.nowhere(*where)
+                raise self._attempts.nowhere(*where, ability)
             return moved, None, probation
         probed = self._pool.to_probe(*where)
-        if probed is not None:
+        if probed is not None and (ability is None or ability.has(probed)):
             return probed, self._pool.outliers.begin_probe(probed.key), None
-        backend = self._attempts.choose(model, hashes, lost_on, adapter=adapter)
+        backend = self._attempts.choose(model, hashes, lost_on, adapter=adapter, ability=ability)
         if backend is None:
-            raise self._attempts.nowhere(*where)
+            raise self._attempts.nowhere(*where, ability)
         return backend, None, None

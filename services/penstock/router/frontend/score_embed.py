@@ -68,7 +68,7 @@ class ScoreEmbedFlow:
             items = await self.texts.items(request.items, call.left)
             message = self._score_request(request, items, call)
             answer: generation_pb2.ScoreResponse = await self._ask(
-                lambda stub, left: stub.Score(message, timeout=left), call, items[0].prompt, message.cache_salt
+                "Score", lambda stub, left: stub.Score(message, timeout=left), call, items[0].prompt, message.cache_salt
             )
             positions = [position for result in answer.results for position in result.logprobs]
             await self.token_texts.fill(positions, call.left)
@@ -89,7 +89,7 @@ class ScoreEmbedFlow:
                 adapter=call.adapter,
             )
             answer: generation_pb2.EmbedResponse = await self._ask(
-                lambda stub, left: stub.Embed(message, timeout=left), call, (), ""
+                "Embed", lambda stub, left: stub.Embed(message, timeout=left), call, (), ""
             )
             self._count(answer.usage)
             return _checked(text_pb2.EmbedTextResponse(embeddings=answer.embeddings, usage=answer.usage), "texts")
@@ -112,7 +112,7 @@ class ScoreEmbedFlow:
                 message.z_threshold = request.z_threshold
             try:
                 answer: generation_pb2.DetectWatermarkResponse = await self._ask(
-                    lambda stub, left: stub.DetectWatermark(message, timeout=left), call, (), ""
+                    "DetectWatermark", lambda stub, left: stub.DetectWatermark(message, timeout=left), call, (), ""
                 )
             except InvalidArgument as error:
                 field = output if error.field == "token_ids" else error.field or "request"
@@ -179,7 +179,7 @@ class ScoreEmbedFlow:
             message.top_logprobs = request.top_logprobs
         return message
 
-    async def _ask(self, ask: Any, call: _CallFacts, prompt: Sequence[int], salt: str) -> Any:
+    async def _ask(self, method: str, ask: Any, call: _CallFacts, prompt: Sequence[int], salt: str) -> Any:
         """Return a backend's answer; a backend that probably has the first prompt cached is asked first."""
         info = self.pool.models.get(call.model)
         hashes: list[int] = []
@@ -188,7 +188,7 @@ class ScoreEmbedFlow:
             hashes = routing_hashes(list(prompt), info.kv.block_size, keyed, self.config.max_prefix_blocks)
         try:
             return await self.attempts.run(
-                ask, model=call.model, adapter=call.adapter, hashes=hashes, deadline=call.deadline
+                ask, model=call.model, adapter=call.adapter, hashes=hashes, deadline=call.deadline, method=method
             )
         except InvalidArgument as error:
             raise InvalidArgument(_public(error.field or ""), error.description, reason=error.reason) from error

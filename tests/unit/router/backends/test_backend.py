@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -45,7 +46,7 @@ class Connected:
             outliers=self.outliers,
         )
         self.backend.link.show(takes_work=True)
-        self.backend._stub = object()
+        self.backend._connection = SimpleNamespace(calls=object())
 
     async def call(self, error: grpc.aio.AioRpcError, suspect: Suspect) -> None:
         """Make a call that fails by `error`."""

@@ -1,0 +1,1 @@
+"""vLLM's gRPC protocol, served by a generation service."""

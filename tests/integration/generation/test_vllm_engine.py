@@ -1,0 +1,194 @@
+"""vLLM's gRPC protocol at a generation service: as a gateway for vLLM calls it, and by our own router."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from factories.servers.generation import Client, generation_service, request, text_checkpoint
+from penstock.common.errors import from_rpc_error
+from penstock.engines import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
+from penstock.engines.vllm_engine_pb2 import SamplingParams
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PROMPT = list(range(5, 25))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(folder: Path) -> AsyncIterator[Client]:
+    async with generation_service(folder, vllm_engine=True) as running:
+        yield running
+        await running.until_idle()
+
+
+def stub_of(client: Client) -> Any:
+    return vllm_engine_pb2_grpc.VllmEngineStub(client.channel)
+
+
+def asked(stream: bool = True, request_id: str = "", **sampling: Any) -> vllm_engine_pb2.GenerateRequest:
+    """Make a request: greedy, unless told."""
+    sampling = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling}
+    message = vllm_engine_pb2.GenerateRequest(request_id=request_id, stream=stream)
+    message.tokenized.input_ids.extend(PROMPT)
+    message.sampling_params.CopyFrom(SamplingParams(**sampling))
+    return message
+
+
+async def read(client: Client, message: vllm_engine_pb2.GenerateRequest) -> list[vllm_engine_pb2.GenerateResponse]:
+    return [part async for part in stub_of(client).Generate(message)]
+
+
+def ids_of(parts: list[vllm_engine_pb2.GenerateResponse], index: int = 0) -> list[int]:
+    """Ids of the chunks: those of the end repeat the last chunk's, as vLLM's do."""
+    chunks = [part.chunk for part in parts if part.HasField("chunk")]
+    return [one for chunk in chunks if chunk.index == index for one in chunk.token_ids]
+
+
+async def test_a_stream_has_the_ids_of_our_own_and_one_end(client: Client) -> None:
+    parts = await read(client, asked())
+    own = await client.generate(request(PROMPT))
+    assert ids_of(parts) == own.ids()
+    end = parts[-1].complete
+    assert (end.finish_reason, end.prompt_tokens) == ("length", len(PROMPT))
+    assert [part.WhichOneof("response") for part in parts].count("complete") == 1
+    assert list(end.output_ids) == own.ids()[-1:]
+
+
+async def test_without_a_stream_there_is_one_message_a_sequence(client: Client) -> None:
+    parts = await read(client, asked(stream=False, temperature=1.0, n=2, seed=7))
+    assert sorted(part.complete.index for part in parts) == [0, 1]
+    assert all(len(part.complete.output_ids) == 8 for part in parts)
+    again = await read(client, asked(temperature=1.0, n=2, seed=7))
+    assert [ids_of(again, index) for index in (0, 1)] == [
+        list(part.complete.output_ids) for part in sorted(parts, key=lambda one: one.complete.index)
+    ]
+
+
+async def test_defaults_are_vllms(client: Client) -> None:
+    """An unset temperature is 1 there, and no top_k is 50."""
+    unset = asked(seed=3)
+    unset.sampling_params.ClearField("temperature")
+    parts = await read(client, unset)
+    own = await client.generate(request(PROMPT, config={"do_sample": True, "top_k": 0, "seed": 3}))
+    assert ids_of(parts) == own.ids()
+
+
+async def test_log_probabilities_come_with_tokens_and_prompt(client: Client) -> None:
+    parts = await read(client, asked(logprobs=2, prompt_logprobs=1))
+    chunks = [part.chunk for part in parts if part.HasField("chunk")]
+    assert [one for chunk in chunks for one in chunk.output_logprobs.token_ids] == ids_of(parts)
+    assert all(len(top.token_ids) == 2 for chunk in chunks for top in chunk.output_logprobs.top_logprobs)
+    prompt = chunks[0].input_logprobs
+    assert len(prompt.token_logprobs) == len(PROMPT)
+    assert not prompt.token_logprobs[0].HasField("value")
+    assert list(prompt.token_ids)[1:] == PROMPT[1:]
+
+
+async def test_a_stop_id_is_named(client: Client) -> None:
+    ids = ids_of(await read(client, asked()))
+    stop = next(one for one in ids if ids.index(one) > 0)
+    end = (await read(client, asked(stop_token_ids=[stop])))[-1].complete
+    assert (end.finish_reason, end.matched_token_id) == ("stop", stop)
+
+
+async def test_a_constraint_is_kept(client: Client) -> None:
+    choices = vllm_engine_pb2.ChoiceConstraint(choices=["yes", "no"])
+    parts = await read(client, asked(choice=choices, ignore_eos=False, max_tokens=20))
+    assert parts[-1].complete.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"top_p": 2.0}, "sampling_params.top_p"),
+        ({"logprobs": -1}, "sampling_params.logprobs"),
+        ({"logprobs": 21}, "sampling_params.logprobs"),
+        ({"structural_tag": "{}"}, "sampling_params.structural_tag"),
+        ({"n": 3}, "sampling_params.n"),
+        ({"stop_token_ids": [1 << 30]}, "sampling_params.stop_token_ids"),
+    ],
+)
+async def test_a_refusal_names_their_field(client: Client, change: dict[str, Any], field: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(client, asked(**change))
+    error = from_rpc_error(caught.value)
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.field or "").startswith(field)
+
+
+async def test_text_is_refused(client: Client) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(client, vllm_engine_pb2.GenerateRequest(text="Hello"))
+    assert from_rpc_error(caught.value).field == "text"
+
+
+async def test_abort_ends_a_request_and_its_stream_says_so(client: Client) -> None:
+    call = stub_of(client).Generate(asked(request_id="one", max_tokens=4000))
+    first = await call.read()
+    assert first.HasField("chunk")
+    await stub_of(client).Abort(vllm_engine_pb2.AbortRequest(request_ids=["one", "nobody's"]))
+    last = first
+    while (part := await call.read()) is not grpc.aio.EOF:
+        last = part
+    assert last.complete.finish_reason == "abort"
+    await client.until_idle()
+
+
+async def test_a_caller_that_leaves_frees_its_request(client: Client) -> None:
+    call = stub_of(client).Generate(asked(max_tokens=4000))
+    await call.read()
+    call.cancel()
+    await client.until_idle()
+
+
+async def test_the_process_describes_itself(client: Client, folder: Path) -> None:
+    stub = stub_of(client)
+    info = await stub.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest())
+    assert (info.vocab_size, info.is_generation) == (4096, True)
+    server = await stub.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest())
+    assert server.max_num_seqs > 0
+    assert server.block_size > 0
+    load = (await stub.GetLoads(vllm_engine_pb2.GetLoadsRequest())).loads[0]
+    assert load.max_total_num_tokens > 0
+    assert (await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest())).healthy
+    assert (await stub.FlushCache(smg_common_pb2.FlushCacheRequest())).success
+    embedded = await stub.Embed(
+        vllm_engine_pb2.EmbedRequest(tokenized=vllm_engine_pb2.TokenizedInput(input_ids=PROMPT))
+    )
+    assert len(embedded.embedding) == embedded.embedding_dim > 0
+
+
+async def test_its_tokenizer_comes_whole(client: Client, folder: Path) -> None:
+    chunks = [one async for one in stub_of(client).GetTokenizer(smg_common_pb2.GetTokenizerRequest())]
+    archive = b"".join(one.data for one in chunks)
+    assert hashlib.sha256(archive).hexdigest() == chunks[-1].sha256
+    with zipfile.ZipFile(io.BytesIO(archive)) as files:
+        assert files.read("tokenizer.json") == (folder / "tokenizer.json").read_bytes()
+
+
+async def test_it_is_off_unless_asked_for(folder: Path) -> None:
+    async with generation_service(folder) as plain:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub_of(plain).HealthCheck(vllm_engine_pb2.HealthCheckRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_draining_shows_as_unhealthy(folder: Path) -> None:
+    async with generation_service(folder, vllm_engine=True) as own:
+        service: Any = own.running.service
+        service._lifecycle.start_drain()
+        told = await stub_of(own).HealthCheck(vllm_engine_pb2.HealthCheckRequest())
+        assert not told.healthy
+        service._lifecycle.resume()
