@@ -367,6 +367,7 @@ CASES: dict[str, tuple[tuple[dict[str, Any], Quantise], str]] = {
     "w4a16-asymmetric": (compressed("pack-quantized", {**FOUR_BITS, "symmetric": False}), "int4-asymmetric"),
     "w4a16-ordered": (compressed("pack-quantized", {**FOUR_BITS, "actorder": "group"}), "float32"),
     "w8a16-packed": (compressed("pack-quantized", EIGHT_BITS), "int8"),
+    "w8a16-groups": (compressed("pack-quantized", {**EIGHT_BITS, "strategy": "group", "group_size": 32}), "float32"),
     "w8-asymmetric": (compressed("int-quantized", {**EIGHT_BITS, "symmetric": False}), "float32"),
     "fp8-row": (
         compressed("float-quantized", FLOAT8, {"num_bits": 8, "type": "float", "dynamic": True}),

@@ -108,6 +108,20 @@ def test_every_order_and_gate_of_a_family_holds_for_whole_numbers(tmp_path: Path
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_eight_bits_in_groups_run_in_blocks(tmp_path: Path, dtype: str) -> None:
+    """A scale for each 32 inputs, which int8's product has not: as blocks of Q8_0, at their size."""
+    (config, quantise), _ = CASES["gptq-8"]
+    pair = made.quantised_pair(tmp_path, config, quantise)
+    exact = logits(load(pair.dense))
+    model = load(pair.folder, _NativeCPU, dtype=dtype)
+    assert model.config.weight_forms == (("q8_0", 14),)
+    assert model.can_draw
+    assert error(logits(model), exact) <= WORST["int4"] + (0 if dtype == "float32" else 0.03)
+    assert load(pair.folder, _NativeCPU, quantization="none").config.weight_forms == (("float32", 14),)
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -269,8 +269,10 @@ class CheckpointWeights:
         """Return the Linear of blocks, with several types if need be; None: not all tensors have them, or the device
         has no product."""
         if self._keeps_blocks:
-            weight.block_types = [self._checkpoint.block_type(name) for name in weight.names]
-        if weight.block_types and all(weight.block_types):
+            # No further than the first without: asking opens a matrix.
+            types = takewhile(bool, map(self._checkpoint.block_type, weight.names))
+            weight.block_types = list(types)
+        if weight.block_types and len(weight.block_types) == len(weight.names):
             linear = self._linear_method.blocks(weight, bias, kernels, activation)
             if linear is not None:
                 return linear

@@ -23,12 +23,15 @@ from penstock.generation.models.registry import checkpoint_weights, load_model, 
 from penstock.generation.startup.memory_check import check_weights
 from penstock.generation.weights.files import least_weight_bytes
 from penstock.generation.weights.quantised.base import unpacked
+from penstock.generation.weights.quantised.gguf import block_numbers
 from penstock.generation.weights.quantised.table import FORMATS, open_checkpoint, read_format
 from safetensors.torch import load_file, save_file
 
 MODULE = "model.layers.0.self_attn.q_proj"
 Q_WEIGHT = f"{MODULE}.weight"
 SHAPE = (64, 96)
+# Whole numbers of a byte with a scale for some multiple of 32 inputs.
+IN_BLOCKS = {"gptq-8", "w8a16-groups"}
 
 
 class Files:
@@ -73,6 +76,9 @@ def test_rows_are_the_numbers_that_are_meant(case: str) -> None:
     # Pieces that begin and end anywhere.
     rows = torch.cat([matrix.rows(*span) for span in ((0, 3), (3, 50), (50, 64))])
     assert torch.allclose(rows, found.dense, rtol=1e-6, atol=0)
+    assert matrix.block_type == ("Q8_0" if case in IN_BLOCKS else "")
+    if matrix.block_type:
+        assert torch.equal(block_numbers(matrix.block_type, matrix.block_rows(5, 40)), matrix.rows(5, 40))
     if matrix.form:
         assert torch.allclose(meant(matrix.whole_rows(5, 40), matrix.form), found.dense[5:40], rtol=1e-6, atol=0)
 

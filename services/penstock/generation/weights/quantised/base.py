@@ -59,6 +59,8 @@ class StoredMatrix(ABC):
 
     # Format of `whole_rows`, int8, int4 or int4-asymmetric; empty: there is none.
     form: str = ""
+    # Type of `block_rows` (layers.linear.gguf_blocks); empty: there is none.
+    block_type: str = ""
 
     @abstractmethod
     def rows(self, first: int, last: int) -> Tensor:
@@ -67,6 +69,10 @@ class StoredMatrix(ABC):
     def whole_rows(self, first: int, last: int) -> WholeRows:
         """Return the same rows exactly, as whole numbers and scales. Call it only if there is a `form`."""
         raise TypeError("the matrix has no form of whole numbers")
+
+    def block_rows(self, first: int, last: int) -> Tensor:
+        """Return the same rows exactly, as blocks: (rows, bytes) of uint8. Call it only if there is a `block_type`."""
+        raise TypeError("the matrix has no blocks")
 
 
 class QuantFormat(ABC):
@@ -124,6 +130,7 @@ class GroupedMatrix(StoredMatrix):
     # (inputs) groups of the inputs if these are not in order; None: consecutive groups of `group`.
     group_of_input: Tensor | None = None
     form: str = field(init=False)
+    block_type: str = field(init=False)
 
     def __post_init__(self) -> None:
         least, most = (self.zero, self.zero) if isinstance(self.zero, int) else map(int, self.zero.aminmax())
@@ -132,6 +139,7 @@ class GroupedMatrix(StoredMatrix):
         # A configuration may contain any number.
         object.__setattr__(self, "group", min(self.group, self.shape[1]))
         object.__setattr__(self, "form", self._form(least, most))
+        object.__setattr__(self, "block_type", "" if self.form else self._block_type(least, most))
 
     @override
     def rows(self, first: int, last: int) -> Tensor:
@@ -165,6 +173,16 @@ class GroupedMatrix(StoredMatrix):
             return WholeRows(values.to(torch.int8), scale[:, 0].contiguous())
         return WholeRows(values.to(torch.uint8), self._repeated(scale))
 
+    @override
+    def block_rows(self, first: int, last: int) -> Tensor:
+        assert isinstance(self.zero, int)
+        numbers = self.unpack(first, last)
+        if self.zero:
+            numbers = numbers.to(torch.int16).sub_(self.zero)
+        scale = self._repeated(self.scale[first:last]).half()
+        bytes_of_numbers = numbers.to(torch.int8).view(torch.uint8).view(*scale.shape, GROUP)
+        return torch.cat([scale.view(torch.uint8).view(*scale.shape, 2), bytes_of_numbers], dim=2).flatten(1)
+
     def _asymmetric_rows(self, first: int, last: int) -> WholeRows:
         """Return rows as stored, with a zero's subtrahend as the offset."""
         values = self.unpack(first, last)
@@ -197,6 +215,15 @@ class GroupedMatrix(StoredMatrix):
         if self.levels <= 16 and (is_single or self.group % GROUP == 0):
             return INT4 if low >= _INT4[0] and high <= _INT4[1] else INT4_ASYMMETRIC
         return INT8 if is_single and low >= _INT8[0] and high <= _INT8[1] else ""
+
+    def _block_type(self, least: int, most: int) -> str:
+        """Return the type of blocks that hold the numbers exactly, of those with zeros from `least` to `most`: whole
+        numbers of a byte beside scales in float16."""
+        low, high = self.lowest - most, self.lowest + self.levels - 1 - least
+        is_regular = self.group_of_input is None and not self.group % GROUP and not self.shape[1] % GROUP
+        if not is_regular or least != most or low < _INT8[0] or high > _INT8[1]:
+            return ""
+        return "Q8_0" if torch.equal(self.scale.half().float(), self.scale) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,9 @@ class QuantisedCheckpoint:
 
     def block_type(self, tensor: str) -> str:
         """See TensorSource."""
-        return self._stacked_rows(tensor, 0)[0] if tensor in self._stacked else ""
+        if tensor in self._stacked:
+            return self._stacked_rows(tensor, 0)[0]
+        return self._matrix(tensor).block_type if tensor in self._matrices else ""
 
     def block_row(self, tensor: str, number: int) -> Tensor:
         """See TensorSource."""
@@ -128,7 +130,10 @@ class QuantisedCheckpoint:
 
     def block_pieces(self, tensor: str, *, multiple: int = 1) -> Iterator[Tensor]:
         """See TensorSource."""
-        raise TypeError(f"{tensor} has no blocks")
+        matrix = self._matrix(tensor)
+        for first, last in self._spans(tensor, multiple):
+            yield matrix.block_rows(first, last)
+        self._close()
 
     def _stacked_parts(self, name: str, shape: tuple[int, int, int]) -> dict[str, Part] | None:
         try:
