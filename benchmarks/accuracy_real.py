@@ -29,7 +29,8 @@ from penstock.generation.devices.cpu import CPUDevice
 from benchmarks._arguments import be_quiet, refuse
 from benchmarks._report import Report, Table
 from benchmarks.checkpoints import CACHE
-from benchmarks.real_models import MODELS, bf16_folder, gguf_file, quantised_folder
+from benchmarks.engines.compressed import quantised_folder
+from benchmarks.real_models import MODELS, bf16_folder, gguf_file
 
 PROSE = Path(__file__).with_name("data") / "prose.txt"
 # By the flags of the generation service.
@@ -80,7 +81,7 @@ def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
             reference = bf16_folder(name, options.cache, permuted=is_permuted)
             folder = reference
             if label in QUANTIZED:
-                folder = quantised_folder(name, QUANTIZED[label], options.cache)
+                folder = quantised_folder(reference, QUANTIZED[label], options.cache)
             elif format.quantization == "auto":
                 folder = Path(resolve_model(str(gguf_file(name, options.cache))))
             rows = documents(reference, options.tokens, options.context)

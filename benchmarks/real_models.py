@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks._arguments import refuse
 from benchmarks._report import Report
-from benchmarks.checkpoints import CACHE
+from benchmarks.checkpoints import CACHE, resolve
 
 _LIST = Path(__file__).with_name("data") / "real_models.json"
 # Raise it when other things are written into a folder.
@@ -103,16 +103,10 @@ def bf16_folder(name: str, cache: Path = CACHE, *, permuted: bool = False) -> Pa
     return folder
 
 
-def quantised_folder(name: str, group: int, cache: Path = CACHE) -> Path:
-    """Return the folder that `penstock quantize --group-size GROUP` makes of the weights with channels in another
-    order, made when it is not there."""
-    from penstock.generation.quantise.quantiser import QuantiseSettings, quantise
-
-    source = bf16_folder(name, cache, permuted=True)
-    folder = cache / "real" / f"{name}-quantised-{group}-v{_VERSION}"
-    if not (folder / "model.safetensors.index.json").is_file():
-        quantise(source, folder, QuantiseSettings(group))
-    return folder
+def folder_of(name: str, cache: Path = CACHE) -> Path:
+    """Return the checkpoint that `--model NAME` means: of a real model that with channels in another order, else as
+    checkpoints.py resolves it."""
+    return bf16_folder(name, cache, permuted=True) if name in MODELS else resolve(name, cache)
 
 
 def _write_dense(file: Path, folder: Path) -> None:

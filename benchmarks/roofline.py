@@ -72,6 +72,11 @@ class Model:
         return cls(layers * (attention + mlp), vocab * hidden, layers, heads, kv_heads, head_dim, vocab)
 
     @property
+    def parameters(self) -> int:
+        """Numbers of the matrices, the embedding counted once."""
+        return self.body + self.head
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values of one token, in bf16."""
         return 2 * self.layers * self.kv_heads * self.head_dim * 2

@@ -4,11 +4,15 @@
     python -m benchmarks workloads --engines penstock,penstock-grpc,transformers,openvino,llamacpp,vllm --rounds 5 \\
         --json bf16.json --plot bf16.png
     python -m benchmarks workloads --engines penstock,openvino,llamacpp,vllm --dtype int8 --model llama-3.2-1b
+    python -m benchmarks workloads --model smollm2-135m --engines penstock:int4,penstock:q4_k_m,llamacpp:q4_k_m
 
 Every engine is a process that loads once; then for every round and workload each engine has its turn, the others
 asleep, so that a machine's drift in speed is the same for all. A first round warms up and does not count. Prompts are
 random ids, others in every round and the same for all engines; outputs are greedy and of the length that was asked for.
 The machine's bandwidth and peak are measured before and after. `python -m benchmarks report FILE` shows its tables.
+An engine may be there several times, with a number format of its own behind a colon. On a real model (real_models.py)
+each engine first reads `--error-tokens` of English prose; its error beside transformers in float32 stands beside its
+speeds, and the report compares speeds of like error only.
 With `--adapters 8` every request is of one of eight random LoRA adapters. The limit's share counts the model alone.
 Engines other than Penstock and transformers are used when they are installed (`make peers`; docs/guide/benchmarks.md).
 """
@@ -27,18 +31,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 from benchmarks import report as reports
-from benchmarks._arguments import at_least, names, numbers, refuse
+from benchmarks._arguments import at_least, names, numbers, parts, refuse
 from benchmarks._processes import ending_with_us
 from benchmarks._report import Report, environment
+from benchmarks._text_error import TextError, exact_scores, prose_documents
 from benchmarks.adapters import adapter_folders
 from benchmarks.cells import WORKLOADS, Workload, figures, medians, tokens_needed
-from benchmarks.checkpoints import CACHE, resolve
-from benchmarks.engines import ENGINES
-from benchmarks.engines.base import Settings
+from benchmarks.checkpoints import CACHE, SHAPES
+from benchmarks.engines import ENGINES, dtype_of, engine_of
+from benchmarks.engines.base import Settings, TextScores
 from benchmarks.engines.process import EngineFailed, EngineProcess
+from benchmarks.real_models import MODELS, folder_of, gguf_file
 from benchmarks.roofline import BYTES_PER_WEIGHT, Machine, Model, ideal
 
 KV_SLACK, CONTEXT, SETTLE_SECONDS = 1024, 4096, 0.3
+ERROR_TOKENS = 2048
 
 
 def say(line: str) -> None:
@@ -52,22 +59,27 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.workloads = [WORKLOADS[name] for name in options.workloads]
-        folder = resolve(options.model, options.cache)
+        folder = folder_of(options.model, options.cache)
         self.model = Model.read(folder)
+        published = str(gguf_file(options.model, options.cache)) if options.model in MODELS else ""
         adapters = tuple(map(str, adapter_folders(folder, options.adapters, options.adapter_ranks, options.cache)))
         self.settings = {
-            name: Settings(
+            label: Settings(
                 str(folder),
-                options.dtype,
+                dtype_of(label, options.dtype),
                 options.threads,
                 tokens_needed(self.workloads) + KV_SLACK,
                 CONTEXT,
                 str(options.cache),
-                options.option.get(name, {}),
+                options.option.get(engine_of(label), {}),
                 adapters,
+                published,
             )
-            for name in options.engines
+            for label in options.engines
         }
+        tokens = options.error_tokens if options.error_tokens is not None else ERROR_TOKENS * bool(published)
+        self.documents = prose_documents(folder, tokens) if tokens else []
+        self.exact = exact_scores(next(iter(self.settings.values())), self.documents) if tokens else TextScores()
         self.engines: dict[str, EngineProcess] = {}
         self.failures: dict[str, str] = {}
         self.facts: dict[str, dict[str, Any]] = {}
@@ -110,9 +122,10 @@ class Bench:
             self.probes.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
     def _load(self, name: str) -> None:
-        left_out = [one.name for one in self.workloads if skipped(name, one.name, self.options.include)]
+        kind = engine_of(name)
+        left_out = [one.name for one in self.workloads if skipped(kind, one.name, self.options.include)]
         if left_out:
-            flags = " ".join(f"--include {name}:{one}" for one in left_out)
+            flags = " ".join(f"--include {kind}:{one}" for one in left_out)
             say(f"{name}: leaves out {', '.join(left_out)}; {flags} runs what is left out")
         if len(left_out) == len(self.workloads):
             self.failures[name] = f"leaves out {', '.join(left_out)} without --include"
@@ -120,7 +133,7 @@ class Bench:
         say(f"loading {name}")
         try:
             engine = EngineProcess(
-                name, ENGINES[name], self.options.cache, self.options.threads, passive=self.options.passive
+                kind, ENGINES[kind], self.options.cache, self.options.threads, passive=self.options.passive
             )
         except EngineFailed as error:
             self._failed(name, error)
@@ -130,6 +143,19 @@ class Bench:
             self.facts[name] = engine.load(self.settings[name])
         except EngineFailed as error:
             self._failed(name, error)
+            return
+        if self.documents:
+            self._read(name, engine)
+
+    def _read(self, name: str, engine: EngineProcess) -> None:
+        try:
+            error = TextError.between(engine.score(self.documents), self.exact)
+        except EngineFailed as failure:
+            # Its speeds are measured all the same, and compared with nothing.
+            say(f"{name}: no error: {failure}")
+            return
+        say(f"{name}: error {error.mean:.4f}")
+        self.facts[name] |= error.facts()
 
     def _turns(self, workload: Workload, number: int) -> None:
         # A seed for every round: what an earlier one left in a prefix cache is of no use.
@@ -137,7 +163,7 @@ class Bench:
         turns = list(self.engines)
         start = number % max(len(turns), 1)
         for name in turns[start:] + turns[:start]:
-            if skipped(name, workload.name, self.options.include):
+            if skipped(engine_of(name), workload.name, self.options.include):
                 continue
             # Threads of the turn before may spin a little longer.
             time.sleep(SETTLE_SECONDS)
@@ -167,8 +193,9 @@ class Bench:
         rows = []
         for (workload, engine), found in self.rounds.items():
             row: dict[str, Any] = {"workload": workload, "engine": engine, "median": medians(found), "rounds": found}
-            if self.probes:
-                limit = ideal(WORKLOADS[workload], self.model, self._machine(), self.options.dtype)
+            dtype = dtype_of(engine, self.options.dtype)
+            if self.probes and dtype in BYTES_PER_WEIGHT:
+                limit = ideal(WORKLOADS[workload], self.model, self._machine(), dtype)
                 row["roofline"] = {"prefill_s": limit.prefill, "decode_s": limit.decode}
                 row["roofline_share"] = limit.shares(row["median"])
             rows.append(row)
@@ -179,7 +206,7 @@ class Bench:
         settings = {
             name: getattr(options, name)
             for name in ("model", "dtype", "threads", "rounds", "warmup", "passive", "adapters", "adapter_ranks")
-        }
+        } | {"error_tokens": sum(len(document) - 1 for document in self.documents), "parameters": self.model.parameters}
         result = {
             "benchmark": "workloads",
             "environment": {**environment(), "load_average": load_average},
@@ -192,6 +219,13 @@ class Bench:
         if options.json is not None:
             options.json.write_text(json.dumps(result, indent=1) + "\n")
         return result
+
+
+def _participants(text: str) -> list[str]:
+    """Type of a flag for a list of engines, each with a format of its own or without one."""
+    found = parts(text)
+    names(ENGINES, "engine")(",".join(map(engine_of, found)))
+    return found
 
 
 def skipped(engine: str, workload: str, included: list[str]) -> bool:
@@ -220,11 +254,19 @@ def _engine_options(given: list[str]) -> dict[str, dict[str, str]]:
 
 def add_flags(made: argparse.ArgumentParser) -> None:
     """Add the flags. The file of --json is written after every round."""
-    made.add_argument("--engines", type=names(ENGINES, "engine"), default=["penstock", "transformers"])
+    made.add_argument(
+        "--engines", type=_participants, metavar="ENGINE[:FORMAT],…", default=["penstock", "transformers"]
+    )
     made.add_argument("--workloads", type=names(WORKLOADS, "workload"), default=list(WORKLOADS))
     made.add_argument("--rounds", type=at_least(1), default=3)
     made.add_argument("--warmup", type=at_least(0), default=1, help="rounds before those that count")
-    made.add_argument("--model", default="qwen2.5-0.5b", help="qwen2.5-0.5b, llama-3.2-1b or a folder")
+    known = ", ".join((*MODELS, *SHAPES))
+    made.add_argument("--model", default="qwen2.5-0.5b", help=f"{known} or a folder")
+    made.add_argument(
+        "--error-tokens",
+        type=at_least(0),
+        help=f"of prose that each engine reads for its error (default: {ERROR_TOKENS} on a real model, else 0)",
+    )
     made.add_argument("--dtype", choices=list(BYTES_PER_WEIGHT), default="bf16")
     made.add_argument("--threads", type=at_least(1), default=2, help="of every engine")
     made.add_argument("--adapters", type=at_least(0), default=0, help="LoRA adapters; requests take them in turn")
@@ -251,7 +293,7 @@ def main(options: argparse.Namespace, _report: Report) -> None:
     options.option = _engine_options(options.option)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         refuse("--plot needs matplotlib; report.py --plot draws a --json file later, with any Python that has it")
-    turns = [(engine, workload) for engine in options.engines for workload in options.workloads]
+    turns = [(engine_of(label), workload) for label in options.engines for workload in options.workloads]
     if all(skipped(*turn, options.include) for turn in turns):
         refuse(f"--workloads: nothing to run without --include {':'.join(turns[0])}")
     result = Bench(options).measure()

@@ -21,11 +21,23 @@ class EngineSpec:
     skips: frozenset[str] = frozenset()
 
 
+# Folders of the other engines' environments below the cache.
+PEERS, VLLM = "peers-venv", "vllm-venv"
 ENGINES = {
     "penstock": EngineSpec("benchmarks.engines.penstock:PenstockEngine", passive=True),
     "penstock-grpc": EngineSpec("benchmarks.engines.penstock_grpc:PenstockStack", passive=True),
     "transformers": EngineSpec("benchmarks.engines.transformers:Generate", skips=frozenset({"W5", "W6"})),
-    "openvino": EngineSpec("benchmarks.engines.openvino:OpenVino", venv="peers-venv"),
-    "llamacpp": EngineSpec("benchmarks.engines.llamacpp:LlamaCpp", venv="peers-venv"),
-    "vllm": EngineSpec("benchmarks.engines.vllm:Vllm", venv="vllm-venv", preload="lib/libiomp5.so"),
+    "openvino": EngineSpec("benchmarks.engines.openvino:OpenVino", venv=PEERS),
+    "llamacpp": EngineSpec("benchmarks.engines.llamacpp:LlamaCpp", venv=PEERS),
+    "vllm": EngineSpec("benchmarks.engines.vllm:Vllm", venv=VLLM, preload="lib/libiomp5.so"),
 }
+
+
+def engine_of(label: str) -> str:
+    """Return the engine of ENGINE or ENGINE:FORMAT."""
+    return label.partition(":")[0]
+
+
+def dtype_of(label: str, default: str) -> str:
+    """Return the number format of ENGINE:FORMAT, or the default."""
+    return label.partition(":")[2] or default

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 class Unsupported(Exception):
@@ -19,7 +20,7 @@ class Settings:
     """One run's choices, the same for every engine."""
 
     model: str
-    # bf16, fp32, int8 or int4.
+    # bf16, fp32, int8, int4 or one of the engine's own.
     dtype: str
     threads: int
     # Tokens that the KV memory holds, where the engine lets one choose.
@@ -31,10 +32,34 @@ class Settings:
     options: dict[str, str] = field(default_factory=dict)
     # Folders of LoRA adapters, as PEFT saves them; request i of a run takes that at i modulo their number.
     adapters: tuple[str, ...] = ()
+    # GGUF file that the model was published as; empty: there is none.
+    published: str = ""
 
     def converted(self, name: str) -> Path:
         """Return the path for a form of the model that an engine converts for itself."""
         return Path(self.cache) / f"{Path(self.model).resolve().name}.{name}"
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """Readings of a text with its own tokens given, one for each token after the first of its document."""
+
+    # Of the token that the text has.
+    log_probabilities: list[float] = field(default_factory=list)
+    # Id that is likeliest in its place; empty where an engine does not tell.
+    likeliest: list[int] = field(default_factory=list)
+
+    def add_logits(self, logits: Any, following: Sequence[int]) -> None:
+        """Add rows of float32 logits (rows, vocabulary), each with the token that follows it. A last row without one
+        is left out."""
+        import numpy
+
+        rows = numpy.asarray(logits)[: len(following)]
+        highest = rows.max(axis=1)
+        sums = numpy.exp(rows - highest[:, None]).sum(axis=1, dtype=numpy.float64)
+        chosen = rows[numpy.arange(len(rows)), list(following)]
+        self.log_probabilities.extend((chosen - highest - numpy.log(sums)).tolist())
+        self.likeliest.extend(rows.argmax(axis=1).tolist())
 
 
 class TokenTimes:
@@ -82,6 +107,10 @@ class Adapter(ABC):
     @abstractmethod
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
         """Decode greedily, all requests at once; output i has exactly outputs[i] tokens. Returns TokenTimes.times."""
+
+    def score(self, documents: list[list[int]]) -> TextScores:
+        """Read documents of at least two tokens. Raises Unsupported where the engine does not tell."""
+        raise Unsupported("log-probabilities of a text")
 
     @abstractmethod
     def version(self) -> str:

@@ -85,7 +85,12 @@ def _experts(config: dict[str, Any]) -> int:
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Return the rotation; where layers differ, that of those which see everything."""
-    found = config["rope_parameters"]
+    found = config.get("rope_parameters")
+    if found is None:
+        # The fields of transformers 4.
+        if config.get("rope_scaling"):
+            raise ValueError("cannot write rope_scaling as GGUF")
+        return {"rope_type": "default", "rope_theta": config["rope_theta"]}
     return dict(found.get("full_attention", found))
 
 

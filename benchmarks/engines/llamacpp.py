@@ -6,11 +6,13 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.engines.base import Adapter, TokenTimes
-from benchmarks.engines.gguf import convert
+from benchmarks.engines.base import Adapter, TextScores, TokenTimes
+from benchmarks.engines.gguf_files import gguf_file_of
 
 # Tokens of one llama_decode; it splits them into its own steps of 512.
 BATCH, CONTEXT_STEP = 2048, 256
+# Tokens of a text that are read at once: of each all logits are kept.
+SCORED_ROWS = 128
 
 
 @dataclass(slots=True)
@@ -31,11 +33,7 @@ class LlamaCpp(Adapter):
         import llama_cpp
 
         self._api: Any = llama_cpp
-        self._file = self.settings.converted(f"{self.settings.dtype}.gguf")
-        if not self._file.is_file():
-            from pathlib import Path
-
-            convert(Path(self.settings.model), self._file, self.settings.dtype)
+        self._file = gguf_file_of(self.settings)
 
     def load(self) -> None:
         """See Adapter."""
@@ -81,6 +79,35 @@ class LlamaCpp(Adapter):
             self._api.llama_free(context)
         return times.times
 
+    def score(self, documents: list[list[int]]) -> TextScores:
+        """See Adapter."""
+        scores = TextScores()
+        batch = self._api.llama_batch_init(SCORED_ROWS, 0, 1)
+        try:
+            for ids in documents:
+                self._score_document(batch, ids, scores)
+        finally:
+            self._api.llama_batch_free(batch)
+        return scores
+
+    def _score_document(self, batch: Any, ids: list[int], scores: TextScores) -> None:
+        import numpy
+
+        context = self._context([ids], [0])
+        try:
+            for start in range(0, len(ids), SCORED_ROWS):
+                batch.n_tokens = 0
+                for position, token in enumerate(ids[start : start + SCORED_ROWS], start):
+                    self._add(batch, token, position, 0, draws=True)
+                if self._api.llama_decode(context, batch) != 0:
+                    raise RuntimeError("llama_decode failed")
+                size = batch.n_tokens * self._vocab_size
+                address = ctypes.cast(self._api.llama_get_logits(context), ctypes.POINTER(ctypes.c_float * size))
+                logits = numpy.frombuffer(address.contents, dtype=numpy.float32).reshape(-1, self._vocab_size)
+                scores.add_logits(logits, ids[start + 1 : start + 1 + len(logits)])
+        finally:
+            self._api.llama_free(context)
+
     def _fill(self, batch: Any, sequences: list[_Sequence]) -> dict[int, int]:
         """The next step; the row that each sequence's next token is drawn from."""
         drawing: dict[int, int] = {}
@@ -118,6 +145,10 @@ class LlamaCpp(Adapter):
     def version(self) -> str:
         """See Adapter."""
         return f"llama-cpp-python {self._api.__version__}"
+
+    def facts(self) -> dict[str, int | float | str]:
+        """See Adapter."""
+        return {"weights_bytes": self._api.llama_model_size(self._model)}
 
     def close(self) -> None:
         """See Adapter."""

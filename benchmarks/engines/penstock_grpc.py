@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.base import Adapter, TokenTimes
-from benchmarks.engines.penstock import named_adapters, service_options
+from benchmarks.engines.base import Adapter, TextScores, TokenTimes
+from benchmarks.engines.penstock import model_path, named_adapters, service_options
 
 
 class PenstockStack(Adapter):
@@ -33,7 +33,7 @@ class PenstockStack(Adapter):
         flags += [part for name, folder in adapters.items() for part in ("--lora", f"{name}={folder}")]
         if adapters:
             flags += ["--max-adapters", str(len(adapters))]
-        self._stack = Stack(model=Path(self.settings.model), generation_flags=tuple(flags))
+        self._stack = Stack(model=Path(model_path(self.settings)), generation_flags=tuple(flags))
         # Whatever ends this process, SIGTERM in the middle of loading too.
         atexit.register(self._stack.stop)
         self._stack.__enter__()
@@ -64,6 +64,23 @@ class PenstockStack(Adapter):
 
         await asyncio.gather(*(stream(index, request) for index, request in enumerate(requests)))
         return times.times
+
+    def score(self, documents: list[list[int]]) -> TextScores:
+        """See Adapter; by prompt_logprobs."""
+        return self._runner.run(self._score(documents))
+
+    async def _score(self, documents: list[list[int]]) -> TextScores:
+        scores = TextScores()
+        for ids in documents:
+            request = _request(ids, 1, "")
+            request.output.prompt_logprobs = 1
+            async for message in self._stub.Generate(request):
+                if message.WhichOneof("event") == "started":
+                    # Of the first token nothing is known.
+                    for place in message.started.prompt_logprobs[1:]:
+                        scores.log_probabilities.append(place.chosen.logprob)
+                        scores.likeliest.append(place.top[0].token_id)
+        return scores
 
     def version(self) -> str:
         """See Adapter."""

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from benchmarks.engines import EngineSpec
-from benchmarks.engines.base import Settings
+from benchmarks.engines.base import Settings, TextScores
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOSE_SECONDS, STOP_SECONDS = 60.0, 10.0
@@ -67,6 +67,10 @@ class EngineProcess:
     def run(self, prompts: list[list[int]], outputs: list[int]) -> dict[str, Any]:
         """Times of every token and the peak of memory."""
         return self._call(command="run", prompts=prompts, outputs=outputs)
+
+    def score(self, documents: list[list[int]]) -> TextScores:
+        """Return the engine's readings of a text."""
+        return TextScores(**self._call(command="score", documents=documents))
 
     def close(self) -> None:
         """End the process once it has answered. Raises EngineFailed where it did not end well."""

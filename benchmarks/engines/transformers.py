@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.engines.base import Adapter, TokenTimes, Unsupported
+from benchmarks.engines.base import Adapter, TextScores, TokenTimes, Unsupported
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -51,6 +51,21 @@ class Generate(Adapter):
                 ids, attention_mask=mask, generation_config=config, stopping_criteria=StoppingCriteriaList([count])
             )
         return times.times
+
+    def score(self, documents: list[list[int]]) -> TextScores:
+        """See Adapter."""
+        import torch
+
+        scores = TextScores()
+        with torch.inference_mode():
+            for ids in documents:
+                logits = self._model(torch.tensor([ids]), use_cache=False).logits[0].float()
+                scores.add_logits(logits.numpy(), ids[1:])
+        return scores
+
+    def facts(self) -> dict[str, int | float | str]:
+        """See Adapter."""
+        return {"weights_bytes": self._model.get_memory_footprint()}
 
     def version(self) -> str:
         """See Adapter."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import w8a8
-from benchmarks.engines.base import Adapter, TokenTimes, Unsupported
+from benchmarks.engines.base import Adapter, TextScores, TokenTimes, Unsupported
+from benchmarks.engines.compressed import QUANTIZED_BY_US, quantised_by_us
 
 # int8: W8A8, its weights in a checkpoint of their own; what is not a linear layer computes in bf16.
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "int8": "bfloat16"}
@@ -22,9 +23,11 @@ class Vllm(Adapter):
 
     def prepare(self) -> None:
         """See Adapter."""
-        if self.settings.dtype not in DTYPES:
-            raise Unsupported(f"no {self.settings.dtype} weights for vLLM")
         self._model = Path(self.settings.model)
+        if self.settings.dtype.startswith(QUANTIZED_BY_US):
+            self._model = quantised_by_us(self.settings, may_make=False)
+        elif self.settings.dtype not in DTYPES:
+            raise Unsupported(f"no {self.settings.dtype} weights for vLLM")
         if self.settings.dtype == "int8":
             self._model = self.settings.converted("w8a8")
             if not self._model.is_dir():
@@ -46,7 +49,7 @@ class Vllm(Adapter):
 
         arguments = EngineArgs(
             model=str(self._model),
-            dtype=DTYPES[self.settings.dtype],
+            dtype=DTYPES.get(self.settings.dtype, "bfloat16"),
             max_model_len=self.settings.max_context,
             max_num_seqs=64,
             enable_prefix_caching=True,
@@ -95,6 +98,31 @@ class Vllm(Adapter):
             for output in self._engine.step():
                 times.add(index[output.request_id], len(output.outputs[0].token_ids))
         return times.times
+
+    def score(self, documents: list[list[int]]) -> TextScores:
+        """See Adapter."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        scores = TextScores()
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=1,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        for ids in documents:
+            self._engine.add_request(str(next(self._ids)), {"prompt_token_ids": ids}, params)
+            found = None
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    found = output.prompt_logprobs
+            # Of the first token nothing is known.
+            for token, place in zip(ids[1:], found[1:] if found else (), strict=True):
+                scores.log_probabilities.append(place[token].logprob)
+                scores.likeliest.append(next(name for name, one in place.items() if one.rank == 1))
+        return scores
 
     def version(self) -> str:
         """See Adapter."""

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -64,6 +65,16 @@ class Worker:
             wrong = next(index for index, (a, b) in enumerate(zip(got, outputs, strict=True)) if a != b)
             raise RuntimeError(f"request {wrong} got {got[wrong]} tokens instead of {outputs[wrong]}")
         return {"times": times, "peak_rss_bytes": _status(self._adapter.processes(), "VmHWM")}
+
+    def score(self, documents: list[list[int]]) -> dict[str, Any]:
+        """Return the engine's readings of a text. Raises RuntimeError where their number is wrong."""
+        if self._adapter is None:
+            raise RuntimeError("score before load")
+        scores = self._adapter.score(documents)
+        wanted = sum(len(document) - 1 for document in documents)
+        if len(scores.log_probabilities) != wanted or len(scores.likeliest) not in (0, wanted):
+            raise RuntimeError(f"{len(scores.log_probabilities)} readings of {wanted} tokens")
+        return asdict(scores)
 
     def close(self) -> dict[str, Any]:
         """End the engine, if it has not ended yet."""
@@ -117,6 +128,7 @@ def _serve(worker: Worker, answers: TextIO) -> None:
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "load": worker.load,
         "run": worker.run,
+        "score": worker.score,
         "close": worker.close,
     }
     for line in sys.stdin:

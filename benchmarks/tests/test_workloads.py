@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmarks.__main__ import parser_of
 from benchmarks._report import STDOUT, Table, save
+from benchmarks._text_error import TextError
 from benchmarks.cells import HEADLINES, WORKLOADS, Workload, figures, medians, tokens_needed
-from benchmarks.engines.base import Settings, Unsupported
-from benchmarks.engines.penstock import PenstockEngine
+from benchmarks.engines import dtype_of, engine_of
+from benchmarks.engines.base import Settings, TextScores, Unsupported
+from benchmarks.engines.compressed import quantised_by_us
+from benchmarks.engines.gguf_files import PUBLISHED, gguf_file_of
+from benchmarks.engines.penstock import PenstockEngine, service_options
 from benchmarks.engines.transformers import Generate
-from benchmarks.report import best_peer, markdown, ratio, read, rows_of
+from benchmarks.report import best_of_ours, best_peer, markdown, plot_errors, ratio, read, rows_of
 from benchmarks.roofline import Machine, Model, ideal
 from benchmarks.workloads import skipped
 
@@ -176,3 +182,82 @@ def test_without_a_file_for_json_the_table_is_on_stdout(capsys: pytest.CaptureFi
     Table(["figure"], None).row(1.5)
     save("x", {}, None)
     assert capsys.readouterr().out.splitlines() == ["| figure |", "| --- |", "| 1.5 |"]
+
+
+def test_an_error_is_the_mean_magnitude_and_an_agreement_needs_both() -> None:
+    exact = TextScores([-1.0, -2.0, -3.0], [7, 8, 9])
+    found = TextError.between(TextScores([-1.5, -2.0, -2.5], [7, 8, 1]), exact)
+    assert found.mean == pytest.approx(1 / 3)
+    assert found.agreement == pytest.approx(2 / 3)
+    assert TextError.between(TextScores([-1.0, -2.0, -3.0], []), exact) == TextError(0.0, None)
+    with pytest.raises(ValueError, match="zip"):
+        TextError.between(TextScores([-1.0]), exact)
+
+
+def test_scores_of_logits_are_log_probabilities_of_the_tokens_that_follow() -> None:
+    scores = TextScores()
+    scores.add_logits(numpy.log(numpy.array([[1, 3], [2, 2], [9, 1]], dtype=numpy.float32)) + 50, [1, 0])
+    assert scores.log_probabilities == pytest.approx([math.log(0.75), math.log(0.5)], abs=1e-6)
+    assert scores.likeliest == [1, 0]
+
+
+def with_errors(errors: dict[str, float], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a result of engines with such errors."""
+    found = result(rows, {})
+    found["settings"] |= {"error_tokens": 100, "parameters": 1000}
+    about = {"version": "1", "load_seconds": 1.0, "read_seconds": 0.5}
+    about |= {"load_peak_rss_bytes": 1e9, "loaded_rss_bytes": 1e9, "weights_bytes": 1000, "agreement": None}
+    found["engines"] = {name: {**about, "error": error} for name, error in errors.items()}
+    return found
+
+
+def test_an_engine_is_compared_with_the_fastest_format_of_like_error() -> None:
+    errors = {"penstock:int4": 0.3, "penstock:int8": 0.1, "llamacpp:q8_0": 0.095, "vllm:int8": 0.2, "openvino": 0.01}
+    speeds = {"penstock:int4": 90.0, "penstock:int8": 60.0, "llamacpp:q8_0": 40.0, "vllm:int8": 50.0, "openvino": 30.0}
+    found = with_errors(errors, [row("W2", name, speed) for name, speed in speeds.items()])
+    column = next(one for one in HEADLINES if one.workload == "W2")
+    by_key = rows_of(found)
+    assert best_of_ours(found, by_key, "llamacpp:q8_0", column) == (1.5, "penstock:int8")
+    assert best_of_ours(found, by_key, "vllm:int8", column) == (1.2, "penstock:int8")
+    # None of ours is as near.
+    assert best_of_ours(found, by_key, "openvino", column) is None
+    text = markdown(found)
+    assert "| penstock:int4 | 0.300 | – | 8.0 | 90.0 |" in text
+    assert "| llamacpp:q8_0 | 1.50 (int8) |" in text
+    assert "| openvino | 30" not in text.split("Penstock's fastest format")[1]
+    assert "/ best other" not in text
+
+
+def test_speeds_and_bits_are_drawn_over_the_errors(tmp_path: Path) -> None:
+    found = with_errors(
+        {"penstock:int8": 0.1, "vllm": 0.2}, [row("W2", name, 9.0) for name in ("penstock:int8", "vllm")]
+    )
+    plot_errors(found, tmp_path / "errors.svg")
+    drawn = (tmp_path / "errors.svg").read_text()
+    assert drawn.count("<!-- penstock:int8 -->") == drawn.count("<!-- vllm -->") == 2
+    assert "<!-- bits a weight -->" in drawn
+    assert "<!-- W2 tok/s -->" in drawn
+
+
+def test_an_engine_may_be_there_with_several_formats() -> None:
+    options = parser_of("workloads").parse_args(["--engines", "penstock:int8,penstock:int4,llamacpp:q8_0"])
+    assert options.engines == ["penstock:int8", "penstock:int4", "llamacpp:q8_0"]
+    assert [engine_of(one) for one in options.engines] == ["penstock", "penstock", "llamacpp"]
+    assert [dtype_of(one, "bf16") for one in ("penstock", "llamacpp:q8_0")] == ["bf16", "q8_0"]
+
+
+def test_a_format_that_penstock_lacks_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="int3 weights"):
+        service_options(Settings(str(tmp_path), "int3", 1, 64, 64, "cache"))
+
+
+def test_a_folder_that_penstock_makes_is_asked_of_penstock_first(tmp_path: Path) -> None:
+    settings = Settings(str(tmp_path / "model"), "quantize-64", 1, 64, 64, str(tmp_path))
+    with pytest.raises(Unsupported, match="penstock:quantize-64 first"):
+        quantised_by_us(settings, may_make=False)
+
+
+@pytest.mark.parametrize("dtype", ["q3_x", PUBLISHED])
+def test_an_unknown_gguf_file_is_refused_by_its_name(dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="GGUF"):
+        gguf_file_of(Settings(str(tmp_path), dtype, 1, 64, 64, str(tmp_path)))
