@@ -46,6 +46,23 @@ def never_cancelled(_: Callable[[], None]) -> None:
     """Drop the function: nobody cancels the start."""
 
 
+class HeldCount:
+    """A count that can be shown again while other work goes on: it never goes back."""
+
+    def __init__(self, show: CountBytes) -> None:
+        self._show = show
+        self._last = (0, 0)
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show it."""
+        self._last = done, total
+        self._show(done, total)
+
+    def again(self) -> None:
+        """Show the last count again. May raise the error of the inner one, to give up."""
+        self._show(*self._last)
+
+
 class ProgressStage:
     """A stage as a context manager: `show` gets its start, the amounts from `count`, and its end unless it fails."""
 

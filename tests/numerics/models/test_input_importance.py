@@ -19,7 +19,8 @@ from penstock.generation.layers.linear.base import Linear
 from penstock.generation.layers.linear.native import Format, NativeLinear, NativeLinearMethod
 from penstock.generation.models import input_importance
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.models.input_importance import kept, measure_importance
+from penstock.generation.models.importance_cache import kept
+from penstock.generation.models.input_importance import measure_importance
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import checkpoint_weights, load_model, read_model_config
 from penstock.generation.weights.sharding import Shard, own_inputs
@@ -215,3 +216,18 @@ def test_a_full_disk_is_no_error(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_progress_of_a_start_never_goes_back_while_importance_is_measured(tmp_path: Path, cache: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model")
+    shown: list[tuple[int, int]] = []
+    load_model(
+        folder,
+        dtype="float32",
+        quantization="int4",
+        device=CPUDevice(),
+        progress=lambda done, total: shown.append((done, total)),
+    )
+    assert len(list(cache.glob("*.safetensors"))) == 1
+    assert [done for done, _ in shown] == sorted(done for done, _ in shown)
+    assert shown[-1][0] == shown[-1][1] > 0

@@ -1,30 +1,22 @@
 """Importance of the inputs of every matrix, for int4: the mean square of each when ids drawn at random go through the
 model. No data is needed: on real models it is as good as text (dev/log/real-weights.md).
 
-One layer is in memory at a time, in the model's dtype. The result is a few vectors a layer; `kept` files it in the
-cache, and later starts read it there.
+One layer is in memory at a time, in the model's dtype. The result is a few vectors a layer; importance_cache.py files
+it, and later starts read it there.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import override
 
-from penstock.common.logging import get_logger
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.core.model_config import CONFIG_FILE, Activation, ModelConfig
+from penstock.generation.core.model_config import Activation, ModelConfig
 from penstock.generation.layers.decoder_layer import Step
 from penstock.generation.layers.linear.base import Linear
 from penstock.generation.layers.rope import RotaryEmbedding
@@ -36,14 +28,11 @@ if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 
-_log = get_logger("penstock.generation")
 # Ids that are read, in sequences of this many, and the seed that draws them.
-NUM_IDS, _SEQUENCE, _SEED = 512, 256, 35
+NUM_IDS, SEQUENCE, SEED = 512, 256, 35
 _BLOCK_SIZE = 16
 # An expert that fewer rows reach has the inputs of all.
 _LEAST_ROWS = 16
-# Raise it when the same checkpoint would get other numbers.
-_VERSION = 1
 
 Importance = Mapping[str, Tensor]
 
@@ -55,7 +44,7 @@ def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: 
     recorder = _RecordingWeights(weights)
     kernels = device.layer_kernels(weights.dtype)
     maker, stream = LayerMaker(config, recorder, kernels), kernels.stream_dtype(weights.dtype)
-    ids = torch.randint(config.vocab_size, (NUM_IDS,), generator=seeded_generator(_SEED))
+    ids = torch.randint(config.vocab_size, (NUM_IDS,), generator=seeded_generator(SEED))
     hidden = weights.embedded(ids.tolist()) * float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
     hidden = hidden.to(stream)
     step = _step(config, maker, weights.dtype, stream, device)
@@ -65,42 +54,6 @@ def measure_importance(config: ModelConfig, weights: CheckpointWeights, device: 
         pending = maker.layer(index)(hidden, pending, step)
         found |= recorder.take(config, index)
     return found
-
-
-def kept(folder: Path, cache: Path, dtype: torch.dtype, measure: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the importance of the checkpoint in `folder` in a model of `dtype`: from the folder `cache`, or by
-    `measure`, which is kept there. A file that cannot be read or written is no error."""
-    path = cache / f"{_key(folder, dtype)}.safetensors"
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError):
-        pass
-    _log.info("measuring the importance of inputs for int4; later starts find it in the cache", ids=NUM_IDS)
-    begin = time.monotonic()
-    found = measure()
-    _log.info("measured the importance of inputs", seconds=round(time.monotonic() - begin, 1))
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            save_file(found, Path(scratch) / path.name)
-            os.replace(Path(scratch) / path.name, path)
-    except (OSError, SafetensorError) as error:
-        # A full disk is an error of safetensors.
-        _log.warning("the importance of inputs cannot be kept", cause=str(error))
-    return found
-
-
-def _key(folder: Path, dtype: torch.dtype) -> str:
-    """Return a digest of the folder's path, configuration, and names, sizes and times of its weights, and of the dtype:
-    int4's numbers must not depend on which start came first."""
-    digest = hashlib.sha256(repr((_VERSION, NUM_IDS, _SEQUENCE, _SEED, str(folder.resolve()), str(dtype))).encode())
-    digest.update((folder / CONFIG_FILE).read_bytes())
-    for path in sorted(folder.iterdir()):
-        # A link that leads nowhere is no weight: the loader reports those that it needs.
-        if path.suffix in (".safetensors", ".gguf") and path.exists():
-            state = path.stat()
-            digest.update(repr((path.name, state.st_size, state.st_mtime_ns)).encode())
-    return digest.hexdigest()[:32]
 
 
 class _Recorded(Linear):
@@ -195,9 +148,9 @@ def _kind(name: str) -> str:
 
 def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, stream: torch.dtype, device: Device) -> Step:
     """Return the step that reads the ids, in its sequences."""
-    count, blocks = NUM_IDS // _SEQUENCE, _SEQUENCE // _BLOCK_SIZE
+    count, blocks = NUM_IDS // SEQUENCE, SEQUENCE // _BLOCK_SIZE
     tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
-    lengths = [_SEQUENCE] * count
+    lengths = [SEQUENCE] * count
     metadata, positions = AttentionMetadata.build(lengths, lengths, tables, _BLOCK_SIZE, device.torch_device)
     kv = KVCachePool(
         config.num_layers,

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.common.environment import cache_folder
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
-from penstock.common.progress import CountBytes
+from penstock.common.progress import CountBytes, HeldCount
 from penstock.generation.core.model_config import (
     CONFIG_FILE,
     ConfigReader,
@@ -42,7 +42,8 @@ from penstock.generation.models.dense_families import (
     SMOLLM3,
 )
 from penstock.generation.models.gemma import GEMMA2, GEMMA3
-from penstock.generation.models.input_importance import kept, measure_importance
+from penstock.generation.models.importance_cache import kept
+from penstock.generation.models.input_importance import measure_importance
 from penstock.generation.models.loader import Weights, build_model
 from penstock.generation.models.mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from penstock.generation.models.transformers_loading import load_transformers_model, read_transformers_config
@@ -165,7 +166,8 @@ def checkpoint_weights(
 ) -> CheckpointWeights:
     """Return the weights of a Hugging Face folder after checking their names and shapes; arguments as of
     `load_model`."""
-    checkpoint = _checked(folder, config, progress)
+    show = None if progress is None else HeldCount(progress)
+    checkpoint = _checked(folder, config, show)
     stored = COMPUTED_DTYPES.get(config.checkpoint_dtype or "")
     if stored is None:
         stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD) or torch.bfloat16
@@ -182,7 +184,7 @@ def checkpoint_weights(
         map_embeddings=map_embeddings,
     )
     if quantization == INT4:
-        weights.importance = cache(partial(_importance, folder, config, device, computed, progress, shard))
+        weights.importance = cache(partial(_importance, folder, config, device, computed, show, shard))
     return weights
 
 
@@ -206,7 +208,7 @@ def _importance(
     config: ModelConfig,
     device: Device,
     dtype: torch.dtype,
-    progress: CountBytes | None,
+    progress: HeldCount | None,
     shard: Shard | None,
 ) -> dict[str, Tensor]:
     """Return the importance of the inputs of every matrix, of a rank's own inputs; arguments as of `load_model`.
@@ -214,10 +216,10 @@ def _importance(
     A rank reads the whole model, a layer at a time: so all find the same, and none waits for another.
     """
 
-    def still(done: int, total: int) -> None:
-        # Nothing is loaded yet; and a start that is cancelled ends here.
+    def still(_done: int, _total: int) -> None:
+        # What is read for this is read again when it is loaded; and a start that is cancelled ends here.
         if progress is not None:
-            progress(0, total)
+            progress.again()
 
     def measure() -> dict[str, Tensor]:
         weights = CheckpointWeights(
