@@ -67,6 +67,14 @@ class PastOutputs(Protocol):
         ...
 
 
+class VerificationCosts(Protocol):
+    """Costs of verifying drafts."""
+
+    def of(self, num_drafts: int) -> float:
+        """Return how much longer a step takes with this number of drafts, over its time without."""
+        ...
+
+
 @dataclass(slots=True)
 class Request:
     """One request as the engine sees it: validated, ids only, defaults resolved. Times are time.monotonic()."""
@@ -103,6 +111,8 @@ class Request:
     adapter: Adapter | None = None
     # Set by the engine for a mode that recalls outputs: those of the request's tenant.
     past_outputs: PastOutputs | None = None
+    # Set by the engine.
+    draft_costs: VerificationCosts | None = None
     # Span of its trace; None: it has no trace. It ends with the request.
     span: Span | None = None
 

@@ -30,6 +30,7 @@ from penstock.generation.engine.block_copies import num_swapped
 from penstock.generation.engine.caller_blocks import CallerBlocks
 from penstock.generation.engine.decoding.base import no_token_left
 from penstock.generation.engine.decoding.mode_registry import MODES, ModeRegistry
+from penstock.generation.engine.draft_costs import DraftCosts
 from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.dump import dump_engine
 from penstock.generation.engine.end_times import EndTimes, wait_too_long
@@ -92,7 +93,8 @@ class Engine:
         self._counter = EventCounter(self.stats)
         # Shares of a tenant, as numbers.
         self.shares = self._scheduler.shares
-        self._listeners = Listeners((self._counter, self.watch, *listeners))
+        self._draft_costs = DraftCosts(self.stats)
+        self._listeners = Listeners((self._counter, self.watch, self._draft_costs, *listeners))
         # Groups with outputs that the caller has not taken yet, in the order of their first one.
         self._dirty: dict[SequenceGroup, None] = {}
         # Blocks that callers hold, and the rest for requests.
@@ -154,6 +156,7 @@ class Engine:
             self.check(request)
         if request.params.mode.recalls_outputs:
             request.past_outputs = self._memory.of((request.fair_share_key, request.block_salt))
+        request.draft_costs = self._draft_costs
         context = () if request.begins_text else request.known_prompt_ids
         criteria = stop_criteria(
             request.params, output_limit(self.config, request), self._stop_text, context, request.thought

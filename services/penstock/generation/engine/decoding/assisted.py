@@ -24,6 +24,7 @@ from penstock.generation.engine.decoding.base import Decision, ModeSpec, Verifie
 from penstock.generation.engine.decoding.lookahead import Lookahead
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling, blocks_needed, most_sequences
 from penstock.generation.engine.decoding.prompt_lookup import NgramIndex, prompt_lookup
+from penstock.generation.engine.draft_account import DraftAccount
 from penstock.generation.engine.drafts import DraftThrottle, goes_on, until_end
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ class _Drafting:
     kind: DraftKind = DraftKind.DRAFT_MODEL
     # Prompt lookup.
     index: NgramIndex | None = None
+    # None: drafts cost nothing that is known.
+    lookup_account: DraftAccount | None = None
     # Number of its first tokens that are remembered, or were before its output.
     num_remembered: int = 0
     memory_throttle: DraftThrottle = field(default_factory=DraftThrottle)
@@ -234,9 +237,13 @@ class AssistedGeneration(ParallelSampling):
         """Adapt the number of drafts (transformers' heuristic schedules): 2 more if all were accepted, else 1 less.
 
         With either schedule each sequence of each request begins anew. Drafts of memory and lookahead have no schedule:
-        they pause while none is accepted.
+        they pause while none is accepted. Those of prompt lookup pause while they do not pay.
         """
         if not num_drafts:
+            return
+        if drafting.kind is DraftKind.PROMPT_LOOKUP:
+            if drafting.lookup_account is not None:
+                drafting.lookup_account.note(num_drafts, accepted)
             return
         throttle = drafting.throttle
         if throttle is not None:
@@ -254,7 +261,9 @@ class AssistedGeneration(ParallelSampling):
 
     def _new_drafting(self, sequence: Sequence) -> _Drafting:
         drafting = _Drafting(num_remembered=sequence.num_prompt_tokens)
-        options = self._options
+        options, costs = self._options, self._request.draft_costs
+        if options.prompt_lookup_num_tokens is not None and costs is not None:
+            drafting.lookup_account = DraftAccount(costs)
         if options.lookahead_window is not None:
             # A prompt may have no ids; then any id will do, and an id that the prompt has not is as good as another.
             fillers = self._request.known_prompt_ids or [0]
@@ -284,7 +293,10 @@ class AssistedGeneration(ParallelSampling):
             if drafts and not drafting.memory_throttle.allows():
                 drafts = []
         if not drafts and options.prompt_lookup_num_tokens is not None:
-            drafts = self._look_up(sequence, min(options.prompt_lookup_num_tokens, room))
+            most = min(options.prompt_lookup_num_tokens, room)
+            if drafting.lookup_account is not None:
+                most = drafting.lookup_account.affordable(most, sequence.num_output_tokens)
+            drafts = self._look_up(sequence, most) if most else []
             kind = DraftKind.PROMPT_LOOKUP
         if not drafts and drafting.lookahead is not None and drafting.lookahead_throttle.allows():
             drafts = until_end(drafting.lookahead.guess(sequence.token_ids[-1], room), self._end_ids)

@@ -1,0 +1,81 @@
+"""Costs of verifying drafts on this machine, measured in the engine's own steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.generation.engine.engine_listener import EngineListener
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.scheduler import Scheduler
+    from penstock.generation.engine.stats import EngineStats, StepSample
+
+# Shares of a plain step that drafts add to it, and each of them, before any was measured: between those of a small
+# model with AVX2 and with AVX-512.
+_FIRST_BASE, _FIRST_EACH = 0.15, 0.08
+# Weight of one more step once several were measured, and the most of a plain step by which it differs from what is
+# expected: it may be slow for another reason. With both sides cut alike the averages are near to medians.
+_WEIGHT, _MOST_ERROR = 1 / 8, 0.5
+# Drafts are counted in fours, so that both shares are learnt at the same pace.
+_DRAFTS_UNIT = 4.0
+# Numbers of sequences are told apart by their number of bits.
+_SIZES = 33
+
+
+class DraftCosts(EngineListener):
+    """Averages of steps that only decode, by their number of sequences: the seconds without drafts, and the share that
+    drafts add, as a line over their number (least mean squares). A few numbers are changed in a step, none for a token.
+    Engine thread only."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        """`stats` count verified drafts before this listener hears of a step."""
+        self._stats = stats
+        self._num_verified = 0
+        # Seconds of a step without drafts; 0: there was none.
+        self._plain = [0.0] * _SIZES
+        # Shares of such a step that drafts of all its sequences add to it: at all, and for each four of a sequence.
+        self._base = [_FIRST_BASE] * _SIZES
+        self._more = [_FIRST_EACH * _DRAFTS_UNIT] * _SIZES
+        self._num_learnt = [0] * _SIZES
+        self._size = 1
+        # Drafts of each sequence of the last step, and the share that they added; 0 drafts: it had none.
+        self._last_drafts, self._last_share = 0.0, 0.0
+
+    def stepped(self, scheduler: Scheduler, sample: StepSample, started: float, ended: float) -> None:
+        """Take the step's time."""
+        stats, before = self._stats, self._num_verified
+        self._num_verified = stats.accepted_draft_tokens + stats.rejected_draft_tokens
+        num_drafts = self._num_verified - before
+        size = self._size = sample.num_sequences.bit_length()
+        last_drafts, self._last_drafts = self._last_drafts, 0.0
+        if sample.num_tokens - sample.num_sequences != num_drafts:
+            # It has rows of prompts.
+            return
+        seconds, plain = ended - started - sample.draft_seconds, self._plain[size]
+        more = seconds / plain - 1.0 if plain > 0.0 else 0.0
+        if last_drafts:
+            # A step after drafts takes longer, too: the runner has to find its short way again.
+            self._learn(size, last_drafts, self._last_share + (0.0 if num_drafts else max(more, 0.0)))
+        if num_drafts:
+            if plain > 0.0:
+                self._last_drafts, self._last_share = num_drafts / sample.num_sequences, more
+        elif not last_drafts:
+            self._plain[size] = plain * (1.0 + _WEIGHT * _cut(more)) if plain > 0.0 else seconds
+
+    def of(self, num_drafts: int) -> float:
+        """Return how much longer a step like the last one takes with `num_drafts` drafts of each of its sequences, over
+        its time without."""
+        return self._base[self._size] + self._more[self._size] * num_drafts / _DRAFTS_UNIT
+
+    def _learn(self, size: int, num_drafts: float, share: float) -> None:
+        """Move the line towards the share that this number of drafts of each sequence has added."""
+        at = num_drafts / _DRAFTS_UNIT
+        error = _cut(share - self._base[size] - self._more[size] * at)
+        self._num_learnt[size] += 1
+        step = max(_WEIGHT, 1.0 / (1.0 + self._num_learnt[size])) * error / (1.0 + at * at)
+        self._base[size] = max(self._base[size] + step, 0.0)
+        self._more[size] = max(self._more[size] + step * at, 0.0)
+
+
+def _cut(error: float) -> float:
+    return min(max(error, -_MOST_ERROR), _MOST_ERROR)
