@@ -75,7 +75,9 @@ def compiled(spec: ConstraintSpec, tokenizer: GrammarTokenizer | None = None) ->
     assert spec.kind is not None
     matcher = new_matcher(tokenizer, to_lark(spec.kind, spec.text, spec.choices))
     assert not matcher.is_error(), matcher.get_error()
-    ends = ShortEnds(tokenizer, matcher, to_lark(spec.kind, spec.text, spec.choices))
+    ends = None
+    if spec.has_shorter_ends:
+        ends = ShortEnds(tokenizer, matcher, to_lark(spec.kind, spec.text, spec.choices))
     written = written_keys(spec, JsonBounds())
     return CompiledGrammar(matcher, tokenizer, spec.field, written=written, ends=ends, thought=spec.thought)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 from factories.servers import stack
+from factories.servers.only_route import only_route
 from factories.servers.router import Router, running_router
 from factories.wire.tcp_proxy import TcpProxy
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -132,5 +133,5 @@ async def router_before(engines: Sequence[FailingEngine], **settings: Any) -> As
 def owner(router: Router, engines: Sequence[FailingEngine]) -> FailingEngine:
     """Find the engine with most of the router's requests."""
     app: Any = router.server.service
-    most = max(app._pool.backends, key=lambda backend: backend.in_flight)
+    most = max(only_route(app).pool.backends, key=lambda backend: backend.in_flight)
     return next(one for one in engines if one.address == most.key)

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from factories.servers.emitting_backend import EmittingBackend
 from factories.servers.held_backend import IDS, WANT_IDS, held, stop_after
+from factories.servers.only_route import only_route
 from factories.servers.router import (
     PATIENCE_SECONDS,
     backend,
@@ -294,7 +295,7 @@ async def test_an_adapter_that_leaves_while_the_prompt_is_made_is_loaded_again()
         running_router(one, adapter_loading=True, tokenizer=proxy.address) as router,
         grpc.aio.insecure_channel(router.server.address) as channel,
     ):
-        link = router.server.service._link  # type: ignore[attr-defined]
+        link = only_route(router.server.service).link
         admin: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
         score = text_pb2.ScoreTextRequest(adapter="mine", items=[text_pb2.ScoreTextItem(prompt="a", continuation="b")])
         for call in (lambda: collect(router.stub.Generate(generate(adapter="mine"))), lambda: router.stub.Score(score)):

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from factories.servers.emitting_backend import EmittingBackend, count_up
 from factories.servers.held_backend import status_of
+from factories.servers.only_route import only_route
 from factories.servers.router import PATIENCE_SECONDS, Router, backend, collect, generate, running_router, until
 from penstock.common.errors import (
     DeadlineExceeded,
@@ -72,7 +73,7 @@ async def test_a_backend_that_has_recovered_comes_back() -> None:
         bad.refuse = None
         good.extra_load = 100
         app: Any = router.server.service
-        await until(lambda: any(one.load.requests >= 100 for one in app._pool.backends))
+        await until(lambda: any(one.load.requests >= 100 for one in only_route(app).pool.backends))
         while router.metric("backend_ejected", backend=bad.address):
             await ask(router, 1, 1)
         before = len(bad.submitted)

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from factories.servers.emitting_backend import EmittingBackend
 from factories.servers.held_backend import IDS, TOKENS, WANT_IDS, held, status_of, stop_after
+from factories.servers.only_route import only_route
 from factories.servers.plain_server import starting_service
 from factories.servers.router import Answer, collect, generate, running_router, until
 from factories.wire.tcp_proxy import TcpProxy
@@ -230,17 +231,17 @@ async def test_a_process_that_does_not_serve_yet_is_known_to_start() -> None:
         app: Any = router.server.service
 
         async def restart() -> None:
-            assert not app._pool.is_any_starting(one.model)
+            assert not only_route(app).pool.is_any_starting(one.model)
             await proxy.cut()
             proxy.lead_to(starting.address)
             await proxy.restore()
-            await until(lambda: app._pool.is_any_starting(one.model))
-            assert not app._pool.is_any_starting("another")
+            await until(lambda: only_route(app).pool.is_any_starting(one.model))
+            assert not only_route(app).pool.is_any_starting("another")
             await one.allow(None)
             await proxy.cut()
             proxy.lead_to(one.address)
             await proxy.restore()
-            await until(lambda: not app._pool.is_any_starting(one.model))
+            await until(lambda: not only_route(app).pool.is_any_starting(one.model))
 
         answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), stop_after(5, restart))
         assert answer.ids() == IDS

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from factories.servers.emitting_backend import count_up
+from factories.servers.only_route import only_route
 from factories.servers.router import PATIENCE_SECONDS, Router, backend, chat, collect, generate, running_router, until
 from google.protobuf import struct_pb2
 from penstock.common.config import ServerConfig
@@ -205,7 +206,7 @@ async def test_backends_full_is_resource_exhausted_before_any_work() -> None:
 async def room_for(router: Router, requests: int) -> None:
     """Wait until the router knows that the backend's queue has room."""
     service: Any = router.server.service
-    await until(lambda: service._pool.ready("")[0].load.room >= requests)
+    await until(lambda: only_route(service).pool.ready("")[0].load.room >= requests)
 
 
 async def test_running_requests_are_not_in_a_backends_queue() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from factories.servers.held_backend import IDS, WANT_IDS, held, status_of, stop_after
+from factories.servers.only_route import only_route
 from factories.servers.router import Answer, collect, generate, running_router, tokenizer_address, until
 from factories.wire.tcp_proxy import TcpProxy
 from penstock.common.errors import InvalidArgument, ResourceExhausted, Unavailable, from_rpc_error
@@ -105,7 +106,7 @@ async def test_what_was_lost_before_the_client_saw_any_of_it_is_unavailable() ->
             await one.allow(3)
             # A backend's messages are lost with it unless they were read.
             service: Any = router.server.service
-            await until(lambda: service._parts.detokenizer.outstanding > 0)
+            await until(lambda: only_route(service).flow._parts.detokenizer.outstanding > 0)
             await one.stop()
             code, error = await failing
         assert (code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "BACKEND_LOST")

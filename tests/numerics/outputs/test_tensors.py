@@ -275,6 +275,9 @@ def test_a_preempted_request_has_its_tensors_once(pair: Pair) -> None:
     """Room for about one of three requests at full length; with a window they only grow until it is full."""
     window = window_of(pair.ours)
     length, blocks, tokens = (3, 7, 8) if window else (20, 22, 30)
+    if len(set(pair.ours.sights)) > 1:
+        # Layers with a window give back what is behind it.
+        blocks = 14
     config = engine_config(
         block_size=4, num_blocks=blocks, max_batch_tokens=tokens, max_running_sequences=4, window=window
     )

@@ -126,7 +126,7 @@ class BlockTables:
         They contain the sequence's tokens, or will before they are read. The sequence's own blocks at these places are
         released with their content.
         """
-        for table, found in zip(sequence.tables, prefix.groups, strict=True):
+        for table, found in zip(self.open(sequence), prefix.groups, strict=True):
             blocks = table.blocks
             for index, block in enumerate(found, first):
                 assert not isinstance(block, HostBlock), "a sequence under way takes no blocks of the host pool"

@@ -162,7 +162,7 @@ def _build(
     if matcher.is_error():
         raise RuntimeError("a grammar that compiled in the trial process did not compile here")
     ends = None
-    if limits.close_constraints:
+    if limits.close_constraints and spec.has_shorter_ends:
         # Of a matcher of its own: nothing that goes wrong there reaches requests.
         ends = ShortEnds(tokenizer, new_matcher(tokenizer, answer["lark"], answer["around"]), *answer.values())
     written = written_keys(spec, limits.json)

@@ -38,6 +38,11 @@ class ConstraintSpec:
     thought: Thought | None = None
 
     @property
+    def has_shorter_ends(self) -> bool:
+        """False for a choice: which of its values is taken is not the limit's to say."""
+        return self.kind is not ConstraintKind.CHOICE
+
+    @property
     def field(self) -> str:
         """Field that errors name."""
         return "constraint" if self.kind is None else f"constraint.{self.kind.value}"
