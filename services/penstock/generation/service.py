@@ -14,6 +14,7 @@ from penstock.common.dtypes import dtype_name
 from penstock.common.errors import (
     DeadlineExceeded,
     FailedPrecondition,
+    Internal,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -35,6 +36,8 @@ from penstock.generation.engine.decoding.assisted import CALLERS_DRAFTS, with_dr
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
+from penstock.generation.grammar.call_grammar import CallHolder
+from penstock.generation.grammar.call_spec import CallSpec
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.graphs.model_access import ModelAccess
 from penstock.generation.options.detect_watermark import DetectWatermarkCommand, check_detect_watermark
@@ -234,11 +237,24 @@ class GenerationCore:
             if constraint is not None:
                 compiling = self.compiler.compile(constraint)
                 grammar = await self._before_submission(request_id, deadline, compiling, "constraint")
+                if not options.may_be_closed:
+                    grammar = grammar.cut_by_limit()
                 request.grammar = grammar.ending_itself() if request.params.ignore_eos else grammar
             elif options.calls is not None and options.holds_calls:
-                calls = self.compiler.compile_calls(options.calls)
+                calls = self._hold_calls(request, options.calls)
                 held = await self._before_submission(request_id, deadline, calls, "constraint")
                 request.grammar = held.ending_itself() if held is not None and request.params.ignore_eos else held
+
+    async def _hold_calls(self, request: Request, spec: CallSpec) -> CallHolder | None:
+        """Return the grammar of calls; None: there is none. Raises as `compile_calls` where it is required; else the
+        request has a warning."""
+        try:
+            return await self.compiler.compile_calls(spec)
+        except (InvalidArgument, ResourceExhausted, Internal) as error:
+            if spec.is_required:
+                raise
+            request.warnings += (f"calls are not held to a grammar, which {error.message.removeprefix('calls: ')}",)
+            return None
 
     async def _before_submission(
         self, request_id: str, deadline: float | None, work: Coroutine[Any, Any, T], stage: str

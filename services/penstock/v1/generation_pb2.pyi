@@ -47,6 +47,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     THOUGHT_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
+    MAY_BE_CLOSED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -82,6 +83,8 @@ class GenerateRequest(_message.Message):
     """Started.adapter_digest of the attempt that emitted `resumed_token_ids`; empty: any weights of the adapter will do. NOT_FOUND
     ADAPTER_DIFFERS if its name stands for other weights.
     """
+    may_be_closed: _builtins.bool
+    """A constrained output may be closed before its limit of tokens, with LENGTH. Unset: the limit cuts it, as callers from before expect."""
     traceparent: _builtins.str
     """W3C trace context of the caller's span, as in HTTP headers: spans of this request become its children. A malformed one counts as empty."""
     tracestate: _builtins.str
@@ -146,12 +149,13 @@ class GenerateRequest(_message.Message):
         adapter_digest: _builtins.str = ...,
         thought: _common_pb2.Thought | None = ...,
         calls: Global___CallGrammar | None = ...,
+        may_be_closed: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "calls", b"calls", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "output", b"output", "seed", b"seed", "stop", b"stop", "thought", b"thought", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "calls", b"calls", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "thought", b"thought", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "calls", b"calls", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "may_be_closed", b"may_be_closed", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "thought", b"thought", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -173,10 +177,13 @@ class CallGrammar(_message.Message):
     OPENS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     WITHIN_THOUGHT_FIELD_NUMBER: _builtins.int
+    IS_REQUIRED_FIELD_NUMBER: _builtins.int
     grammar: _builtins.str
     """Lark text of an output that begins with one of them and ends with the call, or the block of calls."""
     within_thought: _builtins.bool
     """Calls stand within the thought, too. Else what looks like one there is free."""
+    is_required: _builtins.bool
+    """The request is refused where the grammar cannot be made. Else its calls are free then, and Started has a warning."""
     @_builtins.property
     def opens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts, or control tokens, that begin a call: the grammar holds from there on."""
@@ -187,10 +194,11 @@ class CallGrammar(_message.Message):
         opens: _abc.Iterable[_builtins.str] | None = ...,
         grammar: _builtins.str = ...,
         within_thought: _builtins.bool = ...,
+        is_required: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "opens", b"opens", "within_thought", b"within_thought"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "is_required", b"is_required", "opens", b"opens", "within_thought", b"within_thought"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,7 +118,7 @@ async def test_a_constraint_of_the_whole_output_comes_first(client: Client) -> N
     assert re.fullmatch("[a-z]{4}", texts(held)[0])
 
 
-@pytest.mark.parametrize(
+BROKEN = pytest.mark.parametrize(
     "calls",
     [
         generation_pb2.CallGrammar(opens=[""], grammar='start: "a"'),
@@ -126,9 +126,22 @@ async def test_a_constraint_of_the_whole_output_comes_first(client: Client) -> N
         generation_pb2.CallGrammar(opens=["a"], grammar="start: nothing"),
     ],
 )
-async def test_a_grammar_of_calls_that_is_none_is_refused_by_name(
+
+
+@BROKEN
+async def test_a_required_grammar_of_calls_that_is_none_is_refused_by_name(
     client: Client, calls: generation_pb2.CallGrammar
 ) -> None:
-    outcome = await client.generate(asked(calls=calls))
+    required = generation_pb2.CallGrammar(opens=calls.opens, grammar=calls.grammar, is_required=True)
+    outcome = await client.generate(asked(calls=required))
     assert isinstance(outcome.error, InvalidArgument)
     assert outcome.error.field == "calls"
+
+
+@BROKEN
+async def test_without_its_grammar_a_request_that_can_do_without_is_answered_with_a_warning(
+    client: Client, calls: generation_pb2.CallGrammar
+) -> None:
+    plain, outcome = await client.generate(asked()), await client.generate(asked(calls=calls))
+    assert outcome.ids() == plain.ids()
+    assert any("calls are not held to a grammar" in one for one in outcome.started.warnings)

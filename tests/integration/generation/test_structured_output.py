@@ -146,6 +146,25 @@ async def test_a_few_tokens_are_a_beginning(client: Client, length: int) -> None
     assert outcome.finished.sequences[0].finish_reason == LENGTH
 
 
+async def test_an_output_is_closed_before_its_limit_for_callers_that_expect_it(client: Client) -> None:
+    digits = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 30}
+
+    async def answer(tokens: int, *, may_be_closed: bool) -> Outcome:
+        message = constrained({"json_schema": json.dumps(digits)}, config={"max_new_tokens": tokens})
+        message.may_be_closed = may_be_closed
+        return await client.generate(message)
+
+    whole = (await answer(120, may_be_closed=False)).ids()
+    assert len(whole) > 60
+    cut = await answer(60, may_be_closed=False)
+    # A router of before takes LENGTH for a lie unless the tokens are as many as the limit.
+    assert cut.ids() == whole[:60]
+    assert cut.finished.sequences[0].finish_reason == LENGTH
+    text = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 3}
+    message = constrained({"json_schema": json.dumps(text)}, config={"max_new_tokens": 20}, may_be_closed=True)
+    assert len(json.loads(texts(await client.generate(message))[0])) >= 3
+
+
 async def test_any_json_object_parses(client: Client) -> None:
     few = [token_id for text in '{}":,a1[]' for token_id in ids_of(text)]
     options = {"do_sample": True, "top_k": 0, "temperature": 2.0, "allowed_token_ids": few, "max_new_tokens": 800}

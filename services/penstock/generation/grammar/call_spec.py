@@ -22,6 +22,8 @@ class CallSpec:
     grammar: str
     # Thought before the answer: no call is held there.
     thought: Thought | None = None
+    # The request is refused where the grammar cannot be made.
+    is_required: bool = False
 
     @property
     def constraint(self) -> ConstraintSpec:

@@ -64,6 +64,12 @@ class CompiledGrammar:
         made._ends, made._thought = self._ends, self._thought
         return made
 
+    def cut_by_limit(self) -> CompiledGrammar:
+        """Return the grammar for a request that its limit of tokens cuts, wherever its output is."""
+        return CompiledGrammar(
+            self._matcher, self._tokenizer, self._field, ends_itself=self._ends_itself, written=self._written
+        )
+
 
 class MatcherState:
     """State of one output.
@@ -110,6 +116,8 @@ class MatcherState:
             return self.matcher.is_accepting()
         if self.is_done or token_id >= self._tokenizer.vocab_size:
             return False
+        if self._room is not None:
+            self._room.before(token_id, self.matcher)
         taken = self.matcher.try_consume_tokens([token_id]) == 1
         if self.matcher.is_error():
             raise self._fail()

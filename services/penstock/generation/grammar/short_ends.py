@@ -27,6 +27,8 @@ _BRACKETS = ("}}}", "}}", "}]", "]}", "}", "]")
 _JOINTS = (":", "@", ".", "-", "/")
 # A character that begins nothing: it may follow within a text alone.
 _FILLER = "~"
+# What stands between parts.
+_SEPARATOR = ","
 # Longest end that is searched for, and most masks for it: the engine's thread searches, too.
 _MOST_TOKENS, _MOST_MASKS = 512, 256
 # Longest search from the start of an output: of a grammar with slower ones no ends are known.
@@ -51,7 +53,7 @@ class ShortEnds:
         spell = tokenizer.native.greedy_tokenize
         self._ends = [spell(one) for one in dict.fromkeys(ends)] + [[one] for one in dict.fromkeys(tokens)]
         self._brackets = [spell(one) for one in _BRACKETS]
-        self._quote, self._filler = spell('"'), spell(_FILLER)
+        self._quote, self._filler, self._separator = spell('"'), spell(_FILLER), spell(_SEPARATOR)
         # Terms of the whole, the last ones first.
         terms = dict.fromkeys(one for start in starts for one in reversed(_TERM.findall(start)))
         self._outer = [[int(token)] if token else spell(json.loads(literal)) for token, literal in terms]
@@ -77,6 +79,15 @@ class ShortEnds:
                 return None
             found += last
         return tuple(found)
+
+    def ends_a_part(self, token_id: int, matcher: LLMatcher) -> bool:
+        """True where a token that comes next ends a list or an object to which a further part might be added."""
+        if self._tokenizer.keys.bytes_of(token_id).lstrip().startswith(_SEPARATOR.encode()):
+            return False
+        return bool(
+            matcher.validate_tokens(self._separator) == len(self._separator)
+            and matcher.validate_tokens(self._filler) < len(self._filler)
+        )
 
     def _step(self, walk: LLMatcher, last: list[int]) -> list[int]:
         """Take tokens that close; none: there are no such."""

@@ -41,7 +41,7 @@ class TokenRoom:
         # The end, while little room is left; None: there is enough, or no end fits.
         self._path: tuple[int, ...] | None = None
         self._is_lost = False
-        # The limit dictated the end.
+        # The limit dictated the end, or that no further part began.
         self.is_cut = False
         self._settle(ends.shortest)
 
@@ -66,6 +66,15 @@ class TokenRoom:
         """Search for an end before the first token where there is little room from the start."""
         if self._gate is None and self._left <= self._check_at and not self._is_lost:
             self._look(matcher)
+
+    def before(self, token_id: int, matcher: LLMatcher) -> None:
+        """Note the end of a list or an object that has no room for a further part. `matcher` has not taken the token.
+
+        Nobody knows if the model would have begun one: the output counts as shortened.
+        """
+        path = self._path
+        if path and path[0] == token_id and not self.is_cut:
+            self.is_cut = self._ends.ends_a_part(token_id, matcher)
 
     def after(self, token_id: int, keys: KeyTokens, matcher: LLMatcher) -> None:
         """Take a token that the grammar took."""

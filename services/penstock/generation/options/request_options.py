@@ -26,6 +26,8 @@ class GenerateOptions:
     output: OutputOptions = field(default_factory=OutputOptions)
     # Structured output, unchecked.
     constraint: ConstraintSpec | None = None
+    # It may be closed before the limit of tokens.
+    may_be_closed: bool = True
     # What holds tool calls, unchecked.
     calls: CallSpec | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -85,6 +85,7 @@ def to_generate_options(
         stop=to_stop(message.stop, limits),
         output=to_output(message.output, limits),
         constraint=_constraint(message, thought),
+        may_be_closed=message.may_be_closed,
         calls=_calls(message.calls, thought) if message.HasField("calls") else None,
         eos_token_ids=tuple(message.eos_token_ids),
         seed=message.seed if message.HasField("seed") else None,
@@ -145,7 +146,8 @@ def _constraint(message: generation_pb2.GenerateRequest, thought: Thought | None
 def _calls(message: generation_pb2.CallGrammar, thought: Thought | None) -> CallSpec:
     """Return what holds tool calls. Raises InvalidArgument for too many markers."""
     check_count("calls.opens", message.opens, MOST_MARKERS)
-    return CallSpec(tuple(message.opens), message.grammar, None if message.within_thought else thought)
+    free_part = None if message.within_thought else thought
+    return CallSpec(tuple(message.opens), message.grammar, free_part, message.is_required)
 
 
 def _to_thought(message: common_pb2.Thought, limits: RequestLimits) -> Thought:

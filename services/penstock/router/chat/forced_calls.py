@@ -17,7 +17,8 @@ _NUMBER = "\0"
 # Keywords of a text that a grammar holds it to.
 _TEXT_WORDS = ("pattern", "minLength", "maxLength", "format", "allOf", "not", "if")
 # Arguments without a schema that holds.
-_ANYTHING: Mapping[str, Any] = {"additionalProperties": True}
+_ANYTHING: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
+_ANY_TOOL = "without a schema"
 _MOST_MEMBERS = 64
 _CONTROL = re.compile("[\x7f-\x9f]")
 # JSON as models write it: no text that a parser could take for the end of a call.
@@ -157,6 +158,8 @@ class _Grammar:
         self._chat = chat
         self._ids = token_ids
         self._rules: list[str] = []
+        # Rule of arguments without a schema that holds; empty: there is none yet.
+        self._free_rule = ""
         pattern = "|".join(re.escape(marker) for marker in sorted(token_ids, key=len, reverse=True))
         self._split: Callable[[str], list[str]] = re.compile(f"({pattern})").split if pattern else lambda text: [text]
         name = chat.tools.name
@@ -231,23 +234,33 @@ class _Grammar:
         rule = f"call_{len(self._rules)}"
         place = len(self._rules)
         self._rules.append("")
-        if self._written.members:
-            body = self._free_members(name) if schema is None else self._members(schema, name)
+        if schema is None:
+            body = self._free_arguments()
+        elif self._written.members:
+            body = self._members(schema, name)
         else:
-            body = self._json({"type": "object", **(_ANYTHING if schema is None else schema)}, name)
+            body = self._json({"type": "object", **schema}, name)
         self._rules[place] = f"{rule}: {self._text(self._head(name)[skip:])} {body} {self._text(self._written.tail)}"
         return rule
 
-    def _free_members(self, tool: str) -> str:
+    def _free_arguments(self) -> str:
+        """Rule of arguments of any kind. All tools share it: any JSON is a large grammar, and slow to compile."""
+        if not self._free_rule:
+            body = self._free_members() if self._written.members else self._json(_ANYTHING, _ANY_TOOL)
+            self._free_rule = f"free_{len(self._rules)}"
+            self._rules.append(f"{self._free_rule}: {body}")
+        return self._free_rule
+
+    def _free_members(self) -> str:
         """Terms of parameters with any names and values."""
         opens, closes = self._written.members or ("", "")
         before, after = opens.split("%s", 1)
-        texts = self._value_text({}, closes, tool)
+        texts = self._value_text({}, closes, _ANY_TOOL)
         key = f'{self._text(before)} /[^<>"=\\n]{{1,128}}/'
         if "%s" not in after:
             return f"({key} {self._text(after)} {texts}){{0,{_MOST_MEMBERS}}}"
         is_text = f"{self._text(after.replace('%s', 'true'))} {texts}"
-        is_json = f"{self._text(after.replace('%s', 'false'))} {self._json({}, tool)} {self._text(closes)}"
+        is_json = f"{self._text(after.replace('%s', 'false'))} {self._json({}, _ANY_TOOL)} {self._text(closes)}"
         return f"({key} ({is_text} | {is_json})){{0,{_MOST_MEMBERS}}}"
 
     def _members(self, schema: Mapping[str, Any], tool: str) -> str:

@@ -17,5 +17,11 @@ def call_grammar_message(
     held = held_grammar(chat, schemas, strict, token_ids, max_calls=max_calls)
     if held is None:
         return None
-    # gpt-oss writes calls among its thoughts, and control tokens tell them apart.
-    return generation_pb2.CallGrammar(opens=held.opens, grammar=held.grammar, within_thought=chat.tools.is_harmony)
+    return generation_pb2.CallGrammar(
+        opens=held.opens,
+        grammar=held.grammar,
+        # gpt-oss writes calls among its thoughts, and control tokens tell them apart.
+        within_thought=chat.tools.is_harmony,
+        # Without a strict tool the caller asked for no grammar: none is refused for its sake.
+        is_required=any(name in strict for name in schemas),
+    )

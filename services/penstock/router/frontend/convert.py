@@ -193,6 +193,8 @@ def to_template(
         thought=prompt.thought,
         calls=prompt.calls,
     )
+    # Only these may end by LENGTH before their limit (backends/expectations.py).
+    template.may_be_closed = template.HasField("constraint")
     template.config.CopyFrom(request.config)
     if isinstance(request, text_pb2.GenerateTextRequest):
         template.inputs_embeds_before_ids = request.inputs_embeds_before_ids

@@ -46,6 +46,12 @@ ITEMS = {
     },
     "required": ["title", "items"],
 }
+DIGITS = {
+    "type": "object",
+    "properties": {"digits": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}}},
+    "required": ["digits"],
+    "additionalProperties": False,
+}
 TOOL = {
     "write_file": {
         "type": "object",
@@ -88,6 +94,49 @@ def test_an_end_that_the_limit_dictates_is_told() -> None:
     assert (state.is_done, state.is_cut) == (True, False)
 
 
+def list_of_digits(most: int, wanted: str) -> tuple[str, GrammarState]:
+    """Return a list by a model that writes `wanted`, as far as the mask allows, and its state."""
+    state = compiled(schema(DIGITS)).start(EOS, most)
+    text, tokenizer = "", text_tokenizer()
+    while not state.is_done:
+        pieces = {token_id: tokenizer.decode([token_id]) for token_id in allowed(state)}
+        # The token that goes furthest along with it; else one that ends something.
+        fits = [one for one, piece in pieces.items() if piece and wanted.startswith(text + piece)]
+        closes = [one for one, piece in pieces.items() if piece and not piece.strip(" \n]}")]
+        chosen = max(fits or closes, key=lambda one: len(pieces[one]))
+        assert state.advance(chosen)
+        text += pieces[chosen]
+    return text, state
+
+
+def test_a_list_that_ends_since_no_item_has_room_is_told() -> None:
+    wanted = '{"digits": [' + ",".join("7" * 200) + "]}"
+    for most in (60, 100, 200):
+        text, state = list_of_digits(most, wanted)
+        assert 3 < len(json.loads(text)["digits"]) < 200
+        assert state.is_cut
+
+
+def test_a_list_that_the_model_ends_before_is_its_own() -> None:
+    wanted = '{"digits": [7,7,7]}'
+    text, state = list_of_digits(100, wanted)
+    assert (text, state.is_cut) == (wanted, False)
+
+
+def test_an_object_with_all_of_its_keys_is_the_models_own_up_to_the_limit() -> None:
+    document = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    grammar = compiled(schema(document))
+    ids = ids_of('{"a": true, "b": false}')
+    state = grammar.start(EOS, len(ids) + 4)
+    assert all(state.advance(token_id) for token_id in ids)
+    assert (state.is_done, state.is_cut) == (True, False)
+
+
 def test_a_limit_without_room_for_any_end_cuts_as_before() -> None:
     grammar = compiled(schema(ITEMS))
     for most in (1, 4, 8):
@@ -96,6 +145,16 @@ def test_a_limit_without_room_for_any_end_cuts_as_before() -> None:
             assert allowed(state) == allowed(free)
             assert state.advance(token_id)
             assert free.advance(token_id)
+
+
+def test_a_grammar_that_the_limit_cuts_is_never_narrower() -> None:
+    grammar = compiled(schema(DIGITS))
+    state, free = grammar.cut_by_limit().start(EOS, 30), grammar.start(EOS)
+    for token_id in ids_of('{"digits": [' + "7," * 40)[:30]:
+        assert allowed(state) == allowed(free)
+        assert state.advance(token_id)
+        assert free.advance(token_id)
+    assert not state.is_cut
 
 
 def test_until_little_is_left_the_mask_is_the_grammars() -> None:

@@ -77,6 +77,17 @@ def drawn(name: str, seed: int, *strict: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_tools_without_strict_share_one_grammar_of_any_arguments(name: str) -> None:
+    chat = choose_format("", name, "none")
+    schemas = {f"tool_{number}": SCHEMAS["get_weather"] for number in range(100)}
+    made = held_grammar(chat, schemas, (), {}, max_calls=3)
+    assert made is not None
+    # Any JSON takes a second to compile, and for each tool again.
+    assert made.grammar.count("%json") + made.grammar.count("%text") <= 2
+    assert compiled(lark(made.grammar))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_call_that_begins_is_a_call_of_a_tool_and_obeys_a_strict_one(name: str) -> None:
     for seed in range(2):
         text, calls = calls_of(name, drawn(name, seed, "get_weather", "get"))
