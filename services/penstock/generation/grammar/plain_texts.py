@@ -1,7 +1,8 @@
 """Texts outside JSON, as some formats of tool calls write them: Lark terminals of a schema's text and what ends it.
 
-The router's grammars hold `TEXT_3: %text {…}` with the text's schema. Its member `x-end` is the text behind it, which
-the text itself never contains.
+The router's grammars have a rule of any text for each, with its schema in a comment: `text_3: /(?s:.*)/ // %text {…}`.
+Its member `x-end` is the text behind it, which the text itself never contains. Services from before these schemas read
+the rule.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ _BOUNDS = JsonBounds()
 _MAX_LABEL = 80
 # A schema in Lark text.
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
-# The terminal of a text outside JSON, on a line of its own; no quoted text has a line break.
-_PLAIN_TEXT = re.compile(r"^(TEXT_[0-9]+: )%text (?=\{)", re.MULTILINE)
+# The rule of a text outside JSON, on a line of its own; no quoted text has a line break.
+_PLAIN_TEXT = re.compile(r"^text_([0-9]+)(?:\[suffix=[^\n]*\])?: /\(\?s:\.\*\)/ // %text (?=\{)", re.MULTILINE)
 _CONTROL = re.compile("[\x7f-\x9f]")
 
 
@@ -123,7 +123,7 @@ def _with_plain_texts(lark: str, bounds: JsonBounds) -> str:
     """Return Lark text with terminals in place of schemas of plain texts. Raises Untranslatable."""
     made, end = [], 0
     while (found := _PLAIN_TEXT.search(lark, end)) is not None:
-        made += [lark[end : found.start()], found[1]]
+        made += [lark[end : found.start()], f"text_{found[1]}: TEXT_{found[1]}\nTEXT_{found[1]}: "]
         try:
             schema, end = read_json_at(lark, found.end())
         except (ValueError, RecursionError):

@@ -303,11 +303,15 @@ class _Grammar:
         return rule
 
     def _value_text(self, words: Mapping[str, Any], closes: str, origin: str) -> str:
-        """Terms of a text that is a value, with keywords of its schema, up to and including `closes`."""
-        name = f"TEXT_{len(self._rules)}"
+        """Terms of a text that is a value, with keywords of its schema, up to and including `closes`.
+
+        The schema stands in a comment: to a generation service that is older, the rule is any text.
+        """
+        name = f"text_{len(self._rules)}"
         ends_by_token = self._is_token_first(closes)
         schema = {**words, **({} if ends_by_token else {"x-end": closes}), "$comment": f"tool {origin}"}
-        self._rules.append(f"{name}: %text {json.dumps(schema, ensure_ascii=True)}")
+        rule = name if ends_by_token else f"{name}[suffix={_literal(closes)}]"
+        self._rules.append(f"{rule}: /(?s:.*)/ // %text {json.dumps(schema, ensure_ascii=True)}")
         return f"{name} {self._text(closes)}" if ends_by_token else name
 
     def _is_token_first(self, text: str) -> bool:

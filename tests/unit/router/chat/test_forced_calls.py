@@ -19,6 +19,7 @@ from factories.engine.grammars import (
     regex,
     text_tokenizer,
 )
+from llguidance import LLMatcher
 from penstock.generation.grammar.spec import ConstraintKind
 from penstock.generation.grammar.translate import Untranslatable, to_lark
 from penstock.router.chat.chat_output import make_parser
@@ -252,3 +253,14 @@ def test_name_and_schema_cannot_break_out_of_the_grammar() -> None:
     for format_name in ("hermes", "qwen3_coder"):
         grammar = compiled(lark(grammar_of(format_name, {name: schema})))
         assert not accepts(grammar, "x")
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_service_that_knows_no_schemas_of_texts_takes_the_grammar_as_any_text(name: str) -> None:
+    text = {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}
+    schemas = {"note": {"type": "object", "properties": {"text": text}, "required": ["text"]}}
+    grammar = grammar_of(name, schemas)
+    assert "%text" in grammar
+    # What such a service gives to llguidance; the schemas stand in comments there.
+    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
+    assert "%text" not in to_lark(ConstraintKind.GRAMMAR, grammar, ())
