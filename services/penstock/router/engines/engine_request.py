@@ -89,6 +89,8 @@ def resolve_request(message: generation_pb2.GenerateRequest, model: EngineModel)
     if params.mode is not PLAIN and _mode_field(options, model) is None:
         warnings = (*warnings, "this backend makes its own drafts: options of drafts have no effect")
         params = dataclasses.replace(params, mode=PLAIN)
+    if options.calls is not None and options.calls.is_required and options.holds_calls:
+        warnings = (*warnings, "this backend holds no calls to their schemas: `strict` of tools has no effect")
     return EngineRequest(
         options,
         params,

@@ -64,6 +64,15 @@ def test_what_was_sent_before_is_part_of_the_prompt() -> None:
     assert (message.sampling_params.max_new_tokens, message.sampling_params.min_new_tokens) == (8, 0)
 
 
+def test_strict_tools_that_nothing_holds_there_are_told() -> None:
+    calls = generation_pb2.CallGrammar(opens=["<tool_call>"], grammar='start: "a"')
+    assert resolved(calls=calls).warnings == resolved().warnings
+    calls.is_required = True
+    request = resolved(calls=calls)
+    assert CODEC.lacks(request) is None
+    assert any("strict" in warning for warning in request.warnings)
+
+
 def test_a_seed_that_was_asked_for_is_refused_and_the_routers_own_is_not() -> None:
     assert CODEC.lacks(resolved(config={"do_sample": True})) is None
     found = CODEC.lacks(resolved(config={"do_sample": True, "seed": 4}))
