@@ -160,12 +160,14 @@ class GenerationMetrics:
         read: Callable[[], EngineFigures],
         block_bytes: int = 0,
         read_states: Callable[[], StateFigures] = StateFigures,
+        group_names: Sequence[str] = (),
     ) -> None:
         """Take the engine's own figures from `read`, callable from any thread, as `read_states` is; `block_bytes` of
-        one block."""
+        one block; `group_names` of the model's groups of layers."""
         self._engine.read = read
         self._engine.block_bytes = block_bytes
         self._engine.read_states = read_states
+        self._engine.group_names = tuple(group_names)
 
     def read_adapters(
         self, read: Callable[[], AdapterFigures], read_infos: Callable[[], Sequence[AdapterInfo]]
@@ -238,6 +240,8 @@ class EngineCollector(Collector):
         # Bytes of one KV block.
         self.block_bytes = 0
         self.read_states: Callable[[], StateFigures] = StateFigures
+        # CacheGroup.name of each group of layers.
+        self.group_names: tuple[str, ...] = ()
         self._labels = labels
         registry.register(self)
 
@@ -250,6 +254,7 @@ class EngineCollector(Collector):
         yield self._gauge("num_sequences_running", "Sequences being computed.", load.running_sequences)
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 means all.", usage)
         yield self._gauge("kv_cache_blocks", "KV blocks of the pool.", load.kv_blocks_total)
+        yield self._by_group(load)
         states = self.read_states()
         yield self._gauge("state_slots", "Room for states of recurrent layers, in states.", states.slots)
         yield self._gauge("state_slots_used", "States that sequences hold.", states.used)
@@ -286,6 +291,15 @@ class EngineCollector(Collector):
             "adapter_evictions", "Idle LoRA adapters evicted from memory for others.", adapters.evictions
         )
         yield self._by_adapter()
+
+    def _by_group(self, load: EngineLoad) -> Metric:
+        words = "KV blocks in use by what their layers read: all, window_N or chunk_N."
+        family = GaugeMetricFamily("penstock_kv_cache_group_blocks_used", words, labels=[*self._labels, "layers"])
+        # Kernels that read whole tiles may tell windows of one length apart.
+        for name in dict.fromkeys(self.group_names):
+            pairs = zip(self.group_names, load.group_blocks_used, strict=False)
+            family.add_metric([*self._labels.values(), name], sum(used for one, used in pairs if one == name))
+        return family
 
     def _by_adapter(self) -> Metric:
         # One label for each known adapter: its series ends when it is unloaded, and --max-known-adapters bounds their

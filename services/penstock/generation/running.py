@@ -114,6 +114,7 @@ class RunningEngine:
             lambda: EngineFigures(loop.load, stats, loop.step_in_progress),
             loaded.pools.kv.bytes_per_block,
             partial(_states, loaded.pools.kv.states),
+            [group.name for group in loaded.engine.config.block_groups],
         )
         if self._trace is not None:
             self._trace.start()

@@ -32,6 +32,7 @@ class Load(_message.Message):
     KV_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_USED_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_EVICTABLE_FIELD_NUMBER: _builtins.int
+    GROUP_BLOCKS_USED_FIELD_NUMBER: _builtins.int
     PENDING_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
@@ -83,6 +84,10 @@ class Load(_message.Message):
     adapter.
     """
     @_builtins.property
+    def group_blocks_used(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Used ones of each group of layers, in the order of KvGeometry.groups."""
+
+    @_builtins.property
     def pace(self) -> Global___Pace: ...
     def __init__(
         self,
@@ -94,6 +99,7 @@ class Load(_message.Message):
         kv_blocks_free: _builtins.int = ...,
         kv_blocks_used: _builtins.int = ...,
         kv_blocks_evictable: _builtins.int = ...,
+        group_blocks_used: _abc.Iterable[_builtins.int] | None = ...,
         pending_prompt_tokens: _builtins.int = ...,
         step: _builtins.int = ...,
         draining: _builtins.bool = ...,
@@ -113,7 +119,7 @@ class Load(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds", "pace", b"pace", "step_seconds", b"step_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds", "adapters_version", b"adapters_version", "draining", b"draining", "host_blocks_evictable", b"host_blocks_evictable", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "pace", b"pace", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "swapped_requests", b"swapped_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds", "adapters_version", b"adapters_version", "draining", b"draining", "group_blocks_used", b"group_blocks_used", "host_blocks_evictable", b"host_blocks_evictable", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "pace", b"pace", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "swapped_requests", b"swapped_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step_seconds: _TypeAlias = _typing.Literal["step_seconds"]  # noqa: Y015
     _WhichOneofArgType__step_seconds: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds"]  # noqa: Y015

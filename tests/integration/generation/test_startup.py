@@ -26,7 +26,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.startup.batch_tuning import BatchTuning
 from penstock.serving.server import RunningServer
 from penstock.v1 import common_pb2, config_pb2, generation_pb2, model_pb2
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from safetensors.torch import load_file
 
 
@@ -386,3 +386,6 @@ async def test_groups_of_layers_are_named_and_can_be_turned_off(tmp_path: Path) 
             outcome = await client.generate(request([1] * 30, config={"max_new_tokens": 20}))
             assert outcome.error is None
             assert client.running.service.status_lines()
+            scraped = generate_latest(client.running.registry).decode()
+            names = re.findall(r'penstock_kv_cache_group_blocks_used\{layers="(\w+)"', scraped)
+            assert sorted(names) == (["all", "window_9"] if grouped else ["all"])

@@ -12,10 +12,12 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from factories.models.checkpoints import tiny_checkpoint
 from factories.servers.generation import Client, generation_service, request, text_checkpoint
 from penstock.common.errors import from_rpc_error
 from penstock.engines import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from penstock.engines.vllm_engine_pb2 import SamplingParams
+from penstock.v1 import model_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = list(range(5, 25))
@@ -168,6 +170,15 @@ async def test_the_process_describes_itself(client: Client, folder: Path) -> Non
         vllm_engine_pb2.EmbedRequest(tokenized=vllm_engine_pb2.TokenizedInput(input_ids=PROMPT))
     )
     assert len(embedded.embedding) == embedded.embedding_dim > 0
+
+
+async def test_the_room_of_a_model_with_groups_of_layers_counts_each_token_once(tmp_path: Path) -> None:
+    async with generation_service(tiny_checkpoint(tmp_path, "gemma3_text"), vllm_engine=True) as grouped:
+        kv = (await grouped.model.GetModelInfo(model_pb2.GetModelInfoRequest())).kv
+        bundle = sum(group.num_blocks for group in kv.groups)
+        assert bundle > 1
+        load = (await stub_of(grouped).GetLoads(vllm_engine_pb2.GetLoadsRequest())).loads[0]
+        assert load.max_total_num_tokens == kv.num_blocks // bundle * kv.block_size
 
 
 async def test_its_tokenizer_comes_whole(client: Client, folder: Path) -> None:

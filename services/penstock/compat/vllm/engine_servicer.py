@@ -162,6 +162,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Return the engine's load."""
         core = self._lifecycle.loaded()
         load, block = core.loop.load, core.loaded.pools.kv.block_size
+        # All layers keep a block of tokens in that many.
+        bundle = core.loaded.engine.config.bundle_blocks
         window = core.loaded.engine.config.max_running_sequences
         # Requests in preparation wait, too.
         waiting = load.waiting_requests + core.hub.num_prepared
@@ -175,8 +177,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     num_running_reqs=load.running_requests,
                     num_waiting_reqs=waiting,
                     num_total_reqs=load.running_requests + waiting,
-                    num_used_tokens=load.kv_blocks_used * block,
-                    max_total_num_tokens=load.kv_blocks_total * block,
+                    num_used_tokens=load.kv_blocks_used // bundle * block,
+                    max_total_num_tokens=load.kv_blocks_total // bundle * block,
                     token_usage=load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0,
                     gen_throughput=speed if math.isfinite(speed) else 0.0,
                     cache_hit_rate=_share(core),

@@ -32,6 +32,11 @@ class CacheGroup:
             raise ValueError("a group has a window or chunks, not both")
 
     @property
+    def name(self) -> str:
+        """Name by what its rows read: `all`, `window_512` or `chunk_8192`."""
+        return f"window_{self.window}" if self.window else f"chunk_{self.chunk}" if self.chunk else "all"
+
+    @property
     def span(self) -> int:
         """Most positions that a row reads, its own included; 0: there is no bound, and no block is ever behind it."""
         return self.window + self.align - 1 if self.window else self.chunk

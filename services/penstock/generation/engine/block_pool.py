@@ -79,9 +79,10 @@ class BlockPool:
         """Number of unused blocks that hold a reusable prefix."""
         return self._num_evictable
 
-    def used_by(self, group: int) -> int:
-        """Number of blocks that sequences hold for a group of layers."""
-        return self._used[group]
+    @property
+    def used_by_group(self) -> tuple[int, ...]:
+        """Number of blocks that sequences hold for each group of layers."""
+        return tuple(self._used)
 
     def bundle(self, block: int) -> tuple[int, ...]:
         """Blocks of the bundle that begins with `block`."""

@@ -365,6 +365,7 @@ class Engine:
             kv_blocks_free=pool.num_free - pool.num_evictable,
             kv_blocks_used=pool.num_used,
             kv_blocks_evictable=pool.num_evictable,
+            group_blocks_used=pool.used_by_group,
             pending_prompt_tokens=waiting.prompt_tokens + sum(group.pending_prompt_tokens for group in running),
             step=self.stats.steps,
             pace=self._pace(running_sequences),

@@ -104,6 +104,8 @@ class EngineLoad(NamedTuple):
     kv_blocks_free: int = 0
     kv_blocks_used: int = 0
     kv_blocks_evictable: int = 0
+    # Used ones, of each group of layers.
+    group_blocks_used: tuple[int, ...] = ()
     pending_prompt_tokens: int = 0
     step: int = 0
     # Speed, and the tokens that wait.

@@ -172,7 +172,9 @@ class Backend:
         self, channel: Channel, connection: BackendConnection, info: model_pb2.GetModelInfoResponse
     ) -> None:
         """Carry requests over a connection until the first of its streams ends. Raises LinkLost."""
-        blocks = info.kv.num_blocks or self._config.max_known_blocks
+        # Blocks of tokens: each group of layers has some for the same tokens.
+        bundle = sum(group.num_blocks for group in info.kv.groups) or 1
+        blocks = info.kv.num_blocks // bundle or self._config.max_known_blocks
         self._prefixes = PrefixIndex(min(blocks, self._config.max_known_blocks))
         call = await connection.open_session()
         session = BackendSession(

@@ -24,7 +24,7 @@ def test_a_bundle_is_one_block_to_its_holders_and_several_to_the_pool() -> None:
     one, three = pool.allocate(0), pool.allocate(1)
     assert (pool.width(one), pool.width(three)) == (1, 3)
     assert pool.bundle(three)[0] == three
-    assert (pool.num_used, pool.num_free, pool.used_by(0), pool.used_by(1)) == (4, 3, 1, 3)
+    assert (pool.num_used, pool.num_free, pool.used_by_group) == (4, 3, (1, 3))
     within = pool.bundle(three)[1]
     assert (pool.ref_count(within), pool.num_holders(within)) == (0, 1)
     pool.check_integrity()
