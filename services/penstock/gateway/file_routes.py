@@ -53,7 +53,7 @@ def asking_jobs() -> Iterator[None]:
 async def create_file(call: HttpCall) -> Answer:
     """Keep an uploaded file. Raises PenstockError; then nothing of it is kept."""
     jobs = jobs_of(call)
-    with asking_jobs(), jobs.uploading():
+    with asking_jobs(), jobs.uploading(call.owner):
         form = FileUpload(call.content_type)
         record = await jobs.files.begin(call.owner)
         try:
@@ -143,8 +143,13 @@ async def list_files(call: HttpCall) -> Answer:
 
 
 def query_of(call: HttpCall) -> dict[str, str]:
-    """Return the parameters of a call's URL; of several with one name the last."""
-    return {name: values[-1] for name, values in parse_qs(call.query).items()}
+    """Return the parameters of a call's URL; of several with one name the last. Raises InvalidArgument."""
+    asked = {name: values[-1] for name, values in parse_qs(call.query).items()}
+    for name, value in asked.items():
+        if "\0" in value:
+            # No database of texts has it.
+            raise InvalidArgument(name[:64], "must not have a zero character")
+    return asked
 
 
 def limit_of(asked: dict[str, str], default: int, most: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -25,7 +26,8 @@ class Jobs:
         """Make them; nothing is open yet. Raises StartupError naming --job-store."""
         self._options = options
         self._database = _open_database(options)
-        self._uploads, self._made_at = 0, time.time()
+        self._uploads, self._made_at = Counter[str](), time.time()
+        self._max_uploads_of_owner = max(1, int(options.files_share * options.max_uploads))
         self.files = FileStore(self._database, options)
         self.batches = BatchStore(self._database, self.files, options)
 
@@ -67,17 +69,21 @@ class Jobs:
         await self._database.close()
 
     @contextmanager
-    def uploading(self) -> Iterator[None]:
-        """Hold a place for an upload during the block. Raises HttpError 429."""
-        if self._uploads >= self._options.max_uploads:
+    def uploading(self, owner: str) -> Iterator[None]:
+        """Hold a place for an upload of a caller during the block. Raises HttpError 429."""
+        has_most = self._uploads[owner] >= self._max_uploads_of_owner
+        if has_most or self._uploads.total() >= self._options.max_uploads:
+            flag = "--files-share of --max-uploads" if has_most else "--max-uploads"
             raise HttpError(
-                429, "other files arrive at this moment (--max-uploads)", reason="MAX_REQUESTS", retry_after_seconds=1.0
+                429, f"other files arrive at this moment ({flag})", reason="MAX_REQUESTS", retry_after_seconds=1.0
             )
-        self._uploads += 1
+        self._uploads[owner] += 1
         try:
             yield
         finally:
-            self._uploads -= 1
+            self._uploads[owner] -= 1
+            if not self._uploads[owner]:
+                del self._uploads[owner]
 
 
 def _open_database(options: JobOptions) -> JobDatabase:

@@ -32,7 +32,8 @@ _LATER = frozenset(
 # An operator ended it.
 _FINAL = frozenset(("ABORTED",))
 # Reasons of RESOURCE_EXHAUSTED that a wait cures.
-_FULL = frozenset(("QUEUE_FULL", "OVERLOADED", "TOO_MANY_RPCS", "TOO_MANY_SEQUENCES", "ADAPTER_MEMORY_FULL"))
+_FULL = frozenset(("QUEUE_FULL", "OVERLOADED", "TOO_MANY_RPCS", "TOO_MANY_SEQUENCES", "MODEL_SLOTS_FULL"))
+_FULL |= {"ADAPTER_MEMORY_FULL", "ADAPTER_SLOTS_FULL", "ADAPTER_LOADS_FULL"}
 # Endpoints with a cache of prefixes; characters of a caller's digest that keep it apart.
 _SALTED = frozenset(ENDPOINTS) - {"/v1/embeddings"}
 _SALT_CHARS = 32

@@ -41,6 +41,14 @@ class LineOutcome:
     body: bytes | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """Pause of one batch. `until`: a time of time.monotonic()."""
+
+    seconds: float
+    until: float
+
+
 # Sends a line's bytes to its endpoint.
 Answerer = Callable[[TakenLine, bytes], Awaitable[LineOutcome]]
 
@@ -68,8 +76,8 @@ class BatchRunner:
         self._holder = secrets.token_hex(8)
         self._wake = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], TakenLine] = {}
-        self._pause_seconds = 0.0
-        self._paused_until = 0.0
+        # By batch: its last answer was "later".
+        self._pauses: dict[str, _Pause] = {}
         # Times of time.monotonic(); 0: at once.
         self._next_poll = self._next_renewal = self._next_sweep = 0.0
         self._is_asked = False
@@ -135,6 +143,11 @@ class BatchRunner:
         for task, line in self._tasks.items():
             if line.batch_id in ended:
                 task.cancel()
+        # Those of batches that another gateway ended go some time after their end.
+        old = time.monotonic() - _LONGEST_PAUSE_SECONDS
+        self._pauses = {
+            batch_id: pause for batch_id, pause in self._pauses.items() if batch_id not in ended and pause.until > old
+        }
 
     # Validation.
 
@@ -189,13 +202,13 @@ class BatchRunner:
 
     async def _take(self) -> None:
         free = self._options.job_requests - len(self._tasks)
-        if free <= 0 or time.monotonic() < self._paused_until:
+        if free <= 0:
             return
-        if self._pause_seconds:
-            # One at a time until an answer comes: the others would only be refused, too.
-            free = min(free, 1)
         in_flight = Counter(line.owner for line in self._tasks.values())
-        for line in await self._batches.take(self._holder, free, in_flight):
+        now = time.monotonic()
+        # One at a time until an answer comes: the others of the batch would probably be refused, too.
+        room = {batch_id: int(now >= pause.until) for batch_id, pause in self._pauses.items()}
+        for line in await self._batches.take(self._holder, free, in_flight, room):
             task = asyncio.create_task(self._run_line(line))
             self._tasks[task] = line
             task.add_done_callback(self._line_is_over)
@@ -209,11 +222,12 @@ class BatchRunner:
             data = await self._files.read(line.input_file, line.place, line.num_bytes)
             outcome = await self._answer(line, data)
             if outcome.body is None:
-                self._pause()
+                # Its model alone may be away: the batch's other lines come first.
+                rest = self._pause(line.batch_id)
                 self._count("retried")
-                await self._batches.release(line, self._holder)
+                await self._batches.release(line, self._holder, rest)
                 return
-            self._pause_seconds = self._paused_until = 0.0
+            self._pauses.pop(line.batch_id, None)
             has_failed = outcome.status != 200
             answer = answered_line(line.custom_id, outcome.status, outcome.request_id, outcome.body)
             is_kept = await self._batches.answer(line, answer, has_failed=has_failed)
@@ -221,11 +235,13 @@ class BatchRunner:
         except JobStoreFailed as error:
             # Its lease ends, and it is answered again.
             _log.error("a line's answer was not kept", batch=line.batch_id, error=str(error))
-            self._pause()
+            self._pause(line.batch_id)
             self._count("retried")
 
-    def _pause(self) -> None:
-        now = time.monotonic()
-        if now >= self._paused_until:
-            self._pause_seconds = min(max(2 * self._pause_seconds, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
-            self._paused_until = now + self._pause_seconds
+    def _pause(self, batch_id: str) -> float:
+        """Let a batch's next lines wait, longer than the last time; return the seconds."""
+        now, last = time.monotonic(), self._pauses.get(batch_id, _Pause(0.0, 0.0))
+        if now >= last.until:
+            seconds = min(max(2 * last.seconds, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+            last = self._pauses[batch_id] = _Pause(seconds, now + seconds)
+        return last.seconds

@@ -23,6 +23,7 @@ from penstock.jobs.job_records import (
     LineState,
     NewLine,
     TakenLine,
+    is_id,
     new_batch_id,
     new_file_id,
 )
@@ -55,7 +56,10 @@ class BatchStore:
     async def create(
         self, owner: str, *, input_file: str, endpoint: str, window: str, seconds: float, metadata: Mapping[str, str]
     ) -> BatchRecord:
-        """Make a batch of a file. Raises NotFound, InvalidArgument, and ResourceExhausted BATCHES_FULL."""
+        """Make a batch of a file.
+
+        Raises NotFound, InvalidArgument, and ResourceExhausted: BATCHES_FULL, or FILES_FULL without room for its files.
+        """
         now, options = self._clock(), self._options
         batch_id = new_batch_id()
 
@@ -75,6 +79,9 @@ class BatchStore:
                         reason="BATCHES_FULL",
                         retry_after_seconds=_RETRY_SECONDS,
                     )
+            # Of its answers and of its errors.
+            self._files.check_room(rows, owner, 2, 0)
+            self._forget_old(rows, owner)
             rows.change(
                 f"INSERT INTO batches ({_FIELDS}, answer_bytes, holder, held_until) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL, 0, 0, 0, NULL, NULL, ?, '[]', 0, NULL, 0)",
@@ -84,6 +91,17 @@ class BatchStore:
             return _find(rows, batch_id)
 
         return await self._database.run(work)
+
+    def _forget_old(self, rows: Rows, owner: str) -> None:
+        """Remove the oldest batches that ended and have no files any more, where there are as many as files may be."""
+        for where, values, one in (("owner = ?", (owner,), owner), ("ended IS NOT NULL", (), None)):
+            ((count,),) = rows.all(f"SELECT count(*) FROM batches WHERE {where}", *values)
+            if count >= self._files.most_of(one):
+                rows.change(
+                    f"DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE {where} AND ended IS NOT NULL AND "
+                    "NOT EXISTS (SELECT 1 FROM files WHERE batch = batches.id) ORDER BY created LIMIT ?)",
+                    *(*values, _REMOVED_AT_ONCE),
+                )
 
     async def get(self, owner: str, batch_id: str) -> BatchRecord:
         """Return a caller's batch. Raises NotFound."""
@@ -98,7 +116,8 @@ class BatchStore:
         def work(rows: Rows) -> tuple[list[BatchRecord], bool]:
             clause, values = "", [owner]
             if after is not None:
-                start = rows.all("SELECT created, id FROM batches WHERE id = ? AND owner = ?", after, owner)
+                known = after if is_id(after) else ""
+                start = rows.all("SELECT created, id FROM batches WHERE id = ? AND owner = ?", known, owner)
                 if not start:
                     raise InvalidArgument("after", "must be the id of one of the caller's batches")
                 clause = " AND (created, id) < (?, ?)"
@@ -188,8 +207,13 @@ class BatchStore:
 
         await self._database.run(work)
 
-    async def take(self, holder: str, count: int, in_flight: Mapping[str, int]) -> list[TakenLine]:
-        """Take up to `count` lines, in turns between callers: first for those with the fewest `in_flight`."""
+    async def take(
+        self, holder: str, count: int, in_flight: Mapping[str, int], room: Mapping[str, int] | None = None
+    ) -> list[TakenLine]:
+        """Take up to `count` lines, in turns between callers: first for those with the fewest `in_flight`.
+
+        `room`: the most lines of each batch that has a bound now.
+        """
         now = self._clock()
 
         def work(rows: Rows) -> list[TakenLine]:
@@ -206,13 +230,14 @@ class BatchStore:
                 # Equal parts of what is left, so that few queries do for many lines.
                 most = max(1, (count - len(found)) // len(live))
                 batch_id, endpoint, file_id = live[owner][0]
-                lines = self._claim(rows, batch_id, holder, most)
+                bound = room.get(batch_id) if room else None
+                lines = self._claim(rows, batch_id, holder, most if bound is None else min(bound, most))
                 found += [
                     TakenLine(batch_id, owner, endpoint, number, custom_id, file_id, place, size)
                     for number, custom_id, place, size in lines
                 ]
                 having[owner] += len(lines)
-                if len(lines) < most:
+                if bound is not None or len(lines) < most:
                     live[owner].pop(0)
                     if not live[owner]:
                         del live[owner]
@@ -221,15 +246,19 @@ class BatchStore:
         return await self._database.run(work)
 
     def _claim(self, rows: Rows, batch_id: str, holder: str, most: int) -> list[tuple[Any, ...]]:
-        """Take lines of a batch: those that wait, then those with a lease that has ended."""
+        """Take lines of a batch: those that wait, then those with a lease that has ended.
+
+        What was given back comes after what was never tried.
+        """
         now, found = self._clock(), list[tuple[Any, ...]]()
         # One state at a time: by the index both cost the same, however many lines have answers.
         for state in (LineState.WAITING, LineState.TAKEN):
             if len(found) < most:
                 found += rows.all(
                     "UPDATE lines SET state = 1, holder = ?, held_until = ? WHERE batch = ? AND number IN (SELECT "
-                    "number FROM lines WHERE batch = ? AND state = ? AND held_until < ? "
-                    f"ORDER BY number LIMIT ?{self._database.skip_claimed}) RETURNING number, custom_id, place, bytes",
+                    "number FROM lines WHERE batch = ? AND state = ? AND held_until <= ? "
+                    f"ORDER BY held_until, number LIMIT ?{self._database.skip_claimed}) "
+                    "RETURNING number, custom_id, place, bytes",
                     *(holder, now + self._options.job_lease_seconds, batch_id, batch_id, state, now),
                     most - len(found),
                 )
@@ -258,13 +287,14 @@ class BatchStore:
 
         await self._database.run(work)
 
-    async def release(self, line: TakenLine, holder: str) -> None:
-        """Give back a line that is to be answered later."""
+    async def release(self, line: TakenLine, holder: str, rest_seconds: float) -> None:
+        """Give back a line that is to be answered later: nobody takes it within `rest_seconds`."""
+        until = self._clock() + rest_seconds
         await self._database.run(
             lambda rows: rows.change(
-                "UPDATE lines SET state = 0, holder = NULL, held_until = 0 "
+                "UPDATE lines SET state = 0, holder = NULL, held_until = ? "
                 "WHERE batch = ? AND number = ? AND state = 1 AND holder = ?",
-                *(line.batch_id, line.number, holder),
+                *(until, line.batch_id, line.number, holder),
             )
         )
 
@@ -379,7 +409,7 @@ class BatchStore:
 
 
 def _find(rows: Rows, batch_id: str, owner: str | None = None) -> BatchRecord:
-    found = rows.all(f"SELECT {_FIELDS} FROM batches WHERE id = ?", batch_id)
+    found = rows.all(f"SELECT {_FIELDS} FROM batches WHERE id = ?", batch_id if is_id(batch_id) else "")
     if not found or (owner is not None and found[0][1] != owner):
         raise NotFound(
             f"no batch {batch_id[:64]!r} of this caller: never made, or ended too long ago", reason="BATCH_NOT_FOUND"

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from penstock.jobs.job_database import JobDatabase, Rows
 from penstock.jobs.job_options import JobOptions
-from penstock.jobs.job_records import LIVE, FileRecord, LineState, new_file_id
+from penstock.jobs.job_records import LIVE, FileRecord, LineState, is_id, new_file_id
 
 # Bytes of one chunk, and of the answers that one query reads.
 CHUNK_BYTES = 256 << 10
@@ -39,7 +39,7 @@ class FileStore:
         record = FileRecord(new_file_id(), owner, "", "", 0, now, now + self._options.file_seconds)
 
         def work(rows: Rows) -> None:
-            self._check_room(rows, owner, 1, 0)
+            self.check_room(rows, owner, 1, 0)
             rows.change(
                 "INSERT INTO files VALUES (?, ?, '', '', 0, ?, ?, 0, NULL, NULL)",
                 *(record.file_id, owner, record.created, record.expires),
@@ -60,7 +60,7 @@ class FileStore:
             )
 
         def work(rows: Rows) -> None:
-            self._check_room(rows, record.owner, 0, len(data))
+            self.check_room(rows, record.owner, 0, len(data))
             rows.change("INSERT INTO chunks VALUES (?, ?, ?)", record.file_id, place, data)
             rows.change("UPDATE files SET bytes = ? WHERE id = ?", place + len(data), record.file_id)
 
@@ -91,7 +91,7 @@ class FileStore:
         """Return a caller's file, within a transaction. Raises NotFound naming the field."""
         found = rows.all(
             f"SELECT {_FIELDS} FROM files WHERE id = ? AND owner = ? AND is_whole = 1 AND expires >= ?",
-            *(file_id, owner, self._clock()),
+            *(file_id if is_id(file_id) else "", owner, self._clock()),
         )
         if not found:
             raise NotFound(
@@ -113,7 +113,8 @@ class FileStore:
                 clause += " AND purpose = ?"
                 values.append(purpose)
             if after is not None:
-                start = rows.all("SELECT created, id FROM files WHERE id = ? AND owner = ?", after, owner)
+                known = after if is_id(after) else ""
+                start = rows.all("SELECT created, id FROM files WHERE id = ? AND owner = ?", known, owner)
                 if not start:
                     raise InvalidArgument("after", "must be the id of one of the caller's files")
                 clause += f" AND (created, id) {sign} (?, ?)"
@@ -185,7 +186,12 @@ class FileStore:
         )
         return int(count), int(size) + int(more)
 
-    def _check_room(self, rows: Rows, owner: str, files: int, num_bytes: int) -> None:
+    def most_of(self, owner: str | None) -> int:
+        """Return the most files of one caller; None: of all."""
+        return self._most[0][0] if owner is None else self._most_of_owner[0]
+
+    def check_room(self, rows: Rows, owner: str, files: int, num_bytes: int) -> None:
+        """Raise ResourceExhausted FILES_FULL unless a caller may have this much more."""
         for one in (None, owner):
             used = self.used(rows, one)
             for number, more in enumerate((files, num_bytes)):
@@ -246,4 +252,4 @@ def remove_file(rows: Rows, record: FileRecord) -> None:
     if record.batch_id is None:
         rows.change("DELETE FROM chunks WHERE file = ?", record.file_id)
     else:
-        rows.change("UPDATE lines SET answer = NULL WHERE batch = ? AND state = ?", record.batch_id, record.state)
+        rows.change("DELETE FROM lines WHERE batch = ? AND state = ?", record.batch_id, record.state)

@@ -17,6 +17,7 @@ SCHEMA = (
         created DOUBLE PRECISION NOT NULL, expires DOUBLE PRECISION NOT NULL, is_whole INTEGER NOT NULL,
         batch TEXT, state INTEGER)""",
     "CREATE INDEX IF NOT EXISTS files_of_owner ON files (owner, created, id)",
+    "CREATE INDEX IF NOT EXISTS files_of_batch ON files (batch)",
     """CREATE TABLE IF NOT EXISTS chunks (
         file TEXT NOT NULL, place BIGINT NOT NULL, data BYTEA NOT NULL, PRIMARY KEY (file, place))""",
     """CREATE TABLE IF NOT EXISTS batches (
@@ -33,6 +34,7 @@ SCHEMA = (
         bytes INTEGER NOT NULL, state INTEGER NOT NULL, holder TEXT, held_until DOUBLE PRECISION NOT NULL,
         answer BYTEA, PRIMARY KEY (batch, number), UNIQUE (batch, custom_id))""",
     "CREATE INDEX IF NOT EXISTS lines_by_state ON lines (batch, state, number)",
+    "CREATE INDEX IF NOT EXISTS lines_in_turn ON lines (batch, state, held_until, number)",
     "CREATE INDEX IF NOT EXISTS lines_of_holder ON lines (holder)",
 )
 

@@ -37,8 +37,8 @@ class JobOptions:
     max_files: int = option(10_000, "Files of all callers together.", group=JOBS, minimum=1)
     files_share: float = option(
         0.5,
-        "Share of --max-files, --max-files-bytes and --max-batches that one caller may have. Callers are told apart by "
-        "their authorization header.",
+        "Share of --max-files, --max-files-bytes, --max-batches and --max-uploads that one caller may have. Callers "
+        "are told apart by their authorization header.",
         group=JOBS,
         minimum=0.01,
         maximum=1.0,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
 # Endpoints that a batch may call.
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+
+_ID = re.compile("(file-|batch_)[0-9a-f]{24}")
 
 
 class BatchState(enum.StrEnum):
@@ -163,6 +166,11 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         "request_counts": {"total": record.total, "completed": record.completed, "failed": record.failed},
         "metadata": record.metadata or None,
     }
+
+
+def is_id(text: str) -> bool:
+    """True for a text that may be the id of a file or a batch; any other need not be looked for."""
+    return _ID.fullmatch(text) is not None
 
 
 def new_file_id() -> str:

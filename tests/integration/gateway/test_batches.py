@@ -18,9 +18,10 @@ from factories.servers.postgres import needs_postgres, running_postgres
 from factories.servers.router import backend, running_router, until
 from factories.servers.served import Served
 from openai.types import Batch
-from penstock.common.errors import Unavailable
+from penstock.common.errors import ResourceExhausted, Unavailable
 from penstock.common.idle_only import IDLE_TENANT
 from penstock.jobs.job_records import ENDPOINTS
+from penstock.v1 import generation_pb2
 
 pytest.importorskip("python_multipart")
 pytestmark = pytest.mark.xdist_group("gateway")
@@ -235,6 +236,25 @@ async def test_a_line_that_finds_no_room_is_sent_again() -> None:
         assert len(await answers(client, done.output_file_id)) == 6
         assert done.request_counts is not None
         assert done.request_counts.failed == 0
+
+
+async def test_a_line_that_is_never_taken_holds_up_no_other_and_no_other_caller() -> None:
+    async with scripted(job_requests=2) as (one, gateway, client), client_of(gateway, "another") as other:
+
+        def refuse(request: generation_pb2.GenerateRequest) -> ResourceExhausted | None:
+            is_away = request.config.max_new_tokens == 5
+            return ResourceExhausted("later", reason="QUEUE_FULL") if is_away else None
+
+        one.refuse = refuse
+        away = jsonl(
+            {"custom_id": f"away-{number}", "method": "POST", "url": URL, "body": {"prompt": "x", "max_tokens": 5}}
+            for number in range(2)
+        )
+        stuck = await submitted(client, away + lines_of(3))
+        await ended(other, await submitted(other, lines_of(3)))
+        while (now := await client.batches.retrieve(stuck.id)).request_counts.completed < 3:  # type: ignore[union-attr]
+            pass
+        assert now.status == "in_progress"
 
 
 async def test_another_gateway_goes_on_where_one_ended(tmp_path: Path) -> None:

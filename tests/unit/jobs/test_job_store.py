@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from factories.servers.postgres import Postgres, needs_postgres, running_postgres
-from penstock.common.errors import FailedPrecondition, NotFound, ResourceExhausted, StartupError
+from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, StartupError
 from penstock.jobs.batch_store import BatchStore
 from penstock.jobs.file_store import CHUNK_BYTES, FileStore
 from penstock.jobs.job_database import JobDatabase, JobStoreFailed
@@ -161,7 +161,7 @@ async def test_a_lease_that_is_renewed_is_not_taken_over(store: Store) -> None:
         store.now += 0.9 * store.options.job_lease_seconds
         await store.batches.renew(lines, "one")
         assert await store.batches.take("two", 1, {}) == []
-    await store.batches.release(lines[0], "one")
+    await store.batches.release(lines[0], "one", 0.0)
     assert len(await store.batches.take("two", 1, {})) == 1
 
 
@@ -171,6 +171,23 @@ async def test_callers_take_turns(store: Store) -> None:
     owners = [line.owner for line in await store.batches.take("one", 4, {})]
     assert sorted(owners) == ["a", "a", "b", "b"]
     assert [line.owner for line in await store.batches.take("one", 2, {"a": 9, "b": 0})] == ["b", "b"]
+
+
+async def test_a_line_that_is_given_back_rests_and_comes_after_those_never_tried(store: Store) -> None:
+    await store.batch(lines=3)
+    first, second = await store.batches.take("one", 2, {})
+    for line in (first, second):
+        await store.batches.release(line, "one", 5.0)
+    assert [line.number for line in await store.batches.take("one", 2, {})] == [3]
+    store.now += 5.0
+    assert [line.number for line in await store.batches.take("one", 1, {})] == [1]
+
+
+async def test_a_bound_on_the_lines_of_one_batch_leaves_others_their_turns(store: Store) -> None:
+    slow, fast = await store.batch(lines=8), await store.batch(lines=8)
+    taken = await store.batches.take("one", 6, {}, {slow.batch_id: 1})
+    assert [line.batch_id for line in taken] == [slow.batch_id] + [fast.batch_id] * 5
+    assert await store.batches.take("one", 6, {}, {slow.batch_id: 0, fast.batch_id: 0}) == []
 
 
 async def test_a_cancelled_batch_keeps_its_answers_and_gives_the_rest_errors(store: Store) -> None:
@@ -233,6 +250,52 @@ async def test_batches_in_progress_have_a_bound(store: Store) -> None:
     await bounded.batch(owner="b")
     with pytest.raises(ResourceExhausted, match=r"\(--max-batches\)"):
         await bounded.batch(owner="c")
+
+
+async def test_a_batch_needs_room_for_the_files_of_its_answers(store: Store) -> None:
+    bounded = store_with(store, max_files=4, files_share=0.5)
+    file = await bounded.file()
+    with pytest.raises(ResourceExhausted, match="--files-share of --max-files") as caught:
+        await bounded.batches.create("a", input_file=file.file_id, endpoint=URL, window="1s", seconds=1.0, metadata={})
+    assert caught.value.reason == "FILES_FULL"
+
+
+async def test_batches_without_files_are_forgotten_when_there_are_many(store: Store) -> None:
+    bounded = store_with(store, max_files=8, files_share=0.5)
+    file = await bounded.file()
+    made = []
+    for _ in range(9):
+        bounded.now += 1
+        asked = {"input_file": file.file_id, "endpoint": URL, "window": "1s", "seconds": 1.0, "metadata": {}}
+        made.append((await bounded.batches.create("a", **asked)).batch_id)
+        await bounded.batches.cancel("a", made[-1])
+        await bounded.batches.end_overdue()
+    found, _ = await bounded.batches.listed("a", after=None, limit=99)
+    assert 0 < len(found) <= 4
+    assert found[0].batch_id == made[-1]
+
+
+async def test_a_deleted_file_of_answers_takes_its_lines_along(store: Store) -> None:
+    batch = await store.batch(lines=2)
+    for line in await store.batches.take("one", 2, {}):
+        await store.batches.answer(line, b"x", has_failed=line.number == 2)
+    ended = await store.batches.get("a", batch.batch_id)
+    await store.files.delete("a", ended.output_file or "")
+    ((left,),) = await store.database.run(lambda rows: rows.all("SELECT count(*) FROM lines"))
+    assert left == 1
+    assert await store.content("a", ended.error_file) == b"x\n"
+
+
+@pytest.mark.parametrize("text", ["", "file-\0", "\ud800", "x" * 70000])
+async def test_a_text_that_is_no_id_is_not_found(store: Store, text: str) -> None:
+    with pytest.raises(NotFound):
+        await store.files.get("a", text)
+    with pytest.raises(NotFound):
+        await store.batches.get("a", text)
+    with pytest.raises(InvalidArgument):
+        await store.files.listed("a", purpose=None, after=text, limit=1, newest_first=True)
+    with pytest.raises(InvalidArgument):
+        await store.batches.listed("a", after=text, limit=1)
 
 
 async def test_what_is_too_old_is_removed(store: Store) -> None:
