@@ -69,7 +69,11 @@ _NO_NPU = "means an NPU, and this machine shows none (CANN and torch_npu install
 REFUSED: dict[str, list[tuple[Any, str]]] = {
     "backend_type": [
         *((name, f"{_NO_NPU}, found {name!r}") for name in ("atb", "ms")),
-        ("vllm", "must be torch, or atb or ms on an NPU: this engine is no other, found 'vllm'"),
+        (
+            "vllm",
+            "must be torch, or atb or ms on an NPU: vLLM is a backend of the router, --backend vllm://HOST:PORT, "
+            "found 'vllm'",
+        ),
         *(
             ("Torch", "must be torch, or atb or ms on an NPU, found 'Torch'"),
             (3, f"{_TEXT} 3"),

@@ -142,7 +142,11 @@ class InferConfig(SamplingConfig):
             raise StartupError("--use-vllm needs a GPU: leave --only-cpu out, or --use-vllm", flag="--only-cpu")
         if self.use_vllm and (self.interactive or self.endpoint):
             flag = "--interactive" if self.interactive else "--endpoint"
-            raise StartupError(f"--use-vllm runs a file of prompts here: leave {flag} out", flag=flag)
+            raise StartupError(
+                f"--use-vllm runs a file of prompts here: leave {flag} out, or --use-vllm (the router of an --endpoint "
+                "has vLLM where its --backend is vllm://HOST:PORT)",
+                flag=flag,
+            )
         if loads and "quantization" in engine:
             raise StartupError(
                 f"--quantization and {loads} say the same thing: give one of them", flag="--quantization"
