@@ -16,7 +16,6 @@ A model with `path` in place of `backends` is loaded on demand into one of `slot
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from penstock.router.config import split_target
 from penstock.v1 import model_pb2
 
 FLAG = "--models"
+_MOST_WEIGHT = 1e9
 # As LoadModelStart.name has it: names are labels of metrics, too.
 _NAME = re.compile(r"[A-Za-z0-9./:@_-]{1,128}")
 
@@ -80,8 +80,11 @@ def read_models(path: str, max_models: int, *, is_local: bool = False) -> Models
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise _wrong(path, f"cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except ValueError as error:
+        # Of its characters, of TOML, or of a number with thousands of digits.
         raise _wrong(path, f"is not TOML: {error}") from error
+    except RecursionError as error:
+        raise _wrong(path, "is nested too deep") from error
     return _checked(_TableReader(path, tables), max_models, is_local=is_local)
 
 
@@ -200,8 +203,8 @@ class _TableReader:
     def weight(self, key: str) -> float:
         """Take a weight."""
         value = self._left.pop(key, 1.0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise self.wrong(key, "must be a number from 0 on")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_WEIGHT:
+            raise self.wrong(key, f"must be a number from 0 to {_MOST_WEIGHT:g}")
         return float(value)
 
     def options(self, key: str) -> Mapping[str, Any] | None:
@@ -218,7 +221,7 @@ class _TableReader:
         value = self._left.pop(key, 0)
         try:
             size = parse_size(value) if isinstance(value, str) else int(value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             size = -1
         if size < 0:
             raise self.wrong(key, "must be a size such as 2GiB")

@@ -14,11 +14,15 @@ import pytest
 from factories.servers.generation import generation_service, text_checkpoint
 from factories.servers.router import Router, collect, generate, running_router, tokenizer_address
 from factories.servers.stack import penstock
-from penstock.common.errors import from_rpc_error
+from penstock.common.errors import Unavailable, from_rpc_error
+from penstock.common.idle_only import IDLE_ONLY_KEY
+from penstock.router.backends.model_slot import ModelSlot
 from penstock.v1 import common_pb2, router_pb2, router_pb2_grpc, text_pb2
 from penstock_client import AsyncClient, FailedPrecondition, NotFound
+from penstock_client import Unavailable as ClientUnavailable
 
 EMPTY, READY = common_pb2.MODEL_STATE_EMPTY, common_pb2.MODEL_STATE_READY
+IDLE_ONLY = ((IDLE_ONLY_KEY, "1"),)
 SETTINGS: dict[str, Any] = {"kernels": "torch", "kv_memory": "16MiB", "dtype": "float32"}
 
 
@@ -35,25 +39,27 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def catalogue(
-    tmp_path: Path, root: Path, *names: str, slots: int = 1, top: str = "", **settings: Any
+    tmp_path: Path, root: Path, *names: str, slots: int = 1, away: tuple[str, ...] = (), top: str = "", **settings: Any
 ) -> AsyncIterator[tuple[Router, list[str]]]:
-    """A router before empty services, and their addresses."""
+    """A router before empty services, and their addresses. `away`: slots before them."""
     async with contextlib.AsyncExitStack() as stack:
-        services = [
-            await stack.enter_async_context(generation_service(None, model_root=str(root), **SETTINGS))
-            for _ in range(slots)
-        ]
-        addresses = [service.running.address for service in services]
+        addresses = [await start_slot(stack, root) for _ in range(slots)]
         entries = [
             f'[[models]]\nname = "{name}"\ntokenizer = ["{tokenizer_address()}"]\npath = "{name}"\nmemory = "1GiB"\n'
             for name in names
         ]
         path = tmp_path / "models.toml"
-        path.write_text("\n".join([f"slots = {addresses}", top, *entries]))
+        path.write_text("\n".join([f"slots = {[*away, *addresses]}", top, *entries]))
         router = await stack.enter_async_context(
-            running_router(models=str(path), backend=(), model_turn_seconds=0.0, **settings)
+            running_router(models=str(path), backend=(), **{"model_turn_seconds": 0.0, **settings})
         )
         yield router, addresses
+
+
+async def start_slot(stack: contextlib.AsyncExitStack, root: Path) -> str:
+    """Start a service without a model; return its address."""
+    service = await stack.enter_async_context(generation_service(None, model_root=str(root), **SETTINGS))
+    return service.running.address
 
 
 async def states(router: Router) -> dict[str, int]:
@@ -113,6 +119,51 @@ async def test_an_idle_model_is_unloaded(tmp_path: Path, root: Path) -> None:
         assert (await collect(router.stub.Generate(ask("first")))).finished
 
 
+async def test_a_request_of_idle_capacity_displaces_no_model_that_others_used_lately(
+    tmp_path: Path, root: Path
+) -> None:
+    async with catalogue(tmp_path, root, "first", "second", model_turn_seconds=3600.0) as (router, _):
+        await collect(router.stub.Generate(ask("first")))
+        error = await refusal(router.stub.Generate(ask("second"), metadata=IDLE_ONLY))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MODEL_SLOTS_FULL")
+        assert await states(router) == {"first": READY, "second": EMPTY}
+        assert (await collect(router.stub.Generate(ask("first"), metadata=IDLE_ONLY))).finished
+
+
+async def test_a_model_that_idle_capacity_alone_uses_has_no_turn_before_another(tmp_path: Path, root: Path) -> None:
+    async with catalogue(tmp_path, root, "first", "second", model_turn_seconds=3600.0) as (router, _):
+        is_over = False
+
+        async def use_idle_capacity() -> None:
+            while not is_over:
+                with contextlib.suppress(grpc.RpcError):
+                    await collect(router.stub.Generate(ask("first"), metadata=IDLE_ONLY))
+
+        lines = [asyncio.ensure_future(use_idle_capacity()) for _ in range(3)]
+        await router.until("model_loaded", 1, model="first")
+        assert (await collect(router.stub.Generate(ask("second")))).finished
+        is_over = True
+        await asyncio.gather(*lines)
+
+
+async def test_a_slot_that_does_not_answer_is_passed_over(tmp_path: Path, root: Path) -> None:
+    async with catalogue(tmp_path, root, "first", "second", away=("127.0.0.1:1",)) as (router, _):
+        assert (await collect(router.stub.Generate(ask("first")))).finished
+        # The only one that answers is taken from the other model.
+        assert (await collect(router.stub.Generate(ask("second")))).finished
+
+
+async def test_a_model_leaves_a_slot_that_is_gone_for_good(tmp_path: Path, root: Path) -> None:
+    async with (
+        contextlib.AsyncExitStack() as first_slot,
+        catalogue(tmp_path, root, "first", slots=1, away=(await start_slot(first_slot, root),)) as (router, (_,)),
+    ):
+        await collect(router.stub.Generate(ask("first")))
+        await first_slot.aclose()
+        await router.until("model_loaded", 0, model="first")
+        assert (await collect(router.stub.Generate(ask("first")))).finished
+
+
 async def test_memory_bounds_the_models_more_than_slots_do(tmp_path: Path, root: Path) -> None:
     async with catalogue(tmp_path, root, "first", "second", slots=2, top='memory = "1GiB"') as (router, _):
         await collect(router.stub.Generate(ask("first")))
@@ -153,6 +204,27 @@ async def test_a_roll_of_a_model_on_demand_loads_it_elsewhere_before_the_old_one
         after = await collect(router.stub.Generate(ask("first")))
         assert after.ids() == before.ids()
         assert router.metric("model_unloads_total", model="first", cause="roll") == 1
+
+
+async def test_a_roll_that_cannot_unload_frees_the_old_slot_nevertheless(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        catalogue(tmp_path, root, "first", slots=2, model_load_seconds=10.0) as (router, _),
+        AsyncClient(router.server.address) as client,
+    ):
+        await collect(router.stub.Generate(ask("first")))
+        unload = ModelSlot.unload
+
+        async def fail(slot: ModelSlot, grace_seconds: float) -> None:
+            monkeypatch.setattr(ModelSlot, "unload", unload)
+            raise Unavailable("lost", reason="BACKEND_LOST")
+
+        monkeypatch.setattr(ModelSlot, "unload", fail)
+        with pytest.raises(ClientUnavailable):
+            await client.roll_model("first")
+        steps = await client.roll_model("first")
+        assert steps[-1].step == router_pb2.ROLL_STEP_UNLOADED
 
 
 async def test_a_roll_without_a_second_place_is_refused(tmp_path: Path, root: Path) -> None:

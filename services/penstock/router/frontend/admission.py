@@ -93,6 +93,11 @@ class Admission:
         """Number of requests in the queue."""
         return sum(len(queue) for queue in self._queues.values())
 
+    @property
+    def pressing(self) -> int:
+        """Number of requests, admitted or in the queue, that use more than idle capacity."""
+        return self._live - self._live_of[IDLE_TENANT] + self.waiting - len(self._queues.get(IDLE_TENANT, ()))
+
     def drain(self) -> None:
         """Refuse new requests from now on."""
         self._draining = True

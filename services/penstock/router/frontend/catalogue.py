@@ -24,6 +24,8 @@ from penstock.v1 import router_pb2
 
 # Longest wait for a change that is told by no event, such as the end of a stream.
 _LOOK_SECONDS = 0.2
+# Seconds after which a model leaves a slot that does not answer: it may be loaded into another one.
+_LOST_SECONDS = 5.0
 # Called with a slot's address and the step that it takes.
 NoteStep = Callable[[str, router_pb2.RollStep.ValueType], bool]
 _log = get_logger("penstock.router")
@@ -58,6 +60,9 @@ class Catalogue:
     async def remove(self, residence: Residence) -> None:
         """Forget a model that has no requests any more, and free its slot."""
         self._residences.remove(residence)
+        while residence.is_rolling:
+            # Only the roll knows both of its slots.
+            await residence.pool.changed(_LOOK_SECONDS)
         await residence.end_load()
         if residence.state is ResidenceState.LOADED:
             await self._leave(residence, "removed")
@@ -73,6 +78,10 @@ class Catalogue:
             for residence in list(self._residences):
                 if residence.state is not ResidenceState.LOADED or residence.is_rolling:
                     continue
+                if residence.is_pressing:
+                    residence.last_pressed = now
+                if residence.pool.ready():
+                    residence.lost_at = None
                 if not residence.is_idle:
                     residence.last_used = now
                 elif not residence.pool.ready():
@@ -97,10 +106,13 @@ class Catalogue:
             old = residence.slot
             assert old is not None
             await self._replace(residence, old, await self._take_slot(residence), note)
-            await self._until_gone(residence.pool, old.address)
-            await old.unload(self._config.drain_grace_seconds if grace_seconds is None else grace_seconds)
+            try:
+                await self._until_gone(residence.pool, old.address)
+                await old.unload(self._config.drain_grace_seconds if grace_seconds is None else grace_seconds)
+            finally:
+                # Whatever is left there goes before the next load.
+                del self._holders[old]
             self._metrics.model_unloads(residence.entry.name, "roll").inc()
-            del self._holders[old]
             note(old.address, router_pb2.ROLL_STEP_UNLOADED)
         finally:
             residence.is_rolling = False
@@ -128,20 +140,30 @@ class Catalogue:
             if residence.state is ResidenceState.LOADED:
                 return None
             residence.state, residence.percent = ResidenceState.LOADING, 0.0
-            slot = await self._take_slot(residence)
-            try:
-                await self._load(residence, slot)
-            except BaseException:
-                del self._holders[slot]
-                raise
-            await self._move_in(residence, slot)
+            await self._move_in(residence, await self._loaded_slot(residence))
             return None
         except PenstockError as error:
-            _log.warning("model not loaded", model=name, reason=error.reason)
+            if residence.is_pressing:
+                # Requests of idle capacity come again and again.
+                _log.warning("model not loaded", model=name, reason=error.reason)
             return _as_seen(error)
         finally:
             if residence.state is ResidenceState.LOADING:
                 residence.state = ResidenceState.COLD
+
+    async def _loaded_slot(self, residence: Residence) -> ModelSlot:
+        """Load a model into a slot, passing over those that do not answer; return the slot."""
+        while True:
+            slot = await self._take_slot(residence)
+            try:
+                await self._load(residence, slot)
+            except BaseException as error:
+                del self._holders[slot]
+                # One that was lost during the load is not passed over: the model might end the others, too.
+                if isinstance(error, PenstockError) and slot.is_away:
+                    continue
+                raise
+            return slot
 
     async def _load(self, residence: Residence, slot: ModelSlot) -> None:
         name, began = residence.entry.name, time.monotonic()
@@ -170,14 +192,21 @@ class Catalogue:
         until = time.monotonic() + self._config.model_load_seconds
         async with self._choosing:
             while True:
-                free = next((slot for slot in self._slots if slot not in self._holders), None)
+                free = next((one for one in self._slots if one not in self._holders and not one.is_away), None)
                 if free is not None and self._has_memory(residence):
                     self._holders[free] = residence
                     return free
                 victim = self._victim(residence)
                 if victim is not None:
                     await self._leave(victim, "room")
-                elif time.monotonic() > until:
+                elif all(slot.is_away for slot in self._slots):
+                    raise Unavailable(
+                        "no slot for models on demand answers",
+                        reason="NO_BACKEND",
+                        retry_after_seconds=self._config.retry_after_seconds,
+                    )
+                elif not residence.is_pressing or time.monotonic() > until:
+                    # Requests of idle capacity wait for no slot: another model's may come before it is free.
                     raise ResourceExhausted(
                         "other models are in use in every slot",
                         reason="MODEL_SLOTS_FULL",
@@ -191,14 +220,22 @@ class Catalogue:
         return not self._memory or held + residence.entry.memory <= self._memory
 
     def _victim(self, asking: Residence) -> Residence | None:
-        """Choose who leaves: of the idle ones that was used least recently, else of those that have had their turn."""
+        """Choose who leaves: of the idle ones that was used least recently, else of those that nobody presses for, else
+        of those that have had their turn. For a model that nobody presses for, only an idle one that has had it.
+        """
         loaded = [one for one in self._residences if one.state is ResidenceState.LOADED]
         there = [one for one in loaded if not one.is_rolling and one is not asking]
         idle = [one for one in there if one.is_idle]
-        if not idle:
-            had_turn = time.monotonic() - self._config.model_turn_seconds
-            idle = [one for one in there if one.loaded_at < had_turn]
-        return min(idle, key=lambda one: one.last_used, default=None)
+        had_turn = time.monotonic() - self._config.model_turn_seconds
+        if not asking.is_pressing:
+            able = [one for one in idle if max(one.loaded_at, one.last_pressed) < had_turn]
+        else:
+            able = (
+                idle
+                or [one for one in there if not one.is_pressing]
+                or [one for one in there if one.loaded_at < had_turn]
+            )
+        return min(able, key=lambda one: one.last_used, default=None)
 
     async def _leave(self, residence: Residence, cause: str) -> None:
         """Let a model's requests end, and free its slot. Its next requests wait for its next load."""
@@ -209,6 +246,12 @@ class Catalogue:
         try:
             # No stream is lost for another model's sake: they are as long as they are.
             await residence.admission.wait_until_empty()
+        except asyncio.CancelledError:
+            # Who needed the slot is gone, and this model has it still.
+            residence.state = ResidenceState.LOADED
+            residence.has_left.set()
+            raise
+        try:
             residence.pool.follow(())
             await self._until_gone(residence.pool, slot.address)
             await slot.unload(self._config.drain_grace_seconds)
@@ -251,17 +294,22 @@ class Catalogue:
         self._metrics.model_loaded(residence.entry.name).set(1)
 
     async def _look_for(self, residence: Residence) -> None:
-        """Note that a model is gone if its slot does not have it any more: the process was restarted."""
+        """Note that a model is gone if its slot does not have it any more, or has not answered for long."""
         slot = residence.slot
         assert slot is not None
         try:
             is_there = await slot.loaded_name() == residence.entry.name
+            residence.lost_at = None
         except PenstockError:
-            return
+            now = time.monotonic()
+            if residence.lost_at is None:
+                residence.lost_at = now
+            is_there = now - residence.lost_at < _LOST_SECONDS
         if not is_there and residence.state is ResidenceState.LOADED:
             residence.pool.follow(())
             residence.slot, residence.state = None, ResidenceState.COLD
             del self._holders[slot]
+            self._metrics.model_loaded(residence.entry.name).set(0)
             _log.warning("model is gone from its slot", model=residence.entry.name, slot=slot.address)
 
     async def _until_ready(self, residence: Residence, address: str) -> None:

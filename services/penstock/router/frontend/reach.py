@@ -6,6 +6,7 @@ import asyncio
 from typing import TypeVar
 
 from penstock.common.errors import PenstockError
+from penstock.common.idle_only import asks_for_idle_only
 from penstock.router.frontend.route_table import RouteTable
 from penstock.router.frontend.routed_model import RoutedModel
 from penstock.router.metrics import UNKNOWN_MODEL, RouterMetrics
@@ -39,7 +40,8 @@ async def reach(
         route = table.choose(request, getattr(request, "adapter", ""), getattr(request, "session_id", ""))
         if route.residence is not None and method not in _WITHOUT_MODEL:
             model = route.name
-            await route.residence.require(context.time_remaining())
+            is_idle_only = asks_for_idle_only(context.invocation_metadata())
+            await route.residence.require(context.time_remaining(), is_idle_only=is_idle_only)
         return route
     except PenstockError as error:
         status = error.code.name

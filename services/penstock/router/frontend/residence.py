@@ -48,6 +48,10 @@ class Residence:
         self.is_rolling = False
         # time.monotonic() of the last request, and of the end of the last load.
         self.last_used = self.loaded_at = time.monotonic()
+        # That of the last request that uses more than idle capacity; 0: there was none.
+        self.last_pressed = 0.0
+        # That since which it is loaded, but its slot does not answer; None: it does.
+        self.lost_at: float | None = None
         # Not set while it leaves its slot.
         self.has_left = asyncio.Event()
         self.has_left.set()
@@ -56,6 +60,8 @@ class Residence:
         self._bring = bring
         self._coming: asyncio.Task[PenstockError | None] | None = None
         self._waiting = 0
+        # True once such a request waits for the load under way.
+        self._is_load_pressing = False
         self._is_draining = False
 
     @property
@@ -63,14 +69,22 @@ class Residence:
         """True while no request needs the model."""
         return not (self._waiting or self.admission.live or self.admission.waiting)
 
-    async def require(self, left: float | None) -> None:
+    @property
+    def is_pressing(self) -> bool:
+        """True while an operator, or a request that uses more than idle capacity, needs the model."""
+        return self.is_rolling or self._is_load_pressing or self.admission.pressing > 0
+
+    async def require(self, left: float | None, *, is_idle_only: bool = False) -> None:
         """Return once the model is there. `left`: seconds to the deadline; None: there is none.
 
+        `is_idle_only`: no model that is in use leaves for this request's sake.
         The caller takes its place from admission in the same turn of the loop, or the model may leave again.
         Raises ResourceExhausted when too many wait already, DeadlineExceeded, Unavailable while the router drains, and
         the error of a load that failed.
         """
         self.last_used = time.monotonic()
+        if not is_idle_only:
+            self.last_pressed = self.last_used
         while self.state is not ResidenceState.LOADED:
             if self._is_draining:
                 raise Unavailable(
@@ -83,14 +97,15 @@ class Residence:
                     retry_after_seconds=self._retry_after_seconds,
                 )
             until = None if left is None else time.monotonic() + left
-            await self._wait(left)
+            await self._wait(left, is_idle_only=is_idle_only)
             left = None if until is None else until - time.monotonic()
 
-    async def _wait(self, left: float | None) -> None:
+    async def _wait(self, left: float | None, *, is_idle_only: bool) -> None:
         if self._coming is None:
             self._coming = asyncio.ensure_future(self._bring(self))
             self._coming.add_done_callback(self._has_come)
         coming = self._coming
+        self._is_load_pressing |= not is_idle_only
         self._waiting += 1
         try:
             # Others wait for it, too: a request that leaves does not end the load.
@@ -106,6 +121,7 @@ class Residence:
 
     def _has_come(self, _: asyncio.Task[PenstockError | None]) -> None:
         self._coming = None
+        self._is_load_pressing = False
 
     def drain(self) -> None:
         """Let nothing wait any more: the router stops, or the model is gone from the file."""
