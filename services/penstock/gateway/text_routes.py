@@ -25,6 +25,8 @@ _STARTED = int(time.time())
 
 
 def _model(model: Any) -> dict[str, Any]:
+    state = model.DESCRIPTOR.fields_by_name["state"].enum_type.values_by_number[model.state].name
+    shares = [{"model": share.model, "weight": share.weight} for share in model.shares]
     return {
         "id": model.name,
         "object": "model",
@@ -34,6 +36,9 @@ def _model(model: Any) -> dict[str, Any]:
         "parent": model.parent or None,
         "max_model_len": model.max_context_tokens,
         "ready": model.backends > 0,
+        "state": state.removeprefix("MODEL_STATE_").lower(),
+        "percent_loaded": model.percent_loaded,
+        **({"shares": shares} if shares else {}),
     }
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import openai
 import pytest
 from factories.models.tokenizer_folders import byte_fallback_tokenizer, write_folder
 from factories.servers import stack
 from factories.servers.emitting_backend import EmittingBackend, count_up
+from factories.servers.gateway import running_gateway
 from factories.servers.router import Router, backend, chat, collect, generate, running_router, tokenizer_address, until
 from penstock.common.errors import from_rpc_error
 from penstock.inference import kserve_pb2, kserve_pb2_grpc
@@ -199,3 +201,19 @@ async def test_one_model_that_cannot_be_served_does_not_keep_the_others(tmp_path
         assert (await collect(router.stub.Generate(generate(model="a")))).finished
         error = await refusal(router.stub.Generate(generate(model="lost")))
         assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "TOKENIZER_MISMATCH")
+
+
+async def test_over_http_the_list_has_states_and_shares_and_no_model_means_the_default(tmp_path: Path) -> None:
+    async with backend(model="v1") as one, backend(model="v2") as two:
+        file = 'default = "v2"\n' + entry("v1", one, aliases=["c"], weight=3) + entry("v2", two, aliases=["c"])
+        async with (
+            served(tmp_path / "models.toml", file, one, two) as router,
+            running_gateway(router.server.address) as gateway,
+            openai.AsyncOpenAI(base_url=gateway.url, api_key="none") as client,
+        ):
+            listed = {model.id: model.model_dump() async for model in client.models.list()}
+            assert [listed[name]["state"] for name in ("v1", "v2", "c")] == ["ready"] * 3
+            assert listed["c"]["shares"] == [{"model": "v1", "weight": 3.0}, {"model": "v2", "weight": 1.0}]
+            assert "shares" not in listed["v1"]
+            found = await router.stub.GetModel(text_pb2.GetModelRequest())
+            assert found.model.name == "v2"

@@ -77,6 +77,11 @@ class RouteTable:
         """Aliases, and the models that each stands for."""
         return self._sharers
 
+    @property
+    def default(self) -> str:
+        """Name for requests without one; empty where there is none."""
+        return self._default
+
     def begin(self, file: ModelsFile | None) -> None:
         """Make and start the routes of a file; without one, the only route."""
         for entry in file.models if file is not None else (None,):

@@ -67,10 +67,11 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         return text_pb2.ListModelsResponse(models=list_models(self._table))
 
     async def GetModel(self, request: text_pb2.GetModelRequest, context: ServerCall) -> text_pb2.GetModelResponse:  # type: ignore[override]
-        """Return one model or adapter; the first when `name` is empty."""
+        """Return one model or adapter; when `name` is empty that of requests without one, or the first."""
         models = list_models(self._table)
+        asked = request.name or self._table.default
         for model in models:
-            if request.name in ("", model.name):
+            if asked in ("", model.name):
                 return text_pb2.GetModelResponse(model=model)
         names = those_there_are(model.name for model in models)
         raise NotFound(f"name: no model or adapter of this name; {names}", reason="MODEL_NOT_FOUND", field="name")
