@@ -86,10 +86,11 @@ class LineAnswers:
         except Exception:
             _log.exception("a line of a batch failed", batch=line.batch_id)
             failure = internal()
-        if _is_for_later(failure):
+        is_lost = failure.reason == "BACKEND_LOST"
+        if _is_for_later(failure) and not is_lost:
             return LineOutcome(status_of(failure), request_id, None)
         names = call.names if call is not None else {}
-        return LineOutcome(status_of(failure), request_id, OPENAI_ERRORS.body(failure, names))
+        return LineOutcome(status_of(failure), request_id, OPENAI_ERRORS.body(failure, names), is_lost)
 
     async def _body(self, line: TakenLine, data: bytes) -> dict[str, Any]:
         bounds = self._config.body_bounds

@@ -26,6 +26,8 @@ from penstock.jobs.line_answer import answered_line
 _log = get_logger("penstock.jobs")
 # Seconds before the lines go on after an answer that says "later": doubled each time, up to the second number.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 15.0
+# Backends that one line may lose, and lines with remembered losses.
+_MOST_LOSSES, _MOST_REMEMBERED = 5, 4096
 # Renewals of a lease within its life, and polls between two searches for what is too old.
 _RENEWALS, _SWEEP_POLLS = 3, 60
 # Lines that one transaction adds.
@@ -39,6 +41,8 @@ class LineOutcome:
     status: int
     request_id: str
     body: bytes | None
+    # A backend ended while it ran, which the line may have caused: it is sent again a few times.
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class BatchRunner:
         self._tasks: dict[asyncio.Task[None], TakenLine] = {}
         # By batch: its last answer was "later".
         self._pauses: dict[str, _Pause] = {}
+        # Backends lost by batch and line.
+        self._losses: Counter[tuple[str, int]] = Counter()
         # Times of time.monotonic(); 0: at once.
         self._next_poll = self._next_renewal = self._next_sweep = 0.0
         self._is_asked = False
@@ -221,13 +227,14 @@ class BatchRunner:
         try:
             data = await self._files.read(line.input_file, line.place, line.num_bytes)
             outcome = await self._answer(line, data)
-            if outcome.body is None:
+            if outcome.body is None or (outcome.is_lost and self._may_lose_more(line)):
                 # Its model alone may be away: the batch's other lines come first.
                 rest = self._pause(line.batch_id)
                 self._count("retried")
                 await self._batches.release(line, self._holder, rest)
                 return
             self._pauses.pop(line.batch_id, None)
+            self._losses.pop((line.batch_id, line.number), None)
             has_failed = outcome.status != 200
             answer = answered_line(line.custom_id, outcome.status, outcome.request_id, outcome.body)
             is_kept = await self._batches.answer(line, answer, has_failed=has_failed)
@@ -237,6 +244,17 @@ class BatchRunner:
             _log.error("a line's answer was not kept", batch=line.batch_id, error=str(error))
             self._pause(line.batch_id)
             self._count("retried")
+        except Exception:
+            _log.exception("a line was not answered", batch=line.batch_id)
+            self._pause(line.batch_id)
+            self._count("retried")
+
+    def _may_lose_more(self, line: TakenLine) -> bool:
+        """Count a loss; False when the line has lost as many backends as it may: it probably ends them."""
+        if len(self._losses) >= _MOST_REMEMBERED:
+            self._losses.clear()
+        self._losses[line.batch_id, line.number] += 1
+        return self._losses[line.batch_id, line.number] < _MOST_LOSSES
 
     def _pause(self, batch_id: str) -> float:
         """Let a batch's next lines wait, longer than the last time; return the seconds."""

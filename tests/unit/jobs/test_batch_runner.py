@@ -1,0 +1,72 @@
+"""The runner of batches: what it does with a line that has no answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from factories.servers.router import until
+from penstock.jobs.batch_runner import Answerer, BatchRunner, LineOutcome
+from penstock.jobs.batch_store import BatchStore
+from penstock.jobs.file_store import FileStore
+from penstock.jobs.job_options import JobOptions
+from penstock.jobs.job_records import BatchRecord, BatchState, TakenLine
+from penstock.jobs.sqlite_jobs import SqliteJobs
+
+URL = "/v1/completions"
+LOST = LineOutcome(503, "r", b'{"error": {"code": "backend_lost"}}', is_lost=True)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.jobs.batch_runner._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("penstock.jobs.batch_runner._LONGEST_PAUSE_SECONDS", 0.01)
+
+
+@asynccontextmanager
+async def ended_batch(answer: Answerer) -> AsyncIterator[tuple[BatchRecord, Counter[str]]]:
+    """Run a batch of three lines to its end; yield it with the outcomes of its lines."""
+    options = JobOptions(job_poll_seconds=0.01, job_requests=1)
+    database = SqliteJobs("temporary")
+    await database.open()
+    files = FileStore(database, options)
+    batches = BatchStore(database, files, options)
+    data = "".join(
+        f'{{"custom_id": "{number}", "method": "POST", "url": "{URL}", "body": {{}}}}\n' for number in range(3)
+    ).encode()
+    file = await files.begin("a")
+    await files.append(file, 0, data)
+    await files.finish(file, name="n", purpose="batch", seconds=None)
+    made = await batches.create("a", input_file=file.file_id, endpoint=URL, window="1h", seconds=3600.0, metadata={})
+    outcomes: Counter[str] = Counter()
+
+    def count(outcome: str) -> None:
+        outcomes[outcome] += 1
+
+    runner = BatchRunner(files, batches, options, answer, max_line_bytes=1000, count=count, show=lambda _: None)
+    runner.start()
+    await until(lambda: outcomes["completed"] + outcomes["failed"] == 3)
+    yield await batches.get("a", made.batch_id), outcomes
+    await runner.stop()
+    await database.close()
+
+
+async def test_a_line_that_loses_backend_after_backend_ends_as_an_error() -> None:
+    async def answer(line: TakenLine, _: bytes) -> LineOutcome:
+        return LOST if line.number == 1 else LineOutcome(200, "r", b"{}")
+
+    async with ended_batch(answer) as (batch, outcomes):
+        assert (batch.state, batch.completed, batch.failed) == (BatchState.COMPLETED, 2, 1)
+        assert outcomes["retried"] == 4
+
+
+async def test_a_line_that_loses_a_backend_now_and_then_is_answered() -> None:
+    losses = iter([LOST] * 4)
+
+    async def answer(_line: TakenLine, _: bytes) -> LineOutcome:
+        return next(losses, LineOutcome(200, "r", b"{}"))
+
+    async with ended_batch(answer) as (batch, _):
+        assert (batch.state, batch.completed, batch.failed) == (BatchState.COMPLETED, 3, 0)
