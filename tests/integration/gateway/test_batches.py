@@ -396,3 +396,26 @@ async def test_uploads_have_places_and_a_time() -> None:
         assert b"408" in await reader.readline()
         writer.close()
         await client.files.create(file=("a", b"x"), purpose="batch")
+
+
+async def test_one_caller_leaves_others_a_place_for_uploads() -> None:
+    async with scripted(max_uploads=2) as (_, gateway, client), client_of(gateway, "another") as other:
+        _, writer = await asyncio.open_connection(*gateway.host_port)
+        writer.write(
+            b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=x\r\n"
+            b"authorization: Bearer mine\r\ncontent-length: 9000\r\n\r\n--x\r\n"
+        )
+        await until(lambda: gateway.metric("http_requests_in_flight") == 1)
+        with pytest.raises(openai.RateLimitError, match="--files-share of --max-uploads"):
+            await client.files.create(file=("a", b"x"), purpose="batch")
+        await other.files.create(file=("a", b"x"), purpose="batch")
+        writer.close()
+
+
+async def test_a_name_that_no_database_holds_is_the_callers_mistake() -> None:
+    async with scripted() as (_, _gateway, client):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.get("/files?purpose=a%00", cast_to=object)
+        assert caught.value.param == "purpose"
+        with pytest.raises(openai.NotFoundError):
+            await client.get("/files/%00", cast_to=object)
