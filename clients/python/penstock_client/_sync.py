@@ -44,6 +44,7 @@ from penstock_client._score_embed import (
 )
 from penstock_client._state import StreamState
 from penstock_client._types import Completion, Delta, Embeddings, Scores, WatermarkEvidence
+from penstock_client._write_weights import WriteState, write_requests
 from penstock_client.config import ClientConfig
 
 
@@ -504,6 +505,38 @@ class Client:
         finally:
             exchange.cancel()
         return state.info()
+
+    def write_weights(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        model: str = "",
+        backend: str = "",
+        timeout: float | None = None,
+    ) -> model_pb2.WeightsWritten:
+        """Write new weights into the model of a generation service (--write-weights), between two steps.
+
+        `tensors` are torch tensors or numpy arrays by their names in Hugging Face's checkpoints; others stay as they
+        are. All are used from one step on, or, where this raises, none. Live requests go on; `finished` of an answer
+        has `first_weights_version` and `last_weights_version`. `backend` as for `load_model`: a router writes to one.
+        """
+        state, metadata = WriteState(), self._metadata_for(backend)
+        exchange = Exchange(self._channel.models.WriteWeights, timeout=timeout, metadata=metadata)
+        try:
+            with naming_path():
+                for request in write_requests(tensors, model):
+                    exchange.send(request)
+                    state.take(exchange.read(), END)
+                    if state.is_over:
+                        break
+                exchange.end()
+                while not state.is_over:
+                    state.take(exchange.read(), END)
+        except grpc.RpcError as error:
+            raise stream_error(error, None, self._channel.through) from error
+        finally:
+            exchange.cancel()
+        return state.written()
 
     def unload_model(
         self, *, grace: float | None = None, backend: str = "", timeout: float | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import exp, fsum, log, prod
 from typing import Any
 
-from penstock.v1 import common_pb2
+from penstock.v1 import common_pb2, model_pb2
 
 from penstock_client._wrong_values import WrongType, WrongValue
 
@@ -111,6 +111,19 @@ def set_rows(message: common_pb2.Tensor, values: Any) -> None:
         raise WrongValue("must have the shape (tokens, hidden size)")
     message.dtype, message.data = _FLOATS[name], data
     message.shape.extend(shape)
+
+
+def weight_tensor(name: str, values: Any) -> model_pb2.WeightTensor:
+    """Return a torch tensor's or numpy array's name, dtype and shape. Raises TypeError for other values."""
+    if not hasattr(values, "dtype") or not hasattr(values, "shape"):
+        raise WrongType("must be torch tensors or numpy arrays")
+    dtype = _FLOATS.get(_name(values), common_pb2.D_TYPE_FLOAT32)
+    return model_pb2.WeightTensor(name=name, dtype=dtype, shape=tuple(values.shape))
+
+
+def weight_bytes(values: Any) -> bytes:
+    """Return its numbers, row-major and little-endian; float64 becomes float32. Raises TypeError for whole numbers."""
+    return (_from_torch if hasattr(values, "data_ptr") else _from_numpy)(values)[2]
 
 
 def _from_torch(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:

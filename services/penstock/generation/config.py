@@ -24,6 +24,7 @@ from penstock.generation.grammar.grammar_limits import GrammarLimits, GrammarOpt
 from penstock.generation.host.memory import host_memory, parse_memory
 from penstock.generation.layers.linear import FP8, QUANTIZATIONS
 from penstock.generation.options.request_limits import REQUESTS, RequestBounds, RequestLimits
+from penstock.generation.weights.update_options import WeightUpdateOptions
 
 MODEL, LOADING = "Model", "Loading by call"
 KV_CACHE_DTYPES = ("auto", "int8")
@@ -294,6 +295,7 @@ class GenerationServiceConfig(
     JsonBounds,
     AccessOptions,
     GraphOptions,
+    WeightUpdateOptions,
 ):
     """One model on one device, behind one gRPC server: the options of its parts, and those of the service."""
 
@@ -410,6 +412,7 @@ class GenerationServiceConfig(
             raise StartupError("--tenant-slowdown must be 0 or above 1", flag="--tenant-slowdown")
         self.failpoint_orders()
         self.adapter_limits()
+        self.write_weights_bytes()
         self.adapters_to_load()
         self.adapter_folder()
         self._check_kv_memory()
@@ -481,6 +484,10 @@ class GenerationServiceConfig(
         if size is None:
             raise StartupError("--adapter-memory must be a size such as 512MiB", flag="--adapter-memory")
         return AdapterLimits(**values_of(AdapterOptions, self), max_bytes=size)
+
+    def write_weights_bytes(self) -> int | None:
+        """Return the most bytes of one WriteWeights; None: what memory holds. Raises StartupError."""
+        return parse_memory(self.max_write_weights_memory, flag="--max-write-weights-memory")
 
     def adapters_to_load(self) -> dict[str, str]:
         """Return name -> folder of --lora. Raises StartupError."""

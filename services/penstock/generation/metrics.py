@@ -88,11 +88,32 @@ class LoadMetrics:
         )
 
 
+class WeightUpdateMetrics:
+    """Metrics of WriteWeights. Used from the event loop."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.version = Gauge(
+            "penstock_weights_version", "Version of the model's weights: 0 as loaded.", registry=registry
+        )
+        self.written_bytes = Counter(
+            "penstock_weights_written_bytes",
+            "Bytes of the tensors that WriteWeights put into the model.",
+            registry=registry,
+        )
+        self.pause = Histogram(
+            "penstock_weights_pause_seconds",
+            "Time between two steps in which new weights took the place of the old ones.",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+
+
 class GenerationMetrics:
     """All metrics of one process. Methods may be called from the event loop and the engine thread."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self.loads = LoadMetrics(registry)
+        self.weights = WeightUpdateMetrics(registry)
         self._registry = _ModelRegistry(registry)
         self._model_name: str | None = None
         self.begin(model_name)

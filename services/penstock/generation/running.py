@@ -38,6 +38,9 @@ from penstock.generation.startup.load_again import load_again
 from penstock.generation.startup.load_weights import adapter_opener
 from penstock.generation.startup.loaded_model import LoadedModel
 from penstock.generation.startup.make_pools import opens_graphs
+from penstock.generation.startup.replace_weights import replace_weights
+from penstock.generation.startup.weight_updates import AppliedUpdate, WeightUpdates
+from penstock.generation.weights.new_tensors import NewTensors
 
 _log = get_logger("penstock.generation")
 T = TypeVar("T")
@@ -103,6 +106,7 @@ class RunningEngine:
                 on_failure=metrics.adapter_failed,
             ),
             reload=self.reload,
+            updates=WeightUpdates(config, self._write_weights),
             access=self._open_access(loaded, loop, hub),
         )
 
@@ -148,9 +152,12 @@ class RunningEngine:
         Raises FailedPrecondition (RELOAD_FAILED; BUSY while Forward streams or leases hold the model): the old ones
         stay then.
         """
+        with self.core.updates.alone():
+            await self._reload()
+
+    async def _reload(self) -> None:
         core = self.core
-        if core.access is not None and core.access.is_in_use:
-            raise FailedPrecondition("Forward streams or leases hold the model: end them first", reason="BUSY")
+        self._require_unheld()
         try:
             fresh = await asyncio.to_thread(load_again, self._config, core.loaded, lambda *_: self._check_reload())
         except (StartupError, StartCancelled, OSError) as error:
@@ -161,13 +168,50 @@ class RunningEngine:
         await asyncio.wrap_future(
             core.loop.run_on_engine(lambda engine: engine.reinitialise(runner, fresh.engine.warm_up))
         )
+        await self._renew(fresh)
+        _log.info("reloaded", weights_bytes=fresh.weights.model.num_bytes)
+
+    async def _write_weights(self, tensors: NewTensors) -> AppliedUpdate:
+        """Put checked tensors in place of the model's own, between two steps; live requests go on.
+
+        Raises FailedPrecondition BUSY while Forward streams or leases hold the model, InvalidArgument naming a tensor,
+        Unavailable ENGINE_STOPPED; the old weights stay then.
+        """
+        core, begun = self.core, time.monotonic()
+        self._require_unheld()
+        fresh = await asyncio.to_thread(replace_weights, self._config, core.loaded, tensors)
+        prepared = time.monotonic()
+        self._require_unheld()
+        runner, model = core.loaded.engine.runner, fresh.weights.model
+
+        def change(engine: Engine) -> tuple[int, float]:
+            paused = time.monotonic()
+            runner.change_weights(model)
+            return engine.weights_changed(), time.monotonic() - paused
+
+        version, pause = await asyncio.wrap_future(core.loop.run_on_engine(change))
+        await self._renew(fresh)
+        metrics = self._metrics.weights
+        metrics.written_bytes.inc(tensors.num_bytes)
+        metrics.pause.observe(pause)
+        _log.info("weights written", version=version, bytes=tensors.num_bytes, pause_seconds=pause)
+        return AppliedUpdate(version, tensors.num_bytes, prepared - begun, pause)
+
+    async def _renew(self, fresh: LoadedModel) -> None:
+        """Serve other weights, which the engine has by now, and let the old ones go."""
+        core = self.core
         core.renew(fresh, self._open_access(fresh, core.loop, core.hub))
+        self._metrics.weights.version.set(core.weights_version)
         self._watch_mapped(fresh)
         # Nothing may keep the old weights in memory, or an adapter that fits only them. An adapter may be being read.
         await asyncio.to_thread(fresh.weights.adapters.open_by, adapter_opener(self._config, fresh.weights.model))
         core.hub.notify()
         await asyncio.to_thread(trim_heap)
-        _log.info("reloaded", weights_bytes=fresh.weights.model.num_bytes)
+
+    def _require_unheld(self) -> None:
+        access = self.core.access
+        if access is not None and access.is_in_use:
+            raise FailedPrecondition("Forward streams or leases hold the model: end them first", reason="BUSY")
 
     def dump_soon(self) -> None:
         """Log the engine's state soon."""
@@ -178,6 +222,7 @@ class RunningEngine:
 
         False: the thread hangs, and nothing of the model can be freed.
         """
+        self.core.updates.cancel()
         self.stop_watching()
         access = self.core.access
         if access is not None:

@@ -58,6 +58,7 @@ from penstock.generation.options.validate import validate, with_prompt
 from penstock.generation.runner.model_runner import WarmUpWork
 from penstock.generation.sampling.watermark_detector import Detector, TooFewTokens, WatermarkEvidence, detector_of
 from penstock.generation.startup.loaded_model import LoadedModel
+from penstock.generation.startup.weight_updates import WeightUpdates
 from penstock.generation.wire.embeds_intake import EmbedsIntake
 
 T = TypeVar("T")
@@ -124,8 +125,12 @@ class GenerationCore:
     adapter_access: AdapterAccess
     # Puts weights that are read again in place of `loaded`'s, while no request is live. Raises FailedPrecondition.
     reload: Callable[[], Awaitable[None]]
+    # Puts tensors of callers in place of weights, beside live requests.
+    updates: WeightUpdates
     # The model opened to callers; None: it is not (--model-access).
     access: ModelAccess | None = None
+    # Of the weights: 0 as loaded, one more after every change.
+    weights_version: int = 0
     limits: RequestLimits = field(init=False)
     watermark_calls: WatermarkCalls = field(init=False)
     embeds_intake: EmbedsIntake = field(init=False)
@@ -139,8 +144,9 @@ class GenerationCore:
         self.embeds_intake = EmbedsIntake(dtype, engine.block_size, config.max_live_embeds_bytes, retry_seconds)
 
     def renew(self, loaded: LoadedModel, access: ModelAccess | None) -> None:
-        """Serve weights that were read again, from the next request on."""
+        """Serve other weights, from the next request on."""
         self.loaded, self.access = loaded, access
+        self.weights_version += 1
 
     async def finish(self, grace: float | None) -> int:
         """Wait for live requests. After `grace` seconds abort them, wait for their ends and return their number.

@@ -36,6 +36,8 @@ from penstock.generator.prefix_handle import PrefixHandle
 from penstock.generator.progress_bar import BatchReport, ShowBatch
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.generator.continuous_batching import ContinuousBatchingManager, GenerationOutput
     from penstock.generator.local_engine import LocalEngine
     from penstock.generator.requests import ChatExtras, LocalRequest, PromptInput
@@ -364,6 +366,19 @@ class Generator:
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that have it go on to their end. Raises NotFound."""
         self._engine.loaded.weights.adapters.unload(name)
+
+    def write_weights(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Put new tensors in place of the model's own, between two steps, and return the weights' version from now on.
+
+        `tensors` by their names in the checkpoint, such as some of a model's `state_dict()`; others stay as they are.
+        Those that run as one product go together: q, k and v of a layer, gate and up. All are used from one step on,
+        or, where this raises, none: FailedPrecondition WEIGHTS_FIXED where the model takes none, InvalidArgument naming
+        the tensor. Live requests go on; `finished` of an answer has `first_weights_version` and `last_weights_version`.
+        """
+        from penstock.generation.weights.new_tensors import NewTensors
+
+        given = NewTensors({name: tensor.detach() for name, tensor in tensors.items()})
+        return self._engine.call(self._engine.write_weights(given))
 
     # Life.
 

@@ -24,6 +24,7 @@ from penstock.generation.running import RunningEngine
 from penstock.generation.service import GenerationCore
 from penstock.generation.startup.load import load
 from penstock.generation.startup.loaded_model import LoadedModel
+from penstock.generation.weights.new_tensors import NewTensors
 from penstock.generation.wire.convert import Event, to_generate_options
 from penstock.generator.argument_names import renaming
 from penstock.generator.requests import LocalRequest
@@ -113,6 +114,16 @@ class LocalEngine:
             kept.close()
             work.close()
             raise self._closed_error() from None
+
+    async def write_weights(self, tensors: NewTensors) -> int:
+        """Put a caller's tensors in place of the model's own, between two steps; return the weights' version from now
+        on. Raises as `WeightUpdates.check` and `WeightUpdates.write`."""
+        core = self.core
+        with core.updates.alone():
+            core.updates.check(tensors.specs(), core.loaded)
+            written = await core.updates.write(tensors)
+        self.loaded = core.loaded
+        return written.version
 
     def on_engine(self, call: Callable[[Engine], T]) -> T:
         """Run `call(engine)` on the engine's thread between two steps, and wait for it. Raises what it raises."""

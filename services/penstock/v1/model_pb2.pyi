@@ -244,6 +244,8 @@ class GetModelInfoResponse(_message.Message):
     CHECKPOINT_FORMAT_FIELD_NUMBER: _builtins.int
     WEIGHT_FORMS_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    CAN_WRITE_WEIGHTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
     """As in config.json, e.g. Qwen2ForCausalLM."""
@@ -277,6 +279,10 @@ class GetModelInfoResponse(_message.Message):
     """Field of config.json, and its fault, that makes transformers' modules run a model with a native family; else empty."""
     checkpoint_format: _builtins.str
     """Format of a quantised checkpoint, in words, such as `gptq of 4 bits, symmetric, groups of 128`; empty for any other checkpoint."""
+    weights_version: _builtins.int
+    """Version of the weights: 0 as loaded, one more after every WriteWeights and every Reload."""
+    can_write_weights: _builtins.bool
+    """WriteWeights is allowed here (--write-weights), and the model takes new weights."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -344,10 +350,12 @@ class GetModelInfoResponse(_message.Message):
         checkpoint_format: _builtins.str = ...,
         weight_forms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         aliases: _abc.Iterable[_builtins.str] | None = ...,
+        weights_version: _builtins.int = ...,
+        can_write_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "default_stop", b"default_stop", "kv", b"kv", "limits", b"limits", "pad_token_id", b"pad_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "aliases", b"aliases", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "checkpoint_format", b"checkpoint_format", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_route", b"model_route", "model_route_reason", b"model_route_reason", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weight_forms", b"weight_forms", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "aliases", b"aliases", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "can_write_weights", b"can_write_weights", "checkpoint_format", b"checkpoint_format", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_route", b"model_route", "model_route_reason", b"model_route_reason", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weight_forms", b"weight_forms", "weights_version", b"weights_version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
@@ -704,3 +712,149 @@ class UnloadModelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnloadModelResponse: _TypeAlias = UnloadModelResponse  # noqa: Y015
+
+@_typing.final
+class WriteWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """Then the next bytes: tensor by tensor in the order of `start`, row-major, little-endian, no padding. A chunk may end
+    one tensor and begin the next. Keep messages below 4 MiB.
+    """
+    @_builtins.property
+    def start(self) -> Global___WriteWeightsStart:
+        """First."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___WriteWeightsStart | None = ...,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "request", b"request", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "request", b"request", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["start", "chunk"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___WriteWeightsRequest: _TypeAlias = WriteWeightsRequest  # noqa: Y015
+
+@_typing.final
+class WriteWeightsStart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """May be left out."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightTensor]:
+        """A tensor that is not named stays as it is. Those that run as one product go together: q, k and v of a layer (with their
+        biases); gate and up; the embedding and a head of its own.
+        """
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___WeightTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteWeightsStart: _TypeAlias = WriteWeightsStart  # noqa: Y015
+
+@_typing.final
+class WeightTensor(_message.Message):
+    """A tensor by its name in Hugging Face's checkpoints, such as model.layers.0.self_attn.q_proj.weight."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _common_pb2.DType.ValueType
+    """float32, bfloat16 or float16; converted to the dtype that the model runs in, and quantised as at the load."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _common_pb2.DType.ValueType = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightTensor: _TypeAlias = WeightTensor  # noqa: Y015
+
+@_typing.final
+class WriteWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    received_bytes: _builtins.int
+    """Bytes received so far."""
+    @_builtins.property
+    def written(self) -> Global___WeightsWritten:
+        """Last."""
+
+    def __init__(
+        self,
+        *,
+        received_bytes: _builtins.int = ...,
+        written: Global___WeightsWritten | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "received_bytes", b"received_bytes", "written", b"written"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "received_bytes", b"received_bytes", "written", b"written"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["received_bytes", "written"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___WriteWeightsResponse: _TypeAlias = WriteWeightsResponse  # noqa: Y015
+
+@_typing.final
+class WeightsWritten(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    PREPARE_SECONDS_FIELD_NUMBER: _builtins.int
+    PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
+    weights_version: _builtins.int
+    """Version of the weights from now on."""
+    num_bytes: _builtins.int
+    prepare_seconds: _builtins.float
+    """Time in which the new parts were made, beside live requests."""
+    pause_seconds: _builtins.float
+    """Time between two steps in which no request advanced."""
+    def __init__(
+        self,
+        *,
+        weights_version: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        prepare_seconds: _builtins.float = ...,
+        pause_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "pause_seconds", b"pause_seconds", "prepare_seconds", b"prepare_seconds", "weights_version", b"weights_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsWritten: _TypeAlias = WeightsWritten  # noqa: Y015

@@ -86,6 +86,11 @@ class ModelServiceStub(object):
                 request_serializer=penstock_dot_v1_dot_model__pb2.UnloadModelRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_model__pb2.UnloadModelResponse.FromString,
                 _registered_method=True)
+        self.WriteWeights = channel.stream_stream(
+                '/penstock.v1.ModelService/WriteWeights',
+                request_serializer=penstock_dot_v1_dot_model__pb2.WriteWeightsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_model__pb2.WriteWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer(object):
@@ -158,6 +163,17 @@ class ModelServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WriteWeights(self, request_iterator, context):
+        """Writes new weights into the running model, between two steps: `start` names all tensors, then their bytes come in that order. All of
+        them are used from one step on, or none where the call fails. Live requests go on and keep their KV blocks; Finished tells the first
+        and last version of the weights behind a stream. No later request reuses blocks of earlier weights. Progress answers every message.
+        Also needs --write-weights. FAILED_PRECONDITION: WRITE_WEIGHTS_OFF, WEIGHTS_FIXED (the model runs in a form that takes none), BUSY.
+        INVALID_ARGUMENT names the tensor. RESOURCE_EXHAUSTED, WEIGHTS_TOO_LARGE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -205,6 +221,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.UnloadModel,
                     request_deserializer=penstock_dot_v1_dot_model__pb2.UnloadModelRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_model__pb2.UnloadModelResponse.SerializeToString,
+            ),
+            'WriteWeights': grpc.stream_stream_rpc_method_handler(
+                    servicer.WriteWeights,
+                    request_deserializer=penstock_dot_v1_dot_model__pb2.WriteWeightsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_model__pb2.WriteWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -450,6 +471,33 @@ class ModelService(object):
             '/penstock.v1.ModelService/UnloadModel',
             penstock_dot_v1_dot_model__pb2.UnloadModelRequest.SerializeToString,
             penstock_dot_v1_dot_model__pb2.UnloadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/penstock.v1.ModelService/WriteWeights',
+            penstock_dot_v1_dot_model__pb2.WriteWeightsRequest.SerializeToString,
+            penstock_dot_v1_dot_model__pb2.WriteWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

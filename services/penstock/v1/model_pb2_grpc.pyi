@@ -58,6 +58,13 @@ class ModelServiceStub:
     """Unloads the model: live requests finish, weights and KV pool are freed, and another model can be loaded.
     FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
     """
+    WriteWeights: _grpc.StreamStreamMultiCallable[_model_pb2.WriteWeightsRequest, _model_pb2.WriteWeightsResponse]
+    """Writes new weights into the running model, between two steps: `start` names all tensors, then their bytes come in that order. All of
+    them are used from one step on, or none where the call fails. Live requests go on and keep their KV blocks; Finished tells the first
+    and last version of the weights behind a stream. No later request reuses blocks of earlier weights. Progress answers every message.
+    Also needs --write-weights. FAILED_PRECONDITION: WRITE_WEIGHTS_OFF, WEIGHTS_FIXED (the model runs in a form that takes none), BUSY.
+    INVALID_ARGUMENT names the tensor. RESOURCE_EXHAUSTED, WEIGHTS_TOO_LARGE.
+    """
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
@@ -87,6 +94,13 @@ class ModelServiceAsyncStub(ModelServiceStub):
     UnloadModel: _aio.UnaryUnaryMultiCallable[_model_pb2.UnloadModelRequest, _model_pb2.UnloadModelResponse]  # type: ignore[assignment]
     """Unloads the model: live requests finish, weights and KV pool are freed, and another model can be loaded.
     FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
+    """
+    WriteWeights: _aio.StreamStreamMultiCallable[_model_pb2.WriteWeightsRequest, _model_pb2.WriteWeightsResponse]  # type: ignore[assignment]
+    """Writes new weights into the running model, between two steps: `start` names all tensors, then their bytes come in that order. All of
+    them are used from one step on, or none where the call fails. Live requests go on and keep their KV blocks; Finished tells the first
+    and last version of the weights behind a stream. No later request reuses blocks of earlier weights. Progress answers every message.
+    Also needs --write-weights. FAILED_PRECONDITION: WRITE_WEIGHTS_OFF, WEIGHTS_FIXED (the model runs in a form that takes none), BUSY.
+    INVALID_ARGUMENT names the tensor. RESOURCE_EXHAUSTED, WEIGHTS_TOO_LARGE.
     """
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -168,6 +182,19 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_model_pb2.UnloadModelResponse, _abc.Awaitable[_model_pb2.UnloadModelResponse]]:
         """Unloads the model: live requests finish, weights and KV pool are freed, and another model can be loaded.
         FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
+        """
+
+    @_abc_1.abstractmethod
+    def WriteWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_model_pb2.WriteWeightsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_model_pb2.WriteWeightsResponse], _abc.AsyncIterator[_model_pb2.WriteWeightsResponse]]:
+        """Writes new weights into the running model, between two steps: `start` names all tensors, then their bytes come in that order. All of
+        them are used from one step on, or none where the call fails. Live requests go on and keep their KV blocks; Finished tells the first
+        and last version of the weights behind a stream. No later request reuses blocks of earlier weights. Progress answers every message.
+        Also needs --write-weights. FAILED_PRECONDITION: WRITE_WEIGHTS_OFF, WEIGHTS_FIXED (the model runs in a form that takes none), BUSY.
+        INVALID_ARGUMENT names the tensor. RESOURCE_EXHAUSTED, WEIGHTS_TOO_LARGE.
         """
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -9,7 +9,7 @@ from typing import Any
 from factories.engine.mixed import mixed_request, structured, textual
 from factories.engine.modes import to_message
 from factories.wire.random_messages import CANARY
-from penstock.v1 import common_pb2, config_pb2, generation_pb2, graphs_pb2, text_pb2, tokenizer_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, graphs_pb2, model_pb2, text_pb2, tokenizer_pb2
 from penstock_client._tensors import set_rows
 
 # In texts: it may appear in no log, metric or error.
@@ -157,6 +157,17 @@ def _allocate(draw: random.Random) -> list[Any]:
     return [graphs_pb2.AllocateTensorsRequest(lease_seconds=1.0, tensors=tensors)]
 
 
+def _write_weights(draw: random.Random) -> list[Any]:
+    """One stream: a norm's weight in two messages."""
+    norm = model_pb2.WeightTensor(name="model.norm.weight", dtype=common_pb2.D_TYPE_BFLOAT16, shape=[_HIDDEN_SIZE])
+    start, data = model_pb2.WriteWeightsStart(tensors=[norm]), draw.randbytes(1) * (2 * _HIDDEN_SIZE)
+    return [
+        model_pb2.WriteWeightsRequest(start=start),
+        model_pb2.WriteWeightsRequest(chunk=data[:7]),
+        model_pb2.WriteWeightsRequest(chunk=data[7:]),
+    ]
+
+
 _MAKERS: Mapping[str, Callable[[random.Random], list[Any]]] = {
     "penstock.v1.TextService.Generate": _generate_text,
     "penstock.v1.TextService.Chat": _chat,
@@ -186,4 +197,5 @@ _MAKERS: Mapping[str, Callable[[random.Random], list[Any]]] = {
     "penstock.v1.ModelService.Forward": _forward,
     "penstock.v1.ModelService.Sample": _sample,
     "penstock.v1.ModelService.AllocateTensors": _allocate,
+    "penstock.v1.ModelService.WriteWeights": _write_weights,
 }

@@ -22,6 +22,10 @@ RUNS: dict[str, tuple[list[str], str]] = {
     "streaming.py": ([], r"(?s)Penstock .*\nSTOP_EOS, .* prompt tokens, .*total .*\nleft early\n"),
     "beams.py": ([], r"(?s)^(\s*-?\d+\.\d{3} '.*'\n){3}the same by GenerationConfig: True\n"),
     "json_output.py": ([], r"(?s)GPU\? \{'answer': (True|False), 'confidence': '(low|high)'\}\n.*France\? \{"),
+    "grpo.py": (
+        ["penstock-demo", "3"],
+        r"^update 1: reward 0\.\d+, engine and trainer differ by \d\.\de-0[5-9]\n(update .*\n){2}$",
+    ),
     "scoring.py": ([], r"(?s)\(greedy\)\n.*best: Paris\n.* / A cat is asleep"),
 }
 

@@ -212,6 +212,12 @@ class AdapterStore:
             else:
                 del self._users[adapter]
 
+    @property
+    def depend_on_weights(self) -> bool:
+        """True while an adapter in memory was made for the model's present weights."""
+        with self._lock:
+            return any(adapter.depends_on_weights for adapter in self._present())
+
     def figures(self) -> AdapterFigures:
         """Return figures for metrics."""
         with self._lock:

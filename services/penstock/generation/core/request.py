@@ -113,6 +113,8 @@ class Request:
     past_outputs: PastOutputs | None = None
     # Set by the engine.
     draft_costs: VerificationCosts | None = None
+    # Set by the engine: version of the model's weights that its first step has.
+    weights_version: int = 0
     # Span of its trace; None: it has no trace. It ends with the request.
     span: Span | None = None
 
@@ -122,8 +124,10 @@ class Request:
 
     @property
     def block_salt(self) -> str:
-        """Salt of its blocks' hashes: requests with two readings of an adapter share none."""
-        return self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.generation}"
+        """Salt of its blocks' hashes: requests with two readings of an adapter share none, nor do those that begin on
+        two versions of the weights."""
+        salt = self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.generation}"
+        return f"{salt}\0weights {self.weights_version}" if self.weights_version else salt
 
     @property
     def known_prompt_ids(self) -> list[int]:
@@ -214,6 +218,8 @@ class FinishedOutput:
     rejected_draft_tokens: int = 0
     # Purpose.EMBED: (hidden size), fp32, little-endian.
     embedding: bytes | None = None
+    # Versions of the model's weights at its first step and at its end.
+    weights_versions: tuple[int, int] = (0, 0)
     # Set when the request failed: the stream ends with this status.
     error: PenstockError | None = None
 

@@ -100,6 +100,8 @@ class Engine:
         # Blocks that callers hold, and the rest for requests.
         self.caller_blocks = CallerBlocks(config, self._scheduler, self._dirty, self._listeners)
         self._groups: dict[str, SequenceGroup] = {}
+        # Changed between steps only; read by any thread.
+        self.weights_version = 0
         self._end_times = EndTimes()
         self._meter = PaceMeter(config)
         self._memory = NgramMemory(config, clock)
@@ -137,6 +139,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise when `request` is too large for this engine; see `admission.check_capacity`. Thread-safe."""
+        request.weights_version = self.weights_version
         check_capacity(self.caller_blocks.room_of(request), self._modes, request)
 
     def check_deadline(self, request: Request, pace: Pace, coming: Mapping[str, float]) -> float:
@@ -151,6 +154,7 @@ class Engine:
         """
         if request.request_id in self._groups:
             raise ValueError("request id is live")
+        request.weights_version = self.weights_version
         if self.caller_blocks.are_any:
             # It may have been checked before the blocks were claimed.
             self.check(request)
@@ -169,7 +173,7 @@ class Engine:
         group = SequenceGroup(
             request,
             strategy,
-            RequestReport(request, self._clock, preset_events),
+            RequestReport(request, self._clock, preset_events, lambda: self.weights_version),
             key,
             sequences,
             cost=self._cost(request, pace, demand),
@@ -327,9 +331,27 @@ class Engine:
             raise FailedPrecondition("a caller holds blocks of the pool: release them first", reason="BUSY")
         self.clear_cache()
         warm_up()
+        self._forget_outputs()
+        self._runner = runner
+        self.weights_version += 1
+
+    def weights_changed(self) -> int:
+        """Count the weights as changed, between two steps, and return their version from now on.
+
+        Running requests keep their blocks, and no request that begins later shares them. Nothing is kept that only
+        earlier weights would have found.
+        """
+        self.weights_version += 1
+        for group in self._groups.values():
+            group.weights_changed(self.weights_version)
+        self.clear_cache()
+        self._forget_outputs()
+        return self.weights_version
+
+    def _forget_outputs(self) -> None:
+        """Forget earlier outputs that drafts are made of."""
         self._memory.clear()
         self._count_memory()
-        self._runner = runner
 
     def release_cache(self, request_ids: Iterable[str]) -> int:
         """Preempt live requests and uncache their computed blocks, unless another request uses them.

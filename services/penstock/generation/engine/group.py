@@ -70,6 +70,17 @@ class SequenceGroup:
             self.sequences = replaced
         self.start_over()
 
+    def weights_changed(self, version: int) -> None:
+        """Begin on new weights, unless it has begun: what is computed stays, and what comes next is found by none but
+        requests that began as it did."""
+        if self.report.scheduled_at is not None:
+            return
+        self.request.weights_version = version
+        self.block_salt = self.request.block_salt
+        for sequence in self.sequences:
+            # A search for its prefix may have hashed its tokens.
+            sequence.block_hashes.clear()
+
     def start_over(self) -> None:
         """Make families wait for their leaders again.
 

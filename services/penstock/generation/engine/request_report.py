@@ -24,9 +24,17 @@ if TYPE_CHECKING:
 class RequestReport:
     """Collector of a request's events; the engine takes them at the end of a step."""
 
-    def __init__(self, request: Request, clock: Callable[[], float], preset_events: Iterable[Emission] = ()) -> None:
-        """`preset_events` are known from the start (a resumed sequence had ended) and sent with the first others."""
+    def __init__(
+        self,
+        request: Request,
+        clock: Callable[[], float],
+        preset_events: Iterable[Emission] = (),
+        weights_version: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`preset_events` are known from the start (a resumed sequence had ended) and sent with the first others.
+        `weights_version` returns the present version of the model's weights."""
         self.request = request
+        self._weights_version = weights_version
         self.scheduled_at: float | None = None
         self.next_seq = 0
         self._clock = clock
@@ -114,6 +122,7 @@ class RequestReport:
             accepted_draft_tokens=self.accepted_drafts,
             rejected_draft_tokens=self.rejected_drafts,
             embedding=self.embedding,
+            weights_versions=(self.request.weights_version, self._weights_version()),
             error=error,
         )
 

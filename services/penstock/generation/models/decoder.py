@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.generation.layers.linear.base import Linear, Rows
     from penstock.generation.layers.rope import RotaryEmbedding
     from penstock.generation.models.hidden_keeper import StateKeeper
+    from penstock.generation.models.model_parts import ModelParts
 
 
 class CausalLM:
@@ -57,9 +58,10 @@ class CausalLM:
         device: torch.device,
         num_bytes: int,
         mapped_bytes: int = 0,
+        parts: ModelParts | None = None,
     ) -> None:
         """Take the parts of a model; `embedding` is a table (vocabulary, hidden) or the rows of `lm_head`. Layers refer
-        to their rotary embedding by its place in `rotaries`."""
+        to their rotary embedding by its place in `rotaries`. `parts`: the same by name; None: nothing replaces any."""
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -67,6 +69,7 @@ class CausalLM:
         self.num_bytes = num_bytes
         # Part of it that is mapped from the page cache.
         self.mapped_bytes = mapped_bytes
+        self.parts = parts
         self.layers = tuple(layers)
         self.attention = attention
         self._embedding = embedding

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
-import torch
 from torch import Tensor
 
 from penstock.common.dtypes import dtype_name
 from penstock.generation.attention.base import AttentionLayer
-from penstock.generation.core.model_config import Activation, ModelConfig, NormKind
+from penstock.generation.core.model_config import ModelConfig, NormKind
 from penstock.generation.layers.decoder_layer import (
     AroundLayer,
     DecoderLayer,
@@ -29,6 +28,8 @@ from penstock.generation.layers.experts import MixtureOfExperts, SharedExpert
 from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.layers.summed import SummedAttention, SummedMLP
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.loaded_weights import Weights
+from penstock.generation.models.model_parts import PartsKeeper
 from penstock.generation.weights.tensor_names import (
     NORM,
     LayerLinear,
@@ -45,40 +46,12 @@ if TYPE_CHECKING:
     from penstock.generation.layers.summed import Sum
 
 
-class Weights(Protocol):
-    """A model's weights on its device. Each part is asked for once, in the order of `build_model`."""
-
-    dtype: torch.dtype
-    # Bytes of memory of the parts so far.
-    num_bytes: int
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Part of `num_bytes` that is mapped from the page cache."""
-
-    @property
-    def forms(self) -> Mapping[str, int]:
-        """Number of quantised matrices of the checkpoint so far, by the format that they run in: int8, int4 or a
-        dtype's name."""
-
-    def head_and_table(self) -> tuple[Linear, Tensor | None]:
-        """Return the last layer, and the embedding (vocabulary, hidden); None: it is the head's rows."""
-
-    def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
-        """Return a linear layer of the decoder layer with the name prefix `prefix`; `activation` gates a gated one."""
-
-    def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
-        """Return the weight of a norm, in `dtype`, or in float32 if it `is_exact`."""
-
-    def layer_is_complete(self) -> None:
-        """Note that this layer is complete."""
-
-
 def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts: Sum | None = None) -> CausalLM:
     """Return the model of `config` with these weights. `sum_parts`: they are a part of a model in several processes,
     and it adds up the results of the parts; None: they are the whole model."""
-    lm_head, table = weights.head_and_table()
-    parts = LayerMaker(config, weights, device.layer_kernels(weights.dtype), sum_parts)
+    keeper = PartsKeeper(weights)
+    lm_head, table = keeper.head_and_table()
+    parts = LayerMaker(config, keeper, device.layer_kernels(weights.dtype), sum_parts)
     layers = [parts.layer(i) for i in range(config.num_layers)]
     norm = parts.norm(NORM)
     config = dataclasses.replace(
@@ -108,6 +81,7 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
         device=device.torch_device,
         num_bytes=weights.num_bytes,
         mapped_bytes=weights.mapped_bytes,
+        parts=keeper.parts,
     )
 
 

@@ -44,7 +44,8 @@ from penstock.generation.models.dense_families import (
 from penstock.generation.models.gemma import GEMMA2, GEMMA3
 from penstock.generation.models.importance_cache import kept
 from penstock.generation.models.input_importance import measure_importance
-from penstock.generation.models.loader import Weights, build_model
+from penstock.generation.models.loaded_weights import Weights
+from penstock.generation.models.loader import build_model
 from penstock.generation.models.mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from penstock.generation.models.transformers_loading import load_transformers_model, read_transformers_config
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights

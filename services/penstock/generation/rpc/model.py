@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -20,12 +21,14 @@ from penstock.generation.lifecycle import Lifecycle
 from penstock.generation.options.validate import check_model
 from penstock.generation.rpc.graph_calls import GraphCalls
 from penstock.generation.service import GenerationCore
-from penstock.generation.wire import convert, load_model
+from penstock.generation.startup.replace_weights import fixed_because
+from penstock.generation.wire import convert, load_model, weight_messages
 from penstock.generation.wire.dtype_messages import from_dtype
 from penstock.generation.wire.graph_messages import from_graph
 from penstock.generation.wire.option_messages import from_options
 from penstock.v1 import common_pb2, config_pb2, model_pb2
 
+T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -38,7 +41,7 @@ class ModelServicer(GraphCalls):
         self._config = config
         self._max_message_bytes = config.max_message_bytes
         # The graphs of an opened model as bytes: a large model has hundreds, which take milliseconds to describe.
-        self._listed: tuple[ModelAccess, bytes] | None = None
+        self._listed: tuple[weakref.ref[ModelAccess], bytes] | None = None
 
     async def GetModelInfo(
         self, request: model_pb2.GetModelInfoRequest, context: Context
@@ -73,6 +76,47 @@ class ModelServicer(GraphCalls):
         await writer
         await context.write(model_pb2.LoadModelResponse(info=self._info()))
 
+    async def WriteWeights(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[model_pb2.WriteWeightsRequest], context: Context
+    ) -> None:
+        """Write new weights into the running model: answer every message, and finally with the new version."""
+        messages = aiter(request_iterator)
+        first = await self._next(messages)
+        # As of LoadModel: not before a message has come.
+        self._require_access()
+        if not self._config.write_weights:
+            raise FailedPrecondition(
+                "nobody may write weights into this process: --write-weights allows it", reason="WRITE_WEIGHTS_OFF"
+            )
+        if first is None:
+            raise InvalidArgument("start", "must come first")
+        specs = weight_messages.to_specs(first)
+        check_model(first.start.model, self._lifecycle.model_name)
+        # A drained process takes them, too: a trainer may drain it first.
+        core = self._lifecycle.loaded()
+        with core.updates.alone():
+            intake = core.updates.intake(specs, core.loaded)
+            await context.write(model_pb2.WriteWeightsResponse(received_bytes=0))
+            while intake.wants_bytes:
+                message = await self._next(messages)
+                if message is None:
+                    raise intake.cut_short()
+                intake.take(weight_messages.to_bytes(message))
+                await context.write(model_pb2.WriteWeightsResponse(received_bytes=intake.received))
+            if await self._next(messages) is not None:
+                raise InvalidArgument("chunk", f"must end with the tensors, after {intake.num_bytes} bytes in all")
+            written = await core.updates.write(intake.tensors())
+        await context.write(
+            model_pb2.WriteWeightsResponse(
+                written=model_pb2.WeightsWritten(
+                    weights_version=written.version,
+                    num_bytes=written.num_bytes,
+                    prepare_seconds=written.prepare_seconds,
+                    pause_seconds=written.pause_seconds,
+                )
+            )
+        )
+
     async def UnloadModel(
         self, request: model_pb2.UnloadModelRequest, context: Context
     ) -> model_pb2.UnloadModelResponse:
@@ -98,7 +142,7 @@ class ModelServicer(GraphCalls):
             await load.take(*load_model.to_chunk(message))
             shown.show(load.received)
 
-    async def _next(self, messages: AsyncIterator[model_pb2.LoadModelRequest]) -> model_pb2.LoadModelRequest | None:
+    async def _next(self, messages: AsyncIterator[T]) -> T | None:
         """Return the next message; None at the end. Raises InvalidArgument when it does not come."""
         most = self._config.receive_idle_seconds
         try:
@@ -130,6 +174,8 @@ class ModelServicer(GraphCalls):
         )
         if lifecycle.core is not None:
             response.MergeFrom(self._describe(lifecycle.core))
+            response.weights_version = lifecycle.core.weights_version
+            response.can_write_weights = self._can_write(lifecycle.core)
             if lifecycle.core.access is not None:
                 response.MergeFromString(self._graphs(lifecycle.core.access))
         return response
@@ -166,10 +212,16 @@ class ModelServicer(GraphCalls):
             ),
         )
 
+    def _can_write(self, core: GenerationCore) -> bool:
+        is_allowed = self._config.is_model_open and self._config.write_weights
+        return is_allowed and not fixed_because(core.config, core.loaded)
+
     def _graphs(self, access: ModelAccess) -> bytes:
-        if self._listed is None or self._listed[0] is not access:
+        if self._listed is None or self._listed[0]() is not access:
             graphs = [from_graph(graph, can_keep=access.can_keep_tensors) for graph in access.graphs.every]
-            self._listed = access, model_pb2.GetModelInfoResponse(forward_graphs=graphs).SerializeToString()
+            # Weakly: it has the model, which may be replaced before anybody asks again.
+            listed = model_pb2.GetModelInfoResponse(forward_graphs=graphs).SerializeToString()
+            self._listed = weakref.ref(access), listed
         return self._listed[1]
 
     def _limits(self, core: GenerationCore) -> model_pb2.Limits:

@@ -121,6 +121,13 @@ class ModelRunner:
         """Return a runner of another model of the same shape over the same pool, without any sequence."""
         return self._again(model)
 
+    def change_weights(self, model: LanguageModel) -> LanguageModel:
+        """Go on with another model of the same shape, between two steps; return the old one. Sequences keep all that
+        is kept of them."""
+        old, fresh = self._model, self._again(model)
+        self._model, self._prompt_scorer, self._steady = fresh._model, fresh._prompt_scorer, None
+        return old
+
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """Run one step. It changes only the KV pools and the runner's own buffers.
 

@@ -193,6 +193,19 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def joint_tensors(config: ModelConfig) -> list[tuple[str, ...]]:
+    """Return the names of tensors that run as one product, product by product: none of them can be replaced alone."""
+    found: dict[tuple[str, ...], None] = {}
+    for index in range(config.num_layers):
+        prefix = layer_prefix(index)
+        for linear in layer_linears(config, index):
+            # All experts of a stacked tensor have the same names.
+            found[tuple(f"{prefix}{name}" for name in _stored_shapes(config, linear))] = None
+    if not config.tie_word_embeddings:
+        found[EMBEDDING, LM_HEAD] = None
+    return list(found)
+
+
 def _stored_shapes(config: ModelConfig, linear: LayerLinear) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the checkpoint's tensors of a linear layer."""
     if linear.expert is not None and config.experts is not None:

@@ -235,6 +235,8 @@ def from_finished(finished: FinishedOutput) -> generation_pb2.Finished:
         timings=_from_timings(finished.timings),
         attempts=1,
         last_seq=finished.last_seq,
+        first_weights_version=finished.weights_versions[0],
+        last_weights_version=finished.weights_versions[1],
     )
 
 

@@ -337,6 +337,12 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
         """Load a model at the backend, which joins once it serves a model for the router's tokenizer."""
         await self._stream("LoadModel", model_pb2.LoadModelResponse.FromString, request_iterator, context)
 
+    async def WriteWeights(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[model_pb2.WriteWeightsRequest], context: Context
+    ) -> None:
+        """Write new weights into the backend's model; other backends keep theirs."""
+        await self._stream("WriteWeights", model_pb2.WriteWeightsResponse.FromString, request_iterator, context)
+
     async def Forward(  # type: ignore[override]
         self, request_iterator: AsyncIterator[graphs_pb2.ForwardRequest], context: Context
     ) -> None:

@@ -235,6 +235,8 @@ class StreamWriter:
             usage=self._usage(backend),
             timings=self._timings(backend),
             attempts=self._state.attempts,
+            first_weights_version=backend.first_weights_version,
+            last_weights_version=backend.last_weights_version,
         )
         if self._next_seq:
             finished.last_seq = self._next_seq - 1

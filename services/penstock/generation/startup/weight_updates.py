@@ -1,0 +1,116 @@
+"""The way of new weights into a running model: one update at a time, bounded, and all of it or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from penstock.common.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from penstock.common.units import format_size
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.weight_tensor import TensorSpec
+from penstock.generation.host.memory import host_memory
+from penstock.generation.startup.loaded_model import LoadedModel
+from penstock.generation.startup.replace_weights import fixed_because
+from penstock.generation.weights.new_tensors import NewTensors, WeightIntake, check_specs
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedUpdate:
+    """Result of an update."""
+
+    version: int
+    num_bytes: int
+    # Of making the new parts, beside live requests; and between two steps, while no request advanced.
+    prepare_seconds: float
+    pause_seconds: float
+
+
+class WeightUpdates:
+    """Updates of one model. Belongs to the event loop."""
+
+    def __init__(
+        self, config: GenerationServiceConfig, apply: Callable[[NewTensors], Awaitable[AppliedUpdate]]
+    ) -> None:
+        """`apply` puts checked tensors into the running model, all of them or, where it raises, none."""
+        self._config = config
+        self._apply = apply
+        self._is_busy = False
+        # The update that is being applied, or the last one.
+        self._work: asyncio.Future[AppliedUpdate] | None = None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other changes of the weights away, also until an update without a caller ends. Raises
+        FailedPrecondition BUSY while a change is under way."""
+        if self._is_busy:
+            raise FailedPrecondition("another WriteWeights, or a Reload, is under way", reason="BUSY")
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            if self._work is None or self._work.done():
+                self._is_busy = False
+            else:
+                self._work.add_done_callback(self._release)
+
+    def check(self, specs: Sequence[TensorSpec], loaded: LoadedModel) -> None:
+        """Refuse an update before its bytes come.
+
+        Raises FailedPrecondition WEIGHTS_FIXED, InvalidArgument naming a tensor's field, ResourceExhausted
+        WEIGHTS_TOO_LARGE.
+        """
+        reason = fixed_because(self._config, loaded)
+        if reason:
+            raise FailedPrecondition(f"this model takes no new weights: {reason}", reason="WEIGHTS_FIXED")
+        model = loaded.weights.model
+        check_specs(specs, model.config)
+        self._check_room(sum(spec.num_bytes for spec in specs), loaded)
+
+    def intake(self, specs: Sequence[TensorSpec], loaded: LoadedModel) -> WeightIntake:
+        """Return the place for an update's bytes. Raises as `check`."""
+        self.check(specs, loaded)
+        return WeightIntake(specs)
+
+    async def write(self, tensors: NewTensors) -> AppliedUpdate:
+        """Put checked tensors into the running model; to be called `alone`. A caller that leaves does not end it.
+
+        Raises what `apply` raises, and Unavailable ENGINE_STOPPED once it was cancelled.
+        """
+        self._work = work = asyncio.ensure_future(self._apply(tensors))
+        # Its error is the caller's, who may be gone.
+        work.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if work.cancelled():
+                raise Unavailable("the model is being closed", reason="ENGINE_STOPPED") from None
+            raise
+
+    def cancel(self) -> None:
+        """Cancel an update under way: the model is being closed."""
+        if self._work is not None:
+            self._work.cancel()
+
+    def _release(self, _: object) -> None:
+        self._is_busy = False
+
+    def _check_room(self, num_bytes: int, loaded: LoadedModel) -> None:
+        most = self._config.write_weights_bytes()
+        if most is not None and num_bytes > most:
+            raise ResourceExhausted(
+                f"the tensors have {format_size(num_bytes)}, and --max-write-weights-memory is {format_size(most)}",
+                reason="WEIGHTS_TOO_LARGE",
+            )
+        # At most all parts are made anew, while the old ones are still there.
+        parts, on_device = loaded.weights.model.num_bytes, loaded.weights.device.memory().available
+        _, on_host = host_memory()
+        is_one = loaded.weights.device.torch_device.type == "cpu"
+        if num_bytes + (min(parts, num_bytes) if is_one else 0) > on_host or min(parts, num_bytes) > on_device:
+            raise ResourceExhausted(
+                f"the tensors have {format_size(num_bytes)}, and memory for them and the parts made of them is short: "
+                "send fewer at once",
+                reason="WEIGHTS_TOO_LARGE",
+            )

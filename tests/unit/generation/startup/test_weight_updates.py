@@ -1,0 +1,79 @@
+"""Updates of weights: one at a time, to its end, whoever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from penstock.common.errors import FailedPrecondition, Unavailable
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.startup.weight_updates import AppliedUpdate, WeightUpdates
+from penstock.generation.weights.new_tensors import NewTensors
+
+pytestmark = pytest.mark.asyncio
+DONE = AppliedUpdate(1, 0, 0.0, 0.0)
+
+
+class Held:
+    """An update that ends when it may."""
+
+    def __init__(self) -> None:
+        self.may_end, self.has_begun = asyncio.Event(), asyncio.Event()
+        self.updates = WeightUpdates(GenerationServiceConfig(model="m"), self.apply)
+
+    async def apply(self, tensors: NewTensors) -> AppliedUpdate:
+        self.has_begun.set()
+        await self.may_end.wait()
+        return DONE
+
+    async def write(self) -> Any:
+        with self.updates.alone():
+            return await self.updates.write(NewTensors({}))
+
+    def assert_busy(self) -> None:
+        with pytest.raises(FailedPrecondition) as refused, self.updates.alone():
+            pass
+        assert refused.value.reason == "BUSY"
+
+
+async def test_one_runs_at_a_time() -> None:
+    held = Held()
+    writing = asyncio.create_task(held.write())
+    await held.has_begun.wait()
+    held.assert_busy()
+    held.may_end.set()
+    assert await writing == DONE
+    with held.updates.alone():
+        held.assert_busy()
+    with held.updates.alone():
+        pass
+
+
+async def test_a_caller_that_leaves_does_not_end_it_and_the_next_one_waits_for_its_end() -> None:
+    held = Held()
+    writing = asyncio.create_task(held.write())
+    await held.has_begun.wait()
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    # Its parts are being made of the present weights: another update between would be lost.
+    held.assert_busy()
+    held.may_end.set()
+    work = held.updates._work
+    assert work is not None
+    assert await work == DONE
+    with held.updates.alone():
+        pass
+
+
+async def test_the_end_of_the_model_ends_it() -> None:
+    held = Held()
+    writing = asyncio.create_task(held.write())
+    await held.has_begun.wait()
+    held.updates.cancel()
+    with pytest.raises(Unavailable) as refused:
+        await writing
+    assert refused.value.reason == "ENGINE_STOPPED"
+    with held.updates.alone():
+        pass
