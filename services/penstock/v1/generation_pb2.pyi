@@ -324,10 +324,17 @@ class Finished(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     LAST_SEQ_FIELD_NUMBER: _builtins.int
+    FIRST_WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    LAST_WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     attempts: _builtins.int
     """Backends tried."""
     last_seq: _builtins.int
     """seq of the last delta; absent when there was none."""
+    first_weights_version: _builtins.int
+    """Versions of the weights (GetModelInfoResponse.weights_version) at the request's first step and at its end. They differ when a
+    WriteWeights came between: earlier tokens, and their keys and values, are of earlier weights. Of the last backend tried.
+    """
+    last_weights_version: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SequenceResult]: ...
     @_builtins.property
@@ -342,10 +349,12 @@ class Finished(_message.Message):
         timings: _common_pb2.StageTimings | None = ...,
         attempts: _builtins.int = ...,
         last_seq: _builtins.int | None = ...,
+        first_weights_version: _builtins.int = ...,
+        last_weights_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_seq", b"_last_seq", "last_seq", b"last_seq", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_seq", b"_last_seq", "attempts", b"attempts", "last_seq", b"last_seq", "sequences", b"sequences", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_seq", b"_last_seq", "attempts", b"attempts", "first_weights_version", b"first_weights_version", "last_seq", b"last_seq", "last_weights_version", b"last_weights_version", "sequences", b"sequences", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_seq: _TypeAlias = _typing.Literal["last_seq"]  # noqa: Y015
     _WhichOneofArgType__last_seq: _TypeAlias = _typing.Literal["_last_seq", b"_last_seq"]  # noqa: Y015
