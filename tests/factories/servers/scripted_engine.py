@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 from factories.servers.plain_server import plain_server
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.checkpoint import DEMO_MODEL_NAME, demo_folder
 from penstock.common.config import ServerConfig
 from penstock.common.fingerprint import tokenizer_fingerprint
@@ -69,6 +70,8 @@ class ScriptedEngine:
     default_sampling_params_json: str = ""
     generates: bool = True
     healthy: bool = True
+    # What the standard health service tells of it; None: it has no such service.
+    serving: bool | None = None
     # Messages that may still be sent; None: any number.
     allowance: int | None = None
     # Ends every call with this status.
@@ -106,6 +109,7 @@ class ScriptedEngine:
         """Listen, on the same port as before if there was one."""
         self._server = plain_server(os.environ.get("PENSTOCK_TEST_TRANSPORT", ServerConfig.transport), self.port)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(_Engine(self), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(_Health(self), self._server)
         self.port = await self._server.open_port()
         await self._server.start()
         return self
@@ -262,3 +266,16 @@ class _Engine(vllm_engine_pb2_grpc.VllmEngineServicer):
             is_last = begin + size >= len(data)
             chunk = smg_common_pb2.GetTokenizerChunk(data=data[begin : begin + size], sha256=digest if is_last else "")
             await context.write(chunk)
+
+
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self._engine = engine
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        if self._engine.serving is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+        if request.service != "vllm.grpc.engine.VllmEngine":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        status = health_pb2.HealthCheckResponse
+        return status(status=status.SERVING if self._engine.serving else status.NOT_SERVING)

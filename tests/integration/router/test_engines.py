@@ -15,6 +15,7 @@ from factories.servers.scripted_engine import EOS, OTHER_EOS, ScriptedEngine, Te
 from penstock.common.errors import PenstockError, StartupError, from_rpc_error
 from penstock.engines.vllm_engine_pb2 import GenerateComplete, GenerateResponse, GenerateStreamChunk
 from penstock.v1 import common_pb2, config_pb2, text_pb2
+from structlog.testing import capture_logs
 
 WANT_IDS = config_pb2.OutputConfig(return_token_ids=True)
 IDS = [*range(300, 308), EOS]
@@ -351,14 +352,22 @@ async def test_sixteen_streams_outlive_one_of_two() -> None:
         assert [answer.ids() for answer in await asyncio.gather(*answers)] == [list(range(300, 340))] * 16
 
 
-async def test_one_that_is_unhealthy_gets_nothing_new() -> None:
-    async with ScriptedEngine() as one, ScriptedEngine() as other, vllm_router(one, other) as router:
-        one.healthy = False
+@pytest.mark.parametrize("knob", ["healthy", "serving"])
+async def test_one_that_is_unhealthy_gets_nothing_new(knob: str) -> None:
+    """By vLLM's own call it is healthy while it warms up: the standard health service tells of that."""
+    async with (
+        ScriptedEngine(serving=True) as one,
+        ScriptedEngine(serving=True) as other,
+        vllm_router(one, other) as router,
+    ):
+        setattr(one, knob, False)
         await router.until("backend_up", 0.0, backend=one.address)
         for _ in range(3):
             await collect(router.stub.Generate(generate()))
         assert not one.requests
         assert len(other.requests) == 3
+        setattr(one, knob, True)
+        await router.until("backend_up", 1.0, backend=one.address)
 
 
 async def test_an_engine_that_answers_and_makes_no_token_is_lost_at_last() -> None:
@@ -438,6 +447,16 @@ async def test_one_that_sends_no_tokenizer_is_served_by_what_it_tells() -> None:
         sampling = engine.requests[0].sampling_params
         assert sampling.temperature == pytest.approx(0.6)
         assert sampling.top_p == pytest.approx(0.95)
+
+
+async def test_a_warning_says_that_it_does_not_keep_tenants_apart() -> None:
+    with capture_logs() as lines:
+        async with ScriptedEngine() as engine, vllm_router(engine):
+            pass
+    told = [line for line in lines if "cache_salt" in line["event"]]
+    assert [(line["log_level"], line["backend"], line["engine"]) for line in told] == [
+        ("warning", engine.address, "vLLM")
+    ]
 
 
 # Score and Embed.
@@ -528,7 +547,7 @@ LIES: dict[str, Tell] = {
 @pytest.mark.parametrize("lie", LIES)
 async def test_one_that_lies_is_left_for_one_that_does_not(lie: str) -> None:
     async with (
-        ScriptedEngine(tell=LIES[lie]) as liar,
+        ScriptedEngine(tell=LIES[lie], allowance=0) as liar,
         ScriptedEngine() as honest,
         vllm_router(liar, honest, eject_consecutive_failures=0, eject_failure_share=0.0) as router,
     ):
@@ -538,6 +557,8 @@ async def test_one_that_lies_is_left_for_one_that_does_not(lie: str) -> None:
         answer = asyncio.ensure_future(collect(router.stub.Generate(generate(output=WANT_IDS, config=asked))))
         await liar.until(lambda: bool(liar.requests))
         honest.healthy = True
+        await router.until("backend_up", 1.0, backend=honest.address)
+        await liar.allow(None)
         result = await answer
         assert result.ids() == IDS
-        assert result.finished.attempts > 1
+        assert result.finished.attempts == 2

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.common.errors import InvalidArgument, PenstockError, Unavailable
 from penstock.common.logging import get_logger
@@ -33,6 +34,8 @@ _NO_FILES = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
 )
+# Answers of an engine without the standard health service, or with one that does not know its protocol.
+_NO_HEALTH = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
 # Blocks in which a share of memory is told.
 _BLOCKS = 1000
 _log = get_logger("penstock.router")
@@ -48,6 +51,7 @@ class EngineConnection:
         self._codec = codec
         self._target = target
         self._stub = codec.make_stub(channel.for_stubs)
+        self._health = health_pb2_grpc.HealthStub(channel.for_stubs)
         self._model: EngineModel | None = None
         self._session: EngineSession | None = None
         suffix, numbers = secrets.token_hex(4), itertools.count()
@@ -73,6 +77,13 @@ class EngineConnection:
         kv_tokens = sum(max(load.max_total_num_tokens, 0) for load in loads.loads)
         self._model = read_model(
             told, await self._bundle(told), self._codec.sizes(server), kv_tokens, self._codec.max_top_logprobs
+        )
+        # No engine tells whether its cache is on.
+        _log.warning(
+            "the engine's prefix cache, if it is on, is shared by all tenants and values of cache_salt: its protocol "
+            "has no field for them. Where timing must not tell one tenant what another asked, switch it off there",
+            backend=self._target,
+            engine=self._codec.name,
         )
         return self._model.info
 
@@ -105,9 +116,9 @@ class EngineConnection:
 
     async def watch_health(self) -> AsyncGenerator[bool]:
         """See BackendConnection."""
-        request, known = self._codec.messages.HealthCheckRequest(), None
+        known = None
         while True:
-            is_healthy = bool((await self._ask(self._stub.HealthCheck, request)).healthy)
+            is_healthy = await self._is_healthy()
             if is_healthy and self._session is not None:
                 self._session.note_alive()
             if is_healthy is not known:
@@ -156,6 +167,19 @@ class EngineConnection:
 
     async def _ask(self, call: Callable[..., Any], request: Message) -> Any:
         return await call(request, timeout=self._config.connect_timeout_seconds)
+
+    async def _is_healthy(self) -> bool:
+        """Ask the engine's own call and the standard one. By its own alone an engine is healthy while it warms up, when
+        requests take a hundred times as long, and while it shuts down."""
+        if not (await self._ask(self._stub.HealthCheck, self._codec.messages.HealthCheckRequest())).healthy:
+            return False
+        try:
+            told = await self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=self._codec.service))
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _NO_HEALTH:
+                raise
+            return True
+        return bool(told.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _send_aborts(self, requests: list[Message]) -> None:
         for request in requests:
