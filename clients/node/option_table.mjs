@@ -58,6 +58,7 @@ export const CONFIG = {
   top_n_sigma: "plain",
   xtc_probability: "plain",
   xtc_threshold: "plain",
+  thinking_budget_tokens: "plain",
   seed: "plain",
   eos_token_id: "ids",
   pad_token_id: "plain",

@@ -127,6 +127,8 @@ class OptionKeywords(TypedDict, total=False):
     xtc_probability: float
     # XTC drops tokens at least this likely, except the least likely of them.
     xtc_threshold: float
+    # Most tokens of the thought before a chat's answer; then it is closed. 0: it is closed at once.
+    thinking_budget_tokens: int
     # Seed of the random draws: same seed, same answer.
     seed: int
     # Ids that end a sequence, in place of the model's.
@@ -242,6 +244,7 @@ CONFIG: Mapping[str, str] = {
     "top_n_sigma": "plain",
     "xtc_probability": "plain",
     "xtc_threshold": "plain",
+    "thinking_budget_tokens": "plain",
     "seed": "plain",
     "eos_token_id": "ids",
     "pad_token_id": "plain",

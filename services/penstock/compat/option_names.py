@@ -11,6 +11,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_return_sequences": ("n",),
     "typical_p": ("typical",),
     "stop_strings": ("stop",),
+    # vLLM's, and the other of llama.cpp's two.
+    "thinking_budget_tokens": ("thinking_token_budget", "reasoning_budget_tokens"),
     "include_stop_string_in_output": ("include_stop_str_in_output",),
 }
 # vLLM's of structured output: within `structured_outputs`, and behind `guided_`.

@@ -44,7 +44,7 @@ async def count_tokens(call: HttpCall) -> Answer:
     fields = Fields(call)
     conversation = _conversation(fields, call)
     tools, _, _ = _tools(fields, call)
-    variables = _variables(fields)
+    variables = _variables(fields, {}, call)
     options: dict[str, Any] = {"model": fields.get("model", str, ""), **_ending(conversation)}
     fields.done()
     work = checked(
@@ -87,7 +87,7 @@ def _open(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStrea
     """Take the remaining fields, report the ignored ones, and send the request."""
     conversation = _conversation(fields, call)
     tools, choice, parallel = _tools(fields, call)
-    variables = _variables(fields)
+    variables = _variables(fields, options, call)
     # A caller's explicit setting takes precedence.
     options = {**_ending(conversation), **options, "model": fields.get("model", str, "")}
     for name in _IDLE:
@@ -110,8 +110,8 @@ def _open(fields: Fields, call: HttpCall, options: dict[str, Any]) -> AsyncStrea
     )
 
 
-def _variables(fields: Fields) -> dict[str, Any]:
-    """Take chat_template_kwargs and thinking."""
+def _variables(fields: Fields, options: dict[str, Any], call: HttpCall) -> dict[str, Any]:
+    """Take chat_template_kwargs and thinking; its budget becomes one of the `options`. Raises InvalidArgument."""
     variables = dict(fields.get("chat_template_kwargs", dict, {}))
     thinking = fields.maybe("thinking", dict)
     if thinking is not None:
@@ -120,6 +120,9 @@ def _variables(fields: Fields) -> dict[str, Any]:
             raise InvalidArgument("thinking.type", "must be enabled, adaptive, between_tools or disabled")
         # The variable of Qwen's, GLM's and others' templates; a template without it ignores it.
         variables.setdefault("enable_thinking", kind != "disabled")
+        if kind == "enabled" and (tokens := thinking.get("budget_tokens")) is not None:
+            options.setdefault("thinking_budget_tokens", typed(tokens, int, "thinking.budget_tokens"))
+            call.names.setdefault("thinking_budget_tokens", "thinking.budget_tokens")
     return variables
 
 

@@ -54,6 +54,7 @@ from penstock.generation.options.score_embed_commands import (
     score_requests,
 )
 from penstock.generation.options.tensor_options import TensorSizes, resolve_tensors
+from penstock.generation.options.thinking import with_thought_budget
 from penstock.generation.options.validate import validate, with_prompt
 from penstock.generation.runner.model_runner import WarmUpWork
 from penstock.generation.sampling.watermark_detector import Detector, TooFewTokens, WatermarkEvidence, detector_of
@@ -174,6 +175,7 @@ class GenerationCore:
         validate(options, served, self.limits)
         resolved = resolve(options, loaded.files.defaults, served, self.limits)
         params = self._with_tensors(options, with_drafts(resolved.params, own.drafts))
+        params = with_thought_budget(params, options, loaded.files.token_bytes)
         plugins = loaded.files.plugins.make(options.options, own)
         if plugins is not None:
             params = replace(params, plugins=plugins)

@@ -22,7 +22,8 @@ from penstock.router.chat.chat_output import ChatParser, make_parser, prompt_ope
 from penstock.router.chat.forced_calls import answer_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat
 from penstock.router.chat.held_calls import call_grammar_message
-from penstock.router.chat.prompt_thought import thought_before
+from penstock.router.chat.prompt_thought import closing_text, thought_before, thought_end
+from penstock.router.chat.thinking_effort import budget_of, switch_off
 from penstock.router.frontend.convert import begin_prompt, schemas_of, skips_special_tokens, strict_tools, to_template
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.text.fill_in_middle import TOKENS, form_of
@@ -161,6 +162,8 @@ class RequestMaker:
         for name in ("add_generation_prompt", "continue_final_message"):
             if request.HasField(name):
                 setattr(ask, name, getattr(request, name))
+        if budget_of(request.config, None) == 0:
+            switch_off(ask)
         text, ids = self._needed("a conversation").encode_chat(conversation(ask))
         local = self._local(request, Prompt(ids), None)
         local.is_chat, local.parses_tools = True, bool(request.tools)
@@ -172,6 +175,11 @@ class RequestMaker:
                 markers = self._needed("a conversation").marker_ids(local.chat.kept_for(with_tools=True))
                 local.thought.grammar = answer_grammar(local.chat, markers, in_reasoning=local.opens_reasoning)
             local.message.thought.CopyFrom(local.thought)
+            if request.config.HasField("thinking_budget_tokens"):
+                closing = self._needed("a conversation").encode(
+                    closing_text(local.chat), add_special_tokens=False, parse_special_tokens=True
+                )
+                local.message.thought_end.CopyFrom(thought_end(local.chat, local.thought, closing, None))
         if local.parses_tools and not request.HasField("constraint"):
             markers = self._needed("a conversation").marker_ids(local.chat.kept_for(with_tools=True))
             calls = call_grammar_message(

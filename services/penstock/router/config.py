@@ -343,6 +343,16 @@ class RouterConfig(ServerConfig, ChannelConfig):
         group=CHATS,
     )
 
+    effort_minimal_tokens: int = option(
+        512,
+        "Budget of thinking of reasoning_effort minimal, where the chat template does not read the effort; 0: none.",
+        group=CHATS,
+        minimum=0,
+    )
+    effort_low_tokens: int = option(2048, "The same of reasoning_effort low; 0: none.", group=CHATS, minimum=0)
+    effort_medium_tokens: int = option(8192, "The same of reasoning_effort medium; 0: none.", group=CHATS, minimum=0)
+    effort_high_tokens: int = option(0, "The same of reasoning_effort high; 0: none.", group=CHATS, minimum=0)
+
     hold_tool_calls: bool = option(
         True,
         "Hold the calls that a model chooses to make to a grammar, from their first marker on: names of the request's "
@@ -384,6 +394,17 @@ class RouterConfig(ServerConfig, ChannelConfig):
     max_tool_calls: int = option(32, "Tool calls of one answer; one more ends it.", group=STREAMING, minimum=1)
     max_sequences: int = option(64, "Returned sequences of one request.", group=STREAMING, minimum=1)
     max_token_texts: int = option(65536, "Token texts that are remembered for logprobs.", group=STREAMING, minimum=64)
+
+    @property
+    def effort_budgets(self) -> dict[str, int | None]:
+        """Budgets of thinking of the efforts; None: the effort has none."""
+        return {
+            "none": 0,
+            "minimal": self.effort_minimal_tokens or None,
+            "low": self.effort_low_tokens or None,
+            "medium": self.effort_medium_tokens or None,
+            "high": self.effort_high_tokens or None,
+        }
 
     @property
     def receive_limit_bytes(self) -> int:

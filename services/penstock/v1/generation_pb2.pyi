@@ -48,6 +48,7 @@ class GenerateRequest(_message.Message):
     THOUGHT_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     MAY_BE_CLOSED_FIELD_NUMBER: _builtins.int
+    THOUGHT_END_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -123,6 +124,10 @@ class GenerateRequest(_message.Message):
     def calls(self) -> Global___CallGrammar:
         """What holds tool calls once the answer begins one. Unset: nothing. Ignored beside `constraint`, and in constrained beam search."""
 
+    @_builtins.property
+    def thought_end(self) -> Global___ThoughtEnd:
+        """What closes the thought before the answer, for config.thinking_budget_tokens."""
+
     def __init__(
         self,
         *,
@@ -150,12 +155,13 @@ class GenerateRequest(_message.Message):
         thought: _common_pb2.Thought | None = ...,
         calls: Global___CallGrammar | None = ...,
         may_be_closed: _builtins.bool = ...,
+        thought_end: Global___ThoughtEnd | None = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "calls", b"calls", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "output", b"output", "seed", b"seed", "stop", b"stop", "thought", b"thought", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "calls", b"calls", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "output", b"output", "seed", b"seed", "stop", b"stop", "thought", b"thought", "thought_end", b"thought_end", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "calls", b"calls", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "may_be_closed", b"may_be_closed", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "thought", b"thought", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "calls", b"calls", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "may_be_closed", b"may_be_closed", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "thought", b"thought", "thought_end", b"thought_end", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -167,6 +173,42 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ThoughtEnd(_message.Message):
+    """The end of a thought that takes all of its budget."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THOUGHT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WISHED_TOKENS_FIELD_NUMBER: _builtins.int
+    wished_tokens: _builtins.int
+    """Budget of a request without config.thinking_budget_tokens; unset: none. It is a wish: where it cannot be kept, there is none."""
+    @_builtins.property
+    def thought(self) -> _common_pb2.Thought:
+        """The thought that is counted: the tokens after the one that completes `opens`. `grammar` is not read."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids that close it; the text of the last ones is one of `thought.closes`."""
+
+    def __init__(
+        self,
+        *,
+        thought: _common_pb2.Thought | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        wished_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_wished_tokens", b"_wished_tokens", "thought", b"thought", "wished_tokens", b"wished_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wished_tokens", b"_wished_tokens", "thought", b"thought", "token_ids", b"token_ids", "wished_tokens", b"wished_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__wished_tokens: _TypeAlias = _typing.Literal["wished_tokens"]  # noqa: Y015
+    _WhichOneofArgType__wished_tokens: _TypeAlias = _typing.Literal["_wished_tokens", b"_wished_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wished_tokens) -> _WhichOneofReturnType__wished_tokens | None: ...
+
+Global___ThoughtEnd: _TypeAlias = ThoughtEnd  # noqa: Y015
 
 @_typing.final
 class CallGrammar(_message.Message):

@@ -76,6 +76,7 @@ def combination(path: str, **config: Any) -> Refusal:
 
 SAMPLING = {"do_sample": True}
 VALUES: list[Refusal] = [
+    *option("thinking_budget_tokens", 5, num_beams=2),
     *option("max_new_tokens", 0),
     *option("max_length", 0),
     *option("max_time", 0, -1, NAN, INF),

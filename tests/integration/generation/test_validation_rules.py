@@ -182,6 +182,7 @@ WARNINGS: list[tuple[str, dict[str, Any]]] = [
             "assistant_confidence_threshold": 0.9,
         }.items()
     ),
+    ("config.thinking_budget_tokens has no effect", {"thinking_budget_tokens": 5}),
     ("config.do_sample has no effect", {"do_sample": True, "temperature": 0.0}),
     ("config.negative_prompt has no effect", {"negative_prompt_ids": ids(1)}),
     ("config.negative_prompt has no effect", {"negative_prompt_ids": ids(1), "guidance_scale": 1.0}),

@@ -15,6 +15,7 @@ from penstock.generation.core.decoding_mode import (
     TensorOutputs,
 )
 from penstock.generation.core.plugins import RequestPlugins
+from penstock.generation.core.thought_budget import ThoughtBudget
 
 _MIX = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
@@ -62,6 +63,8 @@ class SamplingParams:
     allowed_token_ids: frozenset[int] | None = None
     # Every output is one of these sequences or a prefix of one; None: off.
     allowed_token_trie: tuple[TokenSequence, ...] | None = None
+    # None: thoughts have no budget of the request's own.
+    thinking_budget_tokens: int | None = None
     watermark: AnyWatermark | None = None
     renormalize_logits: bool = False
     remove_invalid_values: bool = False
@@ -83,6 +86,8 @@ class SamplingParams:
     mode: DecodingMode = PLAIN
     guidance: GuidanceOptions = NO_GUIDANCE
     tensors: TensorOutputs | None = None
+    # What keeps a budget of thinking; None: there is none, or no thought.
+    thought_budget: ThoughtBudget | None = None
     # Plugins made for this request alone; None: it has none.
     plugins: RequestPlugins | None = None
 

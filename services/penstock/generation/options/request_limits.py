@@ -50,7 +50,10 @@ class RequestBounds:
     max_bad_words: int = option(4096, "Most entries of bad_words_ids.", group=REQUESTS, minimum=0)
     max_sequence_bias: int = option(4096, "Most entries of sequence_bias.", group=REQUESTS, minimum=0)
     max_phrase_tokens: int = option(
-        64, "Longest entry of bad_words_ids, sequence_bias, force_words_ids and constraints.", group=REQUESTS, minimum=1
+        64,
+        "Longest entry of bad_words_ids, sequence_bias, force_words_ids and constraints; longest end of a thought.",
+        group=REQUESTS,
+        minimum=1,
     )
     max_forced_words: int = option(
         64, "Most entries of force_words_ids, and of constraints.", group=REQUESTS, minimum=0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.tensors import TensorData
+from penstock.generation.core.thought_budget import ThoughtEnd
 from penstock.generation.grammar.call_spec import CallSpec
 from penstock.generation.grammar.spec import ConstraintSpec
 from penstock.generation.options.table import OutputOptions, RequestOptions, StopOptions
@@ -45,6 +46,8 @@ class GenerateOptions:
     begins_text: bool = False
     # Markers of the thoughts before the answer, unchecked.
     thought: Thought | None = None
+    # What closes the thought that takes its budget, unchecked.
+    thought_end: ThoughtEnd | None = None
     # Embeddings of prompt tokens, unchecked: of all tokens, or of those before `prompt_token_ids`.
     inputs_embeds: TensorData | None = None
     inputs_embeds_before_ids: bool = False

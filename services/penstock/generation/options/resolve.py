@@ -17,6 +17,7 @@ from penstock.generation.options.option_spec import OptionSet
 from penstock.generation.options.request_limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.table import DEFAULT_TOP_K, RequestOptions
+from penstock.generation.options.thinking import check_thinking
 from penstock.generation.options.warnings import warnings_of
 
 
@@ -60,6 +61,7 @@ def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts
         for name in ENCODER_OPTIONS:
             fields.pop(name, None)
     warnings = [*warnings_of(request, options, modes, has_eos=bool(fields["eos_token_ids"])), *embeds_warnings(request)]
+    warnings += check_thinking(request, modes, model, limits)
     open_ended = _open_ended(model, fields)
     maximum, minimum = resolve_lengths(request, defaults, _room(request, model, modes), open_ended, warnings)
     _check_resumed(request, count, maximum)

@@ -328,6 +328,12 @@ class RequestOptions(OptionSet):
         scopes=(Scope.SAMPLING,), param="xtc_threshold", default=0.1, needs=("xtc_probability",),
         allowed="above 0.5 is off", differs="as above",
     )  # fmt: skip
+    thinking_budget_tokens: int | None = row(
+        INTEGER, "Most tokens of the thought before a chat's answer; then it is closed. 0: it is closed at once.",
+        bounds=SIZE, param="thinking_budget_tokens", flags=GENERATION, in_file=False, default="no bound",
+        allowed="refused in beam search; an answer without a thought: warning",
+        differs="Penstock's; see [gateway.md](../guide/gateway.md#thinking)",
+    )  # fmt: skip
     # Not from the model's file: every request of every caller would then draw the same. A file with a seed gets a
     # warning.
     seed: int | None = row(

@@ -25,6 +25,7 @@ from penstock.generation.core.request import (
     StartedOutput,
 )
 from penstock.generation.core.tensors import TensorData
+from penstock.generation.core.thought_budget import ThoughtEnd
 from penstock.generation.engine.dump import EngineDump
 from penstock.generation.engine.stats import EngineLoad, EngineStats
 from penstock.generation.engine.step_watch import StepView
@@ -99,6 +100,7 @@ def to_generate_options(
         timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
         begins_text=message.begins_text,
         thought=thought,
+        thought_end=_to_thought_end(message.thought_end, limits) if message.HasField("thought_end") else None,
         inputs_embeds=_to_tensor(message.inputs_embeds) if message.HasField("inputs_embeds") else None,
         inputs_embeds_before_ids=message.inputs_embeds_before_ids,
     )
@@ -150,14 +152,21 @@ def _calls(message: generation_pb2.CallGrammar, thought: Thought | None) -> Call
     return CallSpec(tuple(message.opens), message.grammar, free_part, message.is_required)
 
 
-def _to_thought(message: common_pb2.Thought, limits: RequestLimits) -> Thought:
+def _to_thought_end(message: generation_pb2.ThoughtEnd, limits: RequestLimits) -> ThoughtEnd:
+    """Return what closes a thought that takes its budget. Raises InvalidArgument for invalid markers."""
+    return ThoughtEnd(
+        _to_thought(message.thought, limits, "thought_end.thought"),
+        tuple(message.token_ids),
+        message.wished_tokens if message.HasField("wished_tokens") else None,
+    )
+
+
+def _to_thought(message: common_pb2.Thought, limits: RequestLimits, field: str = "thought") -> Thought:
     """Return the markers of the thoughts before an answer. Raises InvalidArgument for invalid markers."""
-    check_count("thought.closes", message.closes, limits.max_stop_strings)
+    check_count(f"{field}.closes", message.closes, limits.max_stop_strings)
     markers, longest = (message.opens, *message.closes), limits.max_stop_string_chars
     if not message.closes or any(not 0 < len(one) <= longest for one in markers):
-        raise InvalidArgument(
-            "thought", f"must have markers of 1 to {longest} characters, at least one of them closing"
-        )
+        raise InvalidArgument(field, f"must have markers of 1 to {longest} characters, at least one of them closing")
     return Thought(message.opens, tuple(message.closes), message.is_open)
 
 

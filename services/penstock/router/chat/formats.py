@@ -55,6 +55,10 @@ class ChatFormat:
     reasoning: ReasoningFormat | None
     # The template or an option names the thought. Else a model that writes thoughts is believed.
     thinks: bool = False
+    # The template reads `reasoning_effort` itself.
+    takes_effort: bool = False
+    # White space that the template writes before the marker that closes a thought.
+    before_close: str = ""
 
     def kept_for(self, *, with_tools: bool) -> tuple[str, ...]:
         """Markers that must reach the parser although a vocabulary calls them special."""
@@ -255,12 +259,20 @@ def choose_format(
     told = response_template.replace("\\", "")
     row = row or _fitting(told) or _fitting(template) or HERMES
     if reasoning == NONE:
-        return ChatFormat(row, None, thinks=row.is_harmony)
+        return ChatFormat(row, None, thinks=row.is_harmony, takes_effort="reasoning_effort" in template)
     if reasoning != AUTO:
         thought: ReasoningFormat | None = _named(REASONING, reasoning, "--reasoning-format")
     else:
         thought = _thought(told) or _thought(template)
-    return ChatFormat(row, thought or THINK, thinks=row.is_harmony or thought is not None)
+    thinks, thought = row.is_harmony or thought is not None, thought or THINK
+    return ChatFormat(
+        row,
+        thought,
+        thinks=thinks,
+        takes_effort="reasoning_effort" in template,
+        # In a template's text literals a line break is an escape, as a rule.
+        before_close="\n" if any(f"{line}{thought.closes}" in template for line in ("\\n", "\n")) else "",
+    )
 
 
 def _thought(template: str) -> ReasoningFormat | None:

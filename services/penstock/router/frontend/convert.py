@@ -191,6 +191,7 @@ def to_template(
         model=model,
         begins_text=isinstance(request, text_pb2.ChatRequest),
         thought=prompt.thought,
+        thought_end=prompt.thought_end,
         calls=prompt.calls,
     )
     # Only these may end by LENGTH before their limit (backends/expectations.py).

@@ -12,7 +12,8 @@ from penstock.router.chat.chat_output import prompt_opens_reasoning
 from penstock.router.chat.forced_calls import answer_grammar, forced_grammar
 from penstock.router.chat.formats import DEFAULT, ChatFormat, choose_format
 from penstock.router.chat.held_calls import call_grammar_message
-from penstock.router.chat.prompt_thought import thought_before
+from penstock.router.chat.prompt_thought import closing_text, thought_before, thought_end
+from penstock.router.chat.thinking_effort import EFFORT, budget_of, switch_off, wished_budget
 from penstock.router.config import RouterConfig
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.text.fill_in_middle import TOKENS, form_of
@@ -31,6 +32,8 @@ class Prompt:
     chat: ChatFormat = DEFAULT
     # Thought before its answer; None: none.
     thought: common_pb2.Thought | None = None
+    # What closes that thought, of a request with a budget of thinking.
+    thought_end: generation_pb2.ThoughtEnd | None = None
     # What holds the calls that the model chooses to make; None: nothing.
     calls: generation_pb2.CallGrammar | None = None
     # Grammar of the calls that the answer must be.
@@ -50,6 +53,8 @@ class Pipeline:
         self._parse_special = config.allow_control_tokens_in_text
         self._chat_format: ChatFormat | None = None
         self._marker_ids: dict[str, int] | None = None
+        self._closing_ids: list[int] | None = None
+        self._efforts = config.effort_budgets
         # The fill-in-the-middle tokens that the tokenizer has.
         self._middle_ids: dict[str, int] | None = None
 
@@ -126,9 +131,11 @@ class Pipeline:
 
     async def chat(self, request: text_pb2.ChatRequest, timeout: float | None) -> Prompt:
         """Return the prompt of Chat. Raises as TokenizerLink.apply_chat_template, naming the request's own fields."""
-        answer = await self.render(request, timeout)
-        chat = self.chat_format
-        return Prompt(
+        _, budget = self._budget(request)
+        answer = await self.render(request, timeout, thinks=budget != 0)
+        # The first answer of the tokenizer tells the format.
+        chat, (wished, budget) = self.chat_format, self._budget(request)
+        prompt = Prompt(
             list(answer.token_ids),
             opens_reasoning=prompt_opens_reasoning(answer.text, chat.reasoning),
             chat=chat,
@@ -136,11 +143,29 @@ class Pipeline:
             template_seconds=answer.template_seconds,
             tokenize_seconds=answer.tokenize_seconds,
         )
+        if prompt.thought is not None and budget is not None:
+            if self._closing_ids is None:
+                text = closing_text(chat)
+                (found,) = await self._encode([text], timeout, add_special=False, parse=True, field="messages")
+                self._closing_ids = list(found.ids)
+            prompt.thought_end = thought_end(chat, prompt.thought, self._closing_ids, wished)
+        return prompt
+
+    def _budget(self, request: text_pb2.ChatRequest) -> tuple[int | None, int | None]:
+        """Return the budgets of thinking that the request's effort wishes, and that it has."""
+        variable = request.chat_template_kwargs.fields.get(EFFORT)
+        effort = "" if variable is None else variable.string_value
+        wished = wished_budget(self.chat_format, effort, self._efforts)
+        return wished, budget_of(request.config, wished)
 
     async def render(
-        self, request: text_pb2.ChatRequest | text_pb2.RenderChatRequest, timeout: float | None
+        self,
+        request: text_pb2.ChatRequest | text_pb2.RenderChatRequest,
+        timeout: float | None,
+        *,
+        thinks: bool = True,
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        """Render a conversation and encode it. Raises as `chat`."""
+        """Render a conversation and encode it; without `thinks` the template's own switch is off. Raises as `chat`."""
         ask = tokenizer_pb2.ApplyChatTemplateRequest(messages=request.messages)
         if request.tools:
             ask.tools.extend(request.tools)
@@ -152,6 +177,8 @@ class Pipeline:
             ask.continue_final_message = request.continue_final_message
         if request.HasField("chat_template_kwargs"):
             ask.chat_template_kwargs.CopyFrom(request.chat_template_kwargs)
+        if not thinks:
+            switch_off(ask)
         return await self._link.apply_chat_template(ask, timeout)
 
     async def force_calls(self, prompt: Prompt, schemas: Schemas, *, max_calls: int, timeout: float | None) -> None:

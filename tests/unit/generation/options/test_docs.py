@@ -37,13 +37,13 @@ ROWS = [spec for specs in SECTIONS.values() for spec in specs.values()]
 # Resolved by hand into the modes' own options, the lengths and the ends; or facts about the request.
 MADE = {
     "max_new_tokens", "min_new_tokens", "do_sample", "seed", "num_return_sequences", "eos_token_ids", "stop_token_ids",
-    "stop_strings", "mode", "guidance", "tensors", "plugins",
+    "stop_strings", "mode", "guidance", "tensors", "plugins", "thought_budget",
 }  # fmt: skip
 # The wire's own, OpenAI's and Penstock's.
 NOT_OF_TRANSFORMERS = {
     "assistant_model", "negative_prompt_text", "negative_prompt_ids", "frequency_penalty", "presence_penalty",
     "logit_bias", "allowed_token_ids", "allowed_token_trie", "top_n_sigma", "seed",
-    "xtc_probability", "xtc_threshold",
+    "xtc_probability", "xtc_threshold", "thinking_budget_tokens",
     "ngram_memory_num_tokens", "ngram_memory_match", "lookahead_window", "lookahead_ngram_size", "lookahead_guesses",
     # Arguments of generate() beside its configuration.
     "logits_processor", "stopping_criteria",

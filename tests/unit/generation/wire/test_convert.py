@@ -119,6 +119,7 @@ EVERY_OPTION = RequestOptions(
     top_n_sigma=1.5,
     xtc_probability=0.5,
     xtc_threshold=0.2,
+    thinking_budget_tokens=64,
     seed=9,
     eos_token_id=(1, 2),
     pad_token_id=0,

@@ -23,6 +23,7 @@ from penstock.generation.sampling.processors.plugin_processors import AllowingPl
 from penstock.generation.sampling.processors.sequence_bias import BadWords, SequenceBias
 from penstock.generation.sampling.processors.synthid import SynthId
 from penstock.generation.sampling.processors.temperature import Temperature
+from penstock.generation.sampling.processors.thinking_budget import ThinkingBudget
 from penstock.generation.sampling.processors.top_k import TopK
 from penstock.generation.sampling.processors.top_p import TopP
 from penstock.generation.sampling.processors.truncation import EpsilonCutoff, EtaCutoff, TopH, TopNSigma, TypicalP
@@ -52,6 +53,7 @@ PROCESSORS: tuple[type[Processor], ...] = (
     OpenAIPenalties,
     LogitBias,
     PluginProcessors,
+    ThinkingBudget,
     # WARP
     TopNSigma,
     Temperature,
