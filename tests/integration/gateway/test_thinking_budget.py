@@ -50,7 +50,7 @@ def test_anthropics_budget_is_kept(served: Served) -> None:
     answer = served.json("/v1/messages", {**body, "thinking": thinking})
     (thought,) = [one["thinking"] for one in answer["content"] if one["type"] == "thinking"]
     assert thought == thought_of(served, thinking_budget_tokens=3)[0]
-    status, refused = served.ask("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": "many"}})
+    status, _, refused = served.ask("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": "many"}})
     assert status == 400
     assert "thinking.budget_tokens" in str(refused)
 
