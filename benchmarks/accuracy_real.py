@@ -40,6 +40,7 @@ FORMATS = {
     "bf16, KV int8": NumberFormat("bfloat16", "none", "int8"),
     "int8": NumberFormat("bfloat16", "int8", "auto"),
     "float32, int8": NumberFormat("float32", "int8", "auto"),
+    "int8-groups": NumberFormat("bfloat16", "int8-groups", "auto"),
     "int8, KV int8": NumberFormat("bfloat16", "int8", "int8"),
     "int4": NumberFormat("bfloat16", "int4", "auto"),
     "float32, int4": NumberFormat("float32", "int4", "auto"),

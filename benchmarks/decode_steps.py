@@ -31,7 +31,7 @@ from benchmarks.checkpoints import CACHE, resolve
 BLOCK_SIZE = 16
 # Rows from which a step is also held against the peak of multiplication.
 MANY_ROWS = 16
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("none", "int8", "int8-groups", "int4")
 # Columns that are shown of a row, beside its format and batch.
 COLUMNS = ("step_ms", "memory_ms", "arithmetic_ms", "gb_s", "memory_share", "share", "share_quartiles")
 # A weight that stays in the last cache, and how often it is multiplied in a probe.

@@ -23,7 +23,7 @@ from benchmarks._report import Report, Table
 from benchmarks.cells import WORKLOADS, Workload, tokens_needed
 from benchmarks.checkpoints import CACHE, resolve
 
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("none", "int8", "int8-groups", "int4")
 # Prompt tokens of a decode cell, and its steps.
 CONTEXT, STEPS = 128, 24
 COLUMNS = ("cell", "quantization", "none_tok_s", "adapters_tok_s", "ratio", "quartiles")

@@ -45,9 +45,9 @@ Examples:
 GROUP = "Inspect"
 # Files that describe a model, without its weights.
 SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt")
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("none", "int8", "int8-groups", "int4")
 # Bytes of a weight with its part of the scales.
-_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5625}
+_QUANTISED_BYTES = {"int8": 1.0, "int8-groups": 1.0625, "int4": 0.5625}
 # Names that families use for one thing, in the order in which they are tried.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")

@@ -75,8 +75,9 @@ class ModelOptions:
     quantization: str = option(
         "auto",
         "Quantise the weights of the linear layers at load: faster, less exact. int4: smallest, and fastest for one or "
-        "two streams; int8: more exact, and faster than int4 for several streams and for prompts; none: --dtype; fp8: "
-        "on GPUs that support it; auto: as `penstock pack` wrote MODEL, otherwise none.",
+        "two streams; int8: more exact, and faster than int4 for several streams and for prompts; int8-groups: nearer "
+        "to float32 than int8, slower, on the CPU's C++ kernels; none: --dtype; fp8: on GPUs that support it; auto: as "
+        "`penstock pack` wrote MODEL, otherwise none.",
         group=MODEL,
     )
     model_route: str = option(

@@ -19,7 +19,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tie_word_embeddings": True, "hidden_size": 64}),
     ("mistral", {"sliding_window": 12, "tie_word_embeddings": True}),
 ]
-FORMATS = [(dtype, kind) for dtype in ("bfloat16", "float32") for kind in ("none", "int8", "int4")]
+FORMATS = [(dtype, kind) for dtype in ("bfloat16", "float32") for kind in ("none", "int8", "int8-groups", "int4")]
 
 
 @pytest.fixture(autouse=True)

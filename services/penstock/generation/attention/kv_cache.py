@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.common.errors import StartupError
 from penstock.generation.attention.cache_layout import CacheLayout
 from penstock.generation.attention.fresh_memory import fresh_zeros
+from penstock.generation.attention.turned_heads import TurnedHeads
 
 if TYPE_CHECKING:
     from penstock.generation.attention.state_pool import StatePool
@@ -50,7 +51,7 @@ def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
 
 class KVCachePool:
     """Keys and values (layers, 2, blocks, block_size, kv_heads, head_dim) of `dtype`, which is the model's, or int8
-    with scales (layers, 2, blocks, block_size, kv_heads); zeroed.
+    with scales (layers, 2, blocks, block_size, kv_heads); zeroed. Heads of int8 are turned (turned_heads.py).
 
     With a layout of several groups the first dimension is the layers of one block, and a layer's blocks are those of
     its view (AttentionMetadata.view).
@@ -110,6 +111,7 @@ class KVCachePool:
             ) from error
         # Place of each layer.
         places = range(num_layers) if layout is None else [place for _, place in layout.places]
+        self._turned = TurnedHeads(head_dim, device) if dtype is torch.int8 else None
         self._keys: list[Tensor] = [self._data[place][0] for place in places]
         self._values: list[Tensor] = [self._data[place][1] for place in places]
         self._places = tuple(places)
@@ -168,12 +170,12 @@ class KVCachePool:
         return None if self._scales is None else self._scales[self._places[layer], 1]
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one row of keys and values per slot; return them as they will be read, in their own dtype."""
-        if self._scales is None:
+        """Store one row of keys and values per slot; return them as `read_stored` will, in their own dtype."""
+        if self._scales is None or self._turned is None:
             self._rows(self._keys[layer]).index_copy_(0, slots_T, k_TKD.flatten(1))
             self._rows(self._values[layer]).index_copy_(0, slots_T, v_TKD.flatten(1))
             return k_TKD, v_TKD
-        (keys, key_scales), (values, value_scales) = quantise(k_TKD), quantise(v_TKD)
+        (keys, key_scales), (values, value_scales) = (quantise(self._turned.stored(x)) for x in (k_TKD, v_TKD))
         # The kernels look for NaN in scores only, so a NaN among the values goes into the scale of the keys.
         key_scales = torch.where(value_scales.isnan(), torch.nan, key_scales)
         place = self._places[layer]
@@ -184,6 +186,19 @@ class KVCachePool:
 
     def read(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values (C, kv_heads, head_dim) of the slots: int8 as `dtype`, others unchanged."""
+        if self._turned is None:
+            return self.read_stored(layer, slots_C, dtype)
+        # Rounded once.
+        keys, values = (self._turned.back(x) for x in self.read_stored(layer, slots_C, torch.float32))
+        return keys.to(dtype), values.to(dtype)
+
+    def turned(self, x_THD: Tensor) -> Tensor:
+        """Return queries for the keys of `read_stored`, or turn outputs of its values back: unchanged unless the pool
+        is int8."""
+        return x_THD if self._turned is None else self._turned.back(x_THD)
+
+    def read_stored(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the same as it is stored: heads of int8 are turned."""
         # F.embedding gathers rows several times faster than index_select or advanced indexing on CPU.
         shape = (-1, self.num_kv_heads, self.head_dim)
         rows = [F.embedding(slots_C, self._rows(x)).view(shape) for x in (self._keys[layer], self._values[layer])]

@@ -59,6 +59,19 @@ class SDPAAttention(Attention):
         kv: KVCachePool,
     ) -> Tensor:
         k_TKD, v_TKD = kv.write(layer.index, metadata.slot_mapping, k_TKD, v_TKD)
+        # Few rows are turned, in place of all keys and values.
+        return kv.turned(self._attend_stored(kv.turned(q_THD), k_TKD, v_TKD, layer, metadata, kv))
+
+    @staticmethod
+    def _attend_stored(
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+    ) -> Tensor:
+        """Attend to keys and values as they are stored."""
         groups = _plan(metadata, layer.window, q_THD.dtype, q_THD.shape[1] // kv.num_kv_heads, kv.block_size)
         if layer.changes_scores:
             out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -90,7 +103,7 @@ def _attend(
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1).reshape(num_rows, num_heads, head_dim)
     shape = (group.num_seqs, -1, kv.num_kv_heads, head_dim)
-    k, v = (x.view(shape).transpose(1, 2) for x in kv.read(layer.index, group.slots, q_RHD.dtype))
+    k, v = (x.view(shape).transpose(1, 2) for x in kv.read_stored(layer.index, group.slots, q_RHD.dtype))
     if group.query_len > MAX_BATCHED_QUERY:
         q = q_RHD.view(group.num_seqs, group.query_len, num_heads, head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=layer.scale, enable_gqa=True)
@@ -121,7 +134,7 @@ def _attend_by_scores(
         visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q_RHD.device).tril()
         mask = torch.zeros(visible.shape, device=q_RHD.device).masked_fill_(~visible, float("-inf"))[None]
     else:
-        keys, values = kv.read(layer.index, group.slots, q_RHD.dtype)
+        keys, values = kv.read_stored(layer.index, group.slots, q_RHD.dtype)
         # The rows of a batched group's mask are (query, head of the group), all of a query the same.
         step = heads_per_kv if group.query_len <= MAX_BATCHED_QUERY else 1
         mask = cast("Tensor", group.mask)[:, 0, ::step].float()

@@ -27,11 +27,12 @@ from penstock.generation.host.arena import Arena
 from penstock.generation.host.cpu_features import packing_obstacle
 from penstock.generation.host.memory import host_memory
 from penstock.generation.layers.layer_kernels import LayerKernels, NativeKernels
-from penstock.generation.layers.linear import FP8, QUANTIZATIONS
+from penstock.generation.layers.linear import FP8, INT8_GROUPS, QUANTIZATIONS
 from penstock.generation.layers.linear.base import LinearMethod
 from penstock.generation.layers.linear.dense import PlainLinearMethod, cpu_linear_method
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
 from penstock.generation.layers.linear.int8 import Int8LinearMethod
+from penstock.generation.layers.linear.int8_groups import refuse_int8_groups
 from penstock.generation.layers.linear.native import NativeLinearMethod, formats
 from penstock.generation.sampling.sampling_kernels import NativeSampling, SamplingKernels
 
@@ -242,4 +243,6 @@ def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool, arena: Ar
         return NativeLinearMethod(layers, head=head, arena=arena)
     if quantization == "none":
         return cpu_linear_method(dtype)
+    if quantization == INT8_GROUPS:
+        raise refuse_int8_groups("they are turned off or not built (`penstock build-kernels`)")
     return Int8LinearMethod() if quantization == "int8" else Int4LinearMethod()

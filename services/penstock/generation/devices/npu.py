@@ -22,8 +22,9 @@ from penstock.generation.devices.accelerator import Accelerator
 from penstock.generation.devices.npu_graphs import NPUGraphs
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES, named_dtype
 from penstock.generation.layers.layer_kernels import LayerKernels, NPUKernels
-from penstock.generation.layers.linear import QUANTIZATIONS
+from penstock.generation.layers.linear import INT8_GROUPS, QUANTIZATIONS
 from penstock.generation.layers.linear.dense import PlainLinearMethod
+from penstock.generation.layers.linear.int8_groups import refuse_int8_groups
 from penstock.generation.layers.linear.npu_products import DTYPES as PRODUCT_DTYPES
 from penstock.generation.layers.linear.npu_products import NPUInt4Method, NPUInt8Method
 
@@ -82,6 +83,8 @@ class NPUDevice(Accelerator):
             raise StartupError(
                 f"--quantization must be auto or one of {', '.join(QUANTIZATIONS)}", flag="--quantization"
             )
+        if quantization == INT8_GROUPS:
+            raise refuse_int8_groups(f"--device {self.name} has none")
         if dtype not in PRODUCT_DTYPES:
             raise StartupError(
                 f"--quantization {quantization} needs --dtype bfloat16 or float16 with --device {self.name}",

@@ -57,6 +57,10 @@ class LayerPool(KVCachePool):
     def read(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return super().read(0, slots_C, dtype)
 
+    @override
+    def read_stored(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return super().read_stored(0, slots_C, dtype)
+
 
 def read_mask(mask_B1RC: Tensor, num_rows: int) -> list[tuple[int, int]]:
     """Return for each sequence the number of tokens in its history, and of its rows; both are at the front.

@@ -10,13 +10,13 @@ from penstock.common.gguf_file import TYPES
 from penstock.common.gguf_parts import GGUF_FILE, linked_parts
 from penstock.common.units import format_size
 from penstock.generation.core.model_config import ModelConfig
-from penstock.generation.layers.linear import FP8
+from penstock.generation.layers.linear import FP8, INT8_GROUPS
 from penstock.generation.weights.files import PACKED_FILE, is_packed
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
 
 # Bytes per weight of a linear layer, with its part of the scales: quantised here, or by a form that was kept with its
 # own scales.
-_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5625, FP8: 1.0}
+_QUANTISED_BYTES = {"int8": 1.0, INT8_GROUPS: 1.0625, "int4": 0.5625, FP8: 1.0}
 _KEPT_BYTES = {"int8": 1.0, "int4": 0.625, "int4-asymmetric": 0.75} | {
     kind.name.lower(): kind.num_bytes / kind.numbers for kind in TYPES.values()
 }
@@ -78,6 +78,7 @@ def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
     each = _QUANTISED_BYTES[quantization]
     if quantization == "int4" and model.kept_form.startswith("int4"):
         each = max(each, _KEPT_BYTES.get(model.kept_form, each))
-    # The embedding's table stays as it is. The head is int8, also where the two are tied; with fp8 it stays, too.
-    head = sizes.get(LM_HEAD, 0) * stored / total if quantization == FP8 else table * _QUANTISED_BYTES["int8"]
+    # The embedding's table stays as it is. The head has a byte, also where the two are tied; with fp8 it stays, too.
+    head_bytes = _QUANTISED_BYTES["int8" if quantization == "int4" else quantization]
+    head = sizes.get(LM_HEAD, 0) * stored / total if quantization == FP8 else table * head_bytes
     return int(stored * table / total + head + layers * each)

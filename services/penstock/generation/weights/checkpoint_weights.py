@@ -17,6 +17,7 @@ from penstock.common.errors import StartupError
 from penstock.common.heap import trim_heap
 from penstock.common.logging import get_logger
 from penstock.generation.core.model_config import Activation
+from penstock.generation.layers.linear import INT8_GROUPS
 from penstock.generation.layers.linear.base import INT4, INT4_ASYMMETRIC, INT8, NotFinite, WholeRows
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, HeadOrder, LayerLinear
 
@@ -28,7 +29,13 @@ if TYPE_CHECKING:
 
 _log = get_logger("penstock.generation")
 # Formats of whole numbers that a quantised matrix may keep, by --quantization.
-_KEPT = {"auto": (INT8, INT4, INT4_ASYMMETRIC), "none": (), INT8: (INT8,), INT4: (INT4, INT4_ASYMMETRIC)}
+_KEPT = {
+    "auto": (INT8, INT4, INT4_ASYMMETRIC),
+    "none": (),
+    INT8: (INT8,),
+    INT8_GROUPS: (INT8,),
+    INT4: (INT4, INT4_ASYMMETRIC),
+}
 
 
 class TensorSource(Protocol):

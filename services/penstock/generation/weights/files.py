@@ -143,7 +143,7 @@ def file_names(folder: Path) -> list[str]:
 # By each name of a format that the kernels have.
 _ITEM_BYTES = {name: one.num_bytes for one in NATIVE.values() for name in (one.name, one.short, one.stored)}
 # Bytes of a number in a linear layer.
-_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5}
+_QUANTISED_BYTES = {"int8": 1.0, "int8-groups": 1.0625, "int4": 0.5}
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -155,7 +155,7 @@ class PackedWeights:
         kept = self._kept.get(name, "")
         sizes = part_sizes(shape, format, gated=gated, has_bias=has_bias, kept=kept)
         parts = {part: self.tensor(f"{name}.{part}") for part in sizes}
-        format = kept_format(format, kept)
+        format = kept_format(format, kept, shape[1])
         return NativeLinear(PackedWeight(shape, self.dtype, format, gated, **parts), activation)
 
 

@@ -143,3 +143,20 @@ def test_a_nan_reaches_every_row_that_sees_it(where: str, kv_dtype: torch.dtype)
         assert sick[5:6].all() if where == "query" else sick[5:].all()
         # In one chunk a value that is NaN may reach the rows before it, times 0.
         assert not sick[: 4 if cuts else 0].any()
+
+
+@pytest.mark.parametrize("dtype", library.DTYPES)
+# Whole heads are turned, blocks of 64, of 16, and nothing.
+@pytest.mark.parametrize("head_dim", [256, 192, 128, 64, 48, 24])
+def test_int8_values_are_stored_with_the_bits_of_torch(head_dim: int, dtype: torch.dtype) -> None:
+    """So either reads what the other wrote. Of values alone: no rotary embedding changes them."""
+    shape = Shape(kv_heads=2, group=1, head_dim=head_dim, block_size=4, window=None)
+    (sequence,) = contexts(shape, [9], dtype, 0)
+    pools = []
+    for attention in (NativeAttention(), SDPAAttention()):
+        layer = Layer(attention, shape, torch.int8, 5, 0)
+        layer.run([sequence], [[4]])
+        pools.append(layer.kv)
+    one, other = pools
+    assert torch.equal(one.value(0), other.value(0))
+    torch.testing.assert_close(one.value_scale(0), other.value_scale(0), rtol=0, atol=0, equal_nan=True)

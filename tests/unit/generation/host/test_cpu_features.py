@@ -16,7 +16,7 @@ from penstock.generation.layers.linear import int8
 from penstock.generation.layers.linear.base import WholeRows
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
 from penstock.generation.layers.linear.int8 import Int8Linear, Int8LinearMethod, quantize_rows
-from penstock.generation.layers.linear.rotation import halved, rotated, rotated_by_product, rotation_matrix
+from penstock.generation.rounding.rotation import halved, rotated, rotated_by_product, rotation_matrix
 
 CODE = "from penstock.generation.host import cpu_features; print(cpu_features.describe_onednn())"
 SATURATES = f"int8 {Int8Product.SATURATES.value}"

@@ -40,6 +40,7 @@ DIGESTS = {
         Format.INT8: "2daef062841f2fb56dbd5a934bb7a1642760952fa3ee0a4a70161122bff30ebb",
         Format.INT4: "509cf89c5fb3feaa602c1b70a71b6ea3159b83329f01599adcae4a2bd9a28e9b",
         Format.ROTATED_INT8: "d559a3a18930a73c90499e19ec4fb93a72747712a86166444c9080a0e9d48b9c",
+        Format.TURNED_GROUPS: "e236f65f629c5a795087553b9f6aea6b8de04873db4feae3ab5795c1bff71f17",
     },
 }
 
@@ -60,7 +61,7 @@ def numbers(*shape: int) -> torch.Tensor:
 def test_a_version_of_the_layout_means_these_bytes(format: Format) -> None:
     method = NativeLinearMethod(format)
     dtype = torch.float32 if format is Format.F32 else torch.bfloat16
-    inputs = 192 if format is Format.ROTATED_INT8 else 43
+    inputs = 192 if format in (Format.ROTATED_INT8, Format.TURNED_GROUPS) else 43
     weight, bias = numbers(72, inputs).to(dtype), numbers(72).to(dtype)
     digest = hashlib.sha256()
     for linear in (method.linear(weight, bias), method.gated(weight, bias, LayerKernels())):

@@ -61,6 +61,18 @@ def panel_table(types: Tensor, inputs: int) -> Tensor:
     return begins << 8 | torch.cat([types, types.new_zeros(1)])
 
 
+def block_table(parts: Sequence[tuple[str, int]], inputs: int, *, gated: bool) -> Tensor | None:
+    """Return `panel_table` of a weight of these parts; None: two types would share a panel."""
+    types = panel_types(parts, gated=gated)
+    return None if types is None else panel_table(types, inputs)
+
+
+def table_bytes(table: Tensor | None) -> int:
+    """Return the bytes of the weight of a table."""
+    assert table is not None, "a weight without a table is not in blocks"
+    return int(table[-1]) >> 8
+
+
 def fill_blocks(memory: Tensor, table: Tensor, weight: BlockWeight, *, gated: bool) -> None:
     """Write a weight into `memory`, which has as many bytes as `table` ends with. Raises NotFinite."""
     memory.view(torch.int64)[: len(table)] = table

@@ -1,6 +1,6 @@
 """int8 by oneDNN: a scale for each output and, computed anew for each row of x, one for the row. The blocks of x are
-turned first (rotation.py). It serves when there are no C++ kernels. Its numbers are theirs, except for the order of the
-sums that turn x: here one product does it.
+turned first (rounding/rotation.py). It serves when there are no C++ kernels. Its numbers are theirs, except for the
+order of the sums that turn x: here one product does it.
 
 Every CPU gives the same sums of the same whole numbers. oneDNN's product takes unsigned x. So x is moved up by 128. On
 CPUs without VNNI, where bytes above 127 would saturate, the positive and negative numbers of x become rows of one
@@ -21,7 +21,7 @@ from penstock.generation.layers.linear.base import (
     WholeRows,
     check_finite,
 )
-from penstock.generation.layers.linear.rotation import (
+from penstock.generation.rounding.rotation import (
     halved,
     natural_scale,
     rotated,

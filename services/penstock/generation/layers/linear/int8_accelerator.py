@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from penstock.generation.layers.linear.base import Linear, LinearMethod, WholeRows, check_finite
 from penstock.generation.layers.linear.int8 import int8_numbers, quantize_rows
-from penstock.generation.layers.linear.rotation import halved, natural_scale, rotated_by_product, rotation_matrix
+from penstock.generation.rounding.rotation import halved, natural_scale, rotated_by_product, rotation_matrix
 
 # What cuBLASLt's product takes: more rows than 16, and multiples of 8 of inputs and outputs.
 LEAST_ROWS = 17

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from penstock.generation.core.model_config import Activation
+from penstock.generation.layers.linear import INT8_GROUPS
 from penstock.generation.layers.linear.base import (
     INT4,
     INT4_ASYMMETRIC,
@@ -31,8 +32,9 @@ from penstock.generation.layers.linear.base import (
     WholeWeight,
     importance,
 )
-from penstock.generation.layers.linear.gguf_blocks import fill_blocks, panel_table, panel_types
-from penstock.generation.layers.linear.rotation import natural_scale, rotation_block
+from penstock.generation.layers.linear.gguf_blocks import block_table, fill_blocks, table_bytes
+from penstock.generation.layers.linear.int8_groups import TurnedWeight, has_groups, mean_scale_of_groups
+from penstock.generation.rounding.rotation import natural_scale, rotation_block
 
 if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
@@ -57,10 +59,12 @@ class Format(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
-    # INT8 of weights and rows; their blocks are turned before they are rounded (rotation.py).
+    # INT8 of weights and rows; their blocks are turned before they are rounded (rounding/rotation.py).
     ROTATED_INT8 = 4
     # The blocks of GGUF's types (gguf_blocks.py); never of weights that are quantised here.
     GGUF = 5
+    # GGUF's Q8_0 of weights with turned blocks, as their rows have (int8_groups.py).
+    TURNED_GROUPS = 6
 
 
 _INT8_FORMATS = (Format.INT8, Format.ROTATED_INT8)
@@ -71,6 +75,8 @@ def formats(dtype: torch.dtype, quantization: str) -> tuple[Format, Format]:
     if quantization == "none":
         dense = Format.BF16 if dtype is torch.bfloat16 else Format.F32
         return dense, dense
+    if quantization == INT8_GROUPS:
+        return Format.TURNED_GROUPS, Format.TURNED_GROUPS
     return Format.ROTATED_INT8 if quantization == "int8" else Format.INT4, Format.ROTATED_INT8
 
 
@@ -140,10 +146,14 @@ def part_sizes(
 ) -> dict[str, tuple[torch.dtype, int]]:
     """Return dtype and number of elements of each tensor of a packed (outputs, inputs) weight. `kept`: the form of
     whole numbers that it keeps, with their scales; empty: it is quantised here."""
-    format = kept_format(format, kept)
+    format = kept_format(format, kept, shape[1])
     outputs, inputs = shape
     panels = _num_panels(outputs, gated=gated)
-    sizes = {"weight": (torch.uint8, int(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated)))}
+    if format is Format.TURNED_GROUPS:
+        num_bytes = table_bytes(block_table(TurnedWeight.parts(outputs), inputs, gated=gated))
+    else:
+        num_bytes = int(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated))
+    sizes = {"weight": (torch.uint8, num_bytes)}
     if has_bias:
         sizes["bias"] = (torch.float32, panels * PANEL)
     if format in _INT8_FORMATS:
@@ -171,9 +181,12 @@ def unpacked_scales(packed: PackedWeight) -> Tensor:
     return lines[:, 1:, :PANEL].float() * units.float()
 
 
-def kept_format(format: Format, kept: str) -> Format:
-    """Return the format of a weight in a model of `format`: whole numbers that it keeps are not turned."""
-    return Format.INT8 if format is Format.ROTATED_INT8 and kept else format
+def kept_format(format: Format, kept: str, inputs: int) -> Format:
+    """Return the format of a weight in a model of `format`: whole numbers that it keeps are not turned, and inputs that
+    are no whole groups have a scale a row."""
+    if format is Format.TURNED_GROUPS and not has_groups(inputs):
+        format = Format.ROTATED_INT8
+    return Format.INT8 if format in (Format.ROTATED_INT8, Format.TURNED_GROUPS) and kept else format
 
 
 class NativeLinear(Linear):
@@ -258,6 +271,8 @@ class NativeLinear(Linear):
     def quantised_as(self) -> str:
         if self.packed.offset is not None:
             return INT4_ASYMMETRIC
+        if self.format is Format.TURNED_GROUPS:
+            return INT8_GROUPS
         if self.format is Format.GGUF:
             return "+".join(name.lower() for name in self._block_types)
         if self.format in _INT8_FORMATS:
@@ -267,6 +282,8 @@ class NativeLinear(Linear):
     @property
     def mean_scale(self) -> float:
         """See Linear. Padding outputs have no scale."""
+        if self.format is Format.TURNED_GROUPS:
+            return mean_scale_of_groups(self.packed.weight, self.in_features)
         scale = self.packed.scale
         if scale is None:
             return 1.0
@@ -344,6 +361,11 @@ def _pack(
     weight_OI: Tensor | Weight, bias_O: Tensor | None, format: Format, slabs: Slabs, *, gated: bool
 ) -> PackedWeight:
     outputs, inputs = weight_OI.shape
+    format = kept_format(format, "", inputs)
+    if format is Format.TURNED_GROUPS:
+        packed = _pack_blocks(TurnedWeight(weight_OI), bias_O, slabs, gated=gated, format=format)
+        assert packed is not None, "there is one type of blocks"
+        return packed
     sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None)
     weight = slabs.take(sizes["weight"][1])
     scale, sums = (
@@ -405,16 +427,17 @@ def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gat
     return PackedWeight((outputs, inputs), weight.dtype, format, gated, memory, bias, **parts)
 
 
-def _pack_blocks(weight: BlockWeight, bias_O: Tensor | None, slabs: Slabs, *, gated: bool) -> PackedWeight | None:
+def _pack_blocks(
+    weight: BlockWeight, bias_O: Tensor | None, slabs: Slabs, *, gated: bool, format: Format = Format.GGUF
+) -> PackedWeight | None:
     """Return a weight in its own blocks; None: two types would share a panel."""
-    types = panel_types(weight.block_parts(), gated=gated)
-    if types is None:
+    table = block_table(weight.block_parts(), weight.shape[1], gated=gated)
+    if table is None:
         return None
-    table = panel_table(types, weight.shape[1])
-    memory = slabs.take(int(table[-1]) >> 8)
+    memory = slabs.take(table_bytes(table))
     fill_blocks(memory, table, weight, gated=gated)
     bias = None if bias_O is None else _in_panels(bias_O.float(), gated=gated)
-    return PackedWeight(weight.shape, weight.dtype, Format.GGUF, gated, memory, bias)
+    return PackedWeight(weight.shape, weight.dtype, format, gated, memory, bias)
 
 
 def _int8_words(piece: WholeRows) -> Tensor:

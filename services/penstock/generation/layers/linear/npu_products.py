@@ -30,7 +30,7 @@ from penstock.generation.layers.linear.base import (
 from penstock.generation.layers.linear.int4 import quantize_groups
 from penstock.generation.layers.linear.int4_search import GROUP
 from penstock.generation.layers.linear.int8 import int8_numbers
-from penstock.generation.layers.linear.rotation import halved, natural_scale, rotated_by_product, rotation_matrix
+from penstock.generation.rounding.rotation import halved, natural_scale, rotated_by_product, rotation_matrix
 
 # Dtypes of x, and of the results.
 DTYPES = (torch.float16, torch.bfloat16)

@@ -17,7 +17,7 @@ from penstock.generation.layers.linear.int4_cuda import CudaInt4Method
 from penstock.generation.layers.linear.int4_search import search_rows
 from penstock.generation.layers.linear.int8 import quantize_rows
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Method
-from penstock.generation.layers.linear.rotation import (
+from penstock.generation.rounding.rotation import (
     halved,
     rotated,
     rotated_by_product,

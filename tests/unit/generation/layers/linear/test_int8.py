@@ -7,7 +7,7 @@ import torch
 from penstock.generation.host.cpu_features import Int8Product, int8_product
 from penstock.generation.layers.linear import int8
 from penstock.generation.layers.linear.int8 import Int8Linear, quantize_rows
-from penstock.generation.layers.linear.rotation import (
+from penstock.generation.rounding.rotation import (
     halved,
     rotated,
     rotated_by_product,

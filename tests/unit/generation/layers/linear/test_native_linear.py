@@ -15,8 +15,9 @@ from penstock.generation.layers.layer_kernels import LayerKernels
 from penstock.generation.layers.linear.base import Linear, NotFinite, WholeRows
 from penstock.generation.layers.linear.int4_search import search_rows
 from penstock.generation.layers.linear.int8 import int8_numbers, quantize_rows
+from penstock.generation.layers.linear.int8_groups import GROUP, turned_groups
 from penstock.generation.layers.linear.native import Format, NativeLinear, NativeLinearMethod
-from penstock.generation.layers.linear.rotation import rotated, rotation_block
+from penstock.generation.rounding.rotation import halved, rotated, rotation_block
 
 # Formats that a weight is rounded to; those of blocks come from a file (test_native_gguf.py).
 ROUNDED = [format for format in Format if format is not Format.GGUF]
@@ -49,7 +50,15 @@ def quantised(weight_OI: torch.Tensor, x_TI: torch.Tensor, format: Format) -> tu
     if format is Format.INT8:
         pairs = (quantize_rows(weight_OI), quantize_rows(x_TI))
         return tuple((values * scale).double() for values, scale in pairs)  # type: ignore[return-value]
-    if format is Format.ROTATED_INT8:
+    if format is Format.TURNED_GROUPS and weight_OI.shape[1] % GROUP == 0:
+        block = rotation_block(weight_OI.shape[1])
+        lines = turned_groups(weight_OI).view(-1, 2 + GROUP)
+        scale = lines[:, :2].contiguous().view(torch.float16).double()
+        turned = rotated(x_TI, block) * (halved(block) / block)
+        numbers, scales = quantize_rows(turned.view(-1, GROUP))
+        weight = lines[:, 2:].contiguous().view(torch.int8).double() * scale
+        return weight.view(weight_OI.shape), (numbers * scales).view(x_TI.shape).double()
+    if format in (Format.ROTATED_INT8, Format.TURNED_GROUPS):
         block = rotation_block(weight_OI.shape[1])
         (values, scale), (numbers, scales) = (quantize_rows(rotated(one, block)) for one in (weight_OI, x_TI))
         return (values * (scale / block)).double(), (numbers * scales).double()
@@ -178,6 +187,7 @@ def test_inputs_that_are_summed_in_several_parts(format: Format) -> None:
         Format.INT8: 9001,
         Format.INT4: 17001,
         Format.ROTATED_INT8: 9024,
+        Format.TURNED_GROUPS: 9024,
     }
     inputs = several[format]
     dtype = torch.bfloat16 if format is Format.BF16 else torch.float32

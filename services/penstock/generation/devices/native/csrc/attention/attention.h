@@ -15,7 +15,8 @@ struct AttentionArgs {
   void* out;      // (T, H, D), row stride out_stride
   const void* keys;
   const void* values;
-  const float* key_scales;  // null: keys and values are of q's dtype
+  const float* key_scales;  // null: keys and values are of q's dtype; else their heads
+                            // are turned (util/rotate.h)
   const float* value_scales;
   const int32_t* block_tables;
   int64_t table_stride;

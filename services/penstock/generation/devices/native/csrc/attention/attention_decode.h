@@ -157,7 +157,7 @@ static void attend_decode(const AttentionArgs& a, const AttentionTask& task,
                   pos = first_pos + query;
     const T* source = (const T*)a.q + (first_row + query) * a.q_stride + head * D;
     const float step =
-        load_query<T, MODE>(source, D, w.q + m * MAX_HEAD_DIM, 1, MAX_HEAD_DIM / 2, w.bias[m]);
+        load_row<T, MODE>(a, source, w.q + m * MAX_HEAD_DIM, 1, MAX_HEAD_DIM / 2, w.bias[m]);
     w.scale[m] = softmax_scale(a, step), w.cap_by[m] = cap_scale(a, step);
     w.high[m] = first_high(a, head, w.scale[m]), w.sums[m] = vf{};
     w.sums[m][0] = first_sum(a);
@@ -217,7 +217,9 @@ static void attend_decode(const AttentionArgs& a, const AttentionTask& task,
     for (int half = SUMS / 2; half; half /= 2)
       for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
     const float by = 1.0f / sums[0];
-    for (int d = 0; d < D; ++d) store(to + d, w.o[m * D + d] * by);
+    float* o = w.o + m * D;
+    for (int d = 0; d < D; ++d) o[d] *= by;
+    store_output(o, D, block_of(a), to);
   }
 }
 

@@ -128,7 +128,7 @@ static void start_block(const AttentionArgs& a, const AttentionTask& task, Prefi
                   pos = first_pos + query;
     const T* source = (const T*)a.q + (first_row + query) * a.q_stride + head * D;
     const float step =
-        load_query<T, MODE>(source, D, w.q[b] + r, W, MAX_HEAD_DIM / 4 * W, w.bias[b][r]);
+        load_row<T, MODE>(a, source, w.q[b] + r, W, MAX_HEAD_DIM / 4 * W, w.bias[b][r]);
     w.scale[b][r] = softmax_scale(a, step), w.cap_by[b][r] = cap_scale(a, step);
     w.high[b][r / L][r % L] = first_high(a, head, w.scale[b][r]);
     w.sums[b][0][r / L][r % L] = first_sum(a);
@@ -145,7 +145,7 @@ static inline void store_run(float* to, vf x) { store_all(to, x); }
 
 // Outputs of L rows, which are lanes in `o`, times `by`, as L dims at a time in each row's place.
 template <typename T>
-static void store_turned(const float* o, int64_t stride, int D, vf by, T* const (&to)[L],
+static void store_across(const float* o, int64_t stride, int D, vf by, T* const (&to)[L],
                          int rows) {
   for (int d = 0; d < D; d += L) {
     __m512i r[L];
@@ -160,6 +160,7 @@ template <typename T, int V, int NB>
 static void finish(const AttentionArgs& a, const AttentionTask& task, PrefillWork<V, NB>& w) {
   constexpr int W = V * L;
   const int D = a.head_dim, G = a.num_heads / a.num_kv_heads;
+  const int64_t block = block_of(a);
   for (int first = 0; first < task.count; first += L) {
     const int b = first / W, v = first % W / L, rows = std::min(L, task.count - first);
     for (int half = SUMS / 2; half; half /= 2)
@@ -173,13 +174,16 @@ static void finish(const AttentionArgs& a, const AttentionTask& task, PrefillWor
       to[r] = (T*)a.out + (a.query_start[task.seq] + query) * a.out_stride + head * D;
     }
 #ifdef __AVX512BF16__
-    if (D % L == 0) {
-      store_turned(o, W, D, by, to, rows);
+    if (D % L == 0 && block == 1) {
+      store_across(o, W, D, by, to, rows);
       continue;
     }
 #endif
-    for (int r = 0; r < rows; ++r)
-      for (int d = 0; d < D; ++d) store(to[r] + d, o[d * W + r] * by[r]);
+    alignas(64) float row[MAX_HEAD_DIM];
+    for (int r = 0; r < rows; ++r) {
+      for (int d = 0; d < D; ++d) row[d] = o[d * W + r] * by[r];
+      store_output(row, D, block, to[r]);
+    }
   }
 }
 

@@ -11,6 +11,8 @@
 #include <type_traits>
 
 #include "attention/attention.h"
+#include "util/rotate.h"
+#include "util/turned_block.h"
 #include "util/vec.h"
 
 namespace penstock {
@@ -307,6 +309,39 @@ static float load_query(const T* q, int D, int32_t* to, int64_t stride, int64_t 
     return broken ? NAN : step;
   }
   return 1.0f;
+}
+
+// Block of the pool's heads that is turned, 1 for none.
+static inline int64_t block_of(const AttentionArgs& a) {
+  return a.key_scales == nullptr ? 1 : turned_head(a.head_dim);
+}
+// A query or an output turned as the pool's heads are; `to` may be `x`.
+template <typename T>
+static void turn(const T* x, int D, int64_t block, float* to) {
+  rotate(x, D, block, to);
+  const float by = 1.0f / turned_by_rest(block);
+  for (int d = 0; d < D; ++d) to[d] *= by;
+}
+
+// load_query of a row of `a`, turned if the keys are.
+template <typename T, Mode MODE>
+static float load_row(const AttentionArgs& a, const T* q, int32_t* to, int64_t stride, int64_t low,
+                      int32_t& bias) {
+  // No pairs are of int8.
+  if constexpr (MODE != Mode::PAIRS)
+    if (const int64_t block = block_of(a); block > 1) {
+      alignas(64) float turned[MAX_HEAD_DIM];
+      turn(q, a.head_dim, block, turned);
+      return load_query<float, MODE>(turned, a.head_dim, to, stride, low, bias);
+    }
+  return load_query<T, MODE>(q, a.head_dim, to, stride, low, bias);
+}
+
+// A row's output (D), turned back if the values are turned. Changes `o`.
+template <typename T>
+static void store_output(float* o, int D, int64_t block, T* to) {
+  if (block > 1) turn(o, D, block, o);
+  for (int d = 0; d < D; ++d) store(to + d, o[d]);
 }
 
 constexpr float LOG2E = 1.44269504088896341f;

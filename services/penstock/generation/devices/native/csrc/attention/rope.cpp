@@ -4,6 +4,8 @@
 #include <type_traits>
 
 #include "attention/attention.h"
+#include "util/rotate.h"
+#include "util/turned_block.h"
 #include "util/vec.h"
 
 namespace penstock {
@@ -52,7 +54,7 @@ static void rotate_head(const T* x, const T* cos, const T* sin, T* out, int half
 // Symmetric int8: x is out * the returned scale, to half a scale. A head that is not finite has the
 // scale NaN.
 template <typename T>
-static float quantise_head(const T* x, int8_t* out, int n) {
+static float quantise_numbers(const T* x, int8_t* out, int n) {
   vi bits = vi{};
   int32_t rest = 0;
   int i = 0;
@@ -77,6 +79,16 @@ static float quantise_head(const T* x, int8_t* out, int n) {
   const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
   for (i = 0; i < n; ++i) out[i] = int8_t(std::nearbyint(to_float(x[i]) * inverse));
   return most / 127.0f;
+}
+
+// The same of the head's turned blocks.
+template <typename T>
+static float quantise_head(const T* x, int8_t* out, int n) {
+  const int64_t block = turned_head(n);
+  if (block == 1) return quantise_numbers(x, out, n);
+  alignas(64) float turned[MAX_HEAD_DIM];
+  rotate(x, n, block, turned);
+  return quantise_numbers(turned, out, n) * (1.0f / turned_by(block));
 }
 
 // A head of one row of qkv, normed (`weight` given) and turned into `out`.

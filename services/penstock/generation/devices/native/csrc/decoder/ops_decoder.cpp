@@ -40,7 +40,7 @@ Layer layer_of(const Tensors& tensors, const Sizes& sizes, const ModelSizes& mod
   // In a quantised checkpoint some matrices may have another format than the rest.
   const auto linear = [&](const char* name, int64_t inputs, int64_t width, Gate gate) {
     const int64_t format = own.take(std::string(name) + ".format");
-    TORCH_CHECK(format >= 0 && format <= int(Format::GGUF), owner, " has no such ", name);
+    TORCH_CHECK(format >= 0 && format <= int(LAST_FORMAT), owner, " has no such ", name);
     return Linear(from, name, Format(format), inputs, width, gate);
   };
   const int64_t heads = model.num_heads * model.head_dim;

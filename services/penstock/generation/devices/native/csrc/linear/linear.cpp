@@ -12,8 +12,8 @@
 #include "linear/gguf_blocks.h"
 #include "linear/group_scales.h"
 #include "linear/products.h"
-#include "linear/rotate.h"
 #include "util/abs_max.h"
+#include "util/rotate.h"
 #include "util/vec.h"
 
 namespace penstock {
@@ -499,28 +499,18 @@ static int32_t quantize_run(const T* x, int64_t n, float most, int32_t zero, int
   return sum;
 }
 
+// Groups of a row; `unit` is a factor of their scales, a power of two.
 template <typename T>
-static void quantize_row(const QuantizeArgs& a, int64_t row) {
-  const T* x = (const T*)a.x + row * a.x_stride;
+static void quantize_groups(const QuantizeArgs& a, const T* x, float unit, int64_t row) {
   int8_t* out = a.out + row * a.stride;
-  if (!a.grouped) {
-    if (a.rotation == 1) {
-      quantize_run(x, a.width, abs_max(x, a.width), 128, out, a.scale + row);
-    } else {
-      thread_local std::vector<float> rotated;
-      if (int64_t(rotated.size()) < a.width) rotated.resize(a.width);
-      const float most = rotate(x, a.width, a.rotation, rotated.data());
-      quantize_run(rotated.data(), a.width, most, 128, out, a.scale + row);
-    }
-    std::memset(out + a.width, 128, a.padded - a.width);
-    return;
-  }
   const int64_t groups = a.padded / GROUP;
   std::memset(out + a.width, 0, a.padded - a.width);
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t first = g * GROUP, count = std::clamp<int64_t>(a.width - first, 0, GROUP);
-    const int32_t sum = quantize_run(x + first, count, abs_max(x + first, count), 0, out + first,
-                                     a.scale + row * groups + g);
+    float* scale = a.scale + row * groups + g;
+    const int32_t sum =
+        quantize_run(x + first, count, abs_max(x + first, count), 0, out + first, scale);
+    *scale *= unit;
     int32_t* to = a.sum + (row * groups + g) * a.sums;
     *to = sum;
     if (a.sums == 1) continue;
@@ -528,6 +518,25 @@ static void quantize_row(const QuantizeArgs& a, int64_t row) {
     for (int64_t i = first + GROUP / 2; i < first + GROUP; ++i) to[1] += out[i];
     to[0] -= to[1];
   }
+}
+
+template <typename T>
+static void quantize_row(const QuantizeArgs& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.x_stride;
+  int8_t* out = a.out + row * a.stride;
+  thread_local std::vector<float> rotated;
+  float most = 0;
+  if (a.rotation > 1) {
+    if (int64_t(rotated.size()) < a.width) rotated.resize(a.width);
+    most = rotate(x, a.width, a.rotation, rotated.data());
+  }
+  if (a.grouped)
+    return a.rotation == 1
+               ? quantize_groups(a, x, 1.0f, row)
+               : quantize_groups(a, rotated.data(), 1.0f / turned_by_rest(a.rotation), row);
+  a.rotation == 1 ? quantize_run(x, a.width, abs_max(x, a.width), 128, out, a.scale + row)
+                  : quantize_run(rotated.data(), a.width, most, 128, out, a.scale + row);
+  std::memset(out + a.width, 128, a.padded - a.width);
 }
 
 void quantize(const QuantizeArgs& a, int64_t first, int64_t last) {

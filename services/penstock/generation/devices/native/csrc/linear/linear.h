@@ -6,6 +6,7 @@
 #include <initializer_list>
 
 #include "util/instruction_sets.h"
+#include "util/turned_block.h"
 
 namespace penstock {
 
@@ -19,8 +20,18 @@ constexpr int64_t ROW_BLOCK = 264;
 
 // ROTATED_INT8 differs from INT8 only in the quantisation of a weight and its rows; the product is
 // INT8's.
-// GGUF has its parts and their types in the weight itself (gguf_blocks.h).
-enum class Format : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, ROTATED_INT8 = 4, GGUF = 5 };
+// GGUF has its parts and their types in the weight itself (gguf_blocks.h). TURNED_GROUPS is Q8_0 of
+// turned rows, and differs from GGUF in the same way.
+enum class Format : int {
+  F32 = 0,
+  BF16 = 1,
+  INT8 = 2,
+  INT4 = 3,
+  ROTATED_INT8 = 4,
+  GGUF = 5,
+  TURNED_GROUPS = 6,
+};
+constexpr Format LAST_FORMAT = Format::TURNED_GROUPS;
 
 // True if rows are quantised by groups, and not as a whole.
 inline bool is_grouped(Format format) { return format == Format::INT4 || format == Format::GGUF; }
@@ -28,15 +39,13 @@ inline bool is_grouped(Format format) { return format == Format::INT4 || format 
 inline int64_t sums_of_group(Format format) { return format == Format::GGUF ? 2 : 1; }
 
 inline Format product_of(Format format) {
+  if (format == Format::TURNED_GROUPS) return Format::GGUF;
   return format == Format::ROTATED_INT8 ? Format::INT8 : format;
 }
-// Inputs of a block that is turned before a row is rounded (rotate.h), as layers/linear/rotation.py
-// has it: the largest of these that divides the inputs; 1: nothing is turned.
+// Inputs of a block that is turned before a row is rounded; 1: nothing is turned.
 inline int64_t rotation_of(Format format, int64_t inputs) {
-  if (format == Format::ROTATED_INT8)
-    for (const int64_t block : {64, 32, 16})
-      if (inputs % block == 0) return block;
-  return 1;
+  const bool turns = format == Format::ROTATED_INT8 || format == Format::TURNED_GROUPS;
+  return turns ? turned_block(inputs) : 1;
 }
 
 // Bytes of the scales of int4 that is quantised here: of a panel first a line of its outputs' units
@@ -127,7 +136,7 @@ struct QuantizeArgs {
   bool grouped;  // int4's and blocks': signed, a scale and sums for each group; else unsigned with
                  // 128 as 0, a scale a row
   int64_t sums;  // of a group: 1 or 2, of its halves
-  int64_t rotation;  // of the latter: inputs of a block, 1 for none
+  int64_t rotation;  // inputs of a block, 1 for none; grouped: of blocks' alone
   int8_t* out;       // (rows, padded)
   int64_t padded;    // a multiple of a granule, of a group where grouped
   int64_t stride;

@@ -7,8 +7,8 @@
 
 #include "linear/int4_search.h"
 #include "linear/linear.h"
-#include "linear/rotate.h"
 #include "util/abs_max.h"
+#include "util/rotate.h"
 #include "util/vec.h"
 
 namespace penstock {

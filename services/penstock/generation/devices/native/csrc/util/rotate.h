@@ -2,9 +2,9 @@
 // its block, and the scale of the row becomes finer. The product of two rows turned in the same way
 // is that of the rows, times the block.
 #pragma once
+#include <cstdint>
 #include <utility>
 
-#include "linear/linear.h"
 #include "util/vec.h"
 
 namespace penstock {
@@ -57,10 +57,12 @@ static float rotate_blocks(const T* x, int64_t n, float* out) {
   return result;
 }
 
-// Turns the blocks of a row into `out`; `block` is one that rotation_of returns, but 1. The largest
-// magnitude of the result, NaN where there is one.
+// Turns the blocks of a row into `out`, which may be the row; `block` is one of turned_block.h. The
+// largest magnitude of the result, NaN where there is one.
 template <typename T>
 static float rotate(const T* x, int64_t n, int64_t block, float* out) {
+  if (block == 256) return rotate_blocks<256>(x, n, out);
+  if (block == 128) return rotate_blocks<128>(x, n, out);
   if (block == 64) return rotate_blocks<64>(x, n, out);
   return block == 32 ? rotate_blocks<32>(x, n, out) : rotate_blocks<16>(x, n, out);
 }

@@ -14,13 +14,15 @@ import math
 import torch
 from torch import Tensor
 
-# Larger ones divide few widths, and are no better; csrc/linear/linear.h has the same.
-BLOCKS = (64, 32, 16)
+# csrc/util/turned_block.h has the same. Of a linear layer's inputs larger blocks divide few widths, and are no better.
+BLOCKS = (256, 128, 64, 32, 16)
+MOST_INPUTS, MOST_OF_A_HEAD = 64, 256
 
 
-def rotation_block(inputs: int) -> int:
-    """Return the inputs of a block: the largest of BLOCKS that divides them; 1: nothing is turned."""
-    return next((block for block in BLOCKS if inputs % block == 0), 1)
+def rotation_block(width: int, most: int = MOST_INPUTS) -> int:
+    """Return the numbers of a block: the largest of BLOCKS, at most `most`, that divides the width; 1: nothing is
+    turned."""
+    return next((block for block in BLOCKS if block <= most and width % block == 0), 1)
 
 
 def rotated(x_TI: Tensor, block: int) -> Tensor:

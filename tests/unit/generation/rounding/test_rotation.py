@@ -10,7 +10,7 @@ import torch
 from penstock.generation.layers.linear.base import WholeRows
 from penstock.generation.layers.linear.int8 import Int8Linear
 from penstock.generation.layers.linear.int8_accelerator import AcceleratorInt8Linear
-from penstock.generation.layers.linear.rotation import (
+from penstock.generation.rounding.rotation import (
     halved,
     rotated,
     rotated_by_product,
