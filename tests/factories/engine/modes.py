@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from factories.engine.fake_engine import Answer, engine_config, run
 from factories.engine.grammars import compiled
+from factories.engine.model_engine import with_free_drafts
 from factories.engine.pools import add_states, unwritten_host_pool, unwritten_pool
 from factories.models.run_kernels import KERNELS, cpu_device, new_runner
 from penstock.common.progress import show_nothing
@@ -196,7 +197,7 @@ def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampl
     if drafter is not None:
         # Another engine counts its sequences from 0 as well.
         drafter.clear()
-    return Engine(config, runner, loaded.files.token_bytes, drafter=drafter)
+    return with_free_drafts(Engine(config, runner, loaded.files.token_bytes, drafter=drafter))
 
 
 @dataclass(frozen=True, slots=True)

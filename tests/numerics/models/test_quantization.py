@@ -101,7 +101,7 @@ def test_int8_by_onednn_and_by_the_kernels_is_one() -> None:
 
 def test_what_cannot_be_names_its_flag(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path)
-    with pytest.raises(StartupError, match="none, int8, int4") as caught:
+    with pytest.raises(StartupError, match="none, int8, int8-groups, int4") as caught:
         load_model(folder, quantization="int3", device=CPUDevice())
     assert caught.value.flag == "--quantization"
     with pytest.raises(StartupError, match="fp8 is for --device cuda") as caught:

@@ -61,7 +61,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         "--channel-tls-cert",
     ),
     (("serve", "gateway", "--router", "nowhere"), "--router"),
-    (("serve", "--quantization", "int3"), "--quantization must be one of auto, none, int8, int4"),
+    (("serve", "--quantization", "int3"), "--quantization must be one of auto, none, int8, int8-groups, int4"),
     (("serve", "generation", "--kernels", "cuda"), "--kernels must be one of"),
     (("serve", "generation", "--tenant-slowdown", "1"), "--tenant-slowdown must be 0 or above 1"),
     (("complete", "x", "--temperature", "hot"), "--temperature"),
