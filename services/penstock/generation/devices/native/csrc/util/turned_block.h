@@ -14,9 +14,9 @@ inline int64_t turned_block(int64_t width, int64_t most = 64) {
 }
 // The same of a head of int8 keys or values: as much of it as can be.
 inline int64_t turned_head(int64_t head_dim) { return turned_block(head_dim, 256); }
-// Power of two by which one side of a product is made smaller than its turned blocks; the other side
-// is made smaller by the rest of the block. Then the product is that of rows that are not turned,
-// and the numbers stay in their range.
+// Power of two by which one side of a product is made smaller than its turned blocks; the other
+// side is made smaller by the rest of the block. Then the product is that of rows that are not
+// turned, and the numbers stay in their range.
 inline float turned_by(int64_t block) {
   int64_t by = 1;
   while (4 * by * by <= block) by *= 2;
