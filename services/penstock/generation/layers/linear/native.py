@@ -435,6 +435,9 @@ def _pack_blocks(
     if table is None:
         return None
     memory = slabs.take(table_bytes(table))
+    if format is Format.TURNED_GROUPS:
+        # Places of outputs that there are not: files of one checkpoint have the same bytes.
+        memory.zero_()
     fill_blocks(memory, table, weight, gated=gated)
     bias = None if bias_O is None else _in_panels(bias_O.float(), gated=gated)
     return PackedWeight(weight.shape, weight.dtype, format, gated, memory, bias)
