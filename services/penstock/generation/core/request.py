@@ -70,6 +70,10 @@ class PastOutputs(Protocol):
 class VerificationCosts(Protocol):
     """Costs of verifying drafts."""
 
+    def measure(self) -> None:
+        """Measure steps from now on."""
+        ...
+
     def of(self, num_drafts: int) -> float:
         """Return how much longer a step takes with this number of drafts, over its time without."""
         ...

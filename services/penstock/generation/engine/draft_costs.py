@@ -24,12 +24,13 @@ _SIZES = 33
 
 class DraftCosts(EngineListener):
     """Averages of steps that only decode, by their number of sequences: the seconds without drafts, and the share that
-    drafts add, as a line over their number (least mean squares). A few numbers are changed in a step, none for a token.
-    Engine thread only."""
+    drafts add, as a line over their number (least mean squares). A few numbers are changed in a step, none for a token
+    and none before `measure`. Engine thread only."""
 
     def __init__(self, stats: EngineStats) -> None:
         """`stats` count verified drafts before this listener hears of a step."""
         self._stats = stats
+        self._is_measured = False
         self._num_verified = 0
         # Seconds of a step without drafts; 0: there was none.
         self._plain = [0.0] * _SIZES
@@ -41,8 +42,16 @@ class DraftCosts(EngineListener):
         # Drafts of each sequence of the last step, and the share that they added; 0 drafts: it had none.
         self._last_drafts, self._last_share = 0.0, 0.0
 
+    def measure(self) -> None:
+        """Measure steps from now on: a request drafts that asks for costs."""
+        if not self._is_measured:
+            self._is_measured = True
+            self._num_verified = self._stats.accepted_draft_tokens + self._stats.rejected_draft_tokens
+
     def stepped(self, scheduler: Scheduler, sample: StepSample, started: float, ended: float) -> None:
-        """Take the step's time."""
+        """Take the step's time, once somebody asks."""
+        if not self._is_measured:
+            return
         stats, before = self._stats, self._num_verified
         self._num_verified = stats.accepted_draft_tokens + stats.rejected_draft_tokens
         num_drafts = self._num_verified - before

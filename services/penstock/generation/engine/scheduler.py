@@ -208,7 +208,7 @@ class Scheduler:
         waiting, budget = self.waiting, self._config.max_batch_tokens
         if waiting.has_idle_only and IDLE_TENANT not in self.resting:
             budget = self.shares.idle_step_tokens
-        elif waiting.is_shared and self.resting <= _IDLE_ONLY:
+        elif (not self.resting or self.resting == _IDLE_ONLY) and waiting.is_shared:
             budget = self.shares.step_tokens
         self._plan = StepPlan(budget, self.stats.steps + 1, self.copies)
         self._cut.clear()

@@ -16,6 +16,7 @@ class Steps:
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.costs = DraftCosts(self.stats)
+        self.costs.measure()
         self._scheduler: Any = None
 
     def add(

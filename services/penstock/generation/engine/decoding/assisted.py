@@ -263,6 +263,7 @@ class AssistedGeneration(ParallelSampling):
         drafting = _Drafting(num_remembered=sequence.num_prompt_tokens)
         options, costs = self._options, self._request.draft_costs
         if options.prompt_lookup_num_tokens is not None and costs is not None:
+            costs.measure()
             drafting.lookup_account = DraftAccount(costs)
         if options.lookahead_window is not None:
             # A prompt may have no ids; then any id will do, and an id that the prompt has not is as good as another.

@@ -28,6 +28,10 @@ class FairQueue:
         self._queues: dict[str, GroupQueue] = {}
         self._order = FairOrder()
         self._num_groups = 0
+        # Number of groups here without those that use idle capacity only.
+        self.num_pressing = 0
+        # True when a request that uses idle capacity only is here, waiting or not.
+        self.has_idle_only = False
         # Unfinished groups of each tenant, waiting or not.
         self._live: Counter[str] = Counter()
         self._charged: dict[SequenceGroup, int] = {}
@@ -64,6 +68,8 @@ class FairQueue:
         tenant = group.request.fair_share_key
         self._remember(tenant, group.request.arrival_time)
         self._live[tenant] += 1
+        if tenant == IDLE_TENANT:
+            self.has_idle_only = True
         self._add(group, is_new=True)
 
     def put_back(self, group: SequenceGroup) -> None:
@@ -94,6 +100,8 @@ class FairQueue:
         self._live[tenant] -= 1
         if not self._live[tenant]:
             del self._live[tenant]
+            if tenant == IDLE_TENANT:
+                self.has_idle_only = False
             self._order.forget(tenant)
             self._remember(tenant, self.now)
 
@@ -103,19 +111,9 @@ class FairQueue:
         return self._live.keys()
 
     @property
-    def has_idle_only(self) -> bool:
-        """True when a request that uses idle capacity only is here, waiting or not."""
-        return IDLE_TENANT in self._live
-
-    @property
     def is_idle_alone(self) -> bool:
         """True when there are such requests, and no others."""
-        return IDLE_TENANT in self._live and len(self._live) == 1
-
-    @property
-    def num_pressing(self) -> int:
-        """Number of groups here without those that use idle capacity only."""
-        return self._num_groups - self.num_of(IDLE_TENANT)
+        return self.has_idle_only and len(self._live) == 1
 
     @property
     def is_shared(self) -> bool:
@@ -160,6 +158,7 @@ class FairQueue:
         if tenant == IDLE_TENANT:
             # Nobody waits for it.
             return
+        self.num_pressing += sign
         waiting = {**self.waiting_tokens, tenant: self.waiting_tokens.get(tenant, 0.0) + sign * group.cost}
         if tenant not in self._queues:
             del waiting[tenant]
