@@ -63,7 +63,8 @@ async def until(condition: Callable[[], bool]) -> None:
     """Poll until `condition` holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            # A loop that never sleeps can keep Python's lock from every other thread for minutes.
+            await asyncio.sleep(0.001)
 
 
 @dataclass

@@ -84,7 +84,7 @@ async def test_a_killed_command_finds_its_batch_again(tmp_path: Path) -> None:
         note = tmp_path / "out" / "predictions.json.batch"
         async with asyncio.timeout(60):
             while not note.exists():  # noqa: ASYNC110
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         await process.wait()
         await one.allow(None)

@@ -151,7 +151,7 @@ async def test_blocks_are_copied_by_hand_but_for_those_that_requests_hold(client
         asked = asyncio.create_task(refusal(client.admin.CopyBlocks(admin_pb2.CopyBlocksRequest(pairs=pairs))))
         while not asked.done():
             gate.allow(1)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         error = await asked
         assert error.reason == "BLOCK_IN_USE"
         assert error.metadata["device_blocks"]

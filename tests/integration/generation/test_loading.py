@@ -477,7 +477,7 @@ async def test_one_load_at_a_time(empty: Client, folder: Path, monkeypatch: pyte
 async def until_empty(client: Client) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while (await info(client)).state != common_pb2.MODEL_STATE_EMPTY:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("when", ["receive", "load"])

@@ -264,14 +264,13 @@ async def test_a_router_that_ends_aborts_what_it_has_there() -> None:
 
 async def test_a_stream_moves_from_it_to_our_own_and_back() -> None:
     script = count_up(8, first=300)
+    # Full from its first report on, so that the first attempt is the engine's.
+    full: dict[str, Any] = {"max_queued": 1, "extra_load": 5}
     async with (
         ScriptedEngine(script=from_position(8, end=None), allowance=3) as engine,
-        EmittingBackend(script=script, fingerprint=backend().fingerprint, allowance=0) as own,
+        EmittingBackend(script=script, fingerprint=backend().fingerprint, allowance=0, **full) as own,
         vllm_router(engine, own) as router,
     ):
-        # Full, so that the first attempt is the engine's.
-        own.max_queued, own.extra_load = 1, 5
-        await own.notify()
         answer = asyncio.ensure_future(
             collect(router.stub.Generate(generate(output=WANT_IDS, config=config(max_new_tokens=8))))
         )

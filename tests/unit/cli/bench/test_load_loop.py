@@ -64,7 +64,7 @@ async def measured_once_sent(made: Loop, server: Server) -> Run:
     measuring = asyncio.ensure_future(made.measure())
     async with asyncio.timeout(60):
         while made._run.sent < (made._config.num_requests or 0):  # noqa: ASYNC110 (nobody announces it)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
     server.may_answer.set()
     return await measuring
 

@@ -72,7 +72,7 @@ async def bounded() -> AsyncIterator[GrammarCompiler]:
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60.0):
         while not condition():  # noqa: ASYNC110 (nothing tells when a pipe was written)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
 
 async def refusal(one: GrammarCompiler, spec: ConstraintSpec) -> InvalidArgument:
