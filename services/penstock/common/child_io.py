@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
+import signal
 import struct
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any, BinaryIO
+
+from penstock.common.child_signal import signal_child
 
 _LENGTH = struct.Struct("<I")
 
@@ -128,8 +130,7 @@ class Child:
 
     async def kill(self) -> None:
         """End the child now and reap it."""
-        with contextlib.suppress(ProcessLookupError):
-            self._transport.kill()
+        signal_child(self, signal.SIGKILL)
         await asyncio.shield(self._wire.exited)
         self._transport.close()
 

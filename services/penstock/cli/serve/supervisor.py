@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from penstock.cli.serve.reports import ERROR, LISTENING, LOADED, READY, Report
+from penstock.common.child_signal import signal_child
 from penstock.common.environment import child_environment
 from penstock.common.errors import StartupError
 from penstock.common.progress import StageProgress
@@ -134,14 +135,14 @@ class Supervisor:
         """
         for child in reversed(self.children):
             if not child.ended.done():
-                child.process.send_signal(signal.SIGTERM)
+                signal_child(child.process, signal.SIGTERM)
                 await self._wait_end(child, hurry)
 
     async def stop_together(self, hurry: asyncio.Event) -> None:
         """Stop as `stop`, but all at once: for children that do not use each other."""
         living = [child for child in self.children if not child.ended.done()]
         for child in living:
-            child.process.send_signal(signal.SIGTERM)
+            signal_child(child.process, signal.SIGTERM)
         await asyncio.gather(*(self._wait_end(child, hurry) for child in living))
 
     async def _wait_end(self, child: ServiceProcess, hurry: asyncio.Event) -> None:
@@ -149,7 +150,7 @@ class Supervisor:
         await asyncio.wait([child.ended, hurried], timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         if not child.ended.done():
-            child.process.kill()
+            signal_child(child.process, signal.SIGKILL)
             await child.ended
 
 
