@@ -128,10 +128,14 @@ class Request:
 
     @property
     def block_salt(self) -> str:
-        """Salt of its blocks' hashes: requests with two readings of an adapter share none, nor do those that begin on
-        two versions of the weights."""
+        """Salt of its blocks' hashes."""
+        return self.block_salt_on(self.weights_version)
+
+    def block_salt_on(self, weights_version: int) -> str:
+        """Return the salt of its blocks' hashes if it begins on this version of the weights: requests with two readings
+        of an adapter share none, nor do those that begin on two versions."""
         salt = self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.generation}"
-        return f"{salt}\0weights {self.weights_version}" if self.weights_version else salt
+        return f"{salt}\0weights {weights_version}" if weights_version else salt
 
     @property
     def known_prompt_ids(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Admission checks: find a request that the engine could never run, or not in time, before it is accepted."""
+"""Checks of acceptance: find a request that the engine could never run, or not in time, before it is accepted."""
 
 from __future__ import annotations
 
@@ -94,18 +94,20 @@ def check_capacity(config: EngineConfig, modes: ModeRegistry, request: Request) 
     _check_pool(config, needed, "lower max_new_tokens, num_return_sequences or the prompt's length")
 
 
-def shareable(config: EngineConfig, request: Request) -> tuple[list[int], str]:
+def shareable(config: EngineConfig, request: Request, weights_version: int) -> tuple[list[int], str]:
     """Return the tokens of a prompt that surely reuse cached blocks, if these exist, and the blocks' salt.
 
-    One token is always computed, and so is every row that is needed. Nothing is sure for a model with states, which
-    goes on from a snapshot that may be gone, nor for a window, which holds few blocks anyway.
+    `weights_version`: of the weights that the request would begin on. One token is always computed, and so is every
+    row that is needed. Nothing is sure for a model with states, which goes on from a snapshot that may be gone, nor for
+    a window, which holds few blocks anyway.
     """
     if config.keeps_states or any(group.span for group in config.block_groups):
         return [], ""
+    salt = request.block_salt_on(weights_version)
     limit, needed = len(request.prompt_token_ids) - 1, request.first_needed_row
     if request.params.prompt_logprobs is not None and request.purpose is not Purpose.SCORE:
         needed = 0
-    return request.prompt_token_ids[: limit if needed is None else min(limit, needed)], request.block_salt
+    return request.prompt_token_ids[: limit if needed is None else min(limit, needed)], salt
 
 
 def most_output_tokens(config: EngineConfig, modes: ModeRegistry, params: SamplingParams, prompt_tokens: int) -> int:

@@ -35,13 +35,14 @@ class CallerBlocks:
         self._outputs = outputs
         self._listeners = listeners
 
-    def room_of(self, request: Request) -> EngineConfig:
-        """Return the configuration with the number of blocks that a request may have. Thread-safe."""
+    def room_of(self, request: Request, weights_version: int) -> EngineConfig:
+        """Return the configuration with the number of blocks that a request may have which begins on this version of
+        the weights. Thread-safe."""
         room = self._room
         if room is self._config:
             return room
         # Held blocks are not room for other requests, but a request that begins with their prefix uses them.
-        shared = self._scheduler.held_prefixes.num_shared(*shareable(room, request))
+        shared = self._scheduler.held_prefixes.num_shared(*shareable(room, request, weights_version))
         return replace(room, num_blocks=room.num_blocks + shared) if shared else room
 
     @property

@@ -138,12 +138,11 @@ class Engine:
         return self._scheduler.waiting.num_of(tenant)
 
     def check(self, request: Request) -> None:
-        """Raise when `request` is too large for this engine; see `admission.check_capacity`. Thread-safe."""
-        request.weights_version = self.weights_version
-        check_capacity(self.caller_blocks.room_of(request), self._modes, request)
+        """Raise when `request` is too large for this engine; see `acceptance.check_capacity`. Thread-safe."""
+        check_capacity(self.caller_blocks.room_of(request, self.weights_version), self._modes, request)
 
     def check_deadline(self, request: Request, pace: Pace, coming: Mapping[str, float]) -> float:
-        """Raise when `request` would end too late; see `admission.check_deadline`. Thread-safe."""
+        """Raise when `request` would end too late; see `acceptance.check_deadline`. Thread-safe."""
         return check_deadline(self.config, self._modes, request, self._clock(), pace, coming)
 
     def add(self, request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import pytest
@@ -133,6 +134,15 @@ def test_a_claimed_block_loses_its_prefix() -> None:
     assert engine.load().kv_blocks_evictable <= 1
     engine.caller_blocks.release()
     assert engine.load().kv_blocks_free >= 63
+
+
+def test_a_check_leaves_the_request_as_it_is() -> None:
+    engine, _ = make_engine(engine_config())
+    engine.weights_changed()
+    item = request(PROMPT)
+    before = copy.copy(item)
+    engine.check(item)
+    assert item == before
 
 
 def test_requests_are_checked_against_the_blocks_that_are_left() -> None:
