@@ -20,7 +20,8 @@ from typing import Any
 from penstock.common.dtypes import BY_STORED, COMPUTED
 from penstock.common.environment import cache_folder, child_environment
 from penstock.common.errors import StartupError
-from penstock.common.gguf_architectures import MOST_WHOLE, architecture_of, config_fields
+from penstock.common.gguf_architectures import architecture_of, config_fields
+from penstock.common.gguf_facts import MOST_WHOLE
 from penstock.common.gguf_file import GgufFile
 from penstock.common.gguf_parts import GGUF_FILE, link_parts, named_parts, read_gguf, whole_name
 from penstock.common.logging import get_logger

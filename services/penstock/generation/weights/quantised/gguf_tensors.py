@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.common.gguf_architectures import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, GgufArchitecture
+from penstock.common.gguf_architectures import GgufArchitecture
 from penstock.common.gguf_file import GgufFile, GgufTensor
+from penstock.common.gguf_rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
 # Read with the configuration.
 _NOT_WEIGHTS = frozenset((ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
