@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 URL = "/v1/completions"
 POLL: dict[str, Any] = {"job_poll_seconds": 0.05}
+# Between two looks at a batch: whoever asks without a pause takes the time from its lines.
+PAUSE_SECONDS = 0.02
 
 
 def jsonl(requests: Iterable[dict[str, Any]]) -> bytes:
@@ -56,10 +59,16 @@ async def submitted(client: openai.AsyncOpenAI, data: bytes, url: Any = URL, **f
     return await client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h", **facts)
 
 
+async def polled(client: openai.AsyncOpenAI, batch: Batch, is_there: Callable[[Batch], bool]) -> Batch:
+    """Poll a batch, as its callers do, until it is so."""
+    while not is_there(now := await client.batches.retrieve(batch.id)):  # noqa: ASYNC110
+        await asyncio.sleep(PAUSE_SECONDS)
+    return now
+
+
 async def ended(client: openai.AsyncOpenAI, batch: Batch, status: str = "completed") -> Batch:
-    """Poll a batch, as its callers do, until it has ended."""
-    while (now := await client.batches.retrieve(batch.id)).status in ("validating", "in_progress", "cancelling"):
-        pass
+    """Poll a batch until it has ended."""
+    now = await polled(client, batch, lambda now: now.status not in ("validating", "in_progress", "cancelling"))
     assert now.status == status, now
     return now
 
@@ -252,8 +261,7 @@ async def test_a_line_that_is_never_taken_holds_up_no_other_and_no_other_caller(
         )
         stuck = await submitted(client, away + lines_of(3))
         await ended(other, await submitted(other, lines_of(3)))
-        while (now := await client.batches.retrieve(stuck.id)).request_counts.completed < 3:  # type: ignore[union-attr]
-            pass
+        now = await polled(client, stuck, lambda now: now.request_counts.completed == 3)  # type: ignore[union-attr]
         assert now.status == "in_progress"
 
 
@@ -333,7 +341,7 @@ def test_answers_of_a_real_model_are_those_of_the_endpoint_itself(served: Served
     file = served.client.files.create(file=("a", data), purpose="batch")
     batch = served.client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
     while (done := served.client.batches.retrieve(batch.id)).status in ("validating", "in_progress"):
-        pass
+        time.sleep(PAUSE_SECONDS)
     assert done.status == "completed"
     found = [json.loads(line) for line in served.client.files.content(done.output_file_id or "").content.splitlines()]
     alone = shown(url, served.json(url, body))
@@ -361,6 +369,7 @@ async def test_gateways_share_a_database_and_outlive_its_restart() -> None:
             await one.allow(None)
             status = ""
             while status != "completed":
+                await asyncio.sleep(PAUSE_SECONDS)
                 with contextlib.suppress(openai.InternalServerError):
                     status = (await there.batches.retrieve(batch.id)).status
             done = await there.batches.retrieve(batch.id)

@@ -343,8 +343,8 @@ async def test_health_follows_the_router() -> None:
             return found
 
         async with asyncio.timeout(60):
-            while await status() != 503:
-                pass
+            while await status() != 503:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         with pytest.raises(openai.InternalServerError) as caught:
             await (
                 client_of(gateway)

@@ -278,6 +278,7 @@ async def test_abort_ends_a_compilation(client: Client) -> None:
     call = asyncio.create_task(client.generate(constrained(ENDLESS, request_id="gone")))
     aborted: list[str] = []
     while not aborted:
+        await asyncio.sleep(0.005)
         answer = await client.generation.Abort(generation_pb2.AbortRequest(request_ids=["gone"]))
         aborted = list(answer.request_ids)
     assert aborted == ["gone"]
@@ -308,6 +309,7 @@ async def test_a_session_that_goes_away_leaves_nothing_behind(client: Client) ->
     await client.until_idle()
     again: Outcome | None = None
     while again is None or again.error is not None:
+        await asyncio.sleep(0.005)
         again = await client.generate(constrained("choice", request_id="left"))
     assert re.fullmatch(KINDS["choice"][1], texts(again)[0])
 

@@ -46,8 +46,8 @@ async def listed(router: Any) -> dict[str, text_pb2.Model]:
 async def until_listed(router: Any, name: str, *, is_there: bool) -> None:
     """Ask until a name is listed, or is not any more."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while (name in await listed(router)) is not is_there:
-            pass
+        while (name in await listed(router)) is not is_there:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 async def test_requests_go_to_the_backend_that_has_their_adapter() -> None:

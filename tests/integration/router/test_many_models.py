@@ -74,8 +74,8 @@ async def names(router: Router) -> dict[str, text_pb2.Model]:
 async def until_listed(router: Router, is_it: Callable[[dict[str, text_pb2.Model]], bool]) -> dict[str, text_pb2.Model]:
     """Wait until the list is so, and return it."""
     async with asyncio.timeout(60):
-        while not is_it(listed := await names(router)):
-            pass
+        while not is_it(listed := await names(router)):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
     return listed
 
 

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import re
 import threading
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,7 @@ def anonymous_bytes() -> int:
 
 def wait_until_touched(arena: Arena, num_bytes: int) -> None:
     while arena.num_touched + arena.num_taken < num_bytes:
-        pass
+        time.sleep(0.001)
 
 
 def address(memory: memoryview) -> int:
