@@ -144,6 +144,7 @@ async def test_a_constraint_is_about_the_answer(tokenizer: str, row: ReasoningFo
             assert not served.submitted[-1].HasField("thought")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("decode", ["auto", "tokenizer"])
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("row", REASONING, ids=lambda row: row.name)

@@ -24,6 +24,8 @@ from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.text.token_bytes import TokenBytes
 
+# Of the two families one has each test in the ordinary run, chosen test by test.
+pytestmark = pytest.mark.thinned(2)
 ROOMY = engine_config(num_blocks=120, max_batch_tokens=200)
 # Every id spells two letters, so stop strings lie across tokens.
 TEXT = TokenBytes({token: bytes([97 + token % 4, 97 + token // 4 % 4]) for token in range(VOCAB_SIZE)}, special=[1])

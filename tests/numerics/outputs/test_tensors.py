@@ -31,6 +31,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+# Of the four models two have each test in the ordinary run, chosen test by test.
+pytestmark = pytest.mark.thinned(2)
 TOLERANCE, ATTENTION_TOLERANCE = 1e-4, 1e-5
 NEW_TOKENS = 12
 EVERYTHING = TensorOutputs(scores=True, logits=True, hidden_states=True, attentions=True)
