@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from factories.engine.fake_engine import Answer, collect, engine_config, run
 from factories.engine.pools import add_states, in_groups, unwritten_host_pool, unwritten_pool
@@ -55,6 +56,22 @@ def with_free_drafts(engine: Engine) -> Engine:
     return engine
 
 
+# Requests of some 60 tokens in all: the pool holds them all; it does, in many small steps; it holds a part of them.
+_SMALL = engine_config(num_blocks=34, block_size=3, max_running_sequences=12, max_batch_tokens=12, reserve_share=0.0)
+in_any_company = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(engine_config(), id="roomy", marks=pytest.mark.slow),
+        pytest.param(
+            engine_config(max_batch_tokens=12, max_running_sequences=12, num_blocks=80),
+            id="chunked",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(_SMALL, id="preempted"),
+    ],
+)
+
+
 def answer_alone(model: CausalLM, item: Request, modes: ModeRegistry = MODES) -> Answer:
     """Return the answer of an idle engine to the request."""
     return run(model_engine(model, modes=modes), item)[item.request_id]
@@ -79,6 +96,13 @@ def check_company(
     again = run(engine, *make_requests())
     assert {name: answer.ids for name, answer in again.items()} == alone
     assert engine.load().kv_blocks_used == 0
+    return engine
+
+
+def check_any_company(model: CausalLM, make_requests: Callable[[], list[Request]], config: EngineConfig) -> Engine:
+    """Check as `check_company`, by one of `in_any_company`: requests are preempted in the small pool, in no other."""
+    engine = check_company(model, make_requests, config)
+    assert (engine.stats.preemptions > 0) == (config is _SMALL)
     return engine
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from factories.engine.local_generators import local_generator
-from factories.servers.generation import text_checkpoint
 from penstock import Generator
 from penstock.common.errors import FailedPrecondition, Internal, InvalidArgument, ResourceExhausted
 from penstock.common.hf_fields import REFUSED, WITHOUT_EFFECT
@@ -26,17 +24,6 @@ from transformers import (
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 TEXT, LONGER = "Penstock serves", "A text that is much longer than the other one"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def generator(folder: Path) -> Iterator[Generator]:
-    with local_generator(folder) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

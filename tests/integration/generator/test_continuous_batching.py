@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ from transformers import (
 
 PROMPTS = [[5, 6, 7], [9, 10], [30, 31, 32, 33]]
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generator]:
-    with local_generator(text_checkpoint(tmp_path_factory.mktemp("model"))) as made:
-        yield made
 
 
 def test_generate_batch_gives_results_by_request(generator: Generator) -> None:

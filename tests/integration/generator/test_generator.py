@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from factories.engine.local_generators import local_generator
 from factories.engine.step_gate import held_after
-from factories.servers.generation import text_checkpoint
 from penstock import BatchFailed, Generator
 from penstock.common.environment import current_environment
 from penstock.common.errors import (
@@ -32,17 +31,6 @@ from transformers import AutoTokenizer, GenerationConfig
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "do_sample": False}
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def generator(folder: Path) -> Iterator[Generator]:
-    with local_generator(folder) as made:
-        yield made
 
 
 def used_blocks(generator: Generator) -> int:

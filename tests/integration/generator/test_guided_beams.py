@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories.engine.local_generators import local_generator
 from factories.servers.generation import text_checkpoint
 from penstock import Generator
 from penstock.common.errors import InvalidArgument
@@ -18,12 +16,6 @@ from transformers import AutoModelForCausalLM
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_checkpoint(tmp_path_factory.mktemp("model"), seed=3)
-
-
-@pytest.fixture(scope="module")
-def generator(folder: Path) -> Iterator[Generator]:
-    with local_generator(folder) as made:
-        yield made
 
 
 @pytest.mark.thinned(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,6 @@ from penstock.common.errors import NotFound
 
 PROMPT = [5, 6, 7]
 SAMPLED: dict[str, Any] = {"do_sample": True, "seed": 11, "max_new_tokens": 6, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def generator(folder: Path) -> Iterator[Generator]:
-    with local_generator(folder) as made:
-        yield made
 
 
 def test_best_of_returns_the_likeliest(generator: Generator) -> None:

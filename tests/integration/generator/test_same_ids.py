@@ -14,7 +14,7 @@ from factories.engine.local_generators import SETTINGS, local_generator
 from factories.engine.mixed import Arguments, mixed_request, structured, textual
 from factories.engine.modes import to_message
 from factories.models.checkpoints import tiny_checkpoint
-from factories.servers.generation import Client, Outcome, generation_service, text_checkpoint
+from factories.servers.generation import Client, Outcome, generation_service
 from penstock import Generator
 from penstock.generator.requests import LocalRequest
 from penstock.v1 import common_pb2, generation_pb2
@@ -24,11 +24,6 @@ CONFIGURATIONS = int(os.environ.get("PENSTOCK_CONFIGURATIONS", "80"))
 # Of the service's answers at once.
 TOGETHER = 24
 _EXTRA = {"textual": textual}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def configurations() -> Iterator[Arguments]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from factories.engine.fake_engine import engine_config, request, run
-from factories.engine.model_engine import answer_alone, check_company, load_tiny, model_engine
+from factories.engine.fake_engine import request, run
+from factories.engine.model_engine import answer_alone, check_any_company, in_any_company, load_tiny, model_engine
 from factories.models.checkpoints import reference_model, tiny_checkpoint
 from penstock.generation.core.decoding_mode import GuidanceOptions
 from penstock.generation.core.request import Request
@@ -90,21 +90,9 @@ def requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(engine_config(), marks=pytest.mark.slow),
-        pytest.param(
-            engine_config(max_batch_tokens=12, max_running_sequences=12, num_blocks=80), marks=pytest.mark.slow
-        ),
-        engine_config(num_blocks=34, block_size=3, max_running_sequences=12, max_batch_tokens=12, reserve_share=0.0),
-    ],
-    ids=["roomy", "chunked", "preempted"],
-)
+@in_any_company
 def test_the_same_ids_alone_and_in_any_company(model: CausalLM, config: EngineConfig) -> None:
-    engine = check_company(model, requests, config)
-    assert (engine.stats.preemptions > 0) == (config.num_blocks == 34)
-    assert engine.stats.prefix_hit_tokens > 0
+    assert check_any_company(model, requests, config).stats.prefix_hit_tokens > 0
 
 
 def test_resumed_ids_go_on_where_they_were(model: CausalLM) -> None:

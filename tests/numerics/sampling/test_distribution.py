@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
+from factories.engine.chi_square import assert_chi_square
 from factories.engine.sequences import params, sequence
 from factories.models.run_kernels import new_sampler
 from penstock.generation.core.decoding_mode import SynthIdOptions, WatermarkOptions
@@ -25,18 +25,6 @@ torch.set_num_threads(1)
 
 def logits(vocab: int, seed: int, scale: float = 2.0) -> Tensor:
     return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def assert_chi_square(observed: Tensor, expected: Tensor) -> None:
-    """p > 0.001; cells of fewer than 8 expected draws are pooled. Wilson-Hilferty's normal approximation."""
-    large = expected >= 8
-    observed = torch.cat([observed[large], observed[~large].sum()[None]])
-    expected = torch.cat([expected[large], expected[~large].sum()[None]])
-    kept = expected > 0
-    statistic = float(((observed - expected) ** 2 / expected)[kept].sum())
-    freedom = int(kept.sum()) - 1
-    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    assert z < 3.09
 
 
 OPTIONS: list[dict[str, Any]] = [

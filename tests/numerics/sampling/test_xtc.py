@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories.engine.fake_engine import engine_config, request
-from factories.engine.model_engine import answer_alone, check_company, load_tiny
+from factories.engine.fake_engine import request
+from factories.engine.model_engine import answer_alone, check_any_company, in_any_company, load_tiny
 from factories.models.checkpoints import tiny_checkpoint
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
@@ -34,17 +34,9 @@ def requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        engine_config(),
-        engine_config(num_blocks=34, block_size=3, max_running_sequences=12, max_batch_tokens=12, reserve_share=0.0),
-    ],
-    ids=["roomy", "preempted"],
-)
+@in_any_company
 def test_the_same_ids_alone_and_in_any_company(model: CausalLM, config: EngineConfig) -> None:
-    engine = check_company(model, requests, config)
-    assert (engine.stats.preemptions > 0) == (config.num_blocks == 34)
+    check_any_company(model, requests, config)
 
 
 def test_drafts_change_nothing_and_the_option_does(model: CausalLM) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories.engine.chi_square import assert_chi_square
 from factories.engine.sampling_batches import VOCAB, expected_draw, logits, random_batch
 from factories.engine.sequences import params, sequence
 from factories.models.run_kernels import new_sampler
@@ -15,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.step import SampledToken
-from torch import Tensor
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)
@@ -110,18 +110,6 @@ def test_draws_along_one_sequence_follow_the_exact_distribution() -> None:
         one.token_ids.append(token_id)
         observed[token_id] += 1
     assert_chi_square(observed, given_V.double().softmax(-1) * 5000)
-
-
-def assert_chi_square(observed: Tensor, expected: Tensor) -> None:
-    """p > 0.001; cells of fewer than 8 expected draws are pooled. Wilson-Hilferty's normal approximation."""
-    large = expected >= 8
-    observed = torch.cat([observed[large], observed[~large].sum()[None]])
-    expected = torch.cat([expected[large], expected[~large].sum()[None]])
-    kept = expected > 0
-    statistic = float(((observed - expected) ** 2 / expected)[kept].sum())
-    freedom = int(kept.sum()) - 1
-    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    assert z < 3.09
 
 
 def test_temperature_zero_is_greedy() -> None:
