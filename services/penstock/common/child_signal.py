@@ -22,8 +22,8 @@ class LoopChild(Protocol):
 def signal_child(child: LoopChild, number: int) -> None:
     """Send a signal to a child; one that has ended gets none.
 
-    asyncio's own `send_signal` looks for the child's end before (until Python 3.13). It then takes the exit status of
-    one that has just ended away from the loop, for which the child ends with 255.
+    asyncio's own `send_signal` first looks whether the child has ended, before Python 3.13. It then takes the exit
+    status of one that has just ended away from the loop, for which the child ends with 255.
     """
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
