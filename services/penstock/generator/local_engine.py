@@ -29,6 +29,8 @@ from penstock.generation.wire.convert import Event, to_generate_options
 from penstock.generator.argument_names import renaming
 from penstock.generator.requests import LocalRequest
 from penstock.tokenizer.bundle import TokenizerBundle
+from penstock.tokenizer.bundle_cache import usual_cache
+from penstock.tokenizer.config import TokenizerConfig
 from penstock.tokenizer.load_bundle import load_bundle
 
 _log = get_logger("penstock.generator")
@@ -90,7 +92,10 @@ class LocalEngine:
         Raises StartupError.
         """
         folder = self.loaded.files.tokenizer_folder
-        return None if folder is None else self.call(load_bundle(folder, timeout_seconds=_TOKENIZER_SECONDS))
+        if folder is None:
+            return None
+        cache = usual_cache(TokenizerConfig.cached_tokenizers)
+        return self.call(load_bundle(folder, timeout_seconds=_TOKENIZER_SECONDS, cache=cache))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the event loop and wait for it. A caller that is interrupted cancels it."""

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.text.tokenizer_json import read_tokenizer_json
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_TOKEN_ID = 1 << 24
 _MAX_CHARACTER_BYTES = 4
@@ -79,7 +81,7 @@ class TokenBytes:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise UnsupportedTokenizer(f"no tokenizer.json in {folder}")
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_tokenizer_json(path)
         config_path = folder / "tokenizer_config.json"
         config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
         return _build(document, config, vocab_size)

@@ -36,6 +36,13 @@ class TokenizerConfig(ServerConfig):
         False, "Encode a control token that is spelled out in text as that token, as transformers does.", group=MODEL
     )
     load_timeout_seconds: float = option(120.0, "Time that loading the tokenizer may take.", group=MODEL, minimum=1)
+    cached_tokenizers: int = option(
+        8,
+        "Large tokenizers, as they were read, that are kept in the user's cache folder, some 15 MB each: a later start "
+        "does not read them again. 0 keeps and uses none.",
+        group=MODEL,
+        minimum=0,
+    )
 
     workers: int = option(2, "Threads that encode and decode; each has a tokenizer.", group=WORKERS, minimum=1)
     large_workers: int = option(1, "Threads for large texts, so that small ones never wait.", group=WORKERS, minimum=1)

@@ -11,6 +11,7 @@ from penstock.common.child_io import Child, ChildEnded
 from penstock.common.environment import child_environment
 from penstock.common.errors import StartupError
 from penstock.tokenizer.bundle import TokenizerBundle
+from penstock.tokenizer.bundle_cache import BundleCache
 
 MODEL_FLAG = "MODEL"
 _SMALL_JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -19,25 +20,57 @@ _JSON_FILES = ("tokenizer.json", *_SMALL_JSON_FILES)
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
-async def load_bundle(folder: Path, *, timeout_seconds: float) -> TokenizerBundle:
-    """Load the bundle. Raises StartupError naming the file and MODEL."""
-    bundle, child = await load_in_child(folder, timeout_seconds=timeout_seconds)
+async def load_bundle(folder: Path, *, timeout_seconds: float, cache: BundleCache | None = None) -> TokenizerBundle:
+    """Load the bundle, or find it in the cache. Raises StartupError naming the file and MODEL."""
+    check_folder(folder, whole=False)
+    key, found = await asyncio.to_thread(_look_for, folder, cache)
+    if found is not None:
+        return found
+    bundle, child = await _load(folder, timeout_seconds)
     await child.kill()
+    await asyncio.to_thread(_keep, folder, cache, key, bundle)
     return bundle
 
 
-async def load_in_child(folder: Path, *, timeout_seconds: float) -> tuple[TokenizerBundle, Child]:
-    """Load the bundle, and return the child that did: it can continue as a template process, or must be killed.
+async def load_in_child(
+    folder: Path, *, timeout_seconds: float, cache: BundleCache | None = None
+) -> tuple[TokenizerBundle, Child]:
+    """Load the bundle, or find it in the cache, and return a child that can continue as a template process, or must be
+    killed: the one that has loaded it, or a new one.
 
     Raises StartupError naming the file and MODEL.
     """
     check_folder(folder, whole=False)
+    key, found = await asyncio.to_thread(_look_for, folder, cache)
+    if found is not None:
+        return found, await Child.spawn("penstock.tokenizer.template_process", child_environment())
+    bundle, child = await _load(folder, timeout_seconds)
+    try:
+        await asyncio.to_thread(_keep, folder, cache, key, bundle)
+    except BaseException:
+        await child.kill()
+        raise
+    return bundle, child
+
+
+async def _load(folder: Path, timeout_seconds: float) -> tuple[TokenizerBundle, Child]:
     child = await Child.spawn("penstock.tokenizer.load_process", child_environment())
     try:
         return await _ask(child, folder, timeout_seconds), child
     except BaseException:
         await child.kill()
         raise
+
+
+def _look_for(folder: Path, cache: BundleCache | None) -> tuple[str | None, TokenizerBundle | None]:
+    key = None if cache is None else cache.key(folder)
+    return key, None if cache is None or key is None else cache.read(key)
+
+
+def _keep(folder: Path, cache: BundleCache | None, key: str | None, bundle: TokenizerBundle) -> None:
+    """Keep the bundle, unless the folder has changed while it was read."""
+    if cache is not None and key is not None and cache.key(folder) == key:
+        cache.write(key, bundle)
 
 
 async def _ask(child: Child, folder: Path, timeout_seconds: float) -> TokenizerBundle:

@@ -13,6 +13,7 @@ from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
 from penstock.common.progress import ShowProgress, show_nothing
 from penstock.tokenizer.bundle import TokenizerBundle
+from penstock.tokenizer.bundle_cache import usual_cache
 from penstock.tokenizer.chat_template import ChatTemplates
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
@@ -72,7 +73,8 @@ async def load_service(
     """Load and warm up; `show` gets the progress of a download. Raises StartupError naming the file and MODEL."""
     loop = asyncio.get_running_loop()
     folder = await asyncio.to_thread(resolve_model, config.model, show=show)
-    bundle, child = await load_in_child(folder, timeout_seconds=config.load_timeout_seconds)
+    cache = usual_cache(config.cached_tokenizers)
+    bundle, child = await load_in_child(folder, timeout_seconds=config.load_timeout_seconds, cache=cache)
     try:
         vocabulary = await loop.run_in_executor(None, _vocabulary, folder, bundle)
         templates = ChatTemplates(

@@ -6,6 +6,7 @@ not its time or memory. The limits here do that, and the parent kills this proce
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any, BinaryIO, Literal
@@ -106,6 +107,9 @@ def answer_to(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     answers = child_io.claim_stdout()
     child_io.forbid_torch()
+    # Takes most of a second: before it is told what to render, which a parent that still reads its tokenizer does late.
+    with contextlib.suppress(ImportError):
+        import transformers.utils.chat_template_utils  # noqa: F401
     serve(child_io.read(sys.stdin.buffer), answers)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from penstock.common.errors import PenstockError, StartupError
+from penstock.tokenizer.bundle_cache import usual_cache
 from penstock.tokenizer.chat_template import ChatTemplates, Conversation
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.tokenizer.control_tokens import ControlMarks
@@ -56,7 +57,8 @@ async def hides_tools(templates: ChatTemplates, render: Render) -> bool:
 async def folder_hides_tools(folder: Path, config: TokenizerConfig) -> bool | None:
     """Return `hides_tools` of a model's folder, found in a child process; None if that fails."""
     try:
-        bundle, child = await load_in_child(folder, timeout_seconds=config.load_timeout_seconds)
+        cache = usual_cache(config.cached_tokenizers)
+        bundle, child = await load_in_child(folder, timeout_seconds=config.load_timeout_seconds, cache=cache)
     except StartupError:
         return None
     templates = ChatTemplates(bundle.templates, bundle.special_tokens, ControlMarks({}), protect=False)

@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundles() -> Iterator[None]:
     """Tokenizers are loaded in this process, which has transformers already: seconds less for each engine."""
 
-    async def load_here(folder: Path, *, timeout_seconds: float) -> TokenizerBundle:
+    async def load_here(folder: Path, **_: Any) -> TokenizerBundle:
         return bundle_of(folder)
 
     with pytest.MonkeyPatch.context() as patched:

@@ -225,8 +225,8 @@ async def test_the_process_that_loads_is_the_first_one_of_templates(monkeypatch:
 
 
 async def test_a_process_that_ended_when_it_had_loaded_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def load_and_die(folder: Path, *, timeout_seconds: float) -> tuple[TokenizerBundle, Child]:
-        bundle, child = await load_in_child(folder, timeout_seconds=timeout_seconds)
+    async def load_and_die(folder: Path, **options: Any) -> tuple[TokenizerBundle, Child]:
+        bundle, child = await load_in_child(folder, **options)
         os.kill(child.pid, signal.SIGKILL)
         await child.ended
         return bundle, child

@@ -5,15 +5,25 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from factories.source_tree import ROOT
 from penstock.common.checkpoint import demo_folder
-from penstock.tokenizer.load_process import copy_added_tokens_directly, load, read_sources_once
+from penstock.text.tokenizer_json import read_tokenizer_json
+from penstock.tokenizer import load_process
+from penstock.tokenizer.load_process import (
+    copy_added_tokens_directly,
+    load,
+    read_added_tokens_alone,
+    read_sources_once,
+)
 from tokenizers import AddedToken
+from transformers import tokenization_utils_base
 from transformers.utils import import_utils
 
 
@@ -44,6 +54,30 @@ def test_deep_copies_of_added_tokens_are_like_them_and_others(monkeypatch: pytes
     made = copy.deepcopy({"tokens": tokens})["tokens"]
     assert [one.__getstate__() for one in made] == [one.__getstate__() for one in by_pickling]
     assert not any(one is token for one, token in zip(made, tokens, strict=True))
+
+
+DATA = (ROOT / os.environ.get("PENSTOCK_CONFORMANCE_DATA", "../shared/data")).resolve()
+TOKENIZERS = [demo_folder(), *sorted((DATA / "tokenizers").glob("*"))]
+
+
+@pytest.mark.parametrize("folder", TOKENIZERS, ids=lambda folder: folder.name)
+def test_transformers_takes_of_the_file_itself_its_added_tokens_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization_utils_base, "json", json)
+    whole = load(folder)
+    read: list[Any] = []
+
+    def noted(path: Path) -> dict[str, Any]:
+        read.append(path.name)
+        return read_tokenizer_json(path)
+
+    monkeypatch.setattr(load_process, "read_tokenizer_json", noted)
+    read_added_tokens_alone()
+    assert load(folder) == whole
+    assert set(read) <= {"tokenizer.json"}
+    # A configuration with tokens of its own leaves nothing to read.
+    assert read or "added_tokens_decoder" in (folder / "tokenizer_config.json").read_text()
 
 
 @pytest.mark.parametrize("ends", [2, [2, [3, 4]]], ids=["an id", "a run of ids"])

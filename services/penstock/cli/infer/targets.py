@@ -268,9 +268,12 @@ def tokenizer_of(config: InferConfig) -> LocalTokenizer | None:
     if named is None:
         return None
     from penstock.generator.text import LocalTokenizer
+    from penstock.tokenizer.bundle_cache import usual_cache
+    from penstock.tokenizer.config import TokenizerConfig
     from penstock.tokenizer.load_bundle import load_bundle
 
-    bundle = asyncio.run(load_bundle(resolve_model(named), timeout_seconds=_TOKENIZER_SECONDS))
+    cache = usual_cache(TokenizerConfig.cached_tokenizers)
+    bundle = asyncio.run(load_bundle(resolve_model(named), timeout_seconds=_TOKENIZER_SECONDS, cache=cache))
     return LocalTokenizer(bundle, allow_control_tokens=config.allow_control_tokens_in_text)
 
 

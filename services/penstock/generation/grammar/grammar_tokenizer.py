@@ -6,7 +6,6 @@ for any end-of-sequence ids of a request, and a grammar may still name the model
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from penstock.generation.grammar.plain_tokens import PlainTokens
 from penstock.generation.grammar.written_keys import KeyTokens
 from penstock.text.token_bytes import TokenBytes
+from penstock.text.tokenizer_json import read_tokenizer_json
 
 
 class GrammarTokenizer:
@@ -74,7 +74,7 @@ class _Vocabulary:
 
 def _control_tokens(path: Path) -> dict[int, str]:
     """Return added tokens that are not plain text: special tokens, and tokens written like markup (`<think>`)."""
-    added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens", ())
+    added = read_tokenizer_json(path).get("added_tokens", ())
     return {entry["id"]: entry["content"] for entry in added if entry.get("special") or _is_markup(entry["content"])}
 
 
