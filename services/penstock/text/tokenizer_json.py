@@ -32,7 +32,7 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
 
 
 def _before_merges(data: bytes) -> dict[str, Any] | None:
-    """What stands before the merges; None where the file has another order, or none."""
+    """Read what stands before the merges; None where the file has another order, or none."""
     merges = _MERGES.search(data)
     if merges is None or _END.search(data, max(merges.end(), len(data) - _END_BYTES)) is None:
         return None

@@ -131,7 +131,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _mark(path: Path) -> bytes:
-    """What stands for a file's content."""
+    """Digest of a file's content, or its size and time."""
     found = path.stat()
     if found.st_size > _LARGEST_HASHED:
         return f"{found.st_size} {found.st_mtime_ns}\0".encode()

@@ -100,6 +100,7 @@ def _log_loaded(start: Start, loaded: LoadedModel) -> None:
         "loaded",
         route=model.config.route,
         seconds=start.timer.seconds,
+        processor_seconds=start.timer.processor_seconds,
         weights_bytes=model.num_bytes,
         mapped_bytes=model.mapped_bytes,
         kv_bytes=loaded.pools.kv.num_bytes,

@@ -37,6 +37,8 @@ def test_the_log_tells_when_steps_are_measured_and_what_each_part_took(tmp_path:
     assert events.index("measuring step sizes") < events.index("batch size") < events.index("loaded")
     last = logs[events.index("loaded")]
     assert list(last["seconds"]) == STAGES
+    assert list(last["processor_seconds"]) == STAGES
+    assert sum(last["processor_seconds"].values()) > 0
     assert (last["weights_bytes"], last["kv_bytes"]) == (loaded.weights.model.num_bytes, loaded.pools.kv.num_bytes)
 
 
