@@ -54,6 +54,17 @@ def forbid_torch() -> None:
     logging.disable(logging.WARNING)
 
 
+def processor_seconds(pid: int) -> float | None:
+    """Seconds of the processor that a process of this user has taken; None where /proc does not tell them."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # Behind the program's name, which may have anything: user and system time are the 12th and 13th.
+            user, system = file.read().rpartition(b")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+
+
 class Child:
     """Child process, as seen by its parent. It answers in order. Belongs to one event loop."""
 
@@ -95,6 +106,11 @@ class Child:
     def returncode(self) -> int | None:
         """Exit code; None while it runs, minus the number of the signal that ended it."""
         return self._transport.get_returncode()
+
+    @property
+    def processor_seconds(self) -> float | None:
+        """Seconds of the processor that it has taken so far; None where the system does not tell, or it has ended."""
+        return processor_seconds(self.pid)
 
     @property
     def ended(self) -> asyncio.Future[None]:

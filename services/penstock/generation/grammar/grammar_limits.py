@@ -61,7 +61,7 @@ class GrammarOptions:
     max_constraint_bytes: int = option(256 << 10, "Longest source of a constraint.", group=CONSTRAINTS, minimum=1)
     max_constraint_choices: int = option(4096, "Most values of a choice.", group=CONSTRAINTS, minimum=1)
     constraint_compile_seconds: float = option(
-        5.0, "Longest compilation of a constraint.", group=CONSTRAINTS, minimum=0.01
+        5.0, "Most time of a core that compiling a constraint may take.", group=CONSTRAINTS, minimum=0.01
     )
     constraint_compile_memory_bytes: int = option(
         1 << 30,

@@ -12,6 +12,7 @@ from penstock.common.child_io import Child, ChildEnded
 from penstock.common.environment import child_environment
 from penstock.common.errors import Internal, ResourceExhausted
 from penstock.common.logging import get_logger
+from penstock.common.work_time import WorkTime
 from penstock.generation.grammar.grammar_limits import GrammarLimits
 
 _MODULE = "penstock.generation.grammar.trial_process"
@@ -19,7 +20,7 @@ _log = get_logger("penstock.generation.grammar")
 
 
 class OverLimit(Exception):
-    """Error for a constraint that took more time or memory than allowed. Its process is gone."""
+    """Error for a constraint that took more time of the processor, or memory, than allowed. Its process is gone."""
 
 
 class TrialPool:
@@ -67,18 +68,26 @@ class TrialPool:
 
     async def _exchange(self, process: Child, request: Mapping[str, Any]) -> dict[str, str]:
         answered = False
+        asked = asyncio.ensure_future(process.ask(request))
+        limit = WorkTime(process, self._limits.constraint_compile_seconds)
         try:
-            async with asyncio.timeout(self._limits.constraint_compile_seconds):
-                answer: dict[str, str] = await process.ask(request)
+            while not asked.done():
+                if not (left := limit.left()):
+                    if limit.is_starved():
+                        raise ResourceExhausted(
+                            "the machine is too busy to compile constraints", reason="QUEUE_FULL", retry_after_seconds=1
+                        )
+                    raise OverLimit("time")
+                await asyncio.wait((asked,), timeout=left)
+            answer: dict[str, str] = asked.result()
             answered = True
             return answer
-        except TimeoutError:
-            raise OverLimit("time") from None
         except ChildEnded:
             # Memory was refused, the stack overflowed, or the kernel's clock ran faster than this process's.
             _log.warning("a constraint ended its trial process", status=process.returncode)
             raise OverLimit("time" if process.returncode == -signal.SIGXCPU else "memory") from None
         finally:
+            asked.cancel()
             # An answer without a reader would reach the next request.
             if answered:
                 self._idle.append(process)

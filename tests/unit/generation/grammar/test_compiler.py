@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest_asyncio
 from factories.engine.grammars import EOS, VOCAB_SIZE, allowed, choice, lark, regex, schema
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from penstock.common.work_time import WorkTime
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.grammar.grammar_limits import GrammarLimits
 from penstock.generation.grammar.matching import shorten
@@ -143,6 +145,55 @@ async def test_a_compilation_over_its_time_is_refused_and_the_next_one_works() -
         assert (error.field, error.reason) == ("constraint.json_schema", "CONSTRAINT_TOO_COMPLEX")
         assert one.pids == []
         assert await one.compile(schema({"type": "integer"}))
+
+
+@contextlib.contextmanager
+def without_a_processor(pid: int) -> Iterator[None]:
+    """Let a process wait, as on a machine whose processors others have."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_compilation_that_waits_for_a_processor_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    left = WorkTime.left
+
+    def noted(limit: WorkTime) -> float:
+        looks.append(left(limit))
+        return looks[-1]
+
+    monkeypatch.setattr(WorkTime, "left", noted)
+    monkeypatch.setattr(WorkTime, "MOST_WAIT", 1e9)
+    async with compiler() as one:
+        await one.compile(regex("a"))
+        (pid,) = one.pids
+        one._trials._limits = dataclasses.replace(one.limits, constraint_compile_seconds=0.3)
+        looks.clear()
+        with without_a_processor(pid):
+            waiting = asyncio.create_task(one.compile(regex("b")))
+            # Its time by the clock is over.
+            await until(lambda: len(looks) > 2)
+            assert not waiting.done()
+        assert await waiting
+        assert one.pids == [pid]
+
+
+async def test_a_compilation_that_never_gets_a_processor_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkTime, "MOST_WAIT", 2.0)
+    async with compiler() as one:
+        await one.compile(regex("a"))
+        (pid,) = one.pids
+        one._trials._limits = dataclasses.replace(one.limits, constraint_compile_seconds=0.1)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ResourceExhausted, match="the machine is too busy to compile constraints") as raised:
+            await one.compile(regex("b"))
+        assert raised.value.retry_after_seconds == 1
+        assert one.pids == []
+        one._trials._limits = one.limits
+        assert await one.compile(regex("b"))
 
 
 async def test_a_compilation_that_ends_its_process_is_refused_and_the_next_one_works() -> None:
