@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +31,7 @@ from penstock.generation.runner.drafter import ModelDrafter
 from penstock.generation.runner.grammar_masks import MaskFiller
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.startup.read_model import read_model
+from penstock.text.tokenizer_json import read_tokenizer_json
 
 _log = get_logger("penstock.generation")
 MODEL_FLAG, MEMORY_FLAG = "--assistant-model", "--assistant-kv-memory"
@@ -169,7 +168,7 @@ def _check_vocabulary(folder: Path, own: Path, served: int, drafting: int) -> No
 def _token_ids(folder: Path) -> dict[str, int]:
     """Return every token's id from tokenizer.json; its vocabulary is a mapping, or a list in the order of ids."""
     try:
-        content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        content = read_tokenizer_json(folder / "tokenizer.json")
         vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, list):
             vocabulary = {entry[0]: token_id for token_id, entry in enumerate(vocabulary)}
