@@ -49,8 +49,7 @@ def main() -> None:
             else:
                 text, length = answer.text, len(answer.token_ids)
                 fault = fault_of(model_of(number), text)
-                closed = str(answer.finish_reason).startswith("length")
-                found["closed at the limit" if closed else "ended by itself"] += 1
+                found["closed at the limit" if answer.finish_reason == "LENGTH" else "ended by itself"] += 1
             found[fault.partition(":")[0] or "right"] += 1
             lengths.append(length)
             refusal = "" if fault else refusal_of(model_of(number), text)
