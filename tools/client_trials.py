@@ -63,6 +63,8 @@ class Client:
     # Why it cannot be installed.
     fault: str = ""
     steps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # Way -> date of its trial.
+    dates: dict[str, str] = field(default_factory=dict)
 
     @property
     def versions(self) -> str:
@@ -244,13 +246,13 @@ async def try_all(clients: Sequence[Client], ways: Sequence[str]) -> None:
             for client in clients:
                 if not client.fault:
                     await run(client, way, url, model)
+                    client.dates[way] = _today()
                     # At once: a run that is stopped has the outcomes so far.
                     _keep(client)
 
 
 def table(clients: Sequence[Client]) -> str:
     """Report of all trials as Markdown."""
-    today = datetime.datetime.now(datetime.UTC).date()
     lines = [
         "# Unmodified clients against the gateway",
         "",
@@ -258,9 +260,9 @@ def table(clients: Sequence[Client]) -> str:
         "environment of its own, against a gateway with default flags. *Scripted*: the model says what `plays.py` has,",
         "and answers must be those. *SmolLM2*: `penstock serve` of SmolLM2-135M-Instruct (Q4_1, as GGUF), and what",
         "must be true of any answer is. A dash: the step is of the other way alone. A run of some clients keeps the",
-        "outcomes of the others.",
+        "outcomes of the others: each count has the date of its trial.",
         "",
-        f"Run of {today}, Python {platform.python_version()}, {_node_version()}.",
+        f"Written on {_today()}, Python {platform.python_version()}, {_node_version()}.",
         "",
         "| client | versions | installed from nothing | scripted | SmolLM2 |",
         "|---|---|---|---|---|",
@@ -282,7 +284,8 @@ def _keep(client: Client) -> None:
     """Write a client's outcomes into the cache, beside those of earlier runs of the same versions."""
     file = client.folder.with_suffix(".json")
     earlier = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**earlier, **client.steps}))
+    dates = {**earlier.get("dates", {}), **client.dates}
+    file.write_text(json.dumps({**earlier, **client.steps, "dates": dates}))
 
 
 def _kept() -> list[Client]:
@@ -291,6 +294,7 @@ def _kept() -> list[Client]:
     for client in clients:
         file = client.folder.with_suffix(".json")
         client.steps = json.loads(file.read_text()) if file.exists() else {}
+        client.dates = client.steps.pop("dates", {})
     return clients
 
 
@@ -299,7 +303,8 @@ def _count(client: Client, way: str) -> str:
     if steps is None:
         return "not run"
     right = sum(step["right"] for step in steps)
-    return f"{right} of {len(steps)} right"
+    date = client.dates.get(way)
+    return f"{right} of {len(steps)} right" + (f", {date}" if date else "")
 
 
 def _outcome(client: Client, way: str, did: str) -> str:
@@ -312,6 +317,10 @@ def _outcome(client: Client, way: str, did: str) -> str:
 def _cell(text: str) -> str:
     """Text as it stands in a cell of a table."""
     return re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", " ".join(text.split())).replace("|", "\\|")[:160]
+
+
+def _today() -> str:
+    return str(datetime.datetime.now(datetime.UTC).date())
 
 
 def _node_version() -> str:

@@ -27,7 +27,8 @@ _FORM = "1"
 _READERS = ("transformers", "tokenizers")
 # Characters of a tokenizer's JSON from which a file is worth its place. What is smaller is read in a moment.
 SMALLEST = 4 << 20
-# Larger files are weights: their sizes and times stand for them.
+# For weights, and for larger files, their sizes and times stand.
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".onnx")
 _LARGEST_HASHED = 64 << 20
 _TEMPLATES = "additional_chat_templates"
 _SUFFIX = ".tokenizer"
@@ -133,7 +134,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _mark(path: Path) -> bytes:
     """Digest of a file's content, or its size and time."""
     found = path.stat()
-    if found.st_size > _LARGEST_HASHED:
+    if path.suffix in _WEIGHTS or found.st_size > _LARGEST_HASHED:
         return f"{found.st_size} {found.st_mtime_ns}\0".encode()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()

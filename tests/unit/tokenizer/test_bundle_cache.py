@@ -102,6 +102,18 @@ def test_the_name_changes_with_the_folders_and_with_releases(
             assert key_of(cache, folder) != before
 
 
+def test_weights_are_not_read(cache: BundleCache, folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"a")
+    os.utime(weights, (1, 1))
+    before = key_of(cache, folder)
+    weights.write_bytes(b"b")
+    os.utime(weights, (1, 1))
+    assert key_of(cache, folder) == before
+    os.utime(weights, (2, 2))
+    assert key_of(cache, folder) != before
+
+
 def test_large_files_are_weights(cache: BundleCache, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = key_of(cache, folder)
     monkeypatch.setattr(bundle_cache, "_LARGEST_HASHED", 100)
