@@ -52,7 +52,13 @@ def rotation_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Ten
 
 def rotated_by_product(x_TI: Tensor, matrix: Tensor | None) -> Tensor:
     """Return `rotated` in the matrix's dtype over `halved(block)`, by one product: each stage would be a call."""
-    return x_TI if matrix is None else (x_TI.reshape(-1, len(matrix)) @ matrix).view(x_TI.shape)
+    if matrix is None:
+        return x_TI
+    blocks = x_TI.reshape(-1, len(matrix))
+    if len(blocks) == 1:
+        # Libraries multiply a single vector with another order of sums: it would have other bits than in a batch.
+        return (blocks.expand(2, -1) @ matrix)[0].view(x_TI.shape)
+    return (blocks @ matrix).view(x_TI.shape)
 
 
 def halved(block: int) -> int:

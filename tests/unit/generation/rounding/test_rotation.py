@@ -52,7 +52,7 @@ def test_a_product_of_turned_rows_is_that_of_the_rows(inputs: int) -> None:
     assert torch.equal(rotated(rotated(torch.eye(inputs), block), block), torch.eye(inputs) * block)
 
 
-@pytest.mark.parametrize("inputs", [16, 48, 96, 576, 1536, 4864])
+@pytest.mark.parametrize("inputs", [16, 48, 64, 96, 576, 1536, 4864])
 def test_a_row_alone_is_that_row_in_a_batch(inputs: int) -> None:
     """Of turned rows and of the layer: a product of few rows takes another way than one of many."""
     weight, x = numbers(40, inputs), numbers(70, inputs, seed=1)
