@@ -46,8 +46,13 @@ FORMATS = {
     "float32, int4": NumberFormat("float32", "int4", "auto"),
     "gguf": NumberFormat("bfloat16", "auto", "auto"),
 }
-# Folders of `penstock quantize`, by the size of groups.
-QUANTIZED = {f"quantize, groups of {group}": group for group in (32, 64)}
+# Folders of `penstock quantize`: size of groups, and --bits.
+QUANTIZED: dict[str, tuple[int, float | None]] = {
+    "quantize, groups of 32": (32, None),
+    "quantize, groups of 64": (64, None),
+    "quantize, 4.6 bits": (64, 4.6),
+    "quantize, 5.5 bits": (64, 5.5),
+}
 FORMATS |= {label: NumberFormat("bfloat16", "auto", "auto") for label in QUANTIZED}
 COLUMNS = (
     "model",
@@ -82,7 +87,8 @@ def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
             reference = bf16_folder(name, options.cache, permuted=is_permuted)
             folder = reference
             if label in QUANTIZED:
-                folder = quantised_folder(reference, QUANTIZED[label], options.cache)
+                group, most_bits = QUANTIZED[label]
+                folder = quantised_folder(reference, group, options.cache, most_bits)
             elif format.quantization == "auto":
                 folder = Path(resolve_model(str(gguf_file(name, options.cache))))
             rows = documents(reference, options.tokens, options.context)

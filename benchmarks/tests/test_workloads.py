@@ -251,10 +251,21 @@ def test_a_format_that_penstock_lacks_is_refused_by_its_name(tmp_path: Path) -> 
         service_options(Settings(str(tmp_path), "int3", 1, 64, 64, "cache"))
 
 
-def test_a_folder_that_penstock_makes_is_asked_of_penstock_first(tmp_path: Path) -> None:
-    settings = Settings(str(tmp_path / "model"), "quantize-64", 1, 64, 64, str(tmp_path))
-    with pytest.raises(Unsupported, match="penstock:quantize-64 first"):
+@pytest.mark.parametrize("dtype", ["quantize-64", "quantize-64-5.5"])
+def test_a_folder_that_penstock_makes_is_asked_of_penstock_first(tmp_path: Path, dtype: str) -> None:
+    settings = Settings(str(tmp_path / "model"), dtype, 1, 64, 64, str(tmp_path))
+    with pytest.raises(Unsupported, match=f"penstock:{dtype} first"):
         quantised_by_us(settings, may_make=False)
+    folder = tmp_path / f"model.{dtype}"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").touch()
+    assert quantised_by_us(settings, may_make=False) == folder
+
+
+@pytest.mark.parametrize("dtype", ["quantize-", "quantize-x", "quantize-64-", "quantize-64-many"])
+def test_an_unknown_form_of_quantize_is_refused(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(Unsupported, match="quantize-GROUP"):
+        quantised_by_us(Settings(str(tmp_path), dtype, 1, 64, 64, str(tmp_path)), may_make=False)
 
 
 @pytest.mark.parametrize("dtype", ["q3_x", PUBLISHED])

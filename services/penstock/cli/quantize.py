@@ -32,6 +32,8 @@ Examples:
 
   penstock quantize ./my-model ./my-model-int4 --group-size 32 --calibration texts.txt
 
+  penstock quantize ./my-model ./my-model-mixed --bits 5.5
+
   penstock serve ./my-model-int4"""
 
 
@@ -58,6 +60,14 @@ class QuantizeConfig:
         "Give each group a zero of its own: more exact. Without, a weight takes 4.5 (32), 4.25 (64) or 4.13 (128) "
         "bits, and readers that know no zeros read it.",
         group=FORMAT,
+    )
+    bits: float | None = option(
+        None,
+        "Most bits of a weight, scales included, in the mean: what 4 bits leave of them goes to the matrices that lose "
+        "most, as 8 bits. By default all have 4.",
+        group=FORMAT,
+        minimum=4.0,
+        maximum=9.0,
     )
     calibration: str | None = option(
         None,
@@ -102,6 +112,7 @@ def run_quantize(model: str, output: str, given: Overrides) -> None:
                 calibration,
                 config.calibration_tokens,
                 config.calibration_context,
+                config.bits,
             ),
             force=config.force,
             progress=lambda done, total: display.show(StageProgress(QUANTIZE, name, done, total, ended=done == total)),

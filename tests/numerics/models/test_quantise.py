@@ -12,6 +12,7 @@ import pytest
 import torch
 from factories.models.byte_tokenizer import save_byte_tokenizer
 from factories.models.checkpoints import reference_model, tiny_checkpoint
+from factories.models.native import use_native
 from factories.models.paged import PagedDriver, PagedSequence
 from penstock.common.errors import StartupError
 from penstock.generation.devices.cpu import CPUDevice
@@ -21,7 +22,7 @@ from penstock.generation.quantise.output_folder import STATE_FILE, OutputFolder,
 from penstock.generation.quantise.quantiser import QuantiseSettings, calibration_documents, calibration_text, quantise
 from penstock.generation.weights.quantised.base import unpacked
 from penstock.generation.weights.safetensors_folder import Checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 PROMPT = list(range(5, 45))
@@ -95,6 +96,68 @@ def test_without_zeros_it_is_a_symmetric_checkpoint(tmp_path: Path) -> None:
     assert float((served(tmp_path / "out") - expected).abs().mean() / expected.std()) < 2e-3
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_bits_that_are_left_go_to_some_matrices_as_eight(tmp_path: Path, family: str) -> None:
+    folder = source(tmp_path / "source", family)
+    seen: list[tuple[int, int]] = []
+    settings = replace(SETTINGS, most_bits=5.5)
+    made = quantise(folder, tmp_path / "out", settings, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+    written = tensors(tmp_path / "out")
+    modules = [name.removesuffix(".weight_packed") for name in written if name.endswith("weight_packed")]
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    bits = {name: group["weights"]["num_bits"] for group in groups.values() for name in group["targets"]}
+    assert bits.keys() == set(modules)
+    reference = reference_model(folder, torch.float32)
+    sizes = {name: reference.get_submodule(name).weight.numel() for name in modules}
+    # Of 4.625 and 8.5.
+    mean = sum(sizes[name] * (8.5 if bits[name] == 8 else 4.625) for name in modules) / sum(sizes.values())
+    assert made.bits == pytest.approx(mean)
+    assert 5.2 < made.bits <= 5.5
+    # Readers join them to one product.
+    for joined in ("qkv", ("gate", "up")):
+        assert all(
+            len({bits[name] for name in modules if name.split(".")[2] == layer and name.split(".")[-1][:-5] in joined})
+            == 1
+            for layer in "01"
+        )
+    with torch.no_grad():
+        for module in modules:
+            weight = reference.get_submodule(module).weight
+            dense = Packing(32, bits[module] == 4, bits[module]).dense(written, module)
+            error = float((dense - weight).square().mean() / weight.square().mean())
+            assert error < (0.05 if bits[module] == 4 else 2e-4)
+            weight.copy_(dense)
+        expected = reference(torch.tensor([PROMPT])).logits[0]
+    assert float((served(tmp_path / "out") - expected).abs().mean() / expected.std()) < 2e-3
+    whole = quantise(folder, tmp_path / "all-4", SETTINGS)
+    assert made.loss < whole.loss
+
+
+def test_eight_bits_stay_eight_bits_on_the_kernels(tmp_path: Path) -> None:
+    use_native()
+    folder = source(tmp_path / "source")
+    # A group so small that its scale would be no number of float16.
+    values = load_file(folder / "model.safetensors")
+    values["model.layers.0.self_attn.o_proj.weight"][3] *= 1e-6
+    save_file(values, folder / "model.safetensors")
+    made = quantise(folder, tmp_path / "out", replace(SETTINGS, most_bits=8.5))
+    assert made.bits == pytest.approx(8.5)
+    device = CPUDevice()
+    device.instruction_set = torch.ops.penstock.instruction_set("")
+    model = load_model(tmp_path / "out", dtype="bfloat16", quantization="auto", device=device)
+    # Of a layer q, k and v, o, gate and up, down.
+    assert dict(model.config.weight_forms) == {"q8_0": made.matrices}
+
+
+def test_fewer_bits_than_four_with_scales_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"^--bits 4\.5: matrices of 4 bits take 4\.62 .*--group-size") as found:
+        quantise(source(tmp_path / "source"), tmp_path / "out", replace(SETTINGS, most_bits=4.5))
+    assert found.value.flag == "--bits"
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_first_pass_is_that_of_the_whole_model(tmp_path: Path) -> None:
     """States behind the last layer, before anything is rounded."""
     folder = source(tmp_path / "source", "gemma3_text")
@@ -111,9 +174,12 @@ def test_the_first_pass_is_that_of_the_whole_model(tmp_path: Path) -> None:
         assert torch.allclose(norm(stream.states), expected.last_hidden_state, atol=1e-4)
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = source(tmp_path / "source", num_hidden_layers=4)
-    quantise(folder, tmp_path / "whole", SETTINGS)
+@pytest.mark.parametrize("most_bits", [None, 5.5])
+def test_a_run_that_was_stopped_goes_on_to_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bits: float | None
+) -> None:
+    folder, settings = source(tmp_path / "source", num_hidden_layers=4), replace(SETTINGS, most_bits=most_bits)
+    quantise(folder, tmp_path / "whole", settings)
     write, written = OutputFolder.write_layer, []
 
     def stopping(self: OutputFolder, index: int, layer: dict[str, Tensor]) -> None:
@@ -125,11 +191,11 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_files(tmp_path: Path, monkey
 
     monkeypatch.setattr(OutputFolder, "write_layer", stopping)
     with pytest.raises(KeyboardInterrupt):
-        quantise(folder, tmp_path / "stopped", SETTINGS)
+        quantise(folder, tmp_path / "stopped", settings)
     assert (tmp_path / "stopped" / STATE_FILE).is_file()
     with pytest.raises(StartupError, match=r"has no config\.json|lacks|does not exist"):
         load_model(tmp_path / "stopped", dtype="float32", quantization="none", device=CPUDevice())
-    quantise(folder, tmp_path / "stopped", SETTINGS)
+    quantise(folder, tmp_path / "stopped", settings)
     assert written == [0, 1, 2, 2, 3]
     one, other = tensors(tmp_path / "whole"), tensors(tmp_path / "stopped")
     assert one.keys() == other.keys()
@@ -243,3 +309,8 @@ def test_words_are_filled_from_the_lowest_number() -> None:
     assert words.dtype == torch.int32
     assert words[0, 0].item() == 0x76543210
     assert torch.equal(unpacked(words, 4)[:, :20], whole)
+    octets = torch.arange(100, 106, dtype=torch.uint8)[None]
+    words = packed_words(octets, 8)
+    assert words.dtype == torch.int32
+    assert words[0, 0].item() == 0x67666564
+    assert torch.equal(unpacked(words, 8)[:, :6], octets)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.generation.quantise.grid import Grid, GridSettings, fit_grid
+from penstock.generation.quantise.grid import Grid, GridSettings, fit_grid, stored_scale
 
 # Added to H's diagonal, as a share of its mean: a direction that calibration hardly shows is not free.
 DAMPING = 0.01
@@ -75,7 +75,7 @@ def round_matrix(weight: Tensor, inputs: Inputs, form: GridSettings) -> RoundedM
     grid = fit_grid(weight, covariance.diagonal(), form)
     whole = _spread_errors(weight, inputs, grid)
     best = RoundedMatrix(whole, grid, _loss(weight, grid.dense(whole), covariance))
-    refitted = _fit_scales(weight, covariance, whole, grid, form.dtype)
+    refitted = _fit_scales(weight, covariance, whole, grid, form)
     # The same whole numbers with better scales, or whole numbers anew on those.
     for candidate in (whole, _spread_errors(weight, inputs, refitted)):
         loss = _loss(weight, refitted.dense(candidate), covariance)
@@ -105,7 +105,7 @@ def _spread_errors(weight: Tensor, inputs: Inputs, grid: Grid) -> Tensor:
     return whole[inputs.order.argsort()].T.contiguous()
 
 
-def _fit_scales(weight: Tensor, covariance: Tensor, whole: Tensor, grid: Grid, dtype: torch.dtype) -> Grid:
+def _fit_scales(weight: Tensor, covariance: Tensor, whole: Tensor, grid: Grid, form: GridSettings) -> Grid:
     """Return the grid with the scales of each row that lose least with these whole numbers: a least-squares problem
     over the row's groups."""
     outputs, groups = grid.scale.shape
@@ -118,10 +118,10 @@ def _fit_scales(weight: Tensor, covariance: Tensor, whole: Tensor, grid: Grid, d
         right[:, index] = (seen * weight).sum(1)
     ridge = matrix.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny) * _RIDGE
     matrix.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
-    found = torch.linalg.solve(matrix.double(), right.double()).float().to(dtype).float()
+    found = torch.linalg.solve(matrix.double(), right.double()).float()
     # A group of zeros has no best scale, and a negative one would turn its numbers round.
-    is_usable = torch.isfinite(found) & (found > 0.0)
-    return Grid(torch.where(is_usable, found, grid.scale), grid.zero, grid.group, grid.levels)
+    is_usable = torch.isfinite(found) & (found.to(form.dtype) > 0.0)
+    return Grid(torch.where(is_usable, stored_scale(found, form), grid.scale), grid.zero, grid.group, grid.levels)
 
 
 def _loss(weight: Tensor, rounded: Tensor, covariance: Tensor) -> float:

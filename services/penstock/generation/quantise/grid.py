@@ -29,6 +29,8 @@ class GridSettings:
     dtype: torch.dtype
     # False: the zero is the number in the middle.
     has_zeros: bool = True
+    # No scale is smaller, unless it is 0.
+    least_scale: float = 0.0
 
     @property
     def levels(self) -> int:
@@ -68,12 +70,19 @@ def fit_grid(weight: Tensor, importance: Tensor, form: GridSettings) -> Grid:
     return Grid(best.scale, best.zero, form.group, levels)
 
 
+def round_to_nearest(weight: Tensor, form: GridSettings) -> Tensor:
+    """Return the numbers of a matrix (outputs, inputs) rounded to a grid between each group's ends: no search."""
+    parts = weight.view(len(weight), -1, form.group)
+    scale, zero = next(_tried(parts, form) if form.has_zeros else _tried_scales(parts, form))
+    return Grid(scale, zero, form.group, form.levels).dense(_whole(parts, scale, zero, form.levels).view(weight.shape))
+
+
 def _tried(parts: Tensor, form: GridSettings) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield scales and zeros of grids between shares of each group's lowest and highest number."""
     # Zero is a number of every grid.
     low, high = parts.amin(2).clamp_(max=0.0), parts.amax(2).clamp_(min=0.0)
     for below, above in product(_SHARES, _SHARES):
-        scale = _stored((high * above - low * below) / (form.levels - 1), form.dtype)
+        scale = stored_scale((high * above - low * below) / (form.levels - 1), form)
         yield scale, (-low * below / scale).round_().clamp_(0, form.levels - 1)
 
 
@@ -81,7 +90,7 @@ def _tried_scales(parts: Tensor, form: GridSettings) -> Iterator[tuple[Tensor, T
     """Yield scales up to each group's largest magnitude, with the zero in the middle."""
     largest, middle = parts.abs().amax(2) / (form.levels / 2), torch.full(parts.shape[:2], form.levels / 2)
     for step in range(_SCALES):
-        yield _stored(largest * (_LARGEST_SHARE - step * _SHARE_STEP), form.dtype), middle
+        yield stored_scale(largest * (_LARGEST_SHARE - step * _SHARE_STEP), form), middle
 
 
 class _Best:
@@ -117,7 +126,7 @@ def _refit(parts: Tensor, whole: Tensor, weights: Tensor, form: GridSettings) ->
     centred = whole - mean_whole[..., None]
     spread = (centred.square() * weights).sum(2)
     slope = (centred * parts * weights).sum(2) / spread.clamp(min=torch.finfo(spread.dtype).tiny)
-    scale = _stored(slope, form.dtype)
+    scale = stored_scale(slope, form)
     zero = (mean_whole - mean_part / scale).round_().clamp_(0, form.levels - 1)
     return scale, zero
 
@@ -128,10 +137,10 @@ def _refit_scale(parts: Tensor, whole: Tensor, weights: Tensor, form: GridSettin
     centred = whole - middle
     spread = (centred.square() * weights).sum(2)
     slope = (centred * parts * weights).sum(2) / spread.clamp(min=torch.finfo(spread.dtype).tiny)
-    return _stored(slope, form.dtype), torch.full(slope.shape, middle)
+    return stored_scale(slope, form), torch.full(slope.shape, middle)
 
 
-def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the stored dtype; a group of zeros has any scale but 0."""
-    rounded = scale.to(dtype).float()
-    return torch.where(rounded > 0.0, rounded, torch.ones_like(rounded))
+def stored_scale(scale: Tensor, form: GridSettings) -> Tensor:
+    """Round scales to the stored dtype; a group of zeros has any scale but 0."""
+    rounded = scale.to(form.dtype).float()
+    return torch.where(rounded > 0.0, rounded.clamp(min=form.least_scale), torch.ones_like(rounded))

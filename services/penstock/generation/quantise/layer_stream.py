@@ -6,7 +6,8 @@ not depend on the states. Calibration documents have one length, so one record o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,40 +73,62 @@ class LayerStream:
 
         Linear layers with the same input share one. `count` gets the number of documents that are done.
         """
-        layer = self.layers[index]
         found: dict[str, Covariance] = {}
         last: list[tuple[Tensor, str]] = []
 
-        def seen(name: str) -> Callable[..., None]:
-            def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-                value: Tensor = args[0]
-                # q, k and v have the very same tensor.
-                if last and last[-1][0] is value:
-                    found.setdefault(name, found[last[-1][1]])
-                    return
-                last[:] = [(value, name)]
-                found.setdefault(name, Covariance(value.shape[-1])).add(value.flatten(0, -2).float())
+        def note(name: str, value: Tensor) -> None:
+            # q, k and v have the very same tensor.
+            if last and last[-1][0] is value:
+                found.setdefault(name, found[last[-1][1]])
+                return
+            last[:] = [(value, name)]
+            found.setdefault(name, Covariance(value.shape[-1])).add(value.flatten(0, -2).float())
 
-            return hook
-
-        hooks = [layer.get_submodule(name).register_forward_pre_hook(seen(name)) for name in names]
-        try:
-            for done, _ in enumerate(self._run(index), 1):
+        with self._noting(index, names, note):
+            for done, _ in enumerate(self.outputs(index, self.states), 1):
                 count(done)
+        return found
+
+    def shared_inputs(self, index: int, names: list[str]) -> list[list[str]]:
+        """Return the names of a layer's linear layers, those with the same input together, as its first document goes
+        through them."""
+        found: list[tuple[Tensor, list[str]]] = []
+
+        def note(name: str, value: Tensor) -> None:
+            if found and found[-1][0] is value:
+                found[-1][1].append(name)
+            else:
+                found.append((value, [name]))
+
+        with self._noting(index, names, note):
+            list(self.outputs(index, self.states[:1]))
+        return [together for _, together in found]
+
+    @contextmanager
+    def _noting(self, index: int, names: list[str], note: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Call `note` with the name and the input of each of the layer's modules `names` that is called."""
+
+        def hook_of(name: str) -> Callable[..., None]:
+            return lambda _module, args: note(name, args[0])
+
+        layer = self.layers[index]
+        hooks = [layer.get_submodule(name).register_forward_pre_hook(hook_of(name)) for name in names]
+        try:
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
-        return found
 
     def advance(self, index: int, count: Callable[[int], None]) -> None:
         """Make the states those behind a layer. `count` gets the number of documents that are done."""
-        for done, states in enumerate(self._run(index), 1):
+        for done, states in enumerate(self.outputs(index, self.states), 1):
             self.states[done - 1] = states
             count(done)
 
-    def _run(self, index: int) -> Iterator[Tensor]:
+    def outputs(self, index: int, documents: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield what a layer makes of each document's states (tokens, width)."""
         args, settings = self._calls[index]
-        for states in self.states:
+        for states in documents:
             answer = self.layers[index](states[None], *args, **settings)
             yield (answer[0] if isinstance(answer, tuple) else answer)[0]
 

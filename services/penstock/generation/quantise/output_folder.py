@@ -31,7 +31,6 @@ from penstock.generation.weights.quantised.base import unpacked
 STATE_FILE = ".penstock-quantize.json"
 REST_FILE = "model-rest.safetensors"
 BITS = 4
-_LEVELS = 1 << BITS
 _CONFIG = "config.json"
 
 
@@ -41,60 +40,80 @@ class Packing:
 
     group: int
     has_zeros: bool = True
+    # Bits of a whole number: 4 or 8.
+    num_bits: int = BITS
 
     @property
     def bits(self) -> float:
         """Bits of a weight, with its part of the scale and the zero."""
-        return BITS + (16 + (BITS if self.has_zeros else 0)) / self.group
+        return self.num_bits + (16 + (self.num_bits if self.has_zeros else 0)) / self.group
+
+    @property
+    def least_scale(self) -> float:
+        """Least scale that is stored. Readers keep eight bits as blocks with scales in float16, which must be exact
+        there: a number of bfloat16 from this one on is."""
+        return 2.0**-17 if self.num_bits > BITS else 0.0
 
     def tensors(self, matrix: RoundedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return a matrix as tensors, by their names behind the module's."""
         whole, grid = matrix.whole.to(torch.uint8), matrix.grid
         found = {
-            "weight_packed": packed_words(whole),
+            "weight_packed": packed_words(whole, self.num_bits),
             "weight_scale": grid.scale.to(dtype).contiguous(),
             "weight_shape": torch.tensor(whole.shape, dtype=torch.int64),
         }
         if self.has_zeros:
             # Along the outputs, which are the last dimension for the packing.
-            found["weight_zero_point"] = packed_words(grid.zero.to(torch.uint8).T).T.contiguous()
+            found["weight_zero_point"] = packed_words(grid.zero.to(torch.uint8).T, self.num_bits).T.contiguous()
         return found
 
     def dense(self, tensors: Mapping[str, Tensor], module: str) -> Tensor:
         """Return the numbers of a module's tensors, in float32."""
         outputs, inputs = tensors[f"{module}.weight_shape"].tolist()
-        whole = unpacked(tensors[f"{module}.weight_packed"], BITS)[:, :inputs].float()
+        whole = unpacked(tensors[f"{module}.weight_packed"], self.num_bits)[:, :inputs].float()
         scale = tensors[f"{module}.weight_scale"].float()
-        zero = torch.full(scale.shape, _LEVELS / 2)
+        levels = 1 << self.num_bits
+        zero = torch.full(scale.shape, levels / 2)
         if self.has_zeros:
-            zero = unpacked(tensors[f"{module}.weight_zero_point"].T, BITS)[:, :outputs].T.float()
-        return Grid(scale, zero, self.group, _LEVELS).dense(whole)
+            zero = unpacked(tensors[f"{module}.weight_zero_point"].T, self.num_bits)[:, :outputs].T.float()
+        return Grid(scale, zero, self.group, levels).dense(whole)
 
-    def config(self, ignored: list[str]) -> dict[str, Any]:
-        """Return config.json's quantization_config; `ignored` are the modules that stay as they are."""
+    def scheme(self, targets: list[str]) -> dict[str, Any]:
+        """Return the group of config.json's quantization_config with the modules `targets`."""
         weights = {
-            "num_bits": BITS,
+            "num_bits": self.num_bits,
             "type": "int",
             "symmetric": not self.has_zeros,
             "strategy": "group",
             "group_size": self.group,
             "dynamic": False,
         }
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": ignored,
-        }
+        return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
 
 
-def packed_words(whole: Tensor) -> Tensor:
-    """Pack the last dimension of numbers of 4 bits (uint8) into int32 words, the lowest first, filled up with 0."""
-    short = -whole.shape[-1] % 8
+def num_bits_of(tensors: Mapping[str, Tensor], module: str) -> int:
+    """Return the bits of the whole numbers in a module's tensors."""
+    inputs = int(tensors[f"{module}.weight_shape"][1])
+    return 2 * BITS if tensors[f"{module}.weight_packed"].shape[1] > -(-inputs * BITS // 32) else BITS
+
+
+def quantization_config(schemes: list[dict[str, Any]], ignored: list[str]) -> dict[str, Any]:
+    """Return config.json's quantization_config; `ignored` are the modules that stay as they are."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{number}": scheme for number, scheme in enumerate(schemes)},
+        "ignore": ignored,
+    }
+
+
+def packed_words(whole: Tensor, bits: int = BITS) -> Tensor:
+    """Pack the last dimension of numbers of 4 or 8 bits (uint8) into int32 words, the lowest first, filled up with
+    0."""
+    short = -whole.shape[-1] % (32 // bits)
     numbers = torch.nn.functional.pad(whole, (0, short)) if short else whole
-    octets = numbers[..., 0::2] | numbers[..., 1::2] << 4
+    octets = numbers if bits > BITS else numbers[..., 0::2] | numbers[..., 1::2] << BITS
     # Flat first: a single row may have any stride.
     return octets.flatten().view(torch.int32).view(*octets.shape[:-1], -1)
 

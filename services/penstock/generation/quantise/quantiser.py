@@ -8,24 +8,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.common.errors import StartupError
+from penstock.generation.quantise.bit_plan import unit_costs, units_with_more
 from penstock.generation.quantise.gptq_rounding import Covariance, Inputs, round_matrix
 from penstock.generation.quantise.grid import GridSettings
 from penstock.generation.quantise.layer_stream import LayerStream, whole_tensor
-from penstock.generation.quantise.output_folder import BITS, OutputFolder, Packing
+from penstock.generation.quantise.output_folder import (
+    BITS,
+    OutputFolder,
+    Packing,
+    num_bits_of,
+    quantization_config,
+)
 from penstock.generation.weights.files import file_names, is_packed
 from penstock.generation.weights.safetensors_folder import Checkpoint
 
 # Raise it when the same settings give other weights: an unfinished folder of an earlier version is begun anew.
-_VERSION = 1
+_VERSION = 2
 # Bytes of the checkpoint that are done, in proportion to its layers, and bytes in total.
 Progress = Callable[[int, int], None]
 # Shares of a layer's time: its inputs' covariances, its matrices, its outputs.
 _SEEN, _ROUNDED = 0.45, 0.85
+# Share of all the time that a plan of bits takes.
+_PLANNED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,9 @@ class QuantiseSettings:
     # Most tokens of the text, and tokens of a document of it.
     tokens: int = 16384
     context: int = 512
+    # Most bits of a weight, in the mean: what four leave of them goes to the matrices that lose most, as eight. None:
+    # all have four.
+    most_bits: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +122,16 @@ def quantise(
     A layer in float32 and the documents' states are in memory at a time. Raises StartupError naming what to change.
     """
     _check_source(folder)
+    _check_bits(settings)
     text = calibration_text(settings.calibration)
     documents = calibration_documents(folder, text, settings)
     checkpoint = Checkpoint(folder)
     stream = LayerStream(folder, checkpoint, documents)
     _check_layers(stream)
     target = OutputFolder(folder, output, _about(folder, text, settings), force=force)
-    packing = Packing(settings.group, settings.has_zeros)
-    work = _Work(checkpoint, stream, target, packing, len(documents), progress)
+    work = _Work(checkpoint, stream, target, settings, len(documents), progress)
+    if settings.most_bits is not None:
+        work.plan_bits(settings.most_bits)
     for index in range(len(stream.layers)):
         work.do_layer(index)
     if not work.matrices:
@@ -128,9 +143,9 @@ def quantise(
     rest = [name for name in checkpoint.names if not name.startswith(in_layers)]
     target.write_rest({name: whole_tensor(checkpoint, name) for name in rest})
     heads = [name.removesuffix(".weight") for name in rest if name.endswith("head.weight")]
-    size = target.finish(packing.config(sorted({*heads, "lm_head", *work.ignored})))
+    size = target.finish(quantization_config(work.schemes(), sorted({*heads, "lm_head", *work.ignored})))
     mean = sum(work.losses) / max(len(work.losses), 1)
-    return WrittenModel(output, size, work.matrices, packing.bits, mean)
+    return WrittenModel(output, size, work.matrices, work.bits, mean)
 
 
 class _Work:
@@ -141,41 +156,87 @@ class _Work:
         checkpoint: Checkpoint,
         stream: LayerStream,
         target: OutputFolder,
-        packing: Packing,
+        settings: QuantiseSettings,
         documents: int,
         progress: Progress,
     ) -> None:
-        self._checkpoint, self._stream, self._target, self._packing = checkpoint, stream, target, packing
+        self._checkpoint, self._stream, self._target = checkpoint, stream, target
         self._documents, self._progress = documents, progress
+        few = Packing(settings.group, settings.has_zeros)
+        # By the bits of a whole number, as are the modules that were written, and their weights. 256 whole numbers need
+        # no zero.
+        self._packings = {one.num_bits: one for one in (few, Packing(settings.group, False, 2 * BITS))}
+        self._most = self._packings[2 * BITS]
+        self._few = few
+        # Modules that shall have eight bits.
+        self._planned: frozenset[str] = frozenset()
+        self._written: dict[int, list[str]] = {number: [] for number in self._packings}
+        self._weights = dict.fromkeys(self._packings, 0)
+        # Share of the progress that is done before the first layer.
+        self._begin = 0.0
         self.ignored: list[str] = []
         self.losses: list[float] = []
         self.matrices = 0
 
+    @property
+    def bits(self) -> float:
+        """Mean bits of a weight of the matrices that are done."""
+        bits = sum(packing.bits * self._weights[number] for number, packing in self._packings.items())
+        return bits / max(sum(self._weights.values()), 1)
+
+    def schemes(self) -> list[dict[str, Any]]:
+        """Return the groups of config.json's quantization_config."""
+        if not self._written[self._most.num_bits]:
+            return [self._few.scheme(["Linear"])]
+        # vLLM takes a class before the names of modules that it joins.
+        return [self._packings[number].scheme(names) for number, names in self._written.items() if names]
+
+    def plan_bits(self, most_bits: float) -> None:
+        """Choose the matrices that get eight bits."""
+
+        def units_of(index: int) -> list[list[str]]:
+            names = self._linears(self._stream.layers[index])[0]
+            return self._stream.shared_inputs(index, names) if names else []
+
+        layers = len(self._stream.layers)
+        units = unit_costs(
+            self._stream,
+            units_of,
+            GridSettings(self._few.group, BITS, torch.bfloat16, self._few.has_zeros),
+            lambda done: self._show(_PLANNED * done / layers),
+        )
+        self._begin = _PLANNED
+        more = units_with_more(units, self._few.bits, self._most.bits, most_bits)
+        self._planned = frozenset(name for unit in more for name in unit.modules)
+
     def do_layer(self, index: int) -> None:
         """Quantise a layer, or read it from an earlier run; write it, and take the states behind it."""
         layer, prefix = self._stream.load(index), self._stream.prefixes[index]
-        names = self._linears(layer, prefix)
+        names, others = self._linears(layer)
+        self.ignored += [prefix + name for name in others]
         self.matrices += len(names)
         written = self._target.layer(index)
         if written is None:
             written = self._quantised(index, layer, names)
             self._target.write_layer(index, written)
         for name in names:
-            weight = self._packing.dense(written, prefix + name)
+            # What was written counts: a run that goes on may have planned otherwise.
+            number = num_bits_of(written, prefix + name)
+            weight = self._packings[number].dense(written, prefix + name)
+            self._weights[number] += weight.numel()
+            self._written[number].append(prefix + name)
             layer.get_submodule(name).register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         self._stream.advance(index, lambda done: self._report(index, _ROUNDED, 1.0, done, self._documents))
         self._stream.unload(index)
 
-    def _linears(self, layer: nn.Module, prefix: str) -> list[str]:
-        """Return the names of the layer's matrices that are quantised; note those of other widths."""
-        found = []
+    def _linears(self, layer: nn.Module) -> tuple[list[str], list[str]]:
+        """Return the names of the layer's matrices that are quantised, and of those of other widths."""
+        taken: list[str] = []
+        others: list[str] = []
         for name, module in layer.named_modules():
             if isinstance(module, nn.Linear):
-                if module.in_features % self._packing.group:
-                    self.ignored.append(prefix + name)
-                else:
-                    found.append(name)
-        return found
+                (others if module.in_features % self._few.group else taken).append(name)
+        return taken, others
 
     def _quantised(self, index: int, layer: nn.Module, names: list[str]) -> dict[str, Tensor]:
         prefix = self._stream.prefixes[index]
@@ -194,18 +255,22 @@ class _Work:
                 inputs[id(covariance)] = _made(covariance, prefix + name)
             dtype = _scale_dtype(self._checkpoint.dtype(f"{prefix}{name}.weight"))
             weight = layer.get_submodule(name).get_parameter("weight").data
-            form = GridSettings(self._packing.group, BITS, dtype, self._packing.has_zeros)
+            packing = self._most if prefix + name in self._planned else self._few
+            form = GridSettings(packing.group, packing.num_bits, dtype, packing.has_zeros, packing.least_scale)
             matrix = round_matrix(weight, inputs[id(covariance)], form)
             self.losses.append(matrix.loss)
-            packed = self._packing.tensors(matrix, dtype)
+            packed = packing.tensors(matrix, dtype)
             tensors |= {f"{prefix}{name}.{part}": value for part, value in packed.items()}
             self._report(index, _SEEN, _ROUNDED, done, len(names))
         return tensors
 
     def _report(self, index: int, low: float, high: float, done: int, total: int) -> None:
-        share = low + (high - low) * done / total
-        total_bytes = self._checkpoint.total_bytes
-        self._progress(int((index + share) / len(self._stream.layers) * total_bytes), total_bytes)
+        share = (index + low + (high - low) * done / total) / len(self._stream.layers)
+        self._show(self._begin + (1.0 - self._begin) * share)
+
+    def _show(self, share: float) -> None:
+        total = self._checkpoint.total_bytes
+        self._progress(int(share * total), total)
 
 
 def _made(covariance: Covariance, name: str) -> Inputs:
@@ -245,6 +310,17 @@ def _check_source(folder: Path) -> None:
         )
 
 
+def _check_bits(settings: QuantiseSettings) -> None:
+    """Refuse fewer bits than all matrices take with the fewest. Raises StartupError naming --bits."""
+    least = Packing(settings.group, settings.has_zeros).bits
+    if settings.most_bits is not None and settings.most_bits < least:
+        raise StartupError(
+            f"--bits {settings.most_bits}: matrices of {BITS} bits take {least:.2f} with their scales in groups of "
+            f"{settings.group}: give --bits that much, or a larger --group-size",
+            flag="--bits",
+        )
+
+
 def _about(folder: Path, text: str, settings: QuantiseSettings) -> dict[str, object]:
     """Return what a run depends on."""
     files = {name: [(folder / name).stat().st_size, (folder / name).stat().st_mtime_ns] for name in file_names(folder)}
@@ -257,4 +333,5 @@ def _about(folder: Path, text: str, settings: QuantiseSettings) -> dict[str, obj
         "has_zeros": settings.has_zeros,
         "tokens": settings.tokens,
         "context": settings.context,
+        "most_bits": settings.most_bits,
     }

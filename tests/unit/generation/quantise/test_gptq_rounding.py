@@ -90,9 +90,10 @@ def test_less_of_the_outputs_is_lost_than_by_rounding_to_the_nearest() -> None:
 
 def test_scales_that_are_fitted_together_lose_no_more() -> None:
     weight, _, seen = problem(seed=5)
-    grid = fit_grid(weight, seen.covariance.diagonal(), GridSettings(32, 4, torch.float32))
+    form = GridSettings(32, 4, torch.float32)
+    grid = fit_grid(weight, seen.covariance.diagonal(), form)
     whole = _spread_errors(weight, seen, grid)
-    better = _fit_scales(weight, seen.covariance, whole, grid, torch.float32)
+    better = _fit_scales(weight, seen.covariance, whole, grid, form)
     assert _loss(weight, better.dense(whole), seen.covariance) < _loss(weight, grid.dense(whole), seen.covariance)
     for factor in (0.99, 1.01):
         # A stationary point: no scale alone can be better.
