@@ -36,6 +36,7 @@ from penstock.generation.weights.packed_weights import PackedFile
 from penstock.generation.weights.tensor_names import (
     EMBEDDING,
     NORM,
+    choice_biases,
     layer_linears,
     layer_norms,
     layer_prefix,
@@ -198,7 +199,12 @@ def _tensors(
         prefix = layer_prefix(index)
         for name in layer_norms(config):
             yield f"{prefix}{name}", weights.tensor(f"{prefix}{name}", is_exact=is_exact)
+        for name in choice_biases(config, index):
+            yield f"{prefix}{name}", weights.tensor(f"{prefix}{name}", is_exact=True)
         for linear in layer_linears(config, index):
+            if linear.is_matrix:
+                yield f"{prefix}{linear.name}.weight", weights.matrix(prefix, linear)
+                continue
             yield from _parts(f"{prefix}{linear.name}", weights.linear(prefix, linear))
         weights.layer_is_complete()
     yield NORM, weights.tensor(NORM, is_exact=is_exact)

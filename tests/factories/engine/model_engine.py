@@ -42,7 +42,7 @@ def model_engine(
     layers = model.config.num_layers if layout is None else layout.layers_a_block
     geometry = (layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
-    kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype, layout)
+    kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype, layout, has_values=model.config.has_values)
     config = replace(add_states(model, kv, config), window=window_of(model))
     return with_free_drafts(
         Engine(config, new_runner(model, kv, host=unwritten_host_pool(kv, config)), None, modes=modes)

@@ -24,10 +24,12 @@ def unwritten_pool(
     head_dim: int,
     dtype: torch.dtype,
     layout: CacheLayout | None = None,
+    *,
+    has_values: bool = True,
 ) -> KVCachePool:
     """Make a pool on the CPU that gives NaN where nothing was written."""
-    cpu = torch.device("cpu")
-    kv = KVCachePool(layers, blocks, block_size, kv_heads, head_dim, dtype, cpu, has_scrap=True, layout=layout)
+    cpu, sizes = torch.device("cpu"), (layers, blocks, block_size, kv_heads, head_dim)
+    kv = KVCachePool(*sizes, dtype, cpu, has_scrap=True, layout=layout, has_values=has_values)
     spoil(kv)
     return kv
 

@@ -11,13 +11,17 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -28,7 +32,9 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SarvamMLAConfig,
     SmolLM3Config,
+    YoutuConfig,
 )
 
 VOCAB_SIZE = 320
@@ -61,6 +67,12 @@ _CONFIGS = {
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "gpt_oss": GptOssConfig,
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
+    "sarvam_mla": SarvamMLAConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
+    "youtu": YoutuConfig,
+    "minicpm3": MiniCPM3Config,
 }
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -78,6 +90,24 @@ _DEFAULTS: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+}
+_DEEPSEEK: dict[str, Any] = {
+    **_LATENT,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 _EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
@@ -100,6 +130,12 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
     "qwen3_moe": _EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "sarvam_mla": _DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["sparse", "dense"]},
+    "youtu": _LATENT,
+    "minicpm3": _LATENT,
 }
 
 
@@ -120,7 +156,8 @@ def tiny_checkpoint(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(_CONFIGS[family](**settings), dtype=torch.float32)
-        for name, parameter in model.named_parameters():
+        buffers = [one for one in model.named_buffers() if one[0].endswith("e_score_correction_bias")]
+        for name, parameter in (*model.named_parameters(), *buffers):
             if name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=0.2)
             elif "norm" in name:

@@ -51,6 +51,7 @@ class PagedDriver:
             config.head_dim,
             kv_dtype or model.dtype,
             model.device,
+            has_values=config.has_values,
         )
         data, scales = self.kv.tensors
         (data if scales is None else scales).fill_(float("nan"))

@@ -73,6 +73,17 @@ LONGROPE: dict[str, Any] = {
 }
 
 
+BIASED: dict[str, Any] = {"attention_bias": True}
+DEEPSEEK_YARN = rope("yarn", factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7)
+# As published: the same factors for all lengths.
+LONGROPE_OF_MINICPM = rope(
+    "longrope",
+    short_factor=[1.0, 1.1, 1.3, 2.0],
+    long_factor=[1.0, 1.1, 1.3, 2.0],
+    original_max_position_embeddings=512,
+)
+
+
 def ropes(**full: Any) -> dict[str, Any]:
     """rope_parameters of full and of sliding layers."""
     local = {"rope_type": "default", "rope_theta": 1_000.0}
@@ -104,6 +115,17 @@ CASES += [
     Case("qwen3_moe", "window", {"use_sliding_window": True, "sliding_window": 7, "norm_topk_prob": False}),
     Case("qwen3_moe", "one-plain-layer-sharded", {"mlp_only_layers": [0]}, "20KB"),
     Case("gpt_oss", "sinks-sharded", rope("yarn", factor=4.0, original_max_position_embeddings=128), "20KB"),
+    Case("deepseek_v2", "groups-sharded", {"topk_method": "group_limited_greedy"} | BIASED, "20KB"),
+    Case("deepseek_v2", "one-product-of-queries", {"q_lora_rank": None, "qk_nope_head_dim": 24, "v_head_dim": 6}),
+    Case("deepseek_v2", "dense-yarn", {"first_k_dense_replace": 2, "mlp_bias": False} | DEEPSEEK_YARN),
+    Case("deepseek_v3", "groups-sharded", BIASED, "20KB"),
+    Case("deepseek_v3", "one-product-yarn", {"q_lora_rank": None, "kv_lora_rank": 32} | DEEPSEEK_YARN),
+    Case("deepseek_v3", "halves-turn", {"rope_interleave": False, "norm_topk_prob": False, "v_head_dim": 22}),
+    Case("sarvam_mla", "one-product", {}),
+    Case("glm4_moe_lite", "layers-in-turns", {"v_head_dim": 18}),
+    Case("youtu", "dense-tied", TIED),
+    Case("minicpm3", "scaled-tied", TIED | {"mlp_bias": True}),
+    Case("minicpm3", "longrope", LONGROPE_OF_MINICPM),
 ]
 _FIRST = {case.family: case for case in reversed(CASES)}
 # The ordinary run has the first case of each family.
@@ -116,14 +138,18 @@ GREEDY = [
     Case("mistral", "window", {"sliding_window": 33}),
     Case("gemma2", "caps", {}),
     Case("qwen3_moe", "experts", {}),
+    Case("deepseek_v3", "latent", {}),
 ]
 _MORE = ("phi3", "granite", "olmo2", "olmo3", "smollm3", "glm", "glm4", "cohere", "cohere2", "gemma3_text")
+_LATENT = ("deepseek_v2", "glm4_moe_lite", "youtu", "minicpm3")
 ALL_GREEDY = [
     *GREEDY,
     *(
         pytest.param(Case(family, "greedy", {}), marks=pytest.mark.slow)
-        for family in (*_MORE, "mixtral", "qwen2_moe", "gpt_oss")
+        for family in (*_MORE, "mixtral", "qwen2_moe", "gpt_oss", *_LATENT)
     ),
+    # Each row has all experts: a near tie of two would decide more than the format.
+    pytest.param(Case("sarvam_mla", "greedy", {"num_experts_per_tok": 8}), marks=pytest.mark.slow),
 ]
 
 

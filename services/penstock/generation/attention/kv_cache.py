@@ -30,10 +30,19 @@ def kv_cache_dtype(requested: str, model: torch.dtype) -> torch.dtype:
     return torch.int8 if requested == "int8" else model
 
 
-def kv_bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, keys and values together, with the scales of int8."""
+def kv_bytes_per_block(
+    num_layers: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    has_values: bool = True,
+) -> int:
+    """Bytes of one block over all layers, keys and values together, with the scales of int8. `has_values`: see
+    KVCachePool."""
     scale = SCALE_DTYPE.itemsize if dtype is torch.int8 else 0
-    return num_layers * 2 * block_size * num_kv_heads * (head_dim * dtype.itemsize + scale)
+    return num_layers * (1 + has_values) * block_size * num_kv_heads * (head_dim * dtype.itemsize + scale)
 
 
 def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,6 +61,8 @@ def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
 class KVCachePool:
     """Keys and values (layers, 2, blocks, block_size, kv_heads, head_dim) of `dtype`, which is the model's, or int8
     with scales (layers, 2, blocks, block_size, kv_heads); zeroed. Heads of int8 are turned (turned_heads.py).
+
+    Without values (latent attention) the second dimension is 1: what reads values gets the keys.
 
     With a layout of several groups the first dimension is the layers of one block, and a layer's blocks are those of
     its view (AttentionMetadata.view).
@@ -73,10 +84,11 @@ class KVCachePool:
         num_further_blocks: int = 0,
         has_scrap: bool = False,
         layout: CacheLayout | None = None,
+        has_values: bool = True,
     ) -> None:
         """Allocate the pool: `num_blocks` for requests, and after them further ones, which no request gets.
         `has_scrap`: there is one more, for rows of no sequence. `layout`: places of the model's layers in blocks of
-        `num_layers`; None: a block holds all layers.
+        `num_layers`; None: a block holds all layers. `has_values`: a token keeps values beside its keys.
 
         Raises StartupError naming --kv-memory when the memory cannot be had.
         """
@@ -91,15 +103,18 @@ class KVCachePool:
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.has_values = has_values
         self.dtype = dtype
         self.device = device
         # States of recurrent layers; None: the model has none.
         self.states: StatePool | None = None
-        self.bytes_per_block = kv_bytes_per_block(num_layers, block_size, num_kv_heads, head_dim, dtype)
+        self.bytes_per_block = kv_bytes_per_block(
+            num_layers, block_size, num_kv_heads, head_dim, dtype, has_values=has_values
+        )
         all_blocks = num_blocks + num_further_blocks + has_scrap
         # Block that is written and never read; None: there is none.
         self.scrap_block = all_blocks - 1 if has_scrap else None
-        shape = (num_layers, 2, all_blocks, block_size, num_kv_heads)
+        shape = (num_layers, 1 + has_values, all_blocks, block_size, num_kv_heads)
         try:
             self._data = fresh_zeros((*shape, head_dim), dtype, device)
             self._scales = fresh_zeros(shape, SCALE_DTYPE, device) if dtype is torch.int8 else None
@@ -113,7 +128,7 @@ class KVCachePool:
         places = range(num_layers) if layout is None else [place for _, place in layout.places]
         self._turned = TurnedHeads(head_dim, device) if dtype is torch.int8 else None
         self._keys: list[Tensor] = [self._data[place][0] for place in places]
-        self._values: list[Tensor] = [self._data[place][1] for place in places]
+        self._values: list[Tensor] = [self._data[place][1] for place in places] if has_values else self._keys
         self._places = tuple(places)
 
     def shallow(self, num_layers: int) -> KVCachePool:
@@ -167,22 +182,25 @@ class KVCachePool:
 
     def value_scale(self, layer: int) -> Tensor | None:
         """View of the values' scales: see `key_scale`."""
-        return None if self._scales is None else self._scales[self._places[layer], 1]
+        return None if self._scales is None else self._scales[self._places[layer], -1]
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one row of keys and values per slot; return them as `read_stored` will, in their own dtype."""
+        """Store one row of keys and values per slot; return them as `read_stored` will, in their own dtype. A pool
+        without values stores the keys alone."""
         if self._scales is None or self._turned is None:
             self._rows(self._keys[layer]).index_copy_(0, slots_T, k_TKD.flatten(1))
-            self._rows(self._values[layer]).index_copy_(0, slots_T, v_TKD.flatten(1))
+            if self.has_values:
+                self._rows(self._values[layer]).index_copy_(0, slots_T, v_TKD.flatten(1))
             return k_TKD, v_TKD
-        (keys, key_scales), (values, value_scales) = (quantise(self._turned.stored(x)) for x in (k_TKD, v_TKD))
+        kept = (k_TKD, v_TKD) if self.has_values else (k_TKD,)
+        parts = [quantise(self._turned.stored(x)) for x in kept]
         # The kernels look for NaN in scores only, so a NaN among the values goes into the scale of the keys.
-        key_scales = torch.where(value_scales.isnan(), torch.nan, key_scales)
+        parts[0] = parts[0][0], torch.where(parts[-1][1].isnan(), torch.nan, parts[0][1])
         place = self._places[layer]
-        for part, rows, scales in ((0, keys, key_scales), (1, values, value_scales)):
+        for part, (rows, scales) in enumerate(parts):
             self._rows(self._data[place, part]).index_copy_(0, slots_T, rows.flatten(1))
             self._rows(self._scales[place, part]).index_copy_(0, slots_T, scales)
-        return _dequantised(keys, key_scales, k_TKD.dtype), _dequantised(values, value_scales, v_TKD.dtype)
+        return _dequantised(*parts[0], k_TKD.dtype), _dequantised(*parts[-1], v_TKD.dtype)
 
     def read(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values (C, kv_heads, head_dim) of the slots: int8 as `dtype`, others unchanged."""
@@ -201,11 +219,12 @@ class KVCachePool:
         """Return the same as it is stored: heads of int8 are turned."""
         # F.embedding gathers rows several times faster than index_select or advanced indexing on CPU.
         shape = (-1, self.num_kv_heads, self.head_dim)
-        rows = [F.embedding(slots_C, self._rows(x)).view(shape) for x in (self._keys[layer], self._values[layer])]
-        if self._scales is None:
-            return rows[0], rows[1]
-        scales = [F.embedding(slots_C, self._rows(x)) for x in self._scales[self._places[layer]]]
-        return _dequantised(rows[0], scales[0], dtype), _dequantised(rows[1], scales[1], dtype)
+        parts = (self._keys[layer], self._values[layer]) if self.has_values else (self._keys[layer],)
+        rows = [F.embedding(slots_C, self._rows(x)).view(shape) for x in parts]
+        if self._scales is not None:
+            scales = [F.embedding(slots_C, self._rows(x)) for x in self._scales[self._places[layer]]]
+            rows = [_dequantised(row, scale, dtype) for row, scale in zip(rows, scales, strict=True)]
+        return rows[0], rows[-1]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks in every layer. All sources are read before any destination is written."""

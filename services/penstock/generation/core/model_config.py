@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common.errors import StartupError
+from penstock.generation.core.latent_heads import LatentHeads
 
 CONFIG_FILE = "config.json"
 # No model has more. A config.json may contain any number, and lists of that length are made before weights are read.
@@ -84,6 +85,25 @@ class Activation(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """Rule by which a router's scores choose a row's experts. The usual one takes the highest of a softmax."""
+
+    # Scores are sigmoids, not a softmax.
+    is_sigmoid: bool = False
+    # A bias of each expert counts in the choice, and not in the row's share in it.
+    has_bias: bool = False
+    # Experts are in groups of one size; a row's are all from its best groups.
+    num_groups: int = 1
+    groups_of_row: int = 1
+    # Number of a group's highest scores that its rank is the sum of.
+    ranked_by: int = 1
+    # Factor on the shares.
+    scale: float = 1.0
+    # The router's weights stay in float32, and it reads its rows so.
+    in_float32: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """The mixture of experts of a model: each row goes to a few MLPs, which a router chooses."""
 
@@ -104,6 +124,10 @@ class Experts:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     # One tensor has all experts, transposed, with gate and up interleaved; there are biases (gpt-oss).
     is_stacked: bool = False
+    routing: Routing = Routing()
+    # Name of the MLP that every row uses, and if the sigmoid of one more output multiplies it.
+    shared: str = "shared_expert"
+    shared_is_gated: bool = True
 
 
 # Values of --model-route.
@@ -185,6 +209,11 @@ class ModelConfig:
     scales_given_embeds: bool = False
     # None: every layer has a plain MLP.
     experts: Experts | None = None
+    # Multi-head latent attention. The pool's geometry (`num_kv_heads`, `head_dim`) is that of a token's one row then.
+    # None: heads have keys and values of their own.
+    latent: LatentHeads | None = None
+    # Layers after the last one that the checkpoint has for drafts, and that are not read.
+    num_draft_layers: int = 0
 
     # "native" or "fallback": the code that runs it. In the fallback, layers and heads are the KV pool's, set by the
     # loader, and fields of native layers mean nothing.
@@ -197,6 +226,16 @@ class ModelConfig:
     kept_form: str = ""
     # Number of its quantised matrices by the format that they run in; set by the loader.
     weight_forms: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def has_values(self) -> bool:
+        """True when a token keeps values beside its keys: those of a latent are read out of the key."""
+        return self.latent is None
+
+    @property
+    def rope_width(self) -> int:
+        """Dims of a head that the rotary embedding is made for."""
+        return self.head_dim if self.latent is None else self.latent.turned_dim
 
     def has_experts(self, layer: int) -> bool:
         """True when the layer has a mixture of experts."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.layers.experts import MixtureOfExperts
+    from penstock.generation.layers.latent_attention import LatentAttention
     from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.linear.base import Linear
 
@@ -157,6 +158,11 @@ class SelfAttention:
         self.qkv = qkv
         self.output = output
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Both products."""
+        return self.qkv, self.output
+
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden); write this layer's keys and values into the pool."""
         layer = self.layer
@@ -193,14 +199,14 @@ class DecoderLayer:
     """Pre-norm attention and MLP. The next norm adds the output of each to the residual stream, in one pass."""
 
     input_norm: RMSNorm
-    attention: SelfAttention
+    attention: SelfAttention | LatentAttention
     post_attention_norm: RMSNorm
     mlp: SwiGLU | MixtureOfExperts
 
     @property
     def quantisable(self) -> tuple[Linear, ...]:
         """Linear layers that --quantization changes."""
-        return (self.attention.qkv, self.attention.output, *self.mlp.linears)
+        return (*self.attention.linears, *self.mlp.linears)
 
     def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
         """Run the layer on the residual stream `hidden` + `pending` (None: nothing), both (T, hidden). Changes `hidden`

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from penstock.generation.layers.expert_choice import Choice, choice_of
 from penstock.generation.layers.linear.native import NativeLinear
 
 if TYPE_CHECKING:
@@ -26,14 +27,17 @@ _WHOLE_VECTORS = 32
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An MLP for every row in addition to its experts, times the sigmoid of one more output."""
+    """An MLP for every row in addition to its experts, times the sigmoid of one more output, if there is one."""
 
     gated: Linear
     down: Linear
-    gate: Linear
+    gate: Linear | None = None
 
     def add_to(self, out_TI: Tensor, x_TI: Tensor) -> None:
         """Add its part to `out_TI` in float32."""
+        if self.gate is None:
+            out_TI += self.down.as_float(self.gated(x_TI))
+            return
         scores_T1 = self.gate.as_float(x_TI)
         # On a CPU torch computes the numbers after the last whole vector in another way: their last bits may differ.
         # Padding leaves no such numbers, so no row depends on the number of rows beside it.
@@ -50,9 +54,12 @@ class MixtureOfExperts:
         router: Linear,
         experts: Sequence[tuple[Linear, Linear]],
         shared: SharedExpert | None = None,
+        choice: Choice | None = None,
     ) -> None:
-        """Take the router (hidden to experts), gated and down of every expert, and the shared MLP."""
-        self._config = config
+        """Take the router (hidden to experts), gated and down of every expert, and the shared MLP. `choice`: the rule
+        of the experts; None: that of `config`."""
+        self.route = choice or choice_of(config)
+        self._reads_float32 = config.routing.in_float32
         self._router = router
         self._experts = tuple(experts)
         self._shared = shared
@@ -66,19 +73,12 @@ class MixtureOfExperts:
 
     def __call__(self, x_TI: Tensor, step: object) -> Tensor:
         """Map (T, hidden) to (T, hidden). `step` does not matter here: no adapter changes an expert."""
-        experts_TE, shares_TE = self.route(self._router.as_float(x_TI))
+        rows_TI = x_TI.float() if self._reads_float32 else x_TI
+        experts_TE, shares_TE = self.route(self._router.as_float(rows_TI))
         out_TI = self._multiply(x_TI, experts_TE, shares_TE)
         if self._shared is not None:
             self._shared.add_to(out_TI, x_TI)
         return out_TI.to(x_TI.dtype)
-
-    def route(self, scores_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's experts in ascending order and its shares in them, (T, experts of a row) both, by the
-        router's scores (T, experts) in float32."""
-        shares, experts = scores_TX.softmax(-1).topk(self._config.per_row, dim=-1)
-        experts, order = experts.sort(-1)
-        shares = shares.gather(-1, order)
-        return experts, shares / shares.sum(-1, keepdim=True) if self._config.sums_to_one else shares
 
 
 def expert_products(

@@ -276,7 +276,7 @@ def can_capture(model: LanguageModel, kv: KVCachePool) -> TypeGuard[CausalLM]:
     device."""
     if not isinstance(model, CausalLM) or model.can_draw or kv.states is not None or kv.scrap_block is None:
         return False
-    if kv.layout is not None:
+    if kv.layout is not None or not kv.has_values:
         return False
     # Experts wait for the number of their rows.
     return all(

@@ -139,18 +139,19 @@ def _phi3_rope(config: ConfigReader, max_positions: int, head_dim: int) -> RopeC
     if scaling is None or scaling.text("rope_type", scaling.text("type", "default")) == "default":
         rope = read_rope(rest, max_positions)
     else:
-        rope = _longrope(rest, scaling, max_positions, rotary_dim)
+        rope = read_longrope(rest, scaling, max_positions, rotary_dim)
     return replace(rope, rotary_dim=0 if rotary_dim == head_dim else rotary_dim)
 
 
-def _longrope(config: ConfigReader, scaling: ConfigReader, max_positions: int, rotary_dim: int) -> RopeConfig:
+def read_longrope(config: ConfigReader, scaling: ConfigReader, max_positions: int, rotary_dim: int) -> RopeConfig:
     """Read longrope up to the original training length. `_finish_phi3` ends the context there: beyond it transformers
     turns a whole sequence by other frequencies, its earlier keys included."""
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
     # Old names of it.
     if rope_type not in ("longrope", "su", "yarn"):
         raise scaling.unsupported("rope_type", f"{rope_type!r} is not supported; supported are default, longrope")
-    original = config.integer("original_max_position_embeddings", 4096)
+    own = scaling.integer("original_max_position_embeddings", 4096)
+    original = config.integer("original_max_position_embeddings", own)
     divisors = scaling.numbers("short_factor")
     if len(divisors) != rotary_dim // 2:
         raise scaling.error("short_factor", f"has {len(divisors)} numbers, {rotary_dim} dims turn in pairs")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.generation.attention.native import NativeAttention
-from penstock.generation.layers.decoder_layer import AroundLayer, LayerNorm, NoNorm, SwiGLU
+from penstock.generation.layers.decoder_layer import AroundLayer, LayerNorm, NoNorm, SelfAttention, SwiGLU
 from penstock.generation.layers.layer_kernels import NativeKernels
 from penstock.generation.layers.linear.native import NativeLinear
 
@@ -132,7 +132,7 @@ def can_fuse(
     """True when everything is native, no width needs padding, and every layer is of a kind that csrc/decoder knows."""
     if not layers or not isinstance(attention, NativeAttention) or not isinstance(head, NativeLinear):
         return False
-    if config.is_parallel or config.qk_norm_is_whole or isinstance(norm, LayerNorm):
+    if config.latent is not None or config.is_parallel or config.qk_norm_is_whole or isinstance(norm, LayerNorm):
         return False
     # This may be a part of a layer that waits for its other parts.
     if not all(type(layer.mlp) is SwiGLU for layer in layers):
@@ -150,8 +150,8 @@ def _own_sizes(layer: DecoderLayer) -> dict[str, int]:
 
 
 def _products(layer: DecoderLayer) -> dict[str, NativeLinear]:
-    mlp = cast(SwiGLU, layer.mlp)
-    products = {"qkv": layer.attention.qkv, "output": layer.attention.output, "gated": mlp.gated, "down": mlp.down}
+    attention, mlp = cast(SelfAttention, layer.attention), cast(SwiGLU, layer.mlp)
+    products = {"qkv": attention.qkv, "output": attention.output, "gated": mlp.gated, "down": mlp.down}
     return cast("dict[str, NativeLinear]", products)
 
 

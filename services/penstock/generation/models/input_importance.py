@@ -116,6 +116,10 @@ class _RecordingWeights:
         recorded = self._recorded[f"{prefix}{linear.name}"] = _Recorded(made)
         return recorded
 
+    def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
+        """See Weights."""
+        return self._weights.matrix(prefix, linear)
+
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
         """See Weights."""
         return self._weights.tensor(name, is_exact=is_exact)
@@ -160,9 +164,12 @@ def _step(config: ModelConfig, maker: LayerMaker, dtype: torch.dtype, stream: to
         config.head_dim,
         dtype,
         device.torch_device,
+        has_values=config.has_values,
     )
     rotaries = [
-        RotaryEmbedding(rope, config.head_dim, device.torch_device, dtype, max_positions=config.max_position_embeddings)
+        RotaryEmbedding(
+            rope, config.rope_width, device.torch_device, dtype, max_positions=config.max_position_embeddings
+        )
         for rope in maker.ropes
     ]
     turns = [rotary(positions) for rotary in rotaries]

@@ -41,6 +41,9 @@ class Weights(Protocol):
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
         """Return a linear layer of the decoder layer with the name prefix `prefix`; `activation` gates a gated one."""
 
+    def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
+        """Return the weight (outputs, inputs) of a linear layer that is read as a plain matrix, in `dtype`."""
+
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
         """Return the weight of a norm, in `dtype`, or in float32 if it `is_exact`."""
 

@@ -24,17 +24,23 @@ from penstock.generation.layers.decoder_layer import (
     SelfAttention,
     SwiGLU,
 )
+from penstock.generation.layers.expert_choice import choice_of
 from penstock.generation.layers.experts import MixtureOfExperts, SharedExpert
+from penstock.generation.layers.latent_attention import DirectQueries, LatentAttention, LowRankQueries, Queries
 from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.layers.summed import SummedAttention, SummedMLP
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.loaded_weights import Weights
 from penstock.generation.models.model_parts import PartsKeeper
 from penstock.generation.weights.tensor_names import (
+    LATENT_NORM,
     NORM,
+    QUERY_NORM,
     LayerLinear,
-    layer_linears,
+    attention_linears,
+    choice_biases,
     layer_prefix,
+    mlp_linears,
     rounds_once,
     tensor_shapes,
 )
@@ -69,7 +75,7 @@ def build_model(config: ModelConfig, weights: Weights, device: Device, sum_parts
         rotaries=[
             RotaryEmbedding(
                 rope,
-                config.head_dim,
+                config.rope_width,
                 device.torch_device,
                 weights.dtype,
                 max_positions=config.max_position_embeddings,
@@ -109,9 +115,9 @@ class LayerMaker:
         before = [self._norm_in(prefix, names.before_attention), self._norm_in(prefix, names.before_mlp)]
         after = [self._norm_after(prefix, name) for name in (names.after_attention, names.after_mlp)]
         facts = self._attention_layer(index, prefix)
-        qkv, output, *rest = layer_linears(config, index)
-        attention = self._attention(facts, self._linear(prefix, qkv), self._linear(prefix, output))
-        mlp = self._mixture(prefix, rest) if config.has_experts(index) else self._mlp(index, prefix, rest)
+        attention = self._attention(facts, prefix) if config.latent is None else self._latent(facts, prefix)
+        rest = mlp_linears(config, index)
+        mlp = self._mixture(index, prefix, rest) if config.has_experts(index) else self._mlp(index, prefix, rest)
         self._weights.layer_is_complete()
         if config.is_parallel:
             return ParallelLayer(before[0], attention, before[1], mlp)
@@ -119,11 +125,37 @@ class LayerMaker:
             return DecoderLayer(before[0], attention, before[1], mlp)
         return AroundLayer(before[0], attention, before[1], mlp, *after)
 
-    def _attention(self, layer: AttentionLayer, qkv: Linear, output: Linear) -> SelfAttention:
+    def _attention(self, layer: AttentionLayer, prefix: str) -> SelfAttention:
+        qkv, output = (self._linear(prefix, one) for one in attention_linears(self._config))
         turn = self._turns[layer.index]
         if self._sum is None:
             return SelfAttention(layer, qkv, output, turn)
         return SummedAttention(layer, qkv, output, turn, self._sum)
+
+    def _latent(self, layer: AttentionLayer, prefix: str) -> LatentAttention:
+        config, latent = self._config, self._config.latent
+        assert latent is not None
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(self._norm_weight(f"{prefix}{name}.weight"), latent.eps, self._kernels)
+
+        *made, row, expansion, output = attention_linears(config)
+        queries: Queries
+        if latent.query_rank:
+            down, up = (self._linear(prefix, one) for one in made)
+            queries = LowRankQueries(down, norm(QUERY_NORM), up)
+        else:
+            queries = DirectQueries(self._linear(prefix, made[0]))
+        return LatentAttention(
+            layer,
+            latent,
+            queries,
+            self._linear(prefix, row),
+            norm(LATENT_NORM),
+            self._weights.matrix(prefix, expansion),
+            self._linear(prefix, output),
+            self._turns[layer.index],
+        )
 
     def _norm_weight(self, name: str) -> Tensor:
         weight = self._weights.tensor(name, is_exact=rounds_once(self._config))
@@ -164,10 +196,12 @@ class LayerMaker:
         gated, down = (self._linear(prefix, one) for one in linears)
         return SwiGLU(index, gated, down) if self._sum is None else SummedMLP(index, gated, down, self._sum)
 
-    def _mixture(self, prefix: str, linears: Sequence[LayerLinear]) -> MixtureOfExperts:
+    def _mixture(self, index: int, prefix: str, linears: Sequence[LayerLinear]) -> MixtureOfExperts:
         experts = self._config.experts
         assert experts is not None
         router, *made = (self._linear(prefix, one) for one in linears)
+        biases = [self._weights.tensor(f"{prefix}{name}", is_exact=True) for name in choice_biases(self._config, index)]
         end = 2 * experts.count
         pairs = list(zip(made[:end:2], made[1:end:2], strict=True))
-        return MixtureOfExperts(experts, router, pairs, SharedExpert(*made[end:]) if made[end:] else None)
+        shared = SharedExpert(*made[end:]) if made[end:] else None
+        return MixtureOfExperts(experts, router, pairs, shared, choice_of(experts, *biases))

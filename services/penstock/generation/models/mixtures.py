@@ -18,13 +18,13 @@ from penstock.generation.models.dense_families import QWEN3
 from penstock.generation.models.family import Family, read_layer_types, windows_in_turns
 
 # No model has more. The names of all of their tensors are made before weights are read.
-_MOST_EXPERTS = 1024
+MOST_EXPERTS = 1024
 
 
 def _count(config: ConfigReader, default_count: int, default_per_row: int) -> tuple[int, int]:
     """Return the number of experts and how many of them a row has, under either name of the first."""
     field = "num_local_experts" if config.has("num_local_experts") else "num_experts"
-    count = config.integer(field, default_count, maximum=_MOST_EXPERTS)
+    count = config.integer(field, default_count, maximum=MOST_EXPERTS)
     per_row = config.integer("num_experts_per_tok", default_per_row)
     if per_row > count:
         raise config.error("num_experts_per_tok", f"({per_row}) is more than {field} ({count})")

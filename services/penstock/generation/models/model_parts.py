@@ -24,7 +24,7 @@ class ModelParts:
 
     # By layer's prefix and LayerLinear.name.
     linears: dict[str, Linear] = field(default_factory=dict)
-    # Of norms, as stored.
+    # Of norms and plain matrices, as stored.
     tensors: dict[str, Tensor] = field(default_factory=dict)
     head: tuple[Linear, Tensor | None] | None = None
 
@@ -65,6 +65,11 @@ class PartsKeeper:
         """See Weights."""
         made = self._weights.linear(prefix, linear, activation)
         self.parts.linears[f"{prefix}{linear.name}"] = made
+        return made
+
+    def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
+        """See Weights."""
+        self.parts.tensors[f"{prefix}{linear.name}.weight"] = made = self._weights.matrix(prefix, linear)
         return made
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
@@ -117,14 +122,22 @@ class ReplacedWeights:
         self._kept_bytes += kept.num_bytes
         return kept
 
+    def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
+        """See Weights."""
+        name = f"{prefix}{linear.name}.weight"
+        return self._fresh.matrix(prefix, linear) if name in self._names else self._kept_tensor(name)
+
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
         """See Weights."""
         if name in self._names:
             return self._fresh.tensor(name, is_exact=is_exact)
-        kept = self._old.tensors[name]
-        self._kept_bytes += kept.nbytes
-        return kept
+        return self._kept_tensor(name)
 
     def layer_is_complete(self) -> None:
         """See Weights."""
         self._fresh.layer_is_complete()
+
+    def _kept_tensor(self, name: str) -> Tensor:
+        kept = self._old.tensors[name]
+        self._kept_bytes += kept.nbytes
+        return kept

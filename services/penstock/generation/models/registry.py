@@ -44,6 +44,15 @@ from penstock.generation.models.dense_families import (
 from penstock.generation.models.gemma import GEMMA2, GEMMA3
 from penstock.generation.models.importance_cache import kept
 from penstock.generation.models.input_importance import measure_importance
+from penstock.generation.models.latent_families import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    KIMI_K2,
+    MINICPM3,
+    SARVAM_MLA,
+    YOUTU,
+)
 from penstock.generation.models.loaded_weights import Weights
 from penstock.generation.models.loader import build_model
 from penstock.generation.models.mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
@@ -53,7 +62,7 @@ from penstock.generation.weights.files import is_packed
 from penstock.generation.weights.packed_weights import PackedWeights
 from penstock.generation.weights.quantised.table import open_checkpoint, read_format
 from penstock.generation.weights.sharding import FLAG, Shard, ShardedSource, own_inputs
-from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
+from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, layer_prefix, tensor_shapes
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
@@ -68,6 +77,7 @@ FAMILIES = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GRANITE, OLMO2, OLMO3, SMOLLM3, GLM, GLM4, COHERE, COHERE2),
         *(GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, SARVAM_MLA, GLM4_MOE_LITE, YOUTU, MINICPM3),
     )
 }
 _log = get_logger("penstock.generation")
@@ -194,6 +204,8 @@ def _checked(
 ) -> Checkpoint | QuantisedCheckpoint | GgufCheckpoint:
     """Open a checkpoint, and check the names and shapes of its tensors."""
     checkpoint = open_checkpoint(folder, progress)
+    for layer in range(config.num_layers, config.num_layers + config.num_draft_layers):
+        checkpoint.leave_out(layer_prefix(layer))
     expected = tensor_shapes(config)
     optional: dict[str, tuple[int, ...]] = {}
     if config.tie_word_embeddings:

@@ -111,7 +111,9 @@ def _opened(core: GenerationCore) -> ModelAccess:
     access = core.access
     if access is None and core.loaded.weights.model.config.route == "fallback":
         raise FailedPrecondition(
-            "the model has no graphs: transformers' modules run it (--model-route), layers and all", reason="NO_GRAPHS"
+            "the model has no graphs: transformers' modules run it (--model-route), layers and all, or it keeps "
+            "compressed keys and values",
+            reason="NO_GRAPHS",
         )
     if access is None:
         raise FailedPrecondition(

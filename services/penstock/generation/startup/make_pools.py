@@ -72,7 +72,7 @@ def make_pools(start: Start, files: ModelFiles, weights: LoadedWeights) -> Pools
 
 def opens_graphs(config: GenerationServiceConfig, model: LanguageModel) -> bool:
     """True when callers may run the model's graphs: it has some where its layers are ours."""
-    return config.is_model_open and isinstance(model, CausalLM)
+    return config.is_model_open and isinstance(model, CausalLM) and model.config.has_values
 
 
 def _layout(config: GenerationServiceConfig, weights: LoadedWeights) -> CacheLayout | None:
@@ -111,7 +111,9 @@ def _kv_pool(
     blocks = kv_pool_blocks(
         parse_memory(config.kv_memory),
         # Of all processes that share this memory.
-        bytes_per_block=kv_bytes_per_block(num_layers, size, model.num_kv_heads, facts.head_dim, dtype)
+        bytes_per_block=kv_bytes_per_block(
+            num_layers, size, model.num_kv_heads, facts.head_dim, dtype, has_values=facts.has_values
+        )
         * (config.tensor_parallel if device.ranks_share_memory else 1),
         blocks_of_context=longest,
         available=left.available - states,
@@ -134,6 +136,7 @@ def _kv_pool(
         num_further_blocks=_named_blocks(config, model, size) if layout is None else 0,
         has_scrap=has_scrap,
         layout=layout,
+        has_values=facts.has_values,
     )
     kv.states = new_states(model.state_layout, slots, device.torch_device, snapshots)
     if kv.states is not None:

@@ -166,6 +166,9 @@ class CheckpointWeights:
         if bias is not None and linear.order is not None:
             bias = linear.order.applied(bias)
         stored = self._weight([f"{name}.weight" for name in names], linear.order)
+        if linear.is_float32:
+            stored.dtype = torch.float32
+            return self._made(stored, lambda: self._device.linear_method(torch.float32).linear(stored, bias))
         return self._made(stored, lambda: self._whole(stored, kept, bias, kernels, activation) or made(stored, bias))
 
     def embedded(self, ids: Sequence[int]) -> Tensor:
@@ -188,6 +191,13 @@ class CheckpointWeights:
         if linear.is_exact or linear.expert is not None:
             return ""
         return self._common_form([f"{prefix}{part}.weight" for part in linear.parts], self._kept)
+
+    def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
+        """See Weights. A quantised matrix becomes numbers of the dtype."""
+        stored = self._weight([f"{prefix}{part}.weight" for part in linear.parts], linear.order)
+        if quantised := sum(map(self._checkpoint.is_quantised, stored.names)):
+            self._forms[dtype_name(self.dtype)] += quantised
+        return self._counted_tensor(stored.joined())
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
         """See Weights."""

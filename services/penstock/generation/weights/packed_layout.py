@@ -20,6 +20,7 @@ from penstock.generation.weights.tensor_names import (
     EMBEDDING,
     LM_HEAD,
     NORM,
+    choice_biases,
     layer_linears,
     layer_norms,
     layer_prefix,
@@ -125,8 +126,15 @@ def _tensors(
     for index in range(config.num_layers):
         prefix = layer_prefix(index)
         found += [(f"{prefix}{name}", norm_dtype, (width,)) for name, width in layer_norms(config).items()]
+        biases = choice_biases(config, index).items()
+        found += [(f"{prefix}{name}", torch.float32, (width,)) for name, width in biases]
         for one in layer_linears(config, index):
+            if one.is_matrix:
+                found.append((f"{prefix}{one.name}.weight", dtype, one.shape))
+                continue
             name, format = f"{prefix}{one.name}", exact if one.is_exact else layers
+            if one.is_float32:
+                format = formats(torch.float32, "none")[0]
             sizes = part_sizes(one.shape, format, gated=one.gated, has_bias=one.has_bias, kept=kept.get(name, ""))
             found += parts(name, sizes)
     found.append((NORM, norm_dtype, (config.hidden_size,)))

@@ -127,10 +127,22 @@ class PackedWeights:
     def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> NativeLinear:
         """See Weights."""
         format = self._exact if linear.is_exact else self._layers
+        if linear.is_float32:
+            format = formats(torch.float32, "none")[0]
         name = f"{prefix}{linear.name}"
         return self._linear(
-            name, linear.shape, format, gated=linear.gated, has_bias=linear.has_bias, activation=activation
+            name,
+            linear.shape,
+            format,
+            gated=linear.gated,
+            has_bias=linear.has_bias,
+            activation=activation,
+            dtype=torch.float32 if linear.is_float32 else self.dtype,
         )
+
+    def matrix(self, prefix: str, linear: LayerLinear) -> Tensor:
+        """See Weights."""
+        return self.tensor(f"{prefix}{linear.name}.weight")
 
     def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
         """See Weights: a view of the file, in the layout's dtype."""
@@ -151,12 +163,13 @@ class PackedWeights:
         gated: bool,
         has_bias: bool,
         activation: Activation = Activation.SILU,
+        dtype: torch.dtype | None = None,
     ) -> NativeLinear:
         kept = self._kept.get(name, "")
         sizes = part_sizes(shape, format, gated=gated, has_bias=has_bias, kept=kept)
         parts = {part: self.tensor(f"{name}.{part}") for part in sizes}
         format = kept_format(format, kept, shape[1])
-        return NativeLinear(PackedWeight(shape, self.dtype, format, gated, **parts), activation)
+        return NativeLinear(PackedWeight(shape, dtype or self.dtype, format, gated, **parts), activation)
 
 
 def _facts(metadata: dict[str, str]) -> PackedFacts:

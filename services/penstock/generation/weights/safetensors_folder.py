@@ -119,6 +119,14 @@ class Checkpoint:
                     flag="MODEL",
                 )
 
+    def leave_out(self, prefix: str) -> None:
+        """Take tensors with names that begin so for absent: nothing will read them."""
+        for tensor in [name for name in self._tensors if name.startswith(prefix)]:
+            file, *_ = self._tensors[tensor]
+            self.total_bytes -= self._size(tensor)
+            self._left[file].discard(tensor)
+            del self._tensors[tensor]
+
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Return the tensor's stored shape."""
         return self._tensors[tensor][1]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.latent_heads import LatentHeads
 from penstock.generation.core.model_config import ModelConfig, NormKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+LATENT_NORM, QUERY_NORM = "self_attn.kv_a_layernorm", "self_attn.q_a_layernorm"
 # Hugging Face's names.
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -57,6 +59,10 @@ class LayerLinear:
     # Not None: the weight is this expert's, of a tensor with all experts (experts, inputs, outputs), and its gates and
     # values are interleaved.
     expert: int | None = None
+    # Kept in float32 for any dtype of the model, with rows in float32.
+    is_float32: bool = False
+    # Read as a plain matrix of the model's dtype, for products of the layer's own.
+    is_matrix: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,22 +76,77 @@ def layer_prefix(index: int) -> str:
 
 
 def layer_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear, ...]:
-    """Return the linear layers of a decoder layer: qkv, output, gated, down.
+    """Return the linear layers of a decoder layer: those of attention, then those of its MLP."""
+    return *attention_linears(config), *mlp_linears(config, layer)
 
-    With experts: qkv, output, the router, then gated and down of every expert, and last gated, down and gate of the MLP
-    that all rows share, if there is one.
+
+def attention_linears(config: ModelConfig) -> tuple[LayerLinear, ...]:
+    """Return the linear layers of attention: qkv, output.
+
+    Latent attention has more, its output last: one or two that make the queries, that of a token's row, and what
+    expands it.
     """
-    attention = _qkv(config), _output(config)
+    if config.latent is not None:
+        return *_latent_linears(config, config.latent), _output(config)
+    return _qkv(config), _output(config)
+
+
+def mlp_linears(config: ModelConfig, layer: int) -> tuple[LayerLinear, ...]:
+    """Return the linear layers of a layer's MLP: gated, down.
+
+    With experts: the router, then gated and down of every expert, and last gated, down and gate of the MLP that all
+    rows share, as far as there are such.
+    """
     if not config.has_experts(layer):
-        return *attention, *_mlp(config, "mlp", config.intermediate_size)
-    return *attention, *_expert_linears(config)
+        return _mlp(config, "mlp", config.intermediate_size)
+    return _expert_linears(config)
 
 
 def site_linears(config: ModelConfig, layer: int) -> tuple[LayerLinear | None, ...]:
     """Return the linear layers of a decoder layer that adapters may change, in the order of the sites of layers.lora;
     None: not possible there."""
-    linears = layer_linears(config, layer)
-    return (*linears[:2], None, None) if config.has_experts(layer) else linears
+    attention = attention_linears(config)
+    qkv = attention[0] if config.latent is None else None
+    mlp = (None, None) if config.has_experts(layer) else mlp_linears(config, layer)
+    return qkv, attention[-1], *mlp
+
+
+def _latent_linears(config: ModelConfig, latent: LatentHeads) -> tuple[LayerLinear, ...]:
+    """Return all but the output."""
+    hidden, rank = config.hidden_size, latent.query_rank
+    queries = config.num_heads * latent.query_dim
+
+    def one(
+        name: str, rows: int, inputs: int, *, has_bias: bool = False, order: HeadOrder | None = None
+    ) -> LayerLinear:
+        return LayerLinear(f"self_attn.{name}", (f"self_attn.{name}",), (rows,), inputs, has_bias, order=order)
+
+    order = _latent_order(config, queries, latent.plain_dim)
+    query: tuple[LayerLinear, ...]
+    if rank:
+        query = (
+            one("q_a_proj", rank, hidden, has_bias=config.qkv_bias),
+            one("q_b_proj", queries, rank, order=order),
+        )
+    else:
+        query = (one("q_proj", queries, hidden, order=order),)
+    row = one(
+        "kv_a_proj_with_mqa",
+        latent.row_dim,
+        hidden,
+        has_bias=config.qkv_bias,
+        order=_latent_order(config, latent.row_dim, latent.rank),
+    )
+    expanded = config.num_heads * (latent.plain_dim + latent.value_dim)
+    return *query, row, replace(one("kv_b_proj", expanded, latent.rank), is_exact=True, is_matrix=True)
+
+
+def _latent_order(config: ModelConfig, rows: int, plain: int) -> HeadOrder | None:
+    """Return the order of heads with `plain` dims that do not turn, and after them those that do; None: unchanged."""
+    if config.latent is None or not config.rope.is_interleaved:
+        return None
+    turned = range(plain, plain + config.latent.turned_dim)
+    return HeadOrder(rows, (*range(plain), *turned[::2], *turned[1::2]))
 
 
 def _qkv(config: ModelConfig) -> LayerLinear:
@@ -99,7 +160,7 @@ def _qkv(config: ModelConfig) -> LayerLinear:
 
 
 def _output(config: ModelConfig) -> LayerLinear:
-    query = config.num_heads * config.head_dim
+    query = config.num_heads * (config.head_dim if config.latent is None else config.latent.value_dim)
     return LayerLinear("self_attn.o_proj", ("self_attn.o_proj",), (config.hidden_size,), query, config.output_bias)
 
 
@@ -125,15 +186,17 @@ def _expert_linears(config: ModelConfig) -> tuple[LayerLinear, ...]:
     def exact(name: str, outputs: int, *, has_bias: bool = False) -> LayerLinear:
         return LayerLinear(name, (name,), (outputs,), hidden, has_bias, is_exact=True)
 
-    found = [exact(f"{module}.{experts.router}", experts.count, has_bias=experts.is_stacked)]
+    router = exact(f"{module}.{experts.router}", experts.count, has_bias=experts.is_stacked)
+    found = [replace(router, is_float32=experts.routing.in_float32)]
     for number in range(experts.count):
         if experts.is_stacked:
             found += _stacked_expert(config, module, number, experts.inner)
         else:
             found += _mlp(config, f"{module}.experts.{number}", experts.inner, experts.parts)
     if experts.shared_inner:
-        found += _mlp(config, f"{module}.shared_expert", experts.shared_inner)
-        found.append(exact(f"{module}.shared_expert_gate", 1))
+        found += _mlp(config, f"{module}.{experts.shared}", experts.shared_inner)
+        if experts.shared_is_gated:
+            found.append(exact(f"{module}.{experts.shared}_gate", 1))
     return tuple(found)
 
 
@@ -175,7 +238,19 @@ def layer_norms(config: ModelConfig) -> dict[str, int]:
         norms |= {f"self_attn.{name}_norm.weight": n * config.head_dim for name, n in zip("qk", heads, strict=True)}
     if config.has_sinks:
         norms["self_attn.sinks"] = config.num_heads
+    if config.latent is not None:
+        norms[f"{LATENT_NORM}.weight"] = config.latent.rank
+        if config.latent.query_rank:
+            norms[f"{QUERY_NORM}.weight"] = config.latent.query_rank
     return norms
+
+
+def choice_biases(config: ModelConfig, layer: int) -> dict[str, int]:
+    """Return name -> width of the bias of a router's choice, which is kept in float32; nothing where there is none."""
+    experts = config.experts
+    if experts is None or not experts.routing.has_bias or not config.has_experts(layer):
+        return {}
+    return {f"{experts.module}.{experts.router}.e_score_correction_bias": experts.count}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -185,7 +260,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer: dict[str, tuple[int, ...]] = {}
         for linear in layer_linears(config, index):
             layer |= _stored_shapes(config, linear)
-        layer |= {name: (width,) for name, width in layer_norms(config).items()}
+        layer |= {name: (width,) for name, width in (layer_norms(config) | choice_biases(config, index)).items()}
         shapes |= {f"{layer_prefix(index)}{name}": shape for name, shape in layer.items()}
     shapes |= {EMBEDDING: (config.vocab_size, config.hidden_size), NORM: (config.hidden_size,)}
     if not config.tie_word_embeddings:

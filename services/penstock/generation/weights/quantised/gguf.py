@@ -84,6 +84,11 @@ class GgufCheckpoint:
                 asked = list(shapes[name])
                 raise self._file.error(f"tensor {name} has shape {list(shape)}, its facts ask for {asked}")
 
+    def leave_out(self, prefix: str) -> None:
+        """See Checkpoint."""
+        for tensor in [name for name in self._visible if name.startswith(prefix)]:
+            del self._visible[tensor]
+
     def dtype(self, tensor: str) -> torch.dtype | None:
         """See TensorSource."""
         if tensor in self._made:

@@ -65,6 +65,10 @@ class QuantisedCheckpoint:
                 dtypes[f"{module}.{suffix}"] = part.dtypes
         self._files.check(needed, allowed, dtypes, asks=f"config.json with its {FIELD}")
 
+    def leave_out(self, prefix: str) -> None:
+        """See Checkpoint. Before `check`."""
+        self._files.leave_out(prefix)
+
     def dtype(self, tensor: str) -> torch.dtype | None:
         """Return the tensor's stored dtype; None: it is a quantised matrix."""
         return None if self.is_quantised(tensor) else self._files.dtype(tensor)

@@ -1,0 +1,36 @@
+"""Sizes of multi-head latent attention (MLA), in which a token keeps one short row for all heads of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Widths of the parts of a row and of a head. No torch.
+
+    A token's row is a normed *latent*, of which each head makes its key and its value by products of its own, and a
+    turned part of the key that all heads share.
+    """
+
+    # Numbers of the latent.
+    rank: int
+    # Dims of a query, and of its key, that do not turn and that do.
+    plain_dim: int
+    turned_dim: int
+    # Dims of a head's value.
+    value_dim: int
+    # Numbers between the two products that make the queries; 0: one product makes them.
+    query_rank: int = 0
+    # Of the norms of the latent and of these numbers.
+    eps: float = 1e-6
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers that a token keeps in a layer."""
+        return self.rank + self.turned_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Dims of a query."""
+        return self.plain_dim + self.turned_dim

@@ -1,0 +1,74 @@
+"""Rules by which a router's scores choose each row's experts, and its shares in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.generation.core.model_config import Experts
+
+# Of a row's scores (T, experts) in float32: its experts in ascending order, and its shares, (T, experts of a row) both.
+Choice = Callable[[Tensor], tuple[Tensor, Tensor]]
+# DeepSeek's guard of a division.
+_LEAST = 1e-20
+
+
+def choice_of(experts: Experts, bias_X: Tensor | None = None) -> Choice:
+    """Return the rule of `experts`; `bias_X` is in float32."""
+    routing = experts.routing
+    if not routing.is_sigmoid and routing.num_groups == 1:
+        return HighestOfAll(experts)
+    return HighestOfGroups(experts, bias_X)
+
+
+class HighestOfAll:
+    """The highest of the softmax."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._per_row, self._sums_to_one = experts.per_row, experts.sums_to_one
+        self._scale = experts.routing.scale
+
+    def __call__(self, scores_TX: Tensor) -> tuple[Tensor, Tensor]:
+        """See Choice."""
+        shares, experts = scores_TX.softmax(-1).topk(self._per_row, dim=-1)
+        experts, order = experts.sort(-1)
+        shares = shares.gather(-1, order)
+        if self._sums_to_one:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return experts, shares if self._scale == 1.0 else shares * self._scale
+
+
+class HighestOfGroups:
+    """The highest of the best groups, of a softmax or of sigmoids with a bias in the choice (DeepSeek V2 and V3)."""
+
+    def __init__(self, experts: Experts, bias_X: Tensor | None) -> None:
+        """Take the bias in float32; None: there is none."""
+        self._per_row, self._sums_to_one = experts.per_row, experts.sums_to_one
+        self._routing = experts.routing
+        self._bias_X = bias_X
+
+    def __call__(self, scores_TX: Tensor) -> tuple[Tensor, Tensor]:
+        """See Choice."""
+        routing = self._routing
+        scores_TX = scores_TX.sigmoid() if routing.is_sigmoid else scores_TX.softmax(-1)
+        ranked_TX = scores_TX if self._bias_X is None else scores_TX + self._bias_X
+        if routing.num_groups > 1:
+            ranked_TX = self._of_best_groups(ranked_TX)
+        experts = ranked_TX.topk(self._per_row, dim=-1).indices.sort(-1).values
+        shares = scores_TX.gather(-1, experts)
+        if self._sums_to_one:
+            shares = shares / (shares.sum(-1, keepdim=True) + _LEAST)
+        return experts, shares * routing.scale
+
+    def _of_best_groups(self, ranked_TX: Tensor) -> Tensor:
+        """Return the scores with minus infinity outside each row's best groups."""
+        routing = self._routing
+        ranked_TGX = ranked_TX.view(len(ranked_TX), routing.num_groups, -1)
+        ranks_TG = ranked_TGX.topk(routing.ranked_by, dim=-1).values.sum(-1)
+        best = ranks_TG.topk(routing.groups_of_row, dim=-1).indices
+        is_out_TG = torch.ones_like(ranks_TG, dtype=torch.bool).scatter_(-1, best, False)
+        return ranked_TGX.masked_fill(is_out_TG.unsqueeze(-1), -torch.inf).flatten(-2)

@@ -1,0 +1,121 @@
+"""Multi-head latent attention: one short row a token in the pool, and heads that read keys and values out of it.
+
+A head's key is a product of its own with the latent, so the product of a query with that key is one of a changed query
+with the latent itself: `q . (K c) = (q K) . c`. A head's output is likewise the product of V with the mean of the
+latents, weighted once. So the pool's rows serve all heads as keys and as values, and nothing is expanded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.generation.attention.base import rotate
+from penstock.generation.layers.lora import OUTPUT
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import AttentionLayer
+    from penstock.generation.core.latent_heads import LatentHeads
+    from penstock.generation.layers.decoder_layer import RMSNorm, Step
+    from penstock.generation.layers.linear.base import Linear
+
+
+class Queries(Protocol):
+    """Products that make the queries of all heads."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Those that --quantization changes."""
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Map (T, hidden) to (T, heads * dims of a query)."""
+
+
+class DirectQueries:
+    """One product."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See Queries."""
+        return (self._linear,)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See Queries."""
+        return self._linear(x_TI)
+
+
+class LowRankQueries:
+    """A product with few outputs, their norm, and a product with these."""
+
+    def __init__(self, down: Linear, norm: RMSNorm, up: Linear) -> None:
+        self._down, self._norm, self._up = down, norm, up
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See Queries."""
+        return self._down, self._up
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See Queries."""
+        return self._up(self._norm(self._down(x_TI)))
+
+
+class LatentAttention:
+    """Queries, a token's row, paged attention over rows, output projection."""
+
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        sizes: LatentHeads,
+        queries: Queries,
+        row: Linear,
+        norm: RMSNorm,
+        expansion: Tensor,
+        output: Linear,
+        turn: int = 0,
+    ) -> None:
+        """Take the layer's parts; `layer` is of one key/value head as wide as a row. `expansion` (heads * (plain dims
+        + value dims), rank) makes keys and values of a latent; `turn` is the number of the rotary embedding in
+        Step.turns."""
+        self.layer = layer
+        self.turn = turn
+        self.output = output
+        self._sizes = sizes
+        self._queries = queries
+        self._row = row
+        self._norm = norm
+        both_HXR = expansion.view(layer.num_heads, sizes.plain_dim + sizes.value_dim, sizes.rank)
+        # (H, plain, rank): on queries.
+        self._keys = both_HXR[:, : sizes.plain_dim].contiguous()
+        # (H, rank, value): on outputs.
+        self._values = both_HXR[:, sizes.plain_dim :].transpose(1, 2).contiguous()
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Products that --quantization changes."""
+        return (*self._queries.linears, self._row, self.output)
+
+    def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
+        """Map (T, hidden) to (T, hidden); write this layer's rows into the pool."""
+        layer, sizes = self.layer, self._sizes
+        cos, sin = step.turns[self.turn]
+        q_THX = self._queries(x_TI).view(-1, layer.num_heads, sizes.query_dim)
+        row_TE = self._row(x_TI)
+        latent_TR = self._norm(row_TE[:, : sizes.rank].contiguous())
+        turned_T1X = rotate(row_TE[:, None, sizes.rank :], cos, sin)
+        row_T1E = torch.cat((latent_TR.unsqueeze(1), turned_T1X), dim=-1)
+        q_THE = q_THX.new_empty((*q_THX.shape[:2], sizes.row_dim))
+        q_HTX = q_THX[..., : sizes.plain_dim].transpose(0, 1)
+        q_THE[..., : sizes.rank] = torch.bmm(q_HTX, self._keys).transpose(0, 1)
+        q_THE[..., sizes.rank :] = rotate(q_THX[..., sizes.plain_dim :], cos, sin)
+        metadata = step.metadata
+        if step.kv.layout is not None:
+            metadata = metadata.view(step.kv.view_of(layer.index))
+        mean_THE = step.attention.forward(q_THE, row_T1E, row_T1E, layer, metadata, step.kv)
+        out_HTV = torch.bmm(mean_THE[..., : sizes.rank].transpose(0, 1), self._values)
+        return step.addend(self.output, out_HTV.transpose(0, 1).flatten(1), layer.index, OUTPUT)
