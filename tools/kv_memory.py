@@ -1,4 +1,4 @@
-"""Table of KV memory: twelve published configurations, bytes a token of a sequence of several lengths.
+"""Table of KV memory: fifteen published configurations, bytes a token of a sequence of several lengths.
 
     python tools/kv_memory.py            # the table, as docs/guide/models.md has it
 
@@ -40,6 +40,9 @@ def memory_of(name: str, num_tokens: int) -> Memory:
     values = json.loads(CONFIGS.read_text(encoding="utf-8"))[name]
     sights = layer_sights(values, values["num_hidden_layers"])
     each = 2 * values["num_key_value_heads"] * values["head_dim"] * _BFLOAT16
+    if "kv_lora_rank" in values:
+        # One row for all heads.
+        each = (values["kv_lora_rank"] + values["qk_rope_head_dim"]) * _BFLOAT16
     tiled = [replace(sight, align=_TILE) if sight.window else sight for sight in sights]
     return Memory(
         context_bytes(tiled, each, num_tokens, _BLOCK),

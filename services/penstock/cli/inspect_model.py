@@ -26,6 +26,7 @@ from penstock.common.gguf_parts import GGUF_FILE, read_gguf
 from penstock.common.options import option, options_of
 from penstock.common.units import format_size
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.latent_heads import LATENT_TYPES
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.host.memory import host_memory
 from penstock.generation.weights.files import PACKED_FILE, StoredTensor, file_names, read_header
@@ -320,14 +321,23 @@ def _kv_bytes(values: Mapping[str, Any]) -> int | None:
         return None
     latent = _first(values, ("kv_lora_rank",))
     if latent:
-        # Multi-head latent attention, computed with keys and values of every head.
-        key = (_first(values, ("qk_nope_head_dim",)) or 0) + (_first(values, ("qk_rope_head_dim",)) or 0)
+        # Multi-head latent attention: one row for all heads, or, in the fallback, keys and values of every head.
+        turned = _first(values, ("qk_rope_head_dim",)) or 0
+        if values.get("model_type") in LATENT_TYPES and _method(values) != "gguf":
+            return int(layers * (latent + turned) * _serving_item(values))
+        key = (_first(values, ("qk_nope_head_dim",)) or 0) + turned
         return int(layers * heads * (key + (_first(values, ("v_head_dim",)) or key)) * _serving_item(values))
     own = _first(values, ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")) or heads
     if values.get("multi_query") is True:
         own = 1
     dim = _first(values, ("head_dim", "attention_head_dim", "kv_channels")) or width // heads
     return int(layers * 2 * own * dim * _serving_item(values))
+
+
+def _method(values: Mapping[str, Any]) -> object:
+    """Return the method of a quantised checkpoint; None for another."""
+    found = values.get("quantization_config")
+    return found.get("quant_method") if isinstance(found, dict) else None
 
 
 def _attention_layers(values: Mapping[str, Any]) -> int | None:

@@ -187,7 +187,8 @@ def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampl
     """Make an engine with a pool of its own: reads of unwritten places give NaN."""
     model = loaded.weights.model
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
-    kv = unwritten_pool(*geometry, model.config.num_kv_heads, model.config.head_dim, loaded.pools.kv.dtype)
+    own = loaded.pools.kv
+    kv = unwritten_pool(*geometry, own.num_kv_heads, own.head_dim, own.dtype, has_values=own.has_values)
     config = add_states(model, kv, config)
     host = unwritten_host_pool(kv, config)
     runner = new_runner(model, kv, masks=_mask_workers(model.config.vocab_size), host=host)

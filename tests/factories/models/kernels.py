@@ -46,7 +46,7 @@ shapes = st.builds(
     Shape,
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 9),
-    head_dim=st.sampled_from([2, 6, 16, 32, 64, 80, 128, 256]),
+    head_dim=st.sampled_from([2, 6, 16, 32, 64, 80, 128, 256, 512]),
     block_size=st.sampled_from([1, 3, 16, 32]),
     window=st.sampled_from([None, None, 1, 7, 64, 100]),
 )

@@ -146,6 +146,9 @@ def test_what_does_not_start_is_told_with_what_helps(
     assert "starts here:   no: " in capsys.readouterr().out
 
 
+LATENT = {"kv_lora_rank": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+
+
 @pytest.mark.parametrize(
     ("config", "bytes_per_token"),
     [
@@ -153,9 +156,11 @@ def test_what_does_not_start_is_told_with_what_helps(
         ({"layers_block_type": ["mamba", "hybrid", "attention"]}, 2 * 2 * 4 * 16 * 2),
         ({"model_type": "mamba2"}, None),
         ({"text_config": {"num_key_value_heads": 1, "head_dim": 8}}, 3 * 2 * 1 * 8 * 2),
-        ({"kv_lora_rank": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}, 3 * 4 * 20 * 2),
+        ({**LATENT, "model_type": "deepseek_v3"}, 3 * 8 * 2),
+        (LATENT, 3 * 4 * 20 * 2),
+        ({**LATENT, "model_type": "deepseek_v2", "quantization_config": {"quant_method": "gguf"}}, 3 * 4 * 20 * 2),
     ],
-    ids=["linear attention", "hybrid", "states", "text of several parts", "latent"],
+    ids=["linear attention", "hybrid", "states", "text of several parts", "one row", "expanded", "expanded gguf"],
 )
 def test_kv_bytes_of_layers_that_have_them(tmp_path: Path, config: dict[str, Any], bytes_per_token: int | None) -> None:
     shape = {

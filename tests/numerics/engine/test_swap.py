@@ -12,6 +12,7 @@ from factories.engine.fake_engine import Answer, collect, engine_config, run
 from factories.engine.host_pools import host_fields
 from factories.engine.mixed import MODES, Draw, drafted, mixed_request, structured, textual
 from factories.engine.modes import load_service, new_engine, prepare, to_message
+from factories.models.checkpoints import tiny_checkpoint
 from factories.models.golden_models import golden_checkpoint
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.core.request import Request
@@ -45,6 +46,13 @@ def int8_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     torch.set_num_threads(1)
     folder = golden_checkpoint(tmp_path_factory.mktemp("int8") / "model", "golden-qwen2")
     return load_service(folder, kv_cache_dtype="int8")
+
+
+@pytest.fixture(scope="module")
+def latent_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    torch.set_num_threads(1)
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("latent"), "deepseek_v3", num_hidden_layers=4)
+    return load_service(folder)
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +150,14 @@ def test_the_same_ids_with_a_grammar_stop_strings_and_healing(demo: LoadedModel,
 @pytest.mark.slow
 def test_the_same_ids_where_keys_and_values_are_int8(int8_model: LoadedModel) -> None:
     check_mode(int8_model, MODES["sample"])
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode in USUAL else [pytest.mark.slow]) for mode in MODES]
+)
+def test_the_same_ids_where_a_token_keeps_one_row(latent_model: LoadedModel, mode: str) -> None:
+    assert not latent_model.pools.kv.has_values
+    check_mode(latent_model, MODES[mode])
 
 
 def test_prefixes_that_went_to_the_host_pool_give_the_same_ids(random_model: LoadedModel) -> None:

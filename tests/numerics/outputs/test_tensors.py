@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "qwen3-mqa": ("qwen3", {"num_key_value_heads": 1}),
     "mistral-window": ("mistral", {"sliding_window": 11}),
+    "deepseek-latent": ("deepseek_v3", {"num_hidden_layers": 3}),
 }
 
 

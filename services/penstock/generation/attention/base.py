@@ -199,6 +199,8 @@ class AttentionLayer:
     softcap: float = 0.0
     # (H) float32: a sink of each head, a score that takes weight and has no value.
     sinks: Tensor | None = None
+    # Dims of the outputs that are read, the first ones; an implementation may leave out the others. 0: all.
+    value_dim: int = 0
     # This layer without norms, for rows that were normed over all heads; None: it does not norm so.
     _unnormed: AttentionLayer | None = field(init=False, repr=False, default=None)
 
@@ -265,7 +267,8 @@ class Attention(ABC):
         metadata: AttentionMetadata,
         kv: KVCachePool,
     ) -> Tensor:
-        """Write k and v at `slot_mapping` of `layer`, then attend; returns o_THD in q's dtype.
+        """Write k and v at `slot_mapping` of `layer`, then attend; returns o_THD in q's dtype, or its first
+        `value_dim` dims.
 
         Everything is written before any row attends: a sequence may share blocks that another one's rows fill in this
         step. A row at position p sees positions [max(0, p - window + 1), p] of its own sequence (transformers 5.x).

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NativeAttention(Attention):
-    """Attention by csrc/attention, in float32 and bfloat16, head_dim up to 256; nothing is gathered or padded.
+    """Attention by csrc/attention, in float32 and bfloat16, head_dim up to 576; nothing is gathered or padded.
 
     A row's result is the same to the last bit in any step: alone or in a batch, in a decode step or in a chunk of any
     size, with its context in any blocks.
@@ -24,7 +24,7 @@ class NativeAttention(Attention):
 
     name = "native"
     # The bound of csrc/attention/attention.h.
-    MAX_HEAD_DIM = 256
+    MAX_HEAD_DIM = 576
     # Tiles of 64 keys begin at multiples of 64.
     reads_behind = 63
 
@@ -90,5 +90,6 @@ class NativeAttention(Attention):
             layer.window or 0,
             layer.softcap,
             layer.sinks,
+            layer.value_dim,
         )
         return out

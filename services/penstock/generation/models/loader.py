@@ -187,6 +187,7 @@ class LayerMaker:
             norm_is_whole=config.qk_norm_is_whole,
             softcap=config.attention_softcap,
             sinks=self._weights.tensor(f"{prefix}self_attn.sinks", is_exact=True) if config.has_sinks else None,
+            value_dim=0 if config.latent is None else config.latent.rank,
         )
 
     def _linear(self, prefix: str, linear: LayerLinear) -> Linear:

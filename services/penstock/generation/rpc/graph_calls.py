@@ -109,7 +109,8 @@ class GraphCalls(model_pb2_grpc.ModelServiceServicer):
 
 def _opened(core: GenerationCore) -> ModelAccess:
     access = core.access
-    if access is None and core.loaded.weights.model.config.route == "fallback":
+    facts = core.loaded.weights.model.config
+    if access is None and (facts.route == "fallback" or not facts.has_values):
         raise FailedPrecondition(
             "the model has no graphs: transformers' modules run it (--model-route), layers and all, or it keeps "
             "compressed keys and values",

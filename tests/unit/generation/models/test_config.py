@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.common.errors import StartupError
+from penstock.generation.core.latent_heads import LATENT_TYPES
 from penstock.generation.core.model_config import ModelConfig, ModelRoute, RopeConfig
 from penstock.generation.layers.rope import RotaryEmbedding, inverse_frequencies
 from penstock.generation.models.registry import FAMILIES, read_model_config
@@ -24,6 +25,8 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
+# Heads share one latent.
+ALIKE: dict[str, Any] = {"num_key_value_heads": 8, "num_experts_per_tok": 2}
 
 
 def read(
@@ -65,21 +68,48 @@ def test_families_differ_in_flags_only(tmp_path: Path) -> None:
     }
 
 
+def defaults(folder: Path, family: str) -> tuple[ModelConfig, Any]:
+    """Return a configuration without fields, as it is read and as transformers has it."""
+    # A field without a default, and a type that transformers has under another name.
+    needed = {"num_experts_per_tok": 6} if family == "deepseek_v2" else {}
+    (folder / "config.json").write_text(json.dumps({"model_type": family, **needed}))
+    known = "deepseek_v3" if family == "kimi_k2" else family
+    return read_model_config(folder), AutoConfig.for_model(known, **needed)
+
+
+def test_types_with_compressed_keys_and_values_are_known_without_torch(tmp_path: Path) -> None:
+    latent = tuple(family for family in FAMILIES if defaults(tmp_path, family)[0].latent is not None)
+    assert latent == LATENT_TYPES
+
+
+@pytest.mark.parametrize("family", LATENT_TYPES)
+def test_absent_widths_of_compressed_keys_and_values_are_transformers(tmp_path: Path, family: str) -> None:
+    config, expected = defaults(tmp_path, family)
+    assert config.latent is not None
+    assert (config.num_kv_heads, config.head_dim) == (1, expected.kv_lora_rank + expected.qk_rope_head_dim)
+    assert config.latent.query_rank == (expected.q_lora_rank or 0)
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    assert [config.latent.rank, config.latent.plain_dim, config.latent.turned_dim, config.latent.value_dim] == [
+        getattr(expected, name) for name in names
+    ]
+    assert config.rope.is_interleaved == getattr(expected, "rope_interleave", family == "deepseek_v2")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_fields_have_transformers_defaults(tmp_path: Path, family: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    config, expected = read_model_config(tmp_path), AutoConfig.for_model(family)
+    config, expected = defaults(tmp_path, family)
     assert config.num_layers == expected.num_hidden_layers
     assert config.num_heads == expected.num_attention_heads
-    assert config.num_kv_heads == (expected.num_key_value_heads or config.num_heads)
-    assert config.head_dim == (getattr(expected, "head_dim", None) or expected.hidden_size // config.num_heads)
+    if config.latent is None:
+        assert config.num_kv_heads == (expected.num_key_value_heads or config.num_heads)
+    assert config.rope_width == (getattr(expected, "head_dim", None) or expected.hidden_size // config.num_heads)
     for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
         assert getattr(config, name) == getattr(expected, name)
     assert config.rms_norm_eps == getattr(expected, "rms_norm_eps", getattr(expected, "layer_norm_eps", None))
     rope = expected.rope_parameters
     rope = rope.get("full_attention", rope)
     assert (config.rope.theta, config.rope.rope_type) == (rope["rope_theta"], rope["rope_type"])
-    assert (config.rope.rotary_dim or config.head_dim) == config.head_dim * rope.get("partial_rotary_factor", 1.0)
+    assert (config.rope.rotary_dim or config.rope_width) == config.rope_width * rope.get("partial_rotary_factor", 1.0)
     assert config.tie_word_embeddings == expected.tie_word_embeddings
     assert config.bos_token_id == expected.bos_token_id
     eos = expected.eos_token_id
@@ -88,8 +118,7 @@ def test_absent_fields_have_transformers_defaults(tmp_path: Path, family: str) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_fields_give_transformers_windows_and_experts(tmp_path: Path, family: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    config, expected = read_model_config(tmp_path), AutoConfig.for_model(family)
+    config, expected = defaults(tmp_path, family)
     types = getattr(expected, "layer_types", None)
     window = getattr(expected, "sliding_window", None) or None
     if types is not None:
@@ -97,10 +126,17 @@ def test_absent_fields_give_transformers_windows_and_experts(tmp_path: Path, fam
     else:
         assert config.sliding_windows == (window,) * config.num_layers
     if config.experts is not None:
-        experts = config.experts
-        assert (experts.count, experts.per_row) == (expected.num_experts, expected.num_experts_per_tok)
-        assert experts.inner == getattr(expected, "moe_intermediate_size", expected.intermediate_size)
-        assert experts.shared_inner == getattr(expected, "shared_expert_intermediate_size", 0)
+        experts, inner = config.experts, getattr(expected, "moe_intermediate_size", expected.intermediate_size)
+        count = expected.num_experts if hasattr(expected, "num_experts") else expected.n_routed_experts
+        assert (experts.count, experts.per_row) == (count, expected.num_experts_per_tok)
+        assert experts.inner == inner
+        shared = inner * getattr(expected, "n_shared_experts", 0)
+        assert experts.shared_inner == getattr(expected, "shared_expert_intermediate_size", shared)
+        assert experts.routing.scale == getattr(expected, "routed_scaling_factor", 1.0)
+        if experts.routing.is_sigmoid:
+            groups = (experts.routing.num_groups, experts.routing.groups_of_row)
+            assert groups == (expected.n_group, expected.topk_group)
+            assert experts.sums_to_one == expected.norm_topk_prob
 
 
 @pytest.mark.parametrize(
@@ -119,6 +155,14 @@ def test_absent_fields_give_transformers_windows_and_experts(tmp_path: Path, fam
         ("cohere", {"use_qk_norm": True}, "use_qk_norm is not supported"),
         ("mixtral", {"num_local_experts": 2, "num_experts_per_tok": 3}, "is more than num_local_experts"),
         ("qwen3_moe", {"num_experts": 10**9}, "num_experts must be at most"),
+        ("deepseek_v2", {**ALIKE, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        ("deepseek_v2", {**ALIKE, "mlp_bias": True}, "mlp_bias with experts, which have none, is not supported"),
+        ("deepseek_v3", {}, "num_key_value_heads must be num_attention_heads"),
+        ("deepseek_v3", {**ALIKE, "qk_rope_head_dim": 9}, "qk_rope_head_dim (9) must be even"),
+        ("deepseek_v3", {**ALIKE, "n_group": 7}, "n_group (7) does not divide n_routed_experts (256)"),
+        ("deepseek_v3", {**ALIKE, "num_experts_per_tok": 129}, "(129) is more than 4 of 8 groups have"),
+        ("deepseek_v3", {**ALIKE, "quantization_config": {"quant_method": "gguf"}}, "of gguf is not read"),
+        ("glm4_moe_lite", {**ALIKE, "mlp_layer_types": ["sparse"]}, "mlp_layer_types must list 'dense' or 'sparse'"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit other than 7.0 is not supported"),
     ],
 )

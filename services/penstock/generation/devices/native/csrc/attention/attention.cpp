@@ -21,7 +21,7 @@ static void run(const AttentionArgs& a, const AttentionTask& task, const Attenti
                 void* scratch) {
 #ifdef __AVX512BF16__
   if constexpr (MODE != Mode::FLOATS || std::is_same_v<S, float>)
-    if (task.count <= MAX_DECODE_ROWS && a.head_dim % L == 0)
+    if (task.count <= MAX_DECODE_ROWS && a.head_dim % L == 0 && a.value_dim % L == 0)
       return attend_decode<T, S, MODE>(a, task, next, *(DecodeWork*)scratch);
 #endif
   if (task.count <= L)

@@ -12,7 +12,7 @@ namespace penstock {
 // K) scales for int8.
 struct AttentionArgs {
   const void* q;  // (T, H, D), row stride q_stride
-  void* out;      // (T, H, D), row stride out_stride
+  void* out;      // (T, H, value_dim), row stride out_stride
   const void* keys;
   const void* values;
   const float* key_scales;  // null: keys and values are of q's dtype; else their heads
@@ -24,6 +24,7 @@ struct AttentionArgs {
   const int32_t* context_lens;
   int64_t q_stride, out_stride;
   int head_dim, num_heads, num_kv_heads, block_size;
+  int value_dim;  // dims of an output: the first ones of a value, all but where keys are the values
   int64_t window;  // 0: none
   float scale;
   bool is_bf16;
@@ -41,7 +42,7 @@ struct AttentionTask {
   int heads;
   int64_t cost = 0;
 };
-constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_HEAD_DIM = 576;
 constexpr int MAX_TASK_ROWS = 256;
 
 struct RopeArgs {

@@ -49,7 +49,7 @@ static void load_keys_across(const Rows<S>& rows, int D, int32_t* k, const Rows<
 
 // Softmax of one row's tile: weights as units of keys into `p`.
 template <Mode MODE>
-static void softmax_decode(DecodeWork& w, const float* v_scale, int m, int64_t t0, int n, int D) {
+static void softmax_decode(DecodeWork& w, const float* v_scale, int m, int64_t t0, int n, int DV) {
   const vf none = splat(-INFINITY), scale = splat(w.scale[m]);
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const vi see = vi{} + int32_t(std::min<int64_t>(w.visible[m], t0 + n)),
@@ -67,7 +67,7 @@ static void softmax_decode(DecodeWork& w, const float* v_scale, int m, int64_t t
   const vf base = splat(top == -INFINITY ? 0.0f : top * w.scale[m]);
   if (top != w.high[m]) {
     const vf shrink = exp2_nonpositive(splat(w.high[m]) * scale - base);
-    for (int d = 0; d < D; d += L) *(vf*)(w.o + m * D + d) *= shrink;
+    for (int d = 0; d < DV; d += L) *(vf*)(w.o + m * DV + d) *= shrink;
     w.sums[m] *= shrink;
   }
   w.high[m] = top;
@@ -115,20 +115,20 @@ struct DecodeOutput {
 
 // V vectors of dims, from `d`.
 template <Mode MODE, int V>
-static void add_outputs(DecodeWork& w, int M, int units, int D, int d) {
+static void add_outputs(DecodeWork& w, int M, int units, int DV, int d) {
   const Sides outputs{
       .a = w.p,
       .a_row = TILE,
       .a_k = 1,
       .a_low = TILE / 4,
       .b = w.v + d,
-      .b_k = D,
+      .b_k = DV,
       .b_low = 0,
   };
   if constexpr (MODE == Mode::QUADS)
-    product<MODE, true, V>(outputs, M, units, w.o + d, D, true, DecodeOutput{w.step});
+    product<MODE, true, V>(outputs, M, units, w.o + d, DV, true, DecodeOutput{w.step});
   else
-    product<MODE, false, V>(outputs, M, units, w.o + d, D, true, AsItIs{});
+    product<MODE, false, V>(outputs, M, units, w.o + d, DV, true, AsItIs{});
 }
 
 // The first tile that `task` reads.
@@ -147,10 +147,11 @@ static void attend_decode(const AttentionArgs& a, const AttentionTask& task,
                           const AttentionTask* following, DecodeWork& w) {
   constexpr bool QUADS = MODE == Mode::QUADS;
   constexpr int PER = per_unit(MODE);
-  const int D = a.head_dim, G = a.num_heads / a.num_kv_heads, units = D / PER, M = task.count;
+  const int D = a.head_dim, DV = a.value_dim, G = a.num_heads / a.num_kv_heads, units = D / PER,
+            M = task.count;
   const int64_t first_row = a.query_start[task.seq],
                 first_pos = a.context_lens[task.seq] - (a.query_start[task.seq + 1] - first_row);
-  std::memset(w.o, 0, sizeof(float) * M * D);
+  std::memset(w.o, 0, sizeof(float) * M * DV);
   int64_t begin = INT64_MAX, end = 0;
   for (int m = 0; m < M; ++m) {
     const int64_t query = (task.first + m) / G, head = task.kv_head * G + (task.first + m) % G,
@@ -179,7 +180,7 @@ static void attend_decode(const AttentionArgs& a, const AttentionTask& task,
     else if (following != nullptr)
       find_first(a, *following, next);
     load_keys_across<S, MODE>(rows, D, w.k, next);
-    load_values<S, MODE>(rows, D, w.v, &next);
+    load_values<S, MODE>(rows, DV, w.v, &next);
     const Sides scores{
         .a = w.q,
         .a_row = MAX_HEAD_DIM,
@@ -202,24 +203,24 @@ static void attend_decode(const AttentionArgs& a, const AttentionTask& task,
         }
     for (int m = 0, fetched = TILE / 2; m < M; ++m) {
       for (; fetched < TILE / 2 + TILE / 2 * (m + 1) / M; ++fetched) next.fetch(fetched, D);
-      softmax_decode<MODE>(w, rows.v_scale, m, t0, n, D);
+      softmax_decode<MODE>(w, rows.v_scale, m, t0, n, DV);
     }
     const int used = (n + PER - 1) / PER;
     int d = 0;
-    for (; d + 4 * L <= D; d += 4 * L) add_outputs<MODE, 4>(w, M, used, D, d);
-    for (; d < D; d += L) add_outputs<MODE, 1>(w, M, used, D, d);
+    for (; d + 4 * L <= DV; d += 4 * L) add_outputs<MODE, 4>(w, M, used, DV, d);
+    for (; d < DV; d += L) add_outputs<MODE, 1>(w, M, used, DV, d);
   }
   for (int m = 0; m < M; ++m) {
     const int64_t query = (task.first + m) / G, head = task.kv_head * G + (task.first + m) % G;
-    T* to = (T*)a.out + (first_row + query) * a.out_stride + head * D;
+    T* to = (T*)a.out + (first_row + query) * a.out_stride + head * DV;
     alignas(64) float sums[SUMS];
     std::memcpy(sums, &w.sums[m], sizeof(sums));
     for (int half = SUMS / 2; half; half /= 2)
       for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
     const float by = 1.0f / sums[0];
-    float* o = w.o + m * D;
-    for (int d = 0; d < D; ++d) o[d] *= by;
-    store_output(o, D, block_of(a), to);
+    float* o = w.o + m * DV;
+    for (int d = 0; d < DV; ++d) o[d] *= by;
+    store_output(o, DV, block_of(a), to);
   }
 }
 

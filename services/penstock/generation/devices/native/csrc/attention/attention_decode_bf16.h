@@ -81,7 +81,7 @@ static inline void score_run(const char* keys, int64_t stride, const int32_t* q,
 // Weights of a tile's keys as pairs of bf16 into w.p.
 template <bool MASKED>
 static void softmax_decode_bf16(Bf16DecodeWork& w, Bf16DecodeHead& h, const Bf16DecodeLanes& lanes,
-                                int M, int64_t t0, int n, int D) {
+                                int M, int64_t t0, int n, int DV) {
   const int pairs = (n + RUN - 1) / RUN * PAIRS_OF_RUN;
   const vf none = splat(-INFINITY);
   const vi end = vi{} + int32_t(t0 + n), see = lanes.visible < end ? lanes.visible : end;
@@ -103,7 +103,7 @@ static void softmax_decode_bf16(Bf16DecodeWork& w, Bf16DecodeHead& h, const Bf16
     *(vf*)shrink = exp2_nonpositive(h.high * lanes.scale - base);
     for (int i = 0; i < PAIRS_OF_RUN; ++i) h.sums[i] *= *(vf*)shrink;
     for (int m = 0; m < M; ++m)
-      for (int d = 0; d < D; d += L) *(vf*)(h.o + m * D + d) *= splat(shrink[m]);
+      for (int d = 0; d < DV; d += L) *(vf*)(h.o + m * DV + d) *= splat(shrink[m]);
   }
   h.high = high;
   for (int g = 0; g < pairs; g += PAIRS_OF_RUN)
@@ -124,10 +124,10 @@ static void softmax_decode_bf16(Bf16DecodeWork& w, Bf16DecodeHead& h, const Bf16
 // o += weights * values of M rows and 2 * L dims; the values begin at `offset`.
 template <int M>
 static void add_values(const Paged& tile, int64_t offset, int64_t stride, const int32_t* p,
-                       float* o, int D) {
+                       float* o, int DV) {
   vf acc[M][2];
   for (int m = 0; m < M; ++m)
-    for (int i = 0; i < 2; ++i) acc[m][i] = *(vf*)(o + m * D + i * L);
+    for (int i = 0; i < 2; ++i) acc[m][i] = *(vf*)(o + m * DV + i * L);
   for (int t = 0; t < tile.n; t += RUN) {
     const char* values = tile.v[t / RUN] + offset;
     for (int i = 0; i < RUN && t + i < tile.n; i += 2, p += MAX_DECODE_ROWS) {
@@ -145,7 +145,7 @@ static void add_values(const Paged& tile, int64_t offset, int64_t stride, const 
     }
   }
   for (int m = 0; m < M; ++m)
-    for (int i = 0; i < 2; ++i) *(vf*)(o + m * D + i * L) = acc[m][i];
+    for (int i = 0; i < 2; ++i) *(vf*)(o + m * DV + i * L) = acc[m][i];
 }
 
 typedef void (*AddValues)(const Paged&, int64_t, int64_t, const int32_t*, float*, int);
@@ -157,7 +157,7 @@ static AddValues pick_values(int rows) {
     return rows < M ? pick_values<M - 1>(rows) : add_values<M>;
 }
 
-static void finish_decode_bf16(Bf16DecodeHead& h, int M, int D,
+static void finish_decode_bf16(Bf16DecodeHead& h, int M, int DV,
                                bf16* const (&out)[MAX_DECODE_ROWS]) {
   for (int half = PAIRS_OF_RUN / 2; half; half /= 2)
     for (int i = 0; i < half; ++i) h.sums[i] += h.sums[i + half];
@@ -166,9 +166,9 @@ static void finish_decode_bf16(Bf16DecodeHead& h, int M, int D,
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   for (int m = 0; m < M; ++m) {
     const vf by = splat(1.0f / (sums[m] + sums[m + MAX_DECODE_ROWS]));
-    for (int d = 0; d < D; d += 2 * L) {
-      const __m256i low = rounded_bits(*(vf*)(h.o + m * D + d) * by),
-                    high = rounded_bits(*(vf*)(h.o + m * D + d + L) * by);
+    for (int d = 0; d < DV; d += 2 * L) {
+      const __m256i low = rounded_bits(*(vf*)(h.o + m * DV + d) * by),
+                    high = rounded_bits(*(vf*)(h.o + m * DV + d + L) * by);
       const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
       _mm512_storeu_si512(out[m] + d, _mm512_permutexvar_epi64(order, both));
     }
@@ -177,7 +177,7 @@ static void finish_decode_bf16(Bf16DecodeHead& h, int M, int D,
 
 static inline bool can_attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task) {
   return a.is_bf16 && a.key_scales == nullptr && task.count <= MAX_DECODE_ROWS &&
-         a.head_dim % (2 * L) == 0 && a.block_size % RUN == 0;
+         a.head_dim % (2 * L) == 0 && a.value_dim % (2 * L) == 0 && a.block_size % RUN == 0;
 }
 
 // First of the keys that `task` reads.
@@ -205,7 +205,8 @@ static void fetch_first(const AttentionArgs& a, const AttentionTask& task) {
 static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task,
                                const AttentionTask* following, Prefetch& prefetch,
                                Bf16DecodeWork& w) {
-  const int D = a.head_dim, G = a.num_heads / a.num_kv_heads, M = task.count, H = task.heads;
+  const int D = a.head_dim, DV = a.value_dim, G = a.num_heads / a.num_kv_heads, M = task.count,
+            H = task.heads;
   const int64_t stride = int64_t(a.num_kv_heads) * D * sizeof(bf16),
                 bytes = int64_t(H) * D * sizeof(bf16);
   const int64_t first_row = a.query_start[task.seq],
@@ -230,7 +231,7 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
       load_query<bf16, Mode::PAIRS>((const bf16*)a.q + row_of(m) * a.q_stride + head_of(h, m) * D,
                                     D, head.q + m, MAX_DECODE_ROWS, 0, bias);
     }
-    std::memset(head.o, 0, sizeof(float) * M * D);
+    std::memset(head.o, 0, sizeof(float) * M * DV);
     std::memset(head.sums, 0, sizeof(head.sums));
     head.high = splat(-INFINITY);
     for (int m = 0; m < M && a.sinks != nullptr; ++m) {
@@ -238,6 +239,8 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
       head.high[m] = head.high[m + MAX_DECODE_ROWS] = first_high(a, head_of(h, m), lanes.scale[m]);
     }
   }
+  // Else they came with the keys.
+  const bool has_values = a.values != a.keys;
   const AddValues add = pick_values<MAX_DECODE_ROWS>(M);
   const int32_t* table = a.block_tables + task.seq * a.table_stride;
   Paged tiles[2];
@@ -267,21 +270,21 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
           vf* s = (vf*)(w.s + i * L);
           *s = capped(*s, lanes.cap_by, splat(a.softcap));
         }
-      whole ? softmax_decode_bf16<false>(w, head, lanes, M, t0, n, D)
-            : softmax_decode_bf16<true>(w, head, lanes, M, t0, n, D);
-      const int slices = D / (2 * L);
+      whole ? softmax_decode_bf16<false>(w, head, lanes, M, t0, n, DV)
+            : softmax_decode_bf16<true>(w, head, lanes, M, t0, n, DV);
+      const int slices = DV / (2 * L);
       for (int i = 0; i < slices; ++i) {
-        next.fetch(next.v, h * slices + i, H * slices, stride, bytes);
+        if (has_values) next.fetch(next.v, h * slices + i, H * slices, stride, bytes);
         prefetch.fetch(PREFETCH_LINES);
-        add(tile, offset + i * 4 * L, stride, w.p, head.o + i * 2 * L, D);
+        add(tile, offset + i * 4 * L, stride, w.p, head.o + i * 2 * L, DV);
       }
     }
   }
   for (int h = 0; h < H; ++h) {
     bf16* out[MAX_DECODE_ROWS] = {};
     for (int m = 0; m < M; ++m)
-      out[m] = (bf16*)a.out + row_of(m) * a.out_stride + head_of(h, m) * D;
-    finish_decode_bf16(w.heads[h], M, D, out);
+      out[m] = (bf16*)a.out + row_of(m) * a.out_stride + head_of(h, m) * DV;
+    finish_decode_bf16(w.heads[h], M, DV, out);
   }
 }
 

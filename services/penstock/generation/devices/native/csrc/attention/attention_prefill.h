@@ -48,7 +48,7 @@ static void quantise_weights(PrefillWork<V, NB>& w, int v, int n, vf most) {
 
 template <Mode MODE, int V, int NB, bool MASKED>
 static void softmax_tile(PrefillWork<V, NB>& w, const float* v_scale, int b, int64_t t0, int n,
-                         int D) {
+                         int DV) {
   constexpr int W = V * L;
   const vf none = splat(-INFINITY);
   for (int v = 0; v < V; ++v) {
@@ -68,7 +68,7 @@ static void softmax_tile(PrefillWork<V, NB>& w, const float* v_scale, int b, int
     const vf base = high == none ? vf{} : high * scale;
     const vf shrink = exp2_nonpositive(w.high[b][v] * scale - base);
     if (any(w.high[b][v] != high)) {
-      for (int d = 0; d < D; ++d) *(vf*)(w.o[b] + d * W + v * L) *= shrink;
+      for (int d = 0; d < DV; ++d) *(vf*)(w.o[b] + d * W + v * L) *= shrink;
       for (int i = 0; i < SUMS; ++i) w.sums[b][i][v] *= shrink;
     }
     vf most = vf{};
@@ -113,7 +113,7 @@ static void start_block(const AttentionArgs& a, const AttentionTask& task, Prefi
   const int64_t first_row = a.query_start[task.seq],
                 first_pos = a.context_lens[task.seq] - (a.query_start[task.seq + 1] - first_row);
   std::memset(w.q[b], 0, sizeof(w.q[b]) / MAX_HEAD_DIM * D);
-  std::memset(w.o[b], 0, sizeof(float) * D * W);
+  std::memset(w.o[b], 0, sizeof(float) * a.value_dim * W);
   std::memset(w.sums[b], 0, sizeof(w.sums[b]));
   for (int v = 0; v < V; ++v) w.high[b][v] = splat(-INFINITY);
   w.first[b] = w.whole_to[b] = INT64_MAX;
@@ -145,9 +145,9 @@ static inline void store_run(float* to, vf x) { store_all(to, x); }
 
 // Outputs of L rows, which are lanes in `o`, times `by`, as L dims at a time in each row's place.
 template <typename T>
-static void store_across(const float* o, int64_t stride, int D, vf by, T* const (&to)[L],
+static void store_across(const float* o, int64_t stride, int DV, vf by, T* const (&to)[L],
                          int rows) {
-  for (int d = 0; d < D; d += L) {
+  for (int d = 0; d < DV; d += L) {
     __m512i r[L];
     for (int i = 0; i < L; ++i) r[i] = (__m512i)(*(const vf*)(o + (d + i) * stride) * by);
     transpose(r);
@@ -159,7 +159,7 @@ static void store_across(const float* o, int64_t stride, int D, vf by, T* const 
 template <typename T, int V, int NB>
 static void finish(const AttentionArgs& a, const AttentionTask& task, PrefillWork<V, NB>& w) {
   constexpr int W = V * L;
-  const int D = a.head_dim, G = a.num_heads / a.num_kv_heads;
+  const int DV = a.value_dim, G = a.num_heads / a.num_kv_heads;
   const int64_t block = block_of(a);
   for (int first = 0; first < task.count; first += L) {
     const int b = first / W, v = first % W / L, rows = std::min(L, task.count - first);
@@ -171,18 +171,18 @@ static void finish(const AttentionArgs& a, const AttentionTask& task, PrefillWor
     for (int r = 0; r < rows; ++r) {
       const int64_t query = (task.first + first + r) / G,
                     head = task.kv_head * G + (task.first + first + r) % G;
-      to[r] = (T*)a.out + (a.query_start[task.seq] + query) * a.out_stride + head * D;
+      to[r] = (T*)a.out + (a.query_start[task.seq] + query) * a.out_stride + head * DV;
     }
 #ifdef __AVX512BF16__
-    if (D % L == 0 && block == 1) {
-      store_across(o, W, D, by, to, rows);
+    if (DV % L == 0 && block == 1) {
+      store_across(o, W, DV, by, to, rows);
       continue;
     }
 #endif
     alignas(64) float row[MAX_HEAD_DIM];
     for (int r = 0; r < rows; ++r) {
-      for (int d = 0; d < D; ++d) row[d] = o[d * W + r] * by[r];
-      store_output(row, D, block, to[r]);
+      for (int d = 0; d < DV; ++d) row[d] = o[d * W + r] * by[r];
+      store_output(row, DV, block, to[r]);
     }
   }
 }
@@ -205,7 +205,7 @@ static void attend_prefill(const AttentionArgs& a, const AttentionTask& task,
                            PrefillWork<V, NB>& w) {
   constexpr bool QUADS = MODE == Mode::QUADS;
   constexpr int W = V * L, PER = per_unit(MODE), Q_LOW = MAX_HEAD_DIM / 4 * W, P_LOW = TILE / 4 * W;
-  const int D = a.head_dim, units = D / PER, blocks = (task.count + W - 1) / W;
+  const int D = a.head_dim, DV = a.value_dim, units = D / PER, blocks = (task.count + W - 1) / W;
   int64_t begin = INT64_MAX, end = 0;
   for (int b = 0; b < blocks; ++b) {
     start_block<T, MODE>(a, task, w, b);
@@ -217,7 +217,7 @@ static void attend_prefill(const AttentionArgs& a, const AttentionTask& task,
     n = keys_from(t0, end);
     rows.find(a, table, task.kv_head, t0, n);
     load_keys<S, MODE>(rows, D, w.k);
-    load_values<S, MODE>(rows, D, w.v);
+    load_values<S, MODE>(rows, DV, w.v);
     for (int b = 0; b < blocks; ++b) {
       if (t0 >= w.last[b] || t0 + n <= w.first[b]) continue;
       const Sides scores{
@@ -232,7 +232,7 @@ static void attend_prefill(const AttentionArgs& a, const AttentionTask& task,
       const Sides outputs{
           .a = w.v,
           .a_row = 1,
-          .a_k = D,
+          .a_k = DV,
           .a_low = 0,
           .b = w.p,
           .b_k = W,
@@ -250,13 +250,13 @@ static void attend_prefill(const AttentionArgs& a, const AttentionTask& task,
             *s = capped(*s, *(const vf*)(w.cap_by[b] + v * L), splat(a.softcap));
           }
       const bool whole = t0 >= w.whole_from[b] && t0 + n <= w.whole_to[b];
-      whole ? softmax_tile<MODE, V, NB, false>(w, rows.v_scale, b, t0, n, D)
-            : softmax_tile<MODE, V, NB, true>(w, rows.v_scale, b, t0, n, D);
+      whole ? softmax_tile<MODE, V, NB, false>(w, rows.v_scale, b, t0, n, DV)
+            : softmax_tile<MODE, V, NB, true>(w, rows.v_scale, b, t0, n, DV);
       if constexpr (QUADS)
-        product<MODE, false, V>(outputs, D, (n + PER - 1) / PER, w.o[b], W, true,
+        product<MODE, false, V>(outputs, DV, (n + PER - 1) / PER, w.o[b], W, true,
                                 PrefillOutput{w.step});
       else
-        product<MODE, false, V>(outputs, D, (n + PER - 1) / PER, w.o[b], W, true, AsItIs{});
+        product<MODE, false, V>(outputs, DV, (n + PER - 1) / PER, w.o[b], W, true, AsItIs{});
     }
   }
   finish<T>(a, task, w);

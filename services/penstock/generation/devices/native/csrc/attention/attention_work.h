@@ -25,6 +25,17 @@ inline int64_t heads_together(const AttentionArgs& args, int64_t rows, int64_t s
   return 1;
 }
 
+// Most rows of a task. Where sequences and key/value heads are fewer than threads, their rows are
+// divided: each thread reads all keys then, but none is idle.
+inline int64_t rows_of_task(const AttentionArgs& args, int64_t rows, int64_t sequences,
+                            int64_t threads) {
+  constexpr int64_t LEAST = 8;
+  const int64_t alike = sequences * args.num_kv_heads;
+  if (alike >= threads || rows <= LEAST) return MAX_TASK_ROWS;
+  const int64_t parts = threads / alike, each = (rows + parts - 1) / parts;
+  return std::min<int64_t>(MAX_TASK_ROWS, (each + LEAST - 1) / LEAST * LEAST);
+}
+
 // Rows of every sequence and key/value head, the largest task first, so that the last one to end is
 // a small one. Any thread may take any task at any time after the step's keys and values are
 // written.
@@ -34,10 +45,11 @@ inline std::vector<AttentionTask> attention_tasks(const AttentionArgs& args, int
   for (int64_t s = 0; s < sequences; ++s) {
     const int64_t rows = int64_t(args.query_start[s + 1] - args.query_start[s]) *
                          (args.num_heads / args.num_kv_heads);
-    const int64_t heads = heads_together(args, rows, sequences, threads);
+    const int64_t heads = heads_together(args, rows, sequences, threads),
+                  most = rows_of_task(args, rows, sequences, threads);
     for (int64_t k = 0; k < args.num_kv_heads; k += heads)
-      for (int64_t first = 0; first < rows; first += MAX_TASK_ROWS) {
-        const int count = int(std::min<int64_t>(MAX_TASK_ROWS, rows - first));
+      for (int64_t first = 0; first < rows; first += most) {
+        const int count = int(std::min<int64_t>(most, rows - first));
         tasks.push_back({
             .seq = int(s),
             .kv_head = int(k),

@@ -2,6 +2,7 @@
 // the work among threads.
 #include "attention/attention_work.h"
 #include "util/dispatch.h"
+#include "util/turned_block.h"
 
 namespace penstock {
 namespace {
@@ -28,7 +29,8 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
                            const Scales& key_scales, const Scales& value_scales,
                            const at::Tensor& tables, const at::Tensor& query_start,
                            const at::Tensor& context_lens, double scale, int64_t window,
-                           double softcap, const std::optional<at::Tensor>& sinks) {
+                           double softcap, const std::optional<at::Tensor>& sinks,
+                           int64_t values_read) {
   const int64_t T = q.size(0), H = q.size(1), D = q.size(2), K = keys.size(2),
                 S = context_lens.size(0);
   check_pool(q, keys, values, key_scales, value_scales);
@@ -36,7 +38,11 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
   TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
   TORCH_CHECK(softcap >= 0 && (!sinks || (sinks->is_contiguous() && sinks->numel() == H &&
                                           sinks->scalar_type() == at::kFloat)));
-  auto out = at::empty({T, H, D}, q.options());
+  TORCH_CHECK(values_read >= 0 && values_read <= D);
+  // Outputs are turned back in the blocks of the whole head.
+  const bool cuts = values_read > 0 && (!key_scales || values_read % turned_head(D) == 0);
+  const int64_t DV = cuts ? values_read : D;
+  auto out = at::empty({T, H, DV}, q.options());
   const AttentionArgs args{
       .q = q.const_data_ptr(),
       .out = out.data_ptr(),
@@ -49,11 +55,12 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
       .query_start = query_start.const_data_ptr<int32_t>(),
       .context_lens = context_lens.const_data_ptr<int32_t>(),
       .q_stride = q.stride(0),
-      .out_stride = H * D,
+      .out_stride = H * DV,
       .head_dim = int(D),
       .num_heads = int(H),
       .num_kv_heads = int(K),
       .block_size = int(keys.size(1)),
+      .value_dim = int(DV),
       .window = window,
       .scale = float(scale),
       .is_bf16 = is_bf16(q),
@@ -123,7 +130,7 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor? key_scales, Tensor? "
       "value_scales, Tensor tables, "
       "Tensor query_start, Tensor context_lens, float scale, int window, float softcap=0.0, "
-      "Tensor? sinks=None) -> Tensor");
+      "Tensor? sinks=None, int values_read=0) -> Tensor");
   m.def(
       "rope_and_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
       "Tensor(c!)? key_scales, "

@@ -549,6 +549,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
         .num_heads = int(num_heads),
         .num_kv_heads = int(num_kv_heads),
         .block_size = int(pool.size(3)),
+        .value_dim = int(head_dim),
         .window = layers[i].window,
         .scale = attention_scale,
         .is_bf16 = bf16,
