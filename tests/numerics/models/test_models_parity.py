@@ -12,6 +12,8 @@ import torch
 from factories.models.checkpoints import LLAMA3_ROPE, VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.run_kernels import cpu_device
+from penstock.generation.core.latent_heads import LATENT_TYPES
+from penstock.generation.layers.latent_prompts import LEAST_ROWS
 from penstock.generation.models.registry import load_model
 
 TOLERANCE = 1e-4
@@ -179,6 +181,24 @@ def test_logits_of_chunked_mixed_batches_equal_transformers(tmp_path: Path, case
     driver = PagedDriver(load_model(folder, device=cpu_device()), num_blocks=200, block_size=5)
     sequences = [PagedSequence(ids) for ids in [*_prompts(4, 1, 60), *_prompts(1, 90, 90)]]
     driver.prefill(sequences, max_chunk=23)
+    for sequence in sequences:
+        with torch.no_grad():
+            expected = reference(torch.tensor([sequence.token_ids])).logits[0]
+        assert (torch.stack(sequence.logits) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.family in LATENT_TYPES and "longrope" not in case.name], ids=_name
+)
+def test_logits_of_expanded_prompts_equal_transformers(tmp_path: Path, case: Case) -> None:
+    folder = _checkpoint(tmp_path, case)
+    reference = reference_model(folder)
+    driver = PagedDriver(load_model(folder, device=cpu_device()), num_blocks=300, block_size=5)
+    # Long chunks beside short ones and decode steps, from the first token on and after others.
+    sequences = [PagedSequence(ids) for ids in [*_prompts(1, 300, 300), *_prompts(1, 170, 170), *_prompts(2, 1, 9)]]
+    driver.step([(sequences[0], LEAST_ROWS), (sequences[2], 1)])
+    driver.step([(sequences[1], 170), (sequences[0], LEAST_ROWS + 3), (sequences[3], 1)])
+    driver.prefill(sequences, max_chunk=17)
     for sequence in sequences:
         with torch.no_grad():
             expected = reference(torch.tensor([sequence.token_ids])).logits[0]

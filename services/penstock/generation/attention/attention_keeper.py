@@ -38,6 +38,7 @@ class AttentionKeeper(Attention):
     """
 
     name = "keeper"
+    sees_queries = True
 
     def __init__(self, inner: Attention, rows: Sequence[KeptRow]) -> None:
         self._inner = inner

@@ -249,6 +249,8 @@ class Attention(ABC):
     # Most positions before its window that a row reads: from a multiple of one more on. They take no weight, but must
     # hold numbers.
     reads_behind = 0
+    # It must get all rows' queries: it looks at them.
+    sees_queries = False
 
     def can_be_captured(self, layer: AttentionLayer, dtype: torch.dtype, kv: KVCachePool) -> bool:
         """True when `forward_qkv` of decoding sequences in this layer queues the same work in every step.

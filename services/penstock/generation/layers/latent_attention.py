@@ -2,7 +2,8 @@
 
 A head's key is a product of its own with the latent, so the product of a query with that key is one of a changed query
 with the latent itself: `q . (K c) = (q K) . c`. A head's output is likewise the product of V with the mean of the
-latents, weighted once. So the pool's rows serve all heads as keys and as values, and nothing is expanded.
+latents, weighted once. So the pool's rows serve all heads as keys and as values, and nothing is expanded. Prompts are
+(layers.latent_prompts).
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from penstock.generation.attention.base import rotate
+from penstock.generation.layers.latent_prompts import LatentPrompts, split_prompts
 from penstock.generation.layers.lora import OUTPUT
 
 if TYPE_CHECKING:
-    from penstock.generation.attention.base import AttentionLayer
+    from penstock.generation.attention.base import AttentionLayer, AttentionMetadata
     from penstock.generation.core.latent_heads import LatentHeads
     from penstock.generation.layers.decoder_layer import RMSNorm, Step
     from penstock.generation.layers.linear.base import Linear
@@ -90,10 +92,10 @@ class LatentAttention:
         self._row = row
         self._norm = norm
         both_HXR = expansion.view(layer.num_heads, sizes.plain_dim + sizes.value_dim, sizes.rank)
-        # (H, plain, rank): on queries.
-        self._keys = both_HXR[:, : sizes.plain_dim].contiguous()
-        # (H, rank, value): on outputs.
-        self._values = both_HXR[:, sizes.plain_dim :].transpose(1, 2).contiguous()
+        # (H, plain, rank), on queries, and (H, rank, value), on outputs: views.
+        self._keys = both_HXR[:, : sizes.plain_dim]
+        self._values = both_HXR[:, sizes.plain_dim :].transpose(1, 2)
+        self._prompts = LatentPrompts(layer, sizes, both_HXR)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -105,17 +107,36 @@ class LatentAttention:
         layer, sizes = self.layer, self._sizes
         cos, sin = step.turns[self.turn]
         q_THX = self._queries(x_TI).view(-1, layer.num_heads, sizes.query_dim)
+        plain_THX, turned_THX = q_THX[..., : sizes.plain_dim], rotate(q_THX[..., sizes.plain_dim :], cos, sin)
         row_TE = self._row(x_TI)
         latent_TR = self._norm(row_TE[:, : sizes.rank].contiguous())
         turned_T1X = rotate(row_TE[:, None, sizes.rank :], cos, sin)
         row_T1E = torch.cat((latent_TR.unsqueeze(1), turned_T1X), dim=-1)
-        q_THE = q_THX.new_empty((*q_THX.shape[:2], sizes.row_dim))
-        q_HTX = q_THX[..., : sizes.plain_dim].transpose(0, 1)
-        q_THE[..., : sizes.rank] = torch.bmm(q_HTX, self._keys).transpose(0, 1)
-        q_THE[..., sizes.rank :] = rotate(q_THX[..., sizes.plain_dim :], cos, sin)
-        metadata = step.metadata
-        if step.kv.layout is not None:
-            metadata = metadata.view(step.kv.view_of(layer.index))
-        mean_THE = step.attention.forward(q_THE, row_T1E, row_T1E, layer, metadata, step.kv)
-        out_HTV = torch.bmm(mean_THE[..., : sizes.rank].transpose(0, 1), self._values)
-        return step.addend(self.output, out_HTV.transpose(0, 1).flatten(1), layer.index, OUTPUT)
+        metadata, kv = step.metadata, step.kv
+        if kv.layout is not None:
+            metadata = metadata.view(kv.view_of(layer.index))
+        split = None if step.attention.sees_queries else split_prompts(metadata, kv, x_TI.dtype)
+        if split is None:
+            out_THV = self._over_rows(plain_THX, turned_THX, row_T1E, metadata, step)
+        else:
+            # Before any row attends: a sequence may read what another one writes in this step.
+            kv.write(layer.index, metadata.slot_mapping, row_T1E, row_T1E)
+            out_THV = plain_THX.new_empty((*plain_THX.shape[:2], sizes.value_dim))
+            turned_q_THX = torch.cat((plain_THX, turned_THX), dim=-1)
+            for prompt in split.prompts:
+                out_THV[prompt.first : prompt.last] = self._prompts.attend(turned_q_THX, row_T1E, prompt, kv)
+            if split.others is not None:
+                part, rows = split.others
+                out_THV[rows] = self._over_rows(plain_THX[rows], turned_THX[rows], row_T1E[rows], part, step)
+        return step.addend(self.output, out_THV.flatten(1), layer.index, OUTPUT)
+
+    def _over_rows(
+        self, plain_THX: Tensor, turned_THX: Tensor, row_T1E: Tensor, metadata: AttentionMetadata, step: Step
+    ) -> Tensor:
+        """Return o (T, H, value dims) by attention over the pool's rows themselves."""
+        rank = self._sizes.rank
+        q_THE = plain_THX.new_empty((*plain_THX.shape[:2], self._sizes.row_dim))
+        q_THE[..., :rank] = torch.bmm(plain_THX.transpose(0, 1), self._keys).transpose(0, 1)
+        q_THE[..., rank:] = turned_THX
+        mean_THE = step.attention.forward(q_THE, row_T1E, row_T1E, self.layer, metadata, step.kv)
+        return torch.bmm(mean_THE[..., :rank].transpose(0, 1), self._values).transpose(0, 1)
