@@ -110,7 +110,7 @@ class LatentPrompts:
         for first in range(0, heads, each):
             both_HXR = self._both_HXR[first : first + each]
             both_CHX = F.linear(latent_CR, both_HXR.flatten(0, 1)).view(len(row_CE), len(both_HXR), -1)
-            plain_CHX, value_CHX = both_CHX.split((sizes.plain_dim, sizes.value_dim), dim=-1)
+            plain_CHX, value_CHX = both_CHX[..., : sizes.plain_dim], both_CHX[..., sizes.plain_dim :]
             turned_CHX = turned_CX[:, None].expand(-1, len(both_HXR), -1)
             keys = _widened(torch.cat((plain_CHX, turned_CHX), dim=-1).transpose(0, 1), width)
             values = _widened(value_CHX.transpose(0, 1), width)

@@ -41,7 +41,9 @@ def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
 class SharedRows(Layer):
     """A layer with one row a token."""
 
-    def __init__(self, attention: Attention, shape: Shape, value_dim: int, kv_dtype: torch.dtype, lengths: list[int]):
+    def __init__(
+        self, attention: Attention, shape: Shape, value_dim: int, kv_dtype: torch.dtype, lengths: list[int]
+    ) -> None:
         num_blocks = sum(-(-length // shape.block_size) for length in lengths) + 2
         super().__init__(attention, shape, kv_dtype, num_blocks, seed=3)
         self.kv = unwritten_pool(1, num_blocks, shape.block_size, 1, shape.head_dim, kv_dtype, has_values=False)
