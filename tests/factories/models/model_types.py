@@ -120,6 +120,10 @@ _STEPS = {"time_step_min": 1e-9, "time_step_floor": 0.01}
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": _GLOBAL,
     "gemma4_unified_text": _GLOBAL,
+    # Published ones have no biases in MLPs, and experts have none in any.
+    "deepseek_v2": {"mlp_bias": False},
+    # transformers makes zeros of the padding token's row after it has read it.
+    "youtu": {"pad_token_id": None},
     "qwen2": _SLIDING,
     "qwen2_moe": _SLIDING,
     # Parts of a head's rotated half, for time, height and width.

@@ -37,7 +37,7 @@ def _latent(config: ConfigReader, model: ModelConfig, widths: Mapping[str, int],
     if model.num_kv_heads != model.num_heads:
         raise config.unsupported("num_key_value_heads", "must be num_attention_heads: heads share one latent")
     # Null means that there is one product; absent, the class's default.
-    has_rank = config.values.get("q_lora_rank", widths["q_lora_rank"]) is not None
+    has_rank = config.values.get("q_lora_rank", widths["q_lora_rank"] or None) is not None
     latent = LatentHeads(
         rank=config.integer("kv_lora_rank", widths["kv_lora_rank"]),
         plain_dim=config.integer("qk_nope_head_dim", widths["qk_nope_head_dim"]),
