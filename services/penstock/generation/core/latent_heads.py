@@ -12,8 +12,8 @@ LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "sarvam_mla", "glm4_moe
 class LatentHeads:
     """Widths of the parts of a row and of a head. No torch.
 
-    A token's row is a normed *latent*, of which each head makes its key and its value by products of its own, and a
-    turned part of the key that all heads share.
+    A token's row is a normed *latent*, and a turned part of the key that all heads share. Each head makes the rest of
+    its key and its value from the latent, by products of its own.
     """
 
     # Numbers of the latent.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionLayer, AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.layers.experts import MixtureOfExperts
-    from penstock.generation.layers.latent_attention import LatentAttention
     from penstock.generation.layers.layer_kernels import LayerKernels
     from penstock.generation.layers.linear.base import Linear
 
@@ -148,6 +147,19 @@ class Step:
         return linear.adapted_as_float(x_TI, SiteAdapters(self.adapters, number))
 
 
+class LayerAttention(Protocol):
+    """The attention of a decoder layer, of any kind, with its products and its part of the pool."""
+
+    layer: AttentionLayer
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Products that --quantization changes."""
+
+    def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
+        """Map (T, hidden) to (T, hidden); write what the layer keeps of these rows into the pool."""
+
+
 class SelfAttention:
     """Fused qkv, optional head norm, rotary embedding, paged attention, output projection."""
 
@@ -199,7 +211,7 @@ class DecoderLayer:
     """Pre-norm attention and MLP. The next norm adds the output of each to the residual stream, in one pass."""
 
     input_norm: RMSNorm
-    attention: SelfAttention | LatentAttention
+    attention: LayerAttention
     post_attention_norm: RMSNorm
     mlp: SwiGLU | MixtureOfExperts
 

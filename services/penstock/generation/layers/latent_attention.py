@@ -29,7 +29,7 @@ class Queries(Protocol):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Those that --quantization changes."""
+        """Linear layers that --quantization changes."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Map (T, hidden) to (T, heads * dims of a query)."""

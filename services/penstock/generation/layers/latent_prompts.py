@@ -28,7 +28,7 @@ _MOST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptRows:
     """Rows [first, last) of a step, the newest ones of one sequence."""
 
     first: int
@@ -43,7 +43,7 @@ class Prompt:
 class PromptSplit:
     """A step's long queries, and the metadata and rows of all others; None: there are none."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[PromptRows, ...]
     others: tuple[AttentionMetadata, Tensor] | None
 
 
@@ -69,18 +69,18 @@ def _split(metadata: AttentionMetadata, kv: KVCachePool, dtype: torch.dtype) -> 
     return PromptSplit(tuple(prompts), metadata.select(others) if others else None)
 
 
-def _prompt(metadata: AttentionMetadata, kv: KVCachePool, index: int, first: int, dtype: torch.dtype) -> Prompt:
+def _prompt(metadata: AttentionMetadata, kv: KVCachePool, index: int, first: int, dtype: torch.dtype) -> PromptRows:
     count, length = metadata.query_lens[index], metadata.kv_lens[index]
     # What an int8 pool keeps is not what was written.
     if length == count and kv.dtype is dtype:
-        return Prompt(first, first + count, None, None)
+        return PromptRows(first, first + count, None, None)
     device = metadata.slot_mapping.device
     positions_C = torch.arange(length, device=device)
     blocks = metadata.block_tables[index].long()[positions_C // kv.block_size]
     slots_C = blocks * kv.block_size + positions_C % kv.block_size
     unseen = positions_C > positions_C[length - count :, None]
     mask = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -torch.inf)
-    return Prompt(first, first + count, slots_C, mask)
+    return PromptRows(first, first + count, slots_C, mask)
 
 
 class LatentPrompts:
@@ -94,7 +94,7 @@ class LatentPrompts:
         # torch's fast attention has keys and values of one width.
         self._width = max(sizes.query_dim, sizes.value_dim)
 
-    def attend(self, q_THX: Tensor, row_T1E: Tensor, prompt: Prompt, kv: KVCachePool) -> Tensor:
+    def attend(self, q_THX: Tensor, row_T1E: Tensor, prompt: PromptRows, kv: KVCachePool) -> Tensor:
         """Return o (rows, H, value dims) of a prompt. `q_THX` and `row_T1E` are of the whole step, turned, and the
         rows are in the pool."""
         sizes, width = self._sizes, self._width

@@ -145,7 +145,7 @@ def can_fuse(
 
 def _own_sizes(layer: DecoderLayer) -> dict[str, int]:
     """Return a layer's numbers by the names that csrc/decoder knows: each product may have a format of its own."""
-    sizes = {"window": layer.attention.layer.window or 0, "turn": layer.attention.turn}
+    sizes = {"window": layer.attention.layer.window or 0, "turn": cast(SelfAttention, layer.attention).turn}
     return sizes | {f"{name}.format": int(linear.format) for name, linear in _products(layer).items()}
 
 
