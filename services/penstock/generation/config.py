@@ -13,7 +13,7 @@ from penstock.common.errors import DoesNotFit, StartupError
 from penstock.common.named_models import MODEL_HELP
 from penstock.common.options import option, values_of
 from penstock.common.ports import GENERATION_METRICS_PORT, GENERATION_PORT
-from penstock.common.units import format_size, parse_size_or_auto
+from penstock.common.units import format_size, parse_size, parse_size_or_auto
 from penstock.generation.adapters.adapter_limits import ADAPTERS, AdapterLimits, AdapterOptions
 from penstock.generation.core.graph_options import GRAPHS, GraphOptions
 from penstock.generation.core.model_config import ROUTES, ModelRoute
@@ -231,6 +231,28 @@ class ModelOptions:
         "Memory of the host pool, for blocks of preempted requests and evicted prefixes; like --kv-memory; 0: none.",
         group=MEMORY,
     )
+    kv_disk: str | None = option(
+        None,
+        "File that keeps prefixes which leave the pools: it is shared by processes of this host and survives restarts.",
+        group=MEMORY,
+        metavar="FILE",
+    )
+    kv_disk_size: int = option(
+        8 << 30,
+        "Largest size of that file; what was used the longest ago gives way.",
+        group=MEMORY,
+        minimum=1,
+        metavar="SIZE",
+        parse=parse_size,
+    )
+    kv_disk_buffer: int = option(
+        256 << 20,
+        "Memory that blocks pass on their way to and from --kv-disk, where there is no --host-kv-memory.",
+        group=MEMORY,
+        minimum=1,
+        metavar="SIZE",
+        parse=parse_size,
+    )
     assistant_kv_memory: str = option(
         "auto", "Memory of the draft model's own KV pool; auto: room for as many tokens as the main pool.", group=MEMORY
     )
@@ -422,6 +444,7 @@ class GenerationServiceConfig(
             raise StartupError(
                 "--preemption swap needs a host pool: give it memory by --host-kv-memory", flag="--preemption"
             )
+        self._check_kv_disk()
         if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_running_sequences:
             raise StartupError(
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-running-sequences "
@@ -442,6 +465,18 @@ class GenerationServiceConfig(
                 "has",
                 flag="--kv-memory",
             )
+
+    def _check_kv_disk(self) -> None:
+        """Refuse a file of blocks where nothing could come to it. Raises StartupError."""
+        if self.kv_disk is None:
+            return
+        for is_wrong, flag in (
+            (self.tensor_parallel > 1, "--tensor-parallel"),
+            (not self.prefix_cache, "--no-prefix-cache"),
+            (not self.host_prefix_cache, "--no-host-prefix-cache"),
+        ):
+            if is_wrong:
+                raise StartupError(f"--kv-disk does not go with {flag}: leave one of them out", flag="--kv-disk")
 
     @property
     def rank_threads(self) -> int | None:

@@ -21,6 +21,7 @@ from penstock.common.errors import PenstockError
 from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import BATCH_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS
 from penstock.generation.adapters.figures import AdapterFigures, AdapterInfo
+from penstock.generation.core.block_store import StoreFigures
 from penstock.generation.core.request import FinishedOutput, FinishReason, Purpose, Request
 from penstock.generation.core.step import DraftKind
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
@@ -35,6 +36,7 @@ class EngineFigures(NamedTuple):
     load: EngineLoad = EngineLoad()
     stats: EngineStats = EngineStats()
     step: StepView = StepView()
+    disk: StoreFigures = StoreFigures()
 
 
 class StateFigures(NamedTuple):
@@ -268,7 +270,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the engine's present figures."""
-        load, stats, step = self.read()
+        load, stats, step, disk = self.read()
         usage = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
         yield self._gauge("num_requests_running", "Requests being computed.", load.running_requests)
         yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", load.waiting_requests)
@@ -290,6 +292,7 @@ class EngineCollector(Collector):
             "preempted_tokens", "Computed tokens that the other preemptions discarded.", stats.preempted_tokens
         )
         yield from self._host_pool(load, stats)
+        yield from self._disk(disk, stats)
         yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
         yield self._drafts("generation_accepted_draft_tokens", "Draft tokens that verification accepted.", stats, 0)
@@ -349,6 +352,32 @@ class EngineCollector(Collector):
         hits = "Prompt tokens found in the host pool; prefix_cache_hits counts them, too."
         yield self._counter("cpu_prefix_cache_hits", hits, stats.host_prefix_hit_tokens)
         yield self._counter("cpu_prefix_cache_evictions", "Prefixes that the host pool evicted.", stats.host_evictions)
+
+    def _disk(self, disk: StoreFigures, stats: EngineStats) -> Iterable[Metric]:
+        yield self._gauge("kv_disk_blocks", "Blocks that the file of --kv-disk has room for.", disk.blocks)
+        waiting = "Blocks that wait to be written to the file of --kv-disk."
+        yield self._gauge("kv_disk_queued_blocks", waiting, disk.queued_blocks)
+        for name, where, blocks, seconds in (
+            ("written", "written to", disk.written_blocks, disk.write_seconds),
+            ("read", "read from", disk.read_blocks, disk.read_seconds),
+        ):
+            yield self._counter(f"kv_disk_{name}_blocks", f"KV blocks {where} the file of --kv-disk.", blocks)
+            yield self._counter(
+                f"kv_disk_{name}_bytes", f"Bytes {where} the file of --kv-disk.", blocks * self.block_bytes
+            )
+            yield self._counter(
+                f"kv_disk_{name}_seconds", f"Time in which blocks were {where} the file, checked or skipped.", seconds
+            )
+        hits = "Prompt tokens read from the file of --kv-disk; prefix_cache_hits counts those that were used, too."
+        yield self._counter("kv_disk_hits", hits, stats.disk_hit_tokens)
+        refused = "Blocks of the file of --kv-disk that were not what was written: their tokens were computed."
+        yield self._counter("kv_disk_refused_blocks", refused, disk.refused_blocks)
+        failed = "Blocks that could not be written to the file of --kv-disk, or read from it."
+        yield self._counter("kv_disk_failed_blocks", failed, disk.failed_blocks)
+        dropped = "Blocks that the file of --kv-disk did not get, since --kv-disk-queue waited."
+        yield self._counter("kv_disk_dropped_blocks", dropped, stats.disk_dropped_blocks)
+        evicted = "Blocks of the file of --kv-disk that gave way to those of this process."
+        yield self._counter("kv_disk_evicted_blocks", evicted, disk.evicted_blocks)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"penstock_{name}", text, labels=list(self._labels))

@@ -17,6 +17,7 @@ from penstock.generation.adapters.adapter_access import AdapterAccess
 from penstock.generation.adapters.figures import AdapterFigures
 from penstock.generation.attention.state_pool import StatePool
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.block_store import StoreFigures
 from penstock.generation.core.request import RequestOutput
 from penstock.generation.core.step import Runner
 from penstock.generation.delivery.hub import OutputHub
@@ -31,6 +32,7 @@ from penstock.generation.engine.trace_file import TraceFile
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.graphs.graph_limits import GraphLimits
 from penstock.generation.graphs.model_access import ModelAccess
+from penstock.generation.host.file_store import FileStore
 from penstock.generation.host.mapped import MappedFile, weights_written
 from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures, StateFigures
 from penstock.generation.service import GenerationCore
@@ -115,7 +117,7 @@ class RunningEngine:
         loaded, loop, stats = self.core.loaded, self._loop, self.core.stats
         self._metrics.read_adapters(loaded.weights.adapters.figures, loaded.weights.adapters.infos)
         self._metrics.read_engine(
-            lambda: EngineFigures(loop.load, stats, loop.step_in_progress),
+            lambda: EngineFigures(loop.load, stats, loop.step_in_progress, _stored(loaded.pools.disk)),
             loaded.pools.kv.bytes_per_block,
             partial(_states, loaded.pools.kv.states),
             [group.name for group in loaded.engine.config.block_groups],
@@ -139,7 +141,14 @@ class RunningEngine:
             listeners.append(StepTrace(parts.config, self._trace, time.monotonic()))
         drafter = None if parts.draft is None else parts.draft.drafter
         token_bytes = loaded.files.token_bytes
-        engine = Engine(parts.config, self._runner(loaded), token_bytes, drafter=drafter, listeners=listeners)
+        engine = Engine(
+            parts.config,
+            self._runner(loaded),
+            token_bytes,
+            drafter=drafter,
+            listeners=listeners,
+            store=loaded.pools.disk,
+        )
         # The first steps of a slow model must not seem to hang.
         for rows, seconds in parts.batch.measured:
             engine.watch.note(rows, seconds)
@@ -229,6 +238,8 @@ class RunningEngine:
             access.close()
         await self._compiler.close()
         has_stopped = await _beside(partial(self._loop.stop, self._config.hung_step_seconds))
+        if has_stopped:
+            await self._close_pools()
         await _beside(self.core.loaded.weights.close)
         if self._trace is not None:
             await _beside(self._trace.close)
@@ -239,6 +250,16 @@ class RunningEngine:
             self._metrics.graphs.read(GraphFigures)
             access.release()
         return has_stopped
+
+    async def _close_pools(self) -> None:
+        """Write what the pools keep to the file of blocks, if there is one, and close it."""
+        try:
+            saved = await _beside(self._loop.save_prefixes)
+            if saved:
+                _log.info("prefixes were written to the file of blocks", prefixes=saved)
+        except Exception as error:
+            _log.warning("prefixes were not written to the file of blocks", exc_info=error)
+        await _beside(self.core.loaded.pools.close)
 
     def stop_watching(self) -> None:
         """End the watches and the log lines: the engine is about to be ended, or has failed."""
@@ -286,6 +307,10 @@ class RunningEngine:
     def _engine_failed(self, error: BaseException) -> None:
         _log.error("the engine has failed", exc_info=error)
         self._on_failure(error)
+
+
+def _stored(disk: FileStore | None) -> StoreFigures:
+    return StoreFigures() if disk is None else disk.figures()
 
 
 def _states(states: StatePool | None) -> StateFigures:

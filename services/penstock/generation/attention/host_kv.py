@@ -60,6 +60,10 @@ class HostKVPool:
             for part, own in zip(self._device_parts, self._parts, strict=True):
                 part[:, :, device].copy_(own[host])
 
+    def buffers(self, number: int) -> tuple[memoryview, ...]:
+        """Memory of one block as bytes, `bytes_per_block` together."""
+        return tuple(own[number].view(-1).view(torch.uint8).numpy().data for own in self._parts)
+
     def block(self, number: int) -> tuple[Tensor, ...]:
         """Views of one block: (layers, 2, block_size, kv_heads, head_dim), and the scales of int8."""
         return tuple(own[number] for own in self._parts)

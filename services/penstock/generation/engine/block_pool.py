@@ -198,6 +198,12 @@ class BlockPool:
         """Return the bundle of a group that holds this prefix, without acquiring it; None when there is none."""
         return self._cached[group].get(block_hash)
 
+    def cached_blocks(self) -> list[tuple[int, bytes]]:
+        """Return all cached bundles with their hashes: held ones, then the last released first. O(blocks)."""
+        held = [block for block, count in enumerate(self._ref_counts) if count]
+        pairs = ((block, self._hashes[block]) for block in (*held, *reversed(self._evictable)))
+        return [(block, block_hash) for block, block_hash in pairs if block_hash is not None]
+
     def holding(self, block_hash: bytes) -> list[int]:
         """Return the bundles of all groups that hold this prefix."""
         return [block for cached in self._cached if (block := cached.get(block_hash)) is not None]

@@ -27,6 +27,18 @@ class EngineOptions:
     host_prefix_cache: bool = option(
         True, "Keep prefixes in the host pool when the KV pool has no room for them.", group=MEMORY
     )
+    kv_disk_queue: int = option(
+        256,
+        "Most blocks that wait to be written to --kv-disk, and at most half of the host pool; it gets no further ones.",
+        group=MEMORY,
+        minimum=1,
+    )
+    kv_disk_stop_seconds: float = option(
+        5.0,
+        "Time to write what the pools keep to --kv-disk when the process stops; what was used last goes first.",
+        group=MEMORY,
+        minimum=0.0,
+    )
     max_block_copies: int = option(1024, "Most blocks of one CopyBlocks or SwapBlocks.", group=MEMORY, minimum=1)
     prefix_cache: bool = option(True, "Share the blocks of equal prompt prefixes.", group=MEMORY)
     state_snapshot_tokens: int = option(

@@ -48,6 +48,7 @@ from penstock.generation.engine.stopping import stop_criteria
 
 if TYPE_CHECKING:
     from penstock.common.pace import Demand, Pace
+    from penstock.generation.core.block_store import BlockStore
     from penstock.generation.core.request import Emission, Request, SequenceFinish
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import BlockCopy, Drafter, DraftRequest, Runner, RunnerOutput, SampledToken
@@ -79,8 +80,10 @@ class Engine:
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
         listeners: Iterable[EngineListener] = (),
+        store: BlockStore | None = None,
     ) -> None:
-        """`stop_text` None: no request may have stop strings. `clock` gives times comparable with those of Request."""
+        """`stop_text` None: no request may have stop strings. `clock` gives times comparable with those of Request.
+        `store` keeps blocks behind the host pool; the caller closes it."""
         self.config = config
         self.stats = EngineStats()
         self.watch = StepWatch(config)
@@ -89,7 +92,7 @@ class Engine:
         self._stop_text = stop_text
         self._modes = modes
         self._clock = clock
-        self._scheduler = Scheduler(config, self.stats)
+        self._scheduler = Scheduler(config, self.stats, store)
         self._counter = EventCounter(self.stats)
         # Shares of a tenant, as numbers.
         self.shares = self._scheduler.shares
@@ -247,6 +250,8 @@ class Engine:
             self._measure(
                 started, tokens - self.stats.rejected_draft_tokens + rejected, self.stats.generated_tokens > generated
             )
+        elif self._scheduler.disk is not None and self._scheduler.has_work:
+            self._scheduler.disk.wait()
         self._leaves_waiting = self._scheduler.waiting.num_pressing > 0
         if not self._scheduler.has_work:
             self._last_step_end = None
@@ -280,10 +285,29 @@ class Engine:
         return self._take_outputs()
 
     def clear_cache(self) -> int:
-        """Forget every prefix that no request holds, of both pools, and return the number of its blocks."""
-        for hear in self._listeners.cleared:
-            hear()
-        return self._scheduler.clear_cache()
+        """Forget every prefix that no request holds, of both pools, and return the number of its blocks. The store of
+        blocks forgets all."""
+        if self._scheduler.disk is not None:
+            self._scheduler.disk.clear()
+        return self._clear_pools()
+
+    def save_prefixes(self) -> int:
+        """Write prefixes of both pools to the store of blocks, within --kv-disk-stop-seconds, and return their number.
+
+        For the end of a process: no step follows.
+        """
+        disk, copies = self._scheduler.disk, self._scheduler.copies
+        if disk is None:
+            return 0
+        deadline = self._clock() + self.config.kv_disk_stop_seconds
+
+        def copy() -> None:
+            listed = copies.listed()
+            copies.clear()
+            if listed:
+                self._runner.execute(SchedulerOutput((), listed))
+
+        return disk.save_all(self.device_blocks, copy, lambda: self._clock() < deadline)
 
     @property
     def device_blocks(self) -> BlockPool:
@@ -328,11 +352,13 @@ class Engine:
             raise FailedPrecondition("requests are live: drain first", reason="BUSY")
         if self.caller_blocks.device or self.caller_blocks.host:
             raise FailedPrecondition("a caller holds blocks of the pool: release them first", reason="BUSY")
-        self.clear_cache()
+        self._clear_pools()
         warm_up()
         self._forget_outputs()
         self._runner = runner
         self.weights_version += 1
+        if self._scheduler.disk is not None:
+            self._scheduler.disk.weights_changed()
 
     def weights_changed(self) -> int:
         """Count the weights as changed, between two steps, and return their version from now on.
@@ -343,9 +369,16 @@ class Engine:
         self.weights_version += 1
         for group in self._groups.values():
             group.weights_changed(self.weights_version)
-        self.clear_cache()
+        if self._scheduler.disk is not None:
+            self._scheduler.disk.weights_changed()
+        self._clear_pools()
         self._forget_outputs()
         return self.weights_version
+
+    def _clear_pools(self) -> int:
+        for hear in self._listeners.cleared:
+            hear()
+        return self._scheduler.clear_cache()
 
     def _forget_outputs(self) -> None:
         """Forget earlier outputs that drafts are made of."""

@@ -53,6 +53,8 @@ class SequenceGroup:
     state: GroupState = GroupState.WAITING
     # Swapped group: sequence -> its blocks in the host pool; empty: it is not swapped. Changed only by HostPool.
     host_tables: dict[Sequence, tuple[list[int], ...]] = field(default_factory=dict)
+    # True once the store of blocks was asked for its prompt's. Changed only by DiskTier.
+    is_store_asked: bool = False
     # The request's, kept here: it is read for each of the sequences in every step.
     block_salt: str = field(init=False)
     # Families with followers that still wait for their leader.

@@ -15,7 +15,7 @@ from penstock.generation.engine.block_pool import BlockClaims, BlockPool
 from penstock.generation.engine.host_block import HostBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.engine.block_copies import BlockCopies
@@ -34,6 +34,10 @@ class HostPool:
         self.claims = BlockClaims(self.pool, "host block")
         # Groups that are swapped.
         self.num_groups = 0
+        # Blocks that a store behind this pool reads or fills, and how often.
+        self.lent: Counter[int] = Counter()
+        # Called with a block and its hash once an evicted prefix will be copied there by the next step.
+        self.on_keep: Callable[[int, bytes], None] | None = None
         self._device = device
         self._copies = copies
         # Of a table's held part, of each group; None: there is no bound.
@@ -47,6 +51,33 @@ class HostPool:
         """Return the block of a group that holds this prefix, without acquiring it; None when there is none."""
         block = self.pool.lookup(block_hash, group)
         return None if block is None else HostBlock(block, block_hash)
+
+    def lend(self, block: int) -> None:
+        """Hold a block for a store until `take_back`."""
+        self.pool.acquire(block)
+        self.lent[block] += 1
+
+    def lend_empty(self, group: int) -> int:
+        """Return a block without content for a store to fill; see `lend`. There must be a free one."""
+        block = self.pool.allocate(group)
+        self.lent[block] += 1
+        return block
+
+    def take_back(self, block: int) -> None:
+        """Release a block that was lent."""
+        self.pool.release(block)
+        self.lent[block] -= 1
+        if not self.lent[block]:
+            del self.lent[block]
+
+    def copy_out(self, block: int) -> int:
+        """Lend a host block with the content of a device block, which is copied there next unless it is there.
+
+        There must be room for it.
+        """
+        saved = self._save(block)
+        self.lent[saved] += 1
+        return saved
 
     def hold(self, found: HostBlock) -> None:
         """Protect a hit from eviction until it is brought back."""
@@ -156,6 +187,7 @@ class HostPool:
         assert len(swapped) == self.num_groups, "a swapped group is lost"
         held = Counter(block for group in swapped for block in self._blocks(group))
         held.update(self.claims.blocks)
+        held.update(self.lent)
         for block in range(self.pool.num_blocks):
             assert held[block] == self.pool.ref_count(block), "reference count differs from the swapped groups"
 
@@ -220,6 +252,8 @@ class HostPool:
             known = self.pool.allocate(group)
             self.pool.register(known, block_hash)
             self._copy_out(block, known)
+            if self.on_keep is not None:
+                self.on_keep(known, block_hash)
         else:
             self.pool.acquire(known)
         self.pool.release(known)

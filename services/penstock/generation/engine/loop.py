@@ -79,6 +79,8 @@ class EngineLoop:
         self._unseen_tokens: dict[str, float] = {}
         self._load = engine.load()
         self._stopping = False
+        # A step has raised.
+        self._has_failed = False
         # Used by the event loop only: the last requested dump, on the thread and here.
         self._pending_dump: tuple[Future[EngineDump], asyncio.Future[EngineDump]] | None = None
         # Used by the thread only: commands from the inbox, and outputs of requests that the engine refused.
@@ -182,6 +184,13 @@ class EngineLoop:
             self._thread.join(wait_seconds)
         return not self._thread.is_alive()
 
+    def save_prefixes(self) -> int:
+        """Write prefixes to the store of blocks: see Engine. Only after `stop` has returned True; it blocks.
+
+        After a failed step it writes nothing.
+        """
+        return 0 if self._has_failed else self._engine.save_prefixes()
+
     def _next_dump(self) -> asyncio.Future[EngineDump]:
         """Return the next dump of the thread. Calls share it, so that they do not pile up at a thread that hangs."""
         pending = self._pending_dump
@@ -261,6 +270,7 @@ class EngineLoop:
                 del outputs
         # The thread's boundary. Not even SystemExit is lost: all requests end, then the process.
         except BaseException as failure:
+            self._has_failed = True
             _log.exception("engine step failed", state=self._state_or_none())
             try:
                 self._end(failed=True)

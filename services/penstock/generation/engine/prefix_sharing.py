@@ -9,10 +9,15 @@ from penstock.generation.engine.host_block import HostBlock
 from penstock.generation.engine.prefix_search import find_read
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.engine.block_tables import BlockTables
     from penstock.generation.engine.group import SequenceGroup
     from penstock.generation.engine.state_snapshots import StateSnapshots
+
+    # Of a prefix's hash and the number of a group of layers.
+    FindKept = Callable[[bytes, int], HostBlock | None]
 
 
 class _Planned(NamedTuple):
@@ -52,22 +57,23 @@ class SharedPrefixes:
         self._coming.clear()
         self.borrowers.clear()
 
-    def find(self, group: SequenceGroup, sequence: Sequence) -> FoundPrefix:
+    def find(self, group: SequenceGroup, sequence: Sequence, find_kept: FindKept | None = None) -> FoundPrefix:
         """Return the blocks that hold the start of a sequence with nothing computed. Acquires none of them.
 
-        A block that the pool has lost may be in the host pool.
+        `find_kept` finds a block that the pool has lost; None: in the host pool if there is one.
         """
+        if find_kept is None and self._tables.host is not None:
+            find_kept = self._tables.host.find
         if self._tables.spans:
-            return self._find_read(group, sequence, 0, with_host=self._tables.host is not None)
+            return self._find_read(group, sequence, 0, find_kept)
         found: list[int | HostBlock] = [*self._find(group, sequence, 0)]
         if self._snapshots is not None:
             return FoundPrefix((found[: self._snapshots.longest(sequence.block_hashes, len(found))],))
-        host = self._tables.host
-        if host is None or not self._tables.prefix_cache:
+        if find_kept is None or not self._tables.prefix_cache:
             return FoundPrefix((found,))
         limit = self._limit(group, sequence)
         while len(found) < min(limit, len(sequence.block_hashes)):
-            kept = host.find(sequence.block_hashes[len(found)])
+            kept = find_kept(sequence.block_hashes[len(found)], 0)
             if kept is None:
                 break
             found.append(kept)
@@ -81,7 +87,7 @@ class SharedPrefixes:
             return
         first = sequence.num_computed_tokens // self._block_size
         if self._tables.spans:
-            found = self._find_read(group, sequence, first, with_host=False)
+            found = self._find_read(group, sequence, first, None)
         else:
             found = FoundPrefix(([*self._find(group, sequence, first)],))
         if len(found):
@@ -132,7 +138,9 @@ class SharedPrefixes:
             found.append(block)
         return found
 
-    def _find_read(self, group: SequenceGroup, sequence: Sequence, first: int, *, with_host: bool) -> FoundPrefix:
+    def _find_read(
+        self, group: SequenceGroup, sequence: Sequence, first: int, find_kept: FindKept | None
+    ) -> FoundPrefix:
         """Return blocks from block `first` on, before the farthest token with all the blocks that its row reads;
         NOT_READ stands for others. O(blocks of the prompt x groups)."""
         tables = self._tables
@@ -144,8 +152,8 @@ class SharedPrefixes:
 
         def block_of(index: int, number: int) -> int | HostBlock | None:
             block = self._block_of(group, hashes[index], number)
-            if block is None and with_host and tables.host is not None:
-                return tables.host.find(hashes[index], number)
+            if block is None and find_kept is not None:
+                return find_kept(hashes[index], number)
             return block
 
         found = find_read(tables.groups, self._block_size, first, end, block_of)

@@ -12,6 +12,7 @@ from penstock.generation.engine.block_copies import BlockCopies
 from penstock.generation.engine.block_pool import BlockClaims, BlockPool, HeldPrefixes
 from penstock.generation.engine.block_tables import BlockTables, FoundPrefix
 from penstock.generation.engine.config import RECOMPUTE
+from penstock.generation.engine.disk_tier import DiskTier
 from penstock.generation.engine.fairness.fair_queue import FairQueue
 from penstock.generation.engine.fairness.shares import TenantShares
 from penstock.generation.engine.fairness.victims import Victims
@@ -27,6 +28,7 @@ from penstock.generation.engine.swap_or_recompute import SwapPolicy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from penstock.generation.core.block_store import BlockStore
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import RunnerOutput, SampledToken, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
@@ -56,7 +58,8 @@ class Scheduler:
     again. In every mode it goes on as if it had only rested.
     """
 
-    def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
+    def __init__(self, config: EngineConfig, stats: EngineStats, store: BlockStore | None = None) -> None:
+        """`store`: behind the host pool, which there must be then."""
         groups = config.block_groups
         self.pool = BlockPool(config.num_blocks, config.block_size, [group.num_blocks for group in groups])
         # Blocks that callers hold themselves (see BlockClaims).
@@ -79,6 +82,12 @@ class Scheduler:
             else None
         )
         self.prefixes = SharedPrefixes(self.tables, self.snapshots)
+        if store is not None and self.host is None:
+            raise ValueError("a store of blocks needs num_host_blocks")
+        # None: prefixes go no further than the host pool.
+        self.disk = (
+            None if store is None or self.host is None else DiskTier(config, self.host, self.prefixes, store, stats)
+        )
         self.waiting = FairQueue(config.tenant_memory_seconds)
         self.running = GroupQueue()
         self._victims = Victims(self.running, self.waiting)
@@ -170,13 +179,17 @@ class Scheduler:
         """Stop sharing the blocks of a group with a failed computation. It is removed next."""
         for sequence in group.sequences:
             self.tables.disown(sequence)
+            if self.disk is not None:
+                self.disk.forget(sequence.block_hashes)
 
     def clear_cache(self) -> int:
         """Forget every prefix that no group holds, of both pools, and return the number of its blocks."""
         return self.pool.clear_cache() + (0 if self.host is None else self.host.pool.clear_cache())
 
     def schedule(self) -> SchedulerOutput:
-        """Put the next step together. It is empty only when there is no work."""
+        """Put the next step together. It is empty only when there is no work, or all of it waits for the store."""
+        if self.disk is not None:
+            self.disk.take_events()
         self.admitted.clear()
         self.preempted.clear()
         self.swapped.clear()
@@ -261,6 +274,8 @@ class Scheduler:
                         sampled[drawer] = token
         if self.snapshots is not None:
             self.snapshots.step_is_done()
+        if self.disk is not None:
+            self.disk.step_is_done()
         return list(progress.items())
 
     def apply(self, group: SequenceGroup, decision: Decision) -> None:
@@ -492,8 +507,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting groups in order. The first that does not fit ends admission, so no group is passed for ever.
 
-        A group that waits for blocks of others is passed over in this step; its sequences count all the same. A tenant
-        that has its share of the running sequences is passed over while there are others.
+        A group that waits for blocks of others, or of the store, is passed over in this step; its sequences count all
+        the same. A tenant that has its share of the running sequences is passed over while there are others.
         """
         if not len(self.waiting):
             return
@@ -517,6 +532,10 @@ class Scheduler:
             if width > self._config.max_running_sequences:
                 self._plan.admission_stopped = HeldBack.SEQUENCES
                 break
+            if self.disk is not None and self.disk.keeps_waiting(group):
+                self.waiting.remove(group)
+                passed.append(group)
+                continue
             starts = self._starts(group)
             if any(self.prefixes.is_being_computed(group, leader, len(prefix)) for leader, prefix in starts):
                 self.waiting.remove(group)

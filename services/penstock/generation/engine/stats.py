@@ -56,6 +56,9 @@ class EngineStats:
     # Tokens of prefix hits that came from the host pool; prefixes that it evicted.
     host_prefix_hit_tokens: int = 0
     host_evictions: int = 0
+    # Prompt tokens that came from the file behind the host pool; blocks that it did not get, since too many waited.
+    disk_hit_tokens: int = 0
+    disk_dropped_blocks: int = 0
     copy_on_write_blocks: int = 0
     # Assisted generation: draft tokens that verification accepted and rejected.
     accepted_draft_tokens: int = 0

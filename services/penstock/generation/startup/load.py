@@ -57,6 +57,7 @@ def load(
         prefixes = None if making is None else making.result()
         start.timer.end("weights")
         pools = make_pools(start, files, weights)
+        if_failed.callback(pools.close)
         engine = tune_engine(start, files, weights, pools)
         loaded = LoadedModel(files, weights, pools, engine, _served(start, files, weights, engine), prefixes)
         # Frees the memory that reading and packing needed for a moment.

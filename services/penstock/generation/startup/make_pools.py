@@ -18,16 +18,20 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.cache_group import CacheGroup
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.graph_capture import GraphCapture
+from penstock.generation.host.file_store import FileStore
 from penstock.generation.host.memory import kv_pool_blocks, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.transformers_states import StatefulModel
 from penstock.generation.startup.batch_tuning import LARGEST_SIZE
+from penstock.generation.startup.kv_disk import disk_line, open_kv_disk
 from penstock.generation.startup.load_weights import LoadedWeights
 from penstock.generation.startup.read_files import ModelFiles
 from penstock.generation.startup.start import Start
 
 _log = get_logger("penstock.generation")
+# A disk that does not answer keeps no process from its end.
+_CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Pools:
     host: HostKVPool | None
     # Way to capture decode steps over these pools; None: they are not captured.
     graphs: GraphCapture | None
+    # File of blocks behind the host pool; None: there is none.
+    disk: FileStore | None = None
     # Keys and values of named sequences where `kv` has groups; None: they have the further blocks of `kv`.
     named: KVCachePool | None = None
 
@@ -52,7 +58,13 @@ class Pools:
             f"{in_int8}, context {context}",
             *([] if kv.layout is None else _group_lines(kv)),
             *([] if kv.states is None else [_states_line(kv.states)]),
+            *([] if self.disk is None else [disk_line(self.disk)]),
         ]
+
+    def close(self) -> None:
+        """Close the file of blocks. Nothing may run any more."""
+        if self.disk is not None:
+            self.disk.close(_CLOSE_SECONDS)
 
 
 def make_pools(start: Start, files: ModelFiles, weights: LoadedWeights) -> Pools:
@@ -67,7 +79,8 @@ def make_pools(start: Start, files: ModelFiles, weights: LoadedWeights) -> Pools
     if weights.ranks is not None:
         num_host = 0 if host is None else host.num_blocks
         weights.ranks.make_pools(kv.num_blocks, kv.block_size, dtype_name(kv.dtype), num_host)
-    return Pools(kv, host, graphs, None if layout is None else _named_pool(config, weights.model, kv))
+    named = None if layout is None else _named_pool(config, weights.model, kv)
+    return Pools(kv, host, graphs, open_kv_disk(config, files, weights, kv, host), named)
 
 
 def opens_graphs(config: GenerationServiceConfig, model: LanguageModel) -> bool:
@@ -186,6 +199,12 @@ def _host_kv_pool(config: GenerationServiceConfig, kv: KVCachePool, device: Devi
     """Allocate the host pool; None: there is to be none. Raises StartupError naming --host-kv-memory."""
     flag = "--host-kv-memory"
     memory = parse_memory(config.host_kv_memory, flag=flag)
+    if memory == 0 and config.kv_disk is not None:
+        flag, memory = "--kv-disk-buffer", config.kv_disk_buffer
+        if kv.states is not None:
+            raise StartupError(
+                "--kv-disk: layers of this model keep a state, which no block holds: leave it out", flag="--kv-disk"
+            )
     if memory == 0:
         return None
     if kv.states is not None:
