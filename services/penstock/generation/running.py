@@ -32,7 +32,7 @@ from penstock.generation.engine.trace_file import TraceFile
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.graphs.graph_limits import GraphLimits
 from penstock.generation.graphs.model_access import ModelAccess
-from penstock.generation.host.file_store import FileStore
+from penstock.generation.host.block_file_store import BlockFileStore
 from penstock.generation.host.mapped import MappedFile, weights_written
 from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures, StateFigures
 from penstock.generation.service import GenerationCore
@@ -309,7 +309,7 @@ class RunningEngine:
         self._on_failure(error)
 
 
-def _stored(disk: FileStore | None) -> StoreFigures:
+def _stored(disk: BlockFileStore | None) -> StoreFigures:
     return StoreFigures() if disk is None else disk.figures()
 
 

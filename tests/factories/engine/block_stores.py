@@ -44,6 +44,9 @@ class MemoryStore:
         def carry_out() -> StoreEvent:
             done = []
             for key, block in blocks:
+                if False in done:
+                    done.append(False)
+                    continue
                 self.fetched.append(key)
                 if key in self.broken:
                     self.kept.pop(key, None)

@@ -61,7 +61,7 @@ class BlockStore(Protocol):
         ...
 
     def fetch(self, number: int, blocks: Seq[StoredBlock]) -> None:
-        """Read into blocks of the host pool."""
+        """Read into blocks of the host pool, up to the first that is missing."""
         ...
 
     def forget(self, keys: Iterable[bytes]) -> None:

@@ -17,7 +17,7 @@ from penstock.generation.attention.host_kv import HostKVPool
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.host.block_file import FLAG, BlockFile
-from penstock.generation.host.file_store import FileStore
+from penstock.generation.host.block_file_store import BlockFileStore
 from penstock.generation.startup.load_weights import LoadedWeights
 from penstock.generation.startup.read_files import ModelFiles
 
@@ -34,7 +34,7 @@ def open_kv_disk(
     weights: LoadedWeights,
     kv: KVCachePool,
     host: HostKVPool | None,
-) -> FileStore | None:
+) -> BlockFileStore | None:
     """Open the file of --kv-disk; None: there is to be none. Raises StartupError naming the flag."""
     if config.kv_disk is None:
         return None
@@ -58,10 +58,10 @@ def open_kv_disk(
     fingerprint = hashlib.sha256(repr(made_by).encode()).digest()
     file = BlockFile(Path(config.kv_disk), kv.bytes_per_block, config.kv_disk_size)
     _log.info("file of blocks", path=config.kv_disk, blocks=file.num_blocks, fingerprint=fingerprint.hex()[:12])
-    return FileStore(file, fingerprint, host.buffers)
+    return BlockFileStore(file, fingerprint, host.buffers)
 
 
-def disk_line(disk: FileStore) -> str:
+def disk_line(disk: BlockFileStore) -> str:
     """Return a line of facts for people."""
     file = disk.file
     room = format_size(file.num_blocks * file.block_bytes)

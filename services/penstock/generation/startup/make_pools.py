@@ -18,7 +18,7 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.cache_group import CacheGroup
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.graph_capture import GraphCapture
-from penstock.generation.host.file_store import FileStore
+from penstock.generation.host.block_file_store import BlockFileStore
 from penstock.generation.host.memory import kv_pool_blocks, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.language_model import LanguageModel
@@ -45,7 +45,7 @@ class Pools:
     # Way to capture decode steps over these pools; None: they are not captured.
     graphs: GraphCapture | None
     # File of blocks behind the host pool; None: there is none.
-    disk: FileStore | None = None
+    disk: BlockFileStore | None = None
     # Keys and values of named sequences where `kv` has groups; None: they have the further blocks of `kv`.
     named: KVCachePool | None = None
 

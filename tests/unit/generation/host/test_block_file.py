@@ -15,7 +15,7 @@ import pytest
 from penstock.common.errors import StartupError
 from penstock.generation.core.block_store import StoredBlock, StoreEvent
 from penstock.generation.host.block_file import BlockFile, Found
-from penstock.generation.host.file_store import FileStore
+from penstock.generation.host.block_file_store import BlockFileStore
 
 # Of a block: not a whole page, and in two parts.
 PARTS = (5000, 300)
@@ -38,7 +38,7 @@ def empty() -> list[memoryview]:
 
 
 def read(file: BlockFile, number: int) -> tuple[Found, bool]:
-    """How a block was found, and whether it is the one that was written."""
+    """Read a block into buffers of its own; is it the one that was written?"""
     into = empty()
     return file.read(key(number), into), into == block(number)
 
@@ -266,7 +266,7 @@ def test_threads_that_write_the_same_set_do_not_mix(path: Path) -> None:
         file.close()
 
 
-def wait_for(store: FileStore) -> list[StoreEvent]:
+def wait_for(store: BlockFileStore) -> list[StoreEvent]:
     events: list[StoreEvent] = []
     while not events:
         store.wait(10.0)
@@ -276,7 +276,7 @@ def wait_for(store: FileStore) -> list[StoreEvent]:
 
 def test_the_store_carries_out_orders_beside_its_caller(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = [block(number) for number in range(4)]
-    store = FileStore(BlockFile(path, BLOCK, SIZE), b"model", host.__getitem__)
+    store = BlockFileStore(BlockFile(path, BLOCK, SIZE), b"model", host.__getitem__)
     store.save(1, [StoredBlock(key(number), number) for number in range(3)])
     assert wait_for(store) == [StoreEvent(1, (True, True, True))]
     assert [store.has(key(number)) for number in range(4)] == [True, True, True, False]
@@ -305,7 +305,7 @@ def test_the_store_carries_out_orders_beside_its_caller(path: Path, monkeypatch:
 
 
 def test_a_closed_store_has_ended_its_threads(path: Path) -> None:
-    store = FileStore(BlockFile(path, BLOCK, SIZE), b"model", lambda _: block(0))
+    store = BlockFileStore(BlockFile(path, BLOCK, SIZE), b"model", lambda _: block(0))
     store.save(1, [StoredBlock(key(number), number) for number in range(8)])
     store.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-disk")]

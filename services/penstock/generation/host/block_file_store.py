@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
-class FileStore:
+class BlockFileStore:
     """BlockStore over a BlockFile. The engine's thread orders, two threads carry out; `figures` is for any thread.
 
     The file's faults end nothing: a block that cannot be written is not kept, and one that cannot be read is computed.
@@ -130,13 +130,17 @@ class FileStore:
                 done.append(True)
             self._write_seconds += time.perf_counter() - begun
             self._taken += 1
-        self._tell(StoreEvent(number, tuple(done)))
+        self._add_event(StoreEvent(number, tuple(done)))
 
     def _fetch(self, number: int, blocks: Seq[StoredBlock]) -> None:
         done: list[bool] = []
         for key, block in blocks:
             if self._is_closing:
                 return
+            if False in done:
+                # A prefix ends where a block is missing.
+                done.append(False)
+                continue
             begun = time.perf_counter()
             try:
                 found = self.file.read(key, self._buffers(block))
@@ -150,7 +154,7 @@ class FileStore:
             self._read += found is Found.READ
             self._read_seconds += time.perf_counter() - begun
             done.append(found is Found.READ)
-        self._tell(StoreEvent(number, tuple(done)))
+        self._add_event(StoreEvent(number, tuple(done)))
 
     def _change(self, call: Callable[[], object]) -> None:
         try:
@@ -158,7 +162,7 @@ class FileStore:
         except OSError as error:
             _report("write", error)
 
-    def _tell(self, event: StoreEvent) -> None:
+    def _add_event(self, event: StoreEvent) -> None:
         with self._condition:
             self._events.append(event)
             self._condition.notify()
