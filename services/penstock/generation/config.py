@@ -233,7 +233,8 @@ class ModelOptions:
     )
     kv_disk: str | None = option(
         None,
-        "File that keeps prefixes which leave the pools: it is shared by processes of this host and survives restarts.",
+        "File that keeps prefixes which leave the pools: processes of this host share it, and it survives restarts. "
+        "%b is the bytes of a block: models with blocks of different sizes then have a file each.",
         group=MEMORY,
         metavar="FILE",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,12 @@ def long_request(number: int = 0, **fields: Any) -> Any:
     return request(prompt, config={"max_new_tokens": 8}, **fields)
 
 
+def metrics_of(client: Client) -> list[str]:
+    return generate_latest(client.running.registry).decode().splitlines()
+
+
 def figure(client: Client, name: str) -> float:
-    metrics = generate_latest(client.running.registry).decode()
-    line = next(line for line in metrics.splitlines() if line.startswith(f"penstock_{name}{{"))
+    line = next(line for line in metrics_of(client) if line.startswith(f"penstock_{name}{{"))
     return float(line.rpartition(" ")[2])
 
 
@@ -126,6 +130,23 @@ async def test_other_weights_and_a_cleared_cache_find_nothing(folder: Path, tmp_
     async with generation_service(folder, **settings(file)) as client:
         await ids_of(client)
         assert figure(client, "kv_disk_hits_total") == 0
+
+
+async def test_a_model_with_windows_finds_the_blocks_of_all_its_layers(tmp_path: Path) -> None:
+    folder = text_checkpoint(tmp_path / "model", family="gemma2", sliding_window=32)
+    found = []
+    for _ in range(2):
+        async with generation_service(folder, **settings(tmp_path / "blocks-%b")) as client:
+            found.append(await ids_of(client))
+            hits = figure(client, "kv_disk_hits_total"), figure(client, "prefix_cache_hits_total")
+            names = {
+                line.split('layers="')[1].split('"')[0] for line in metrics_of(client) if "group_blocks_used{" in line
+            }
+    assert found[0] == found[1]
+    assert hits[0] == hits[1] > 0
+    assert len(names) == 2, "the model's layers are one group"
+    (size,) = [name.removeprefix("blocks-") for name in os.listdir(tmp_path) if name.startswith("blocks-")]
+    assert int(size) > 0
 
 
 async def test_int8_keys_and_values_come_back_as_they_were(folder: Path, tmp_path: Path) -> None:

@@ -56,8 +56,9 @@ def open_kv_disk(
         kv.layout,
     )
     fingerprint = hashlib.sha256(repr(made_by).encode()).digest()
-    file = BlockFile(Path(config.kv_disk), kv.bytes_per_block, config.kv_disk_size)
-    _log.info("file of blocks", path=config.kv_disk, blocks=file.num_blocks, fingerprint=fingerprint.hex()[:12])
+    path = Path(config.kv_disk.replace("%b", str(kv.bytes_per_block)))
+    file = BlockFile(path, kv.bytes_per_block, config.kv_disk_size)
+    _log.info("file of blocks", path=str(path), blocks=file.num_blocks, fingerprint=fingerprint.hex()[:12])
     return BlockFileStore(file, fingerprint, host.buffers)
 
 

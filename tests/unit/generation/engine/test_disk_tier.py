@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from factories.engine.block_stores import MemoryStore, stored_engine
 from factories.engine.fake_engine import Answer, FakeRunner, collect, engine_config, make_engine, request, run
+from factories.engine.host_pools import HOSTS, host_fields
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from penstock.generation.core.block_store import key_of
 from penstock.generation.core.cache_group import CacheGroup
 from penstock.generation.core.request import Request
@@ -278,6 +281,75 @@ def test_groups_of_layers_come_back_in_bundles() -> None:
     assert ids(answers) == ids(run(make_engine(engine_config(num_blocks=400, groups=groups))[0], first()))
     assert again.stats.disk_hit_tokens == again.stats.prefix_hit_tokens == len(HEAD)
     settle(again)
+
+
+# Prompts of whole blocks of few kinds, so that many begin alike.
+PROMPTS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=8).map(
+    lambda kinds: [4 * kind + place % 4 for kind in kinds for place in range(4)]
+)
+ACTIONS = st.one_of(
+    st.tuples(st.just("add"), PROMPTS),
+    st.tuples(st.sampled_from(["step", "step", "hold", "go on", "abort", "weights", "clear", "restart"]), st.just([1])),
+)
+
+
+@settings(deadline=None)
+@given(
+    actions=st.lists(ACTIONS, min_size=5, max_size=50),
+    host=st.sampled_from(HOSTS),
+    queue=st.sampled_from([1, 3, 256]),
+    groups=st.sampled_from([(), (CacheGroup(num_blocks=2), CacheGroup(window=8))]),
+)
+def test_ids_are_those_of_an_idle_engine_whatever_the_store_does(
+    actions: list[tuple[str, list[int]]], host: Any, queue: int, groups: tuple[CacheGroup, ...]
+) -> None:
+    width = 3 if groups else 1
+    blocks, way, _ = host
+    config = small(
+        num_blocks=14 * width,
+        **host_fields(max(blocks, 4) * width, way),
+        kv_disk_queue=queue,
+        groups=groups,
+        reserve_share=0.0,
+    )
+    kept: dict[bytes, Any] = {}
+    store = MemoryStore(kept)
+    engine, answers, items = stored_engine(config, store), dict[str, Answer](), list[Request]()
+
+    def step() -> None:
+        collect(answers, engine.step())
+        engine.check_integrity()
+
+    for action, prompt in actions:
+        match action:
+            case "add":
+                items.append(request([*prompt, 30], max_new_tokens=6))
+                engine.add(items[-1])
+            case "hold" | "go on":
+                store.is_held = action == "hold"
+            case "abort" if items:
+                engine.abort(items.pop().request_id)
+            case "weights":
+                engine.weights_changed()
+            case "clear":
+                engine.clear_cache()
+            case "restart":
+                store.is_held = False
+                run(engine, answers=answers)
+                engine.save_prefixes()
+                store = MemoryStore(kept)
+                engine = stored_engine(config, store)
+        step()
+    store.is_held = False
+    run(engine, answers=answers)
+    engine.check_integrity()
+    wanted = {
+        tuple(item.prompt_token_ids): run(make_engine(ROOMY)[0], dataclasses.replace(item))[item.request_id].ids
+        for item in items
+    }
+    for item in items:
+        assert answers[item.request_id].ids == wanted[tuple(item.prompt_token_ids)]
+    assert engine.load().kv_blocks_used == 0
 
 
 def test_a_store_needs_a_host_pool() -> None:
