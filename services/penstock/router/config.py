@@ -193,6 +193,13 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     max_prefix_blocks: int = option(512, "Blocks at the head of a prompt that are compared.", group=ROUTING, minimum=0)
     max_known_blocks: int = option(65536, "Blocks remembered for each backend.", group=ROUTING, minimum=1)
+    max_compared_backends: int = option(
+        32,
+        "Backends that are compared for a request, taken in turn from more; beside them those that its session or a "
+        "prefix of its prompt was sent to.",
+        group=ROUTING,
+        minimum=2,
+    )
     max_sessions: int = option(65536, "session_ids remembered.", group=ROUTING, minimum=1)
     adapter_loading: bool = option(
         False,

@@ -98,7 +98,13 @@ class Attempts:
             self.adapters.check(model, adapter)
             adapter = ""
         for name in _with_model(model, adapter):
-            if sum(max(0, backend.load.room) for backend in self._pool.usable(*name)) <= self._preparing[name]:
+            taken: float = self._preparing[name]
+            for backend in self._pool.usable(*name):
+                taken -= max(0, backend.load.room)
+                # Most often the first one has room.
+                if taken < 0:
+                    break
+            else:
                 raise self.nowhere(*name)
 
     def _prepared(self, names: Sequence[tuple[str, str]]) -> None:

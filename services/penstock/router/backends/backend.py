@@ -56,6 +56,8 @@ class Backend:
     ) -> None:
         """Make it; `link.run` connects. `on_change`: its state changed."""
         self.where = where
+        # True for a generation service of ours; False for another engine.
+        self.is_own = not scheme_of(where.target)
         self.link = Link(
             where, config, tokenizer_fingerprint=tokenizer_fingerprint, serve=self._serve, on_change=on_change
         )
@@ -91,11 +93,6 @@ class Backend:
     def suspects(self) -> list[Suspect]:
         """Return our requests at this backend, in the eyes of those who look for the cause of a crash."""
         return [*self._callers, *(self._session.suspects() if self._session is not None else ())]
-
-    @property
-    def is_own(self) -> bool:
-        """True for a generation service of ours; False for another engine."""
-        return not scheme_of(self.where.target)
 
     def refusal(self, request: generation_pb2.GenerateRequest, *, resumes: bool = False) -> PenstockError | None:
         """Return the error of a request that this kind of backend cannot do. `resumes`: tokens were sent before."""

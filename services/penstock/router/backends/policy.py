@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from penstock.router.backends.prefix_holders import PrefixHolders
+
 
 class CandidateLoad(Protocol):
     """Load of a backend, as seen by the policy."""
@@ -54,6 +56,9 @@ class PolicyConfig:
     factor: float = 1.5
     max_kv_pressure: float = 0.9
     max_sessions: int = 65536
+    # Backends that are looked at for a request, and those that are known to have a prefix of it.
+    most_looked_at: int = 32
+    max_prefixes: int = 65536
 
 
 class Policy(Generic[CandidateT]):
@@ -62,7 +67,8 @@ class Policy(Generic[CandidateT]):
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._turn = 0
+        self._turn = self._window = 0
+        self._holders: PrefixHolders[CandidateT] = PrefixHolders(config.max_prefixes)
 
     def choose(
         self,
@@ -76,11 +82,15 @@ class Policy(Generic[CandidateT]):
 
         `avoid` names backends that this request was lost on: used only when nothing else is there.
         """
-        usable = [candidate for candidate in candidates if not candidate.load.is_full]
-        usable = [candidate for candidate in usable if candidate.key not in avoid] or usable
+        is_crowd = len(candidates) > self._config.most_looked_at
+        usable = _usable(self._some_of(candidates, hashes, session), avoid) if is_crowd else []
+        if not usable or (avoid and all(one.key in avoid for _, one in usable)):
+            usable = _usable(candidates, avoid)
         if not usable:
             return None
         chosen = self._of_session(usable, session) or self._of_prefix(usable, hashes) or self._least_loaded(usable)
+        if is_crowd:
+            self._holders.add(hashes, chosen)
         if session:
             self._sessions[session] = chosen.key
             self._sessions.move_to_end(session)
@@ -88,30 +98,53 @@ class Policy(Generic[CandidateT]):
                 self._sessions.popitem(last=False)
         return chosen
 
-    def _of_session(self, usable: Sequence[CandidateT], session: str) -> CandidateT | None:
-        key = self._sessions.get(session) if session else None
-        return next((candidate for candidate in usable if candidate.key == key), None)
+    def _some_of(self, candidates: Sequence[CandidateT], hashes: Sequence[int], session: str) -> list[CandidateT]:
+        """Return the next ones in turn, those that have a beginning of the prompt, and the session's.
 
-    def _of_prefix(self, usable: Sequence[CandidateT], hashes: Sequence[int]) -> CandidateT | None:
+        The least loaded of so many is nearly the least loaded of all, and the time to choose does not grow.
+        """
+        most, key = self._config.most_looked_at, self._sessions.get(session) if session else None
+        begin = self._window = (self._window + most) % len(candidates)
+        some = [*candidates[begin : begin + most], *candidates[: max(begin + most - len(candidates), 0)]]
+        seen, holders = set(map(id, some)), self._holders.of(hashes)
+        if holders or key is not None:
+            # One that is gone, or cannot do this, is no candidate.
+            wanted = set(map(id, holders)) - seen
+            some += [one for one in candidates if id(one) in wanted or (key is not None and one.key == key)]
+        return some
+
+    def _of_session(self, usable: Sequence[tuple[float, CandidateT]], session: str) -> CandidateT | None:
+        key = self._sessions.get(session) if session else None
+        return None if key is None else next((candidate for _, candidate in usable if candidate.key == key), None)
+
+    def _of_prefix(self, usable: Sequence[tuple[float, CandidateT]], hashes: Sequence[int]) -> CandidateT | None:
         if not hashes or len(usable) == 1:
-            return usable[0] if len(usable) == 1 else None
-        least = min(candidate.load.requests for candidate in usable)
-        bound = least * self._config.factor + self._config.slack
-        best: list[CandidateT] = []
+            return usable[0][1] if len(usable) == 1 else None
+        bound = min(requests for requests, _ in usable) * self._config.factor + self._config.slack
+        best: list[tuple[float, CandidateT]] = []
         best_match = 1
-        for candidate in usable:
-            match, load = candidate.match(hashes), candidate.load
-            if match < best_match or load.requests > bound or load.kv_pressure > self._config.max_kv_pressure:
+        for requests, candidate in usable:
+            match = candidate.match(hashes)
+            if match < best_match or requests > bound or candidate.load.kv_pressure > self._config.max_kv_pressure:
                 continue
             if match > best_match:
                 best, best_match = [], match
-            best.append(candidate)
+            best.append((requests, candidate))
         # Of several that have as much, the first in the list would get every request of a prompt that all know.
-        return self._least_loaded(best) if len(best) > 1 else next(iter(best), None)
+        return self._least_loaded(best) if len(best) > 1 else best[0][1] if best else None
 
-    def _least_loaded(self, usable: Sequence[CandidateT]) -> CandidateT:
+    def _least_loaded(self, usable: Sequence[tuple[float, CandidateT]]) -> CandidateT:
         # Equal candidates take turns, or the first in the list would get every request of an idle cluster.
         self._turn += 1
-        turn = self._turn % len(usable)
-        rotated = [*usable[turn:], *usable[:turn]]
-        return min(rotated, key=lambda candidate: (candidate.load.requests, round(candidate.load.kv_pressure, 2)))
+        turn, least = self._turn % len(usable), min(requests for requests, _ in usable)
+        rotated = (*usable[turn:], *usable[:turn])
+        idle = [candidate for requests, candidate in rotated if requests == least]
+        return min(idle, key=lambda candidate: round(candidate.load.kv_pressure, 2)) if len(idle) > 1 else idle[0]
+
+
+def _usable(candidates: Sequence[CandidateT], avoid: Collection[str]) -> list[tuple[float, CandidateT]]:
+    """Return those with room, each with its number of requests; without those to avoid, unless there are no others."""
+    free = [candidate for candidate in candidates if not candidate.load.is_full]
+    if avoid:
+        free = [candidate for candidate in free if candidate.key not in avoid] or free
+    return [(candidate.load.requests, candidate) for candidate in free]

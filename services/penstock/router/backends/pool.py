@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from penstock.common.errors import InvalidArgument, NotFound
@@ -52,6 +53,9 @@ class BackendPool:
         self._tasks: dict[BackendAddress, asyncio.Task[None]] = {}
         # Backends that no name resolves to any more: they finish their streams (a rolling restart) and get nothing new.
         self._leaving: set[BackendAddress] = set()
+        # Of each model that has some: its ready backends, and those of them that are ejected, until a state changes.
+        self._ready_of: dict[str, list[Backend]] = {}
+        self._ejected_of: dict[str, set[Backend]] = {}
         self._follower: asyncio.Task[None] | None = None
         self._waiters: set[asyncio.Future[None]] = set()
         self.crashes = CrashLog(self.wake)
@@ -107,23 +111,38 @@ class BackendPool:
         return self._models
 
     def ready(self, model: str = "", adapter: str = "") -> list[Backend]:
-        """Backends that take requests: of one model when named, and that have an adapter when named."""
-        return [
-            backend
-            for where, backend in self._backends.items()
-            if backend.link.is_ready
-            and where not in self._leaving
-            and (not model or backend.link.serves(model))
-            and (not adapter or adapter in backend.adapters.known)
-        ]
+        """Backends that take requests: of one model when named, and that have an adapter when named. Read only."""
+        ready = self._ready_of.get(model)
+        if ready is None:
+            ready = [
+                backend
+                for where, backend in self._backends.items()
+                if backend.link.is_ready and where not in self._leaving and (not model or backend.link.serves(model))
+            ]
+            # Callers may ask for any name.
+            if ready:
+                self._ready_of[model] = ready
+        return [one for one in ready if adapter in one.adapters.known] if adapter else ready
 
     def usable(self, model: str = "", adapter: str = "") -> list[Backend]:
-        """Return the ready backends that are not ejected; the ejected ones when there is no other."""
-        ready = self.ready(model, adapter)
-        return [backend for backend in ready if not self.outliers.is_ejected(backend.key)] or ready
+        """Return the ready backends that are not ejected; the ejected ones when there is no other. Read only."""
+        ready, ejected = self.ready(model, adapter), self._ejected(model)
+        return [one for one in ready if one not in ejected] or ready if ejected else ready
+
+    def _ejected(self, model: str) -> set[Backend]:
+        """Return the ready backends of a model that are ejected."""
+        ejected = self._ejected_of.get(model)
+        if ejected is None:
+            ready = self.ready(model)
+            ejected = {one for one in ready if self.outliers.is_ejected(one.key)}
+            if ready:
+                self._ejected_of[model] = ejected
+        return ejected
 
     def to_probe(self, model: str, adapter: str = "") -> Backend | None:
         """Return an ejected backend to which one request may be sent now, to see whether it has recovered."""
+        if not self._ejected(model):
+            return None
         ejected = [backend for backend in self.ready(model, adapter) if self.outliers.wants_probe(backend.key)]
         return next((backend for backend in ejected if not backend.load.is_full), None)
 
@@ -225,23 +244,29 @@ class BackendPool:
 
     def _drop(self, targets: tuple[str, ...]) -> bool:
         """Let backends go that are of no present name; True while some are left."""
-        dropped = [where for where in self._backends if where.target not in targets]
-        present = [backend for where, backend in self._backends.items() if where.target in targets]
+        wanted = set(targets)
+        dropped = [where for where in self._backends if where.target not in wanted]
+        present = [backend for where, backend in self._backends.items() if where.target in wanted]
         if dropped and (not targets or any(backend.link.is_ready for backend in present)):
             self._leaving.update(dropped)
+            self._forget_ready()
             for where in dropped:
                 if self._backends[where].in_flight == 0:
                     self._remove(where)
-        return any(where.target not in targets for where in self._backends)
+        return any(where.target not in wanted for where in self._backends)
 
     def _apply(self, found: dict[str, set[BackendAddress]]) -> None:
+        known_of = defaultdict[str, set[BackendAddress]](set)
+        for where in self._backends:
+            known_of[where.target].add(where)
         for target, addresses in found.items():
-            known = {where for where in self._backends if where.target == target}
+            known = known_of[target]
             for where in sorted(addresses - known, key=lambda one: one.address):
                 self._add(where)
             self._leaving -= addresses
+            self._leaving |= known - addresses
+            self._forget_ready()
             for where in known - addresses:
-                self._leaving.add(where)
                 if self._backends[where].in_flight == 0:
                     self._remove(where)
 
@@ -257,6 +282,7 @@ class BackendPool:
             outliers=self.outliers,
         )
         self._backends[where] = backend
+        self._forget_ready()
         self._tasks[where] = self._spawn(backend.link.run())
         _log.info("backend found", backend=where.address, target=where.target)
 
@@ -266,6 +292,7 @@ class BackendPool:
         self._served.pop(where, None)
         self.outliers.forget(where.address)
         self._leaving.discard(where)
+        self._forget_ready()
         _log.info("backend gone from its name", backend=where.address, target=where.target)
         self._on_change()
 
@@ -287,22 +314,32 @@ class BackendPool:
 
     def _on_ejection(self, key: str, cause: str) -> None:
         """Count an ejection, or the return of a backend (no cause)."""
+        keys = defaultdict[str, list[str]](list)
+        for where, backend in self._backends.items():
+            keys[where.target].append(backend.key)
         for target in self._targets:
-            own = [backend.key for backend in self._backends.values() if backend.where.target == target]
+            own = keys[target]
             if cause and key in own:
                 self._metrics.ejections.labels(target, cause).inc()
             self._metrics.backends_ejected.labels(target).set(sum(map(self.outliers.is_ejected, own)))
         self._on_change()
 
+    def _forget_ready(self) -> None:
+        self._ready_of.clear()
+        self._ejected_of.clear()
+
     def _on_change(self) -> None:
-        for backend in self.ready():
+        self._forget_ready()
+        ready = self.ready()
+        for backend in ready:
             info = backend.link.info
             if info is not None:
                 self._models[info.model] = info
                 self._note_served(backend.where, info.model)
+        # Once for all names: each may be a backend's own address.
+        up = Counter(backend.where.target for backend in ready)
         for target in self._targets:
-            ready = sum(1 for backend in self.ready() if backend.where.target == target)
-            self._metrics.backends_up.labels(target).set(ready)
+            self._metrics.backends_up.labels(target).set(up[target])
         self.wake()
         self._notify()
 

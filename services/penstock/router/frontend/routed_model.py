@@ -94,7 +94,13 @@ class RoutedModel:
             self.residence = share.catalogue.add(entry, self.pool, self.admission)
         self._catalogue = share.catalogue
         policy: Policy[Backend] = Policy(
-            PolicyConfig(slack=config.affinity_slack, factor=config.affinity_factor, max_sessions=config.max_sessions)
+            PolicyConfig(
+                slack=config.affinity_slack,
+                factor=config.affinity_factor,
+                max_sessions=config.max_sessions,
+                most_looked_at=config.max_compared_backends,
+                max_prefixes=config.max_known_blocks,
+            )
         )
         attempts = self._attempts = Attempts(self.pool, policy, config, metrics)
         forecast = Forecast(self.pool, config)

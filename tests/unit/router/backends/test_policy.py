@@ -167,3 +167,91 @@ def test_index_is_bounded_and_keeps_the_heads() -> None:
     index.add(PROMPT)
     assert len(index) == 3
     assert index.match(PROMPT) == 3
+
+
+@dataclass
+class CountedLoad:
+    """A load that counts how often it is asked."""
+
+    asked: list[int]
+    count: float = 1.0
+    is_taken: bool = False
+    kv_pressure: float = 0.0
+
+    @property
+    def requests(self) -> float:
+        self.asked[0] += 1
+        return self.count
+
+    @property
+    def is_full(self) -> bool:
+        self.asked[0] += 1
+        return self.is_taken
+
+
+def crowd(count: int) -> tuple[list[FakeBackend], list[int]]:
+    """So many backends, and a counter of what is asked of their loads."""
+    asked = [0]
+    made = [FakeBackend(str(number), CountedLoad(asked)) for number in range(count)]  # type: ignore[arg-type]
+    return made, asked
+
+
+def test_what_is_looked_at_does_not_grow_with_the_number_of_backends() -> None:
+    figures = []
+    for count in (100, 1000):
+        many, asked = crowd(count)
+        choose = policy()
+        for number in range(50):
+            assert choose.choose(many, routing_hashes(range(number, number + 64), 16, "", 100)) is not None
+        figures.append(asked[0])
+    assert figures[0] == figures[1] < 50 * 100
+
+
+def test_of_a_crowd_the_one_with_the_prefix_is_found_wherever_it_stands() -> None:
+    many, _ = crowd(1000)
+    choose = policy()
+    first = choose.choose(many, PROMPT)
+    assert first is not None
+    first.prefixes.add(PROMPT)
+    longer = routing_hashes([*range(64), *range(900, 964)], 16, "salt", 100)
+    for number in range(100):
+        other = routing_hashes(range(1000 + number, 1064 + number), 16, "salt", 100)
+        choose.choose(many, other)
+        assert choose.choose(many, longer) is first
+        assert choose.choose(many, PROMPT) is first
+    # What it has lost leads nowhere.
+    first.prefixes.clear()
+    assert choose.choose(many, PROMPT) is not first
+    # Nor does one that is no candidate any more.
+    first.prefixes.add(PROMPT)
+    assert choose.choose([one for one in many if one is not first], PROMPT) is not first
+
+
+def test_in_a_crowd_a_session_stays_and_requests_are_spread() -> None:
+    many, _ = crowd(500)
+    choose = policy()
+    mine = choose.choose(many, (), session="s")
+    chosen = set()
+    for _ in range(500):
+        one = choose.choose(many, ())
+        assert one is not None
+        one.load.count += 1  # type: ignore[attr-defined]
+        chosen.add(one.key)
+        assert choose.choose(many, (), session="s") is mine
+    assert len(chosen) > 400
+    assert max(one.load.requests for one in many) <= 4
+
+
+def test_in_a_crowd_the_last_one_with_room_is_found() -> None:
+    many, _ = crowd(300)
+    for one in many[:-1]:
+        one.load.is_taken = True  # type: ignore[attr-defined]
+    choose = policy()
+    for _ in range(20):
+        assert choose.choose(many, PROMPT) is many[-1]
+        assert choose.choose(many, PROMPT, avoid={many[-1].key}) is many[-1]
+    many[7].load.is_taken = False  # type: ignore[attr-defined]
+    assert choose.choose(many, PROMPT, avoid={many[-1].key}) is many[7]
+    for one in many:
+        one.load.is_taken = True  # type: ignore[attr-defined]
+    assert choose.choose(many, PROMPT) is None
