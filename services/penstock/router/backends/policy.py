@@ -101,7 +101,7 @@ class Policy(Generic[CandidateT]):
     def _some_of(self, candidates: Sequence[CandidateT], hashes: Sequence[int], session: str) -> list[CandidateT]:
         """Return the next ones in turn, those that have a beginning of the prompt, and the session's.
 
-        The least loaded of so many is nearly the least loaded of all, and the time to choose does not grow.
+        The least loaded of these is nearly the least loaded of all, and the time to choose does not grow.
         """
         most, key = self._config.most_looked_at, self._sessions.get(session) if session else None
         begin = self._window = (self._window + most) % len(candidates)
