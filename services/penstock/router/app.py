@@ -15,8 +15,7 @@ from penstock.common.logging import get_logger
 from penstock.compat.kserve.inference_service import KSERVE_SERVICE, KserveServicer
 from penstock.inference import kserve_pb2_grpc
 from penstock.router.aio import Wakeup
-from penstock.router.backends.discovery import resolve
-from penstock.router.backends.pool import Resolver
+from penstock.router.backends.discovery import Resolver, check_services, resolve
 from penstock.router.config import RouterConfig
 from penstock.router.frontend.catalogue import Catalogue
 from penstock.router.frontend.forwarding import (
@@ -104,6 +103,8 @@ class RouterApp:
         check_channel_files(self._config)
         until = time.monotonic() + self._config.start_timeout_seconds
         file = await self._watch.read() if self._watch is not None else None
+        models = file.models if file is not None else ()
+        check_services(self._config, [*self._config.backend, *(one for model in models for one in model.backends)])
         if self._catalogue is not None and file is not None:
             self._catalogue.use(file)
         self._table.begin(file)

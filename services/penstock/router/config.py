@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -10,9 +9,8 @@ from penstock.common.config import ChannelConfig, ServerConfig, metrics_port_opt
 from penstock.common.errors import StartupError
 from penstock.common.options import option
 from penstock.common.ports import GENERATION_PORT, ROUTER_METRICS_PORT, ROUTER_PORT, TOKENIZER_PORT
+from penstock.router.backend_targets import check_target
 
-# Other engines as backends: see router.engines.
-ENGINE_SCHEMES = ("vllm", "sglang")
 CHATS = "Tool calls and reasoning"
 SERVICES, ADMISSION, ROUTING, FAILURE = "Other services", "Admission", "Routing", "Failure handling"
 STREAMING, MODELS = "Streaming", "Several models"
@@ -43,7 +41,8 @@ class RouterConfig(ServerConfig, ChannelConfig):
     backend: tuple[str, ...] = option(
         (f"127.0.0.1:{GENERATION_PORT}",),
         "host:port of each generation backend; a name with several addresses is one backend per address. "
-        "vllm://host:port is a vLLM (`vllm serve --grpc`), sglang://host:port an SGLang.",
+        "vllm://host:port is a vLLM (`vllm serve --grpc`), sglang://host:port an SGLang. "
+        "k8s://NAMESPACE/SERVICE:PORT has the ready endpoints of a Kubernetes service, vllm+k8s:// those of vLLMs.",
         group=SERVICES,
         metavar="HOST:PORT,…",
     )
@@ -108,6 +107,31 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     resolve_interval_seconds: float = option(
         5.0, "Interval between DNS lookups of the names in --backend.", group=SERVICES, minimum=0.05
+    )
+    kubernetes_api: str | None = option(
+        None,
+        "Kubernetes API that k8s:// backends are read from: https://HOST:PORT, or http:// of a proxy on this machine "
+        "(kubectl proxy). By default that of the cluster that the router runs in.",
+        group=SERVICES,
+        metavar="URL",
+    )
+    kubernetes_account: str = option(
+        "/var/run/secrets/kubernetes.io/serviceaccount",
+        "Folder with token, ca.crt and namespace of the service account that reads endpoints.",
+        group=SERVICES,
+        metavar="DIR",
+    )
+    kubernetes_watch_seconds: float = option(
+        60.0, "Length of one watch of a service's endpoints; the next one follows.", group=SERVICES, minimum=1.0
+    )
+    kubernetes_retry_seconds: float = option(
+        15.0,
+        "Longest wait before the Kubernetes API is asked again; waits double up to this.",
+        group=SERVICES,
+        minimum=0.001,
+    )
+    max_endpoints_bytes: int = option(
+        8 << 20, "Largest list of a service's endpoints that the Kubernetes API may send.", group=SERVICES, minimum=1024
     )
     start_timeout_seconds: float = option(
         120.0,
@@ -431,32 +455,4 @@ class RouterConfig(ServerConfig, ChannelConfig):
             if not targets and self.models is None:
                 raise StartupError(f"{flag} needs at least one host:port", flag=flag)
             for target in targets:
-                split_target(target, flag)
-
-
-def scheme_of(target: str) -> str:
-    """Scheme of a backend's name: that of another engine, or empty for our own."""
-    scheme, separator, _ = target.partition("://")
-    return scheme if separator else ""
-
-
-def split_target(target: str, flag: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[v6]:port`, for --backend also behind the scheme of another engine. Raises
-    StartupError naming `flag`."""
-    scheme = scheme_of(target)
-    if scheme and (flag != "--backend" or scheme not in ENGINE_SCHEMES):
-        known = ", ".join(f"{one}://" for one in ENGINE_SCHEMES)
-        raise StartupError(f"{flag} {target!r}: only --backend has schemes: {known}", flag=flag)
-    host, _, port = target.removeprefix(f"{scheme}://").rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise StartupError(f"{flag} {target!r}: expected host:port", flag=flag)
-    return host.strip("[]"), int(port)
-
-
-def is_address(host: str) -> bool:
-    """True when `host` is an IP address already."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+                check_target(target, flag, has_schemes=flag == "--backend")

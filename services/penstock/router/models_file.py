@@ -25,7 +25,7 @@ from typing import Any
 
 from penstock.common.errors import StartupError
 from penstock.common.units import parse_size
-from penstock.router.config import split_target
+from penstock.router.backend_targets import check_target
 from penstock.v1 import model_pb2
 
 FLAG = "--models"
@@ -108,7 +108,7 @@ def _entry(reader: _TableReader, *, has_slots: bool, is_local: bool) -> ModelEnt
     entry = ModelEntry(
         name=reader.name("name"),
         tokenizer=reader.targets("tokenizer"),
-        backends=reader.targets("backends"),
+        backends=reader.targets("backends", has_schemes=True),
         aliases=reader.names("aliases"),
         weight=reader.weight("weight"),
         path=reader.take("path", str) or "",
@@ -188,14 +188,14 @@ class _TableReader:
         """Take a list of names, each once."""
         return tuple(dict.fromkeys(self._name(key, name) for name in self.take(key, list) or ()))
 
-    def targets(self, key: str) -> tuple[str, ...]:
-        """Take a list of host:port."""
+    def targets(self, key: str, *, has_schemes: bool = False) -> tuple[str, ...]:
+        """Take a list of host:port, or of all that --backend takes."""
         targets = tuple(self.take(key, list) or ())
         for target in targets:
             if not isinstance(target, str):
                 raise self.wrong(key, "must be a list of host:port")
             try:
-                split_target(target, FLAG)
+                check_target(target, FLAG, has_schemes=has_schemes)
             except StartupError:
                 raise self.wrong(key, f"{target!r} is not host:port") from None
         return targets

@@ -12,6 +12,7 @@ import grpc
 
 from penstock.common.errors import PenstockError, Unavailable, from_rpc_error
 from penstock.router.aio import is_cancelled, until_first, until_silent
+from penstock.router.backend_targets import scheme_of
 from penstock.router.backends.backend_adapters import BackendAdapters
 from penstock.router.backends.crash_log import CrashLog
 from penstock.router.backends.crash_watch import CrashWatch
@@ -23,7 +24,7 @@ from penstock.router.backends.outcome_count import OutcomeCount
 from penstock.router.backends.outliers import Outcome, Outliers, Probe, outcome_of
 from penstock.router.backends.prefix_index import PrefixIndex
 from penstock.router.backends.session import FORGOTTEN_LOOKS, STEP_REASONS, BackendSession
-from penstock.router.config import RouterConfig, scheme_of
+from penstock.router.config import RouterConfig
 from penstock.router.engines.backend_connection import BackendCalls, BackendConnection
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.request_state import RequestState

@@ -14,8 +14,9 @@ import grpc
 
 from penstock.common.errors import PenstockError, StartupError, Unavailable
 from penstock.common.logging import get_logger
+from penstock.router.backend_targets import is_address, service_of, split_target
 from penstock.router.backends.discovery import BackendAddress
-from penstock.router.config import RouterConfig, is_address, split_target
+from penstock.router.config import RouterConfig
 from penstock.router.engines.backend_connection import BackendConnection
 from penstock.router.engines.backend_kinds import connect
 from penstock.serving.transport import Channel, make_transport
@@ -243,7 +244,8 @@ def backend_lost() -> Unavailable:
 
 def _named(config: RouterConfig, target: str) -> RouterConfig:
     """Return the name in the certificate: the configured one, also when the connection goes to one of its addresses."""
-    host, _ = split_target(target, "--backend")
+    service = service_of(target)
+    host = service.host if service is not None else split_target(target, "--backend")[0]
     if config.channel_tls_server_name is not None or is_address(host):
         return config
     return dataclasses.replace(config, channel_tls_server_name=host) if config.channel_tls_ca else config

@@ -13,7 +13,7 @@ from penstock.common.model_names import those_there_are
 from penstock.router.aio import Wakeup
 from penstock.router.backends.backend import Backend
 from penstock.router.backends.crash_log import CrashLog
-from penstock.router.backends.discovery import BackendAddress, resolve
+from penstock.router.backends.discovery import BackendAddress, Discovery, Resolver, resolve
 from penstock.router.backends.link import BackendState
 from penstock.router.backends.outliers import OutlierConfig, Outliers
 from penstock.router.config import RouterConfig
@@ -21,7 +21,6 @@ from penstock.router.metrics import RouterMetrics
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.v1 import model_pb2
 
-Resolver = Callable[[Iterable[str]], Awaitable[dict[str, set[BackendAddress]]]]
 _log = get_logger("penstock.router")
 
 
@@ -46,9 +45,9 @@ class BackendPool:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._notify = on_change
         self._on_failure = on_failure
-        self._resolver = resolver
         self._targets = config.backend
         self._targets_changed = Wakeup()
+        self._discovery = Discovery(config, resolver, on_change=self._targets_changed.set, spawn=self._spawn)
         self._backends: dict[BackendAddress, Backend] = {}
         self._tasks: dict[BackendAddress, asyncio.Task[None]] = {}
         # Backends that no name resolves to any more: they finish their streams (a rolling restart) and get nothing new.
@@ -98,6 +97,7 @@ class BackendPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._discovery.close()
         self._tasks.clear()
 
     @property
@@ -231,7 +231,7 @@ class BackendPool:
     async def _follow_names(self) -> None:
         while True:
             targets = self._targets
-            found = await self._resolver(targets)
+            found = await self._discovery.find(targets)
             if targets is not self._targets:
                 continue
             self._apply(found)

@@ -1,10 +1,11 @@
-"""Kinds of backends by the scheme of their names in --backend: `vllm://`, `sglang://`; none is our own."""
+"""Kinds of backends by the scheme in --backend: `vllm://`, `vllm+k8s://`, `sglang://`; none is our own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.router.config import RouterConfig, scheme_of
+from penstock.router.backend_targets import scheme_of
+from penstock.router.config import RouterConfig
 from penstock.router.engines.backend_connection import BackendConnection
 from penstock.router.engines.engine_codec import EngineCodec
 from penstock.router.engines.engine_connection import EngineConnection
@@ -13,7 +14,7 @@ from penstock.router.engines.sglang_codec import SglangCodec
 from penstock.router.engines.vllm_codec import VllmCodec
 from penstock.serving.transport import Channel
 
-# Its keys are router.config.ENGINE_SCHEMES.
+# Its keys are router.backend_targets.ENGINE_SCHEMES.
 CODECS: dict[str, Callable[[], EngineCodec]] = {"vllm": VllmCodec, "sglang": SglangCodec}
 
 

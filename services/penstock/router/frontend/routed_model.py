@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from penstock.common.errors import StartupError
 from penstock.router.backends.attempts import Attempts
 from penstock.router.backends.backend import Backend
-from penstock.router.backends.discovery import resolve
+from penstock.router.backends.discovery import Resolver, resolve
 from penstock.router.backends.forecast import Forecast
 from penstock.router.backends.link import BackendState
 from penstock.router.backends.policy import Policy, PolicyConfig
-from penstock.router.backends.pool import BackendPool, Resolver
+from penstock.router.backends.pool import BackendPool
 from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
 from penstock.router.frontend.admission import Admission

@@ -1,0 +1,1 @@
+"""Endpoints of Kubernetes services, read and watched through the cluster's API."""
