@@ -14,18 +14,21 @@ import subprocess
 import sys
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from factories.custom_resources import KUBERNETES, SPECS, check_pod, check_resource
 from factories.source_tree import ROOT
 from penstock.cli.serve.service_process import ROLES
 from penstock.common.config import ServerConfig, from_env_and_flags
 from penstock.common.options import options_of
+from penstock.gateway.app import _POST as POSTED
+from penstock.router.backend_targets import scheme_of, service_of
 
 CHART = ROOT / "deploy" / "helm" / "penstock"
 HELM = shutil.which(os.environ.get("HELM", "helm"))
 KUBECTL = shutil.which("kubectl")
-KUBERNETES = "1.33"
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm: python tools/get_helm.py")
 
 Document = dict[str, Any]
@@ -37,17 +40,34 @@ SETTINGS = {
     "claim": ["--set", "model.source=pvc,model.name=qwen,model.pvc.claimName=models"],
     "image": ["--set", "model.source=image,model.image.reference=registry.example.org/qwen:1"],
     "small": ["--set", "gateway.enabled=false,networkPolicy.enabled=false,disruptionBudget.enabled=false"],
+    "vllm": ["--set", "vllm.enabled=true,vllm.image=registry.example.org/vllm:1,model.servedName=qwen"],
+    "endpoints": ["--set", "router.discovery=endpoints"],
+    "pool": [
+        *("--set", "inferencePool.enabled=true,inferencePool.parentGateway=inference"),
+        *("--set", "inferencePool.hostnames[0].name=llm.example.org"),
+    ],
     "clients": ["--set", "networkPolicy.clients[0].podSelector.matchLabels.app=shop,serviceAccount.create=false"],
 }
 MODELS = ("hub", "claim", "image")
-# Every set of values files that says where the model is at most once, and takes one accelerator at most.
-COMBINATIONS = [
-    names
-    for count in range(len(SETTINGS) + 1)
-    for names in itertools.combinations(SETTINGS, count)
-    if sum(name in MODELS for name in names) <= 1 and not {"gpu", "npu"} <= set(names)
+# Settings that exclude each other: one place of the model, one accelerator, TLS that others' pods do not speak, a pool
+# of gateways where there is none, rights for an account that is not named.
+APART = [{"gpu", "npu"}, {"production", "vllm"}, {"production", "pool"}, {"small", "pool"}, {"clients", "endpoints"}]
+
+
+def fits(names: tuple[str, ...]) -> bool:
+    places = sum(name in MODELS for name in names)
+    return places <= 1 and not any(pair <= set(names) for pair in APART) and ("vllm" not in names or places == 1)
+
+
+# Any three settings together.
+COMBINATIONS = [names for count in range(4) for names in itertools.combinations(SETTINGS, count) if fits(names)]
+QUICK = [
+    (),
+    ("production", "gpu", "hub", "clients"),
+    ("npu", "claim", "small"),
+    ("hub", "vllm", "endpoints", "pool"),
+    ("claim", "small", "vllm"),
 ]
-QUICK = [(), ("production", "gpu", "hub", "clients"), ("npu", "claim", "small")]
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +87,7 @@ def of_kind(documents: tuple[Document, ...], kind: str) -> list[Document]:
 
 
 def pods(documents: tuple[Document, ...]) -> dict[str, Document]:
-    """{name of the service: its pods' template}"""
+    """{name of the service of ours: its pods' template}"""
     templates = [document["spec"]["template"] for document in of_kind(documents, "Deployment")]
     return {template["metadata"]["labels"]["app.kubernetes.io/component"]: template for template in templates}
 
@@ -77,34 +97,50 @@ def container(template: Document) -> Document:
     return only
 
 
+def all_pods(documents: tuple[Document, ...]) -> dict[str, Document]:
+    """{name: template} of all pods, those of vLLM with the labels that LeaderWorkerSet gives them."""
+    found = pods(documents)
+    for document in of_kind(documents, "LeaderWorkerSet"):
+        for name, index in (("leader", "0"), ("worker", "1")):
+            template = document["spec"]["leaderWorkerTemplate"][f"{name}Template"]
+            labels = {**template["metadata"]["labels"], "leaderworkerset.sigs.k8s.io/worker-index": index}
+            found[f"vllm-{name}"] = {**template, "metadata": {**template["metadata"], "labels": labels}}
+    return found
+
+
 def matches(selector: dict[str, str], template: Document) -> bool:
     return selector.items() <= template["metadata"]["labels"].items()
 
 
 def check_schemas(documents: tuple[Document, ...]) -> None:
     for document in documents:
-        if document["apiVersion"] != "monitoring.coreos.com/v1":
+        if (document["apiVersion"], document["kind"]) in SPECS:
+            check_resource(document)
+        elif document["apiVersion"] != "monitoring.coreos.com/v1":
             kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
 def check_references(documents: tuple[Document, ...]) -> None:
     """Selectors find the pods of one service, services their ports, mounts their volumes."""
-    templates = pods(documents)
+    templates = all_pods(documents)
     for document in documents:
         spec = document.get("spec", {})
         selector = spec.get("podSelector") or spec.get("selector") or {}
         labels = selector.get("matchLabels", selector)
         if labels:
             found = [name for name, template in templates.items() if matches(labels, template)]
-            assert found == [document["metadata"]["labels"]["app.kubernetes.io/component"]]
+            component = document["metadata"]["labels"]["app.kubernetes.io/component"]
+            groups = {"Service": ["vllm-leader"], "NetworkPolicy": ["vllm-leader", "vllm-worker"]}
+            assert found == (groups[document["kind"]] if component == "vllm" else [component])
     for service in of_kind(documents, "Service"):
         [template] = [pod for pod in templates.values() if matches(service["spec"]["selector"], pod)]
         ports = {port["name"]: port["containerPort"] for port in container(template)["ports"]}
         assert all(ports[port["targetPort"]] == port["port"] for port in service["spec"]["ports"])
     for policy in of_kind(documents, "NetworkPolicy"):
-        ports = {port["name"] for pod in templates.values() for port in container(pod)["ports"]}
+        ports = {port["name"] for pod in templates.values() for port in container(pod).get("ports", ())}
         rules = [*policy["spec"]["ingress"], *policy["spec"]["egress"]]
-        assert {port["port"] for rule in rules for port in rule["ports"] if isinstance(port["port"], str)} <= ports
+        named = {port["port"] for rule in rules for port in rule.get("ports", ())}
+        assert {port for port in named if isinstance(port, str)} <= ports
         peers = [peer for rule in policy["spec"]["egress"] for peer in rule.get("to", ())]
         assert all(
             any(matches(peer["podSelector"]["matchLabels"], pod) for pod in templates.values()) for peer in peers
@@ -122,21 +158,31 @@ def check_references(documents: tuple[Document, ...]) -> None:
 
 
 def check_addresses(documents: tuple[Document, ...]) -> None:
-    """Router and gateway call a service each at a port of it."""
+    """Router and gateway call a service each at a port of it, or the endpoints at a named port."""
     ports = {
-        f"{service['metadata']['name']}:{port['port']}"
+        f"{service['metadata']['name']}:{port[key]}"
         for service in of_kind(documents, "Service")
         for port in service["spec"]["ports"]
+        for key in ("port", "name")
     }
     flags = ("--tokenizer=", "--backend=", "--router=")
     called = [
-        argument.split("=", 1)[1]
+        target
         for template in pods(documents).values()
         for argument in container(template)["args"]
         if argument.startswith(flags)
+        for target in argument.split("=", 1)[1].split(",")
     ]
-    assert len(called) == (3 if "gateway" in pods(documents) else 2)
-    assert set(called) <= ports
+    backends = sum(name in all_pods(documents) for name in ("generation", "vllm-leader"))
+    assert len(called) == backends + (2 if "gateway" in pods(documents) else 1)
+    [namespace] = {document["metadata"].get("namespace") for document in documents if document["kind"] == "Service"}
+    for target in called:
+        service = service_of(target)
+        if service is None:
+            assert target.removeprefix(f"{scheme_of(target)}://") in ports
+        else:
+            assert (f"{service.name}:{service.port}" in ports, service.namespace) == (True, namespace)
+    assert [scheme_of(target) for target in called].count("vllm") == ("vllm-leader" in all_pods(documents))
 
 
 def check_flags(documents: tuple[Document, ...]) -> None:
@@ -168,6 +214,58 @@ def check_pods(documents: tuple[Document, ...]) -> None:
         assert {mount["mountPath"] for mount in only["volumeMounts"]} >= {"/tmp", "/home/penstock"}
 
 
+def check_rights(documents: tuple[Document, ...]) -> None:
+    """Only a router that watches endpoints has a token, and its account the right to that alone."""
+    with_token = {name for name, pod in all_pods(documents).items() if pod["spec"]["automountServiceAccountToken"]}
+    roles, bindings = of_kind(documents, "Role"), of_kind(documents, "RoleBinding")
+    assert with_token == ({"router"} if roles else set())
+    for role, binding in zip(roles, bindings, strict=True):
+        assert role["rules"] == [
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+        ]
+        assert binding["roleRef"]["name"] == role["metadata"]["name"]
+        [subject] = binding["subjects"]
+        assert subject["name"] == pods(documents)["router"]["spec"]["serviceAccountName"]
+        assert subject["namespace"] == role["metadata"]["namespace"] == binding["metadata"]["namespace"]
+
+
+def check_pool(documents: tuple[Document, ...]) -> None:
+    """A pool's port is that of the gateway, which shows its metrics without a token and allows the route's names."""
+    for pool in of_kind(documents, "InferencePool"):
+        gateway = container(pods(documents)["gateway"])
+        assert pool["spec"]["targetPorts"] == [{"number": port["containerPort"]} for port in gateway["ports"]]
+        assert not [argument for argument in gateway["args"] if argument.startswith("--metrics-token-file")]
+        [route] = of_kind(documents, "HTTPRoute")
+        assert f"--allowed-hosts={','.join(route['spec']['hostnames'])}" in gateway["args"]
+        references = [one for rule in route["spec"]["rules"] for one in rule["backendRefs"]]
+        services = {service["metadata"]["name"]: service["spec"] for service in of_kind(documents, "Service")}
+        assert [one["kind"] for one in references] == ["InferencePool", "Service"]
+        assert references[0]["name"] == pool["metadata"]["name"]
+        assert references[1]["port"] in [port["port"] for port in services[references[1]["name"]]["ports"]]
+        paths = [match["path"]["value"] for match in route["spec"]["rules"][0]["matches"]]
+        assert set(paths) <= set(POSTED)
+
+
+def check_groups(documents: tuple[Document, ...]) -> None:
+    """Leader and workers of vLLM differ in what serves; each group is one torch.distributed job."""
+    for document in of_kind(documents, "LeaderWorkerSet"):
+        names = ("vllm-leader", "vllm-worker")
+        leader, worker = (container(all_pods(documents)[name]) for name in names)
+        serving = {"--grpc", "--host=0.0.0.0", "--port=8000"}
+        assert set(leader["args"]) - set(worker["args"]) == serving
+        assert set(worker["args"]) - set(leader["args"]) == {"--headless"}
+        # Flags of vLLM 0.32 (vllm/engine/arg_utils.py). The variables are those of api/leaderworkerset/v1.
+        wanted = {
+            *("--distributed-executor-backend=mp", "--nnodes=$(LWS_GROUP_SIZE)", "--node-rank=$(LWS_WORKER_INDEX)"),
+            *("--master-addr=$(LWS_LEADER_ADDRESS)", "--master-port=29500"),
+        }
+        assert wanted <= set(leader["args"])
+        assert "ports" not in worker
+        assert "readinessProbe" not in worker
+        # LeaderWorkerSet makes a service of the set's own name.
+        assert document["metadata"]["name"] not in {one["metadata"]["name"] for one in of_kind(documents, "Service")}
+
+
 def metric_names() -> set[str]:
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     return set(re.findall(r"^\| `(\w+)` \| (?:gauge|counter) \|", page, re.MULTILINE))
@@ -176,7 +274,10 @@ def metric_names() -> set[str]:
 @needs_helm
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(names, marks=[] if names in QUICK else [pytest.mark.slow]) for names in COMBINATIONS],
+    [
+        pytest.param(names, marks=[] if names in QUICK else [pytest.mark.slow])
+        for names in dict.fromkeys([*QUICK, *COMBINATIONS])
+    ],
     ids=lambda names: "+".join(names) or "defaults",
 )
 def test_what_values_give_is_valid_and_fits_together(names: tuple[str, ...]) -> None:
@@ -185,6 +286,9 @@ def test_what_values_give_is_valid_and_fits_together(names: tuple[str, ...]) -> 
     check_addresses(documents)
     check_flags(documents)
     check_pods(documents)
+    check_rights(documents)
+    check_pool(documents)
+    check_groups(documents)
     check_schemas(documents)
 
 
@@ -220,6 +324,17 @@ def test_what_is_made_from_the_values_is_up_to_date() -> None:
         ("tls.enabled=true,tls.secretName=a,probes.kind=grpc", "probes.kind"),
         ("router.autoscaling.enabled=true,router.autoscaling.minReplicas=9", "router.autoscaling.minReplicas"),
         ("generation.options.KV_MEMORY=1", "KV_MEMORY"),
+        ("generation.enabled=false", "vllm.enabled"),
+        ("vllm.enabled=true", "model.source"),
+        ("vllm.enabled=true,model.source=hub,model.name=q", "vllm.image"),
+        ("vllm.enabled=true,model.source=hub,model.name=q,vllm.image=v", "model.servedName"),
+        ("vllm.enabled=true,model.source=hub,model.name=q,tls.enabled=true,tls.secretName=a", "tls.enabled"),
+        ("vllm.enabled=true,model.source=hub,model.name=q,vllm.image=v,model.servedName=q,vllm.size=3", "vllm.size"),
+        ("inferencePool.enabled=true,tls.enabled=true,tls.secretName=a", "tls.enabled"),
+        ("inferencePool.enabled=true,gateway.enabled=false", "gateway.enabled"),
+        ("inferencePool.failureMode=Never", "failureMode"),
+        ("router.discovery=endpoints,serviceAccount.create=false", "serviceAccount.name"),
+        ("router.discovery=etcd", "discovery"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(setting: str, named: str) -> None:
@@ -249,3 +364,70 @@ def test_kustomize_gives_what_is_valid_and_fits_together(folder: str) -> None:
     check_addresses(documents)
     check_flags(documents)
     check_schemas(documents)
+
+
+def rendered_with(*settings: str) -> tuple[Document, ...]:
+    done = helm(*(argument for setting in settings for argument in ("--set", setting)))
+    assert done.returncode == 0, done.stderr
+    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+
+
+@needs_helm
+def test_vllm_may_be_the_only_backend() -> None:
+    documents = rendered_with(
+        "generation.enabled=false,vllm.enabled=true,vllm.image=v:1,vllm.size=1,model.source=hub,model.name=q",
+        "model.servedName=q,vllm.options.tensor-parallel-size=8,vllm.options.pipeline-parallel-size=null",
+    )
+    assert "generation" not in pods(documents)
+    check_references(documents)
+    check_addresses(documents)
+    check_schemas(documents)
+    arguments = container(all_pods(documents)["vllm-leader"])["args"]
+    assert "--tensor-parallel-size=8" in arguments
+    assert not [argument for argument in arguments if argument.startswith(("--nnodes", "--pipeline"))]
+
+
+@needs_helm
+def test_the_pods_of_a_group_reach_each_other() -> None:
+    documents = rendered(("hub", "vllm"))
+    [policy] = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"].endswith("-vllm")]
+    own = {"podSelector": {"matchLabels": policy["spec"]["podSelector"]["matchLabels"]}}
+    assert {"from": [own]} in policy["spec"]["ingress"]
+    assert {"to": [own]} in policy["spec"]["egress"]
+
+
+def test_the_picker_reads_metrics_of_the_gateway() -> None:
+    """EndpointPickerConfig of llm-d-router 0.10: its plugins refer to each other by name."""
+    config = yaml.safe_load((CHART / "picker.yaml").read_text(encoding="utf-8"))
+    assert (config["apiVersion"], config["kind"]) == ("inference.networking.x-k8s.io/v1alpha1", "EndpointPickerConfig")
+    plugins = {plugin.get("name", plugin["type"]): plugin for plugin in config["plugins"]}
+    profiles = [plugin for profile in config["schedulingProfiles"] for plugin in profile["plugins"]]
+    sources = config["dataLayer"]["sources"]
+    extractors = [extractor for source in sources for extractor in source["extractors"]]
+    assert {one["pluginRef"] for one in [*profiles, *sources, *extractors]} == plugins.keys()
+    parameters = plugins["core-metrics-extractor"]["parameters"]
+    [engine] = parameters["engineConfigs"]
+    assert engine.pop("name") == parameters["defaultEngine"]
+    assert engine.keys() <= {"queuedRequestsSpec", "runningRequestsSpec", "kvUsageSpec", "loraSpec", "cacheInfoSpec"}
+    gateway = {name for name in metric_names() if name.startswith("penstock_gateway_")}
+    assert set(engine.values()) <= gateway
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        (("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"), {"leaderWorkerTemplate": {"size": 2}}),
+        (("inference.networking.k8s.io/v1", "InferencePool"), {"extensionRef": {"name": "picker"}}),
+        (("gateway.networking.k8s.io/v1", "HTTPRoute"), {"rules": [{"matches": [{"path": "/"}]}]}),
+        (("serving.kserve.io/v1alpha1", "ServingRuntime"), {"containers": []}),
+        (("serving.kserve.io/v1beta1", "InferenceService"), {"predictor": {"model": {"format": "x"}}}),
+    ],
+)
+def test_a_wrong_resource_would_be_seen(kind: tuple[str, str], spec: Document) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        check_resource({"apiVersion": kind[0], "kind": kind[1], "metadata": {"name": "a"}, "spec": spec})
+
+
+def test_a_wrong_pod_in_a_resource_would_be_seen() -> None:
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check_pod({"spec": {"containers": [{"name": "a", "image": "b", "imagePolicy": "Always"}]}})

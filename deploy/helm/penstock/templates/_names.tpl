@@ -31,7 +31,13 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{/* The services that run, as a list. */}}
 {{- define "penstock.services" -}}
-{{- list "tokenizer" "generation" "router" | toJson -}}
+{{- if not (or .Values.generation.enabled .Values.vllm.enabled) }}{{ fail "generation.enabled: the router needs a backend: set it, or vllm.enabled" }}{{ end -}}
+{{- ternary (list "tokenizer" "generation" "router") (list "tokenizer" "router") .Values.generation.enabled | toJson -}}
+{{- end -}}
+
+{{/* Service of the leaders of groups of vLLM. LeaderWorkerSet makes one of the set's own name, with all pods. */}}
+{{- define "penstock.leaders" -}}
+{{ include "penstock.name" (dict "root" . "name" "vllm") }}-leaders
 {{- end -}}
 
 {{- define "penstock.components" -}}
@@ -41,7 +47,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{/* Port that callers use, and its name. */}}
 {{- define "penstock.port" -}}
-{{- get (dict "router" "50050" "tokenizer" "50051" "generation" "50052" "gateway" "8000") .name -}}
+{{- get (dict "router" "50050" "tokenizer" "50051" "generation" "50052" "gateway" "8000" "vllm" "8000") .name -}}
 {{- end -}}
 
 {{- define "penstock.portName" -}}

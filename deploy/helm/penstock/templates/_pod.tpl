@@ -25,6 +25,28 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Targets of --backend, as a list. */}}
+{{- define "penstock.backends" -}}
+{{- $values := .Values -}}
+{{- $targets := list -}}
+{{- $places := list -}}
+{{- if $values.generation.enabled -}}
+{{- $places = append $places (list "" (include "penstock.name" (dict "root" . "name" "generation")) (include "penstock.port" (dict "name" "generation"))) -}}
+{{- end -}}
+{{- if $values.vllm.enabled -}}
+{{- $places = append $places (list "vllm" (include "penstock.leaders" .) (include "penstock.port" (dict "name" "vllm"))) -}}
+{{- end -}}
+{{- range $places -}}
+{{- $engine := index . 0 -}}
+{{- if eq $values.router.discovery "endpoints" -}}
+{{- $targets = append $targets (printf "%sk8s://%s/%s:grpc" (ternary (printf "%s+" $engine) "" (ne $engine "")) $.Release.Namespace (index . 1)) -}}
+{{- else -}}
+{{- $targets = append $targets (printf "%s%s:%s" (ternary (printf "%s://" $engine) "" (ne $engine "")) (index . 1) (index . 2)) -}}
+{{- end -}}
+{{- end -}}
+{{- $targets | toJson -}}
+{{- end -}}
+
 {{- define "penstock.args" -}}
 {{- $values := .root.Values -}}
 {{- $served := has .name (list "tokenizer" "generation") -}}
@@ -46,9 +68,8 @@
 - --health-socket=/tmp/penstock-health.sock
 {{- end }}
 {{- if eq .name "router" }}
-{{- range list "tokenizer" "generation" }}
-- --{{ ternary "tokenizer" "backend" (eq . "tokenizer") }}={{ include "penstock.name" (dict "root" $.root "name" .) }}:{{ include "penstock.port" (dict "name" .) }}
-{{- end }}
+- --tokenizer={{ include "penstock.name" (dict "root" .root "name" "tokenizer") }}:{{ include "penstock.port" (dict "name" "tokenizer") }}
+- --backend={{ include "penstock.backends" .root | fromJsonArray | join "," }}
 {{- end }}
 {{- if eq .name "gateway" }}
 - --router={{ include "penstock.name" (dict "root" .root "name" "router") }}:{{ include "penstock.port" (dict "name" "router") }}
@@ -75,13 +96,18 @@
 {{- end }}
 {{- if $values.auth.tokenSecret }}
 {{- if eq .name "gateway" }}
+{{- if not $values.inferencePool.enabled }}
 - --metrics-token-file=/etc/penstock/auth/token
+{{- end }}
 {{- else }}
 - --auth-token-file=/etc/penstock/auth/token
 {{- end }}
 {{- if eq .name "router" }}
 - --channel-token-file=/etc/penstock/auth/token
 {{- end }}
+{{- end }}
+{{- if and (eq .name "gateway") $values.inferencePool.enabled $values.inferencePool.hostnames }}
+- --allowed-hosts={{ range $number, $host := $values.inferencePool.hostnames }}{{ if $number }},{{ end }}{{ $host.name }}{{ end }}
 {{- end }}
 {{- include "penstock.options" (index $values .name).options }}
 {{- end -}}
@@ -164,7 +190,7 @@ livenessProbe:
 
 {{- define "penstock.env" -}}
 {{- $hub := .root.Values.model.hub -}}
-{{- if and (has .name (list "tokenizer" "generation")) (eq .root.Values.model.source "hub") }}
+{{- if and (has .name (list "tokenizer" "generation" "vllm")) (eq .root.Values.model.source "hub") }}
 - name: HF_HOME
   value: /cache/huggingface
 {{- if $hub.tokenSecret }}
@@ -188,7 +214,7 @@ livenessProbe:
   emptyDir: {}
 - name: home
   emptyDir: {}
-{{- if has .name (list "tokenizer" "generation") }}
+{{- if has .name (list "tokenizer" "generation" "vllm") }}
 {{- if eq $model.source "hub" }}
 - name: hub
   {{- if $model.hub.cacheClaim }}
@@ -212,11 +238,11 @@ livenessProbe:
     pullPolicy: {{ $values.images.pullPolicy }}
 {{- end }}
 {{- end }}
-{{- if and (eq .name "generation") $values.generation.sharedMemory }}
+{{- with dig "sharedMemory" "" (index $values .name) }}
 - name: shared-memory
   emptyDir:
     medium: Memory
-    sizeLimit: {{ $values.generation.sharedMemory }}
+    sizeLimit: {{ . }}
 {{- end }}
 {{- if eq .name "generation" }}
 {{- range $number, $place := $values.generation.hostPaths }}
@@ -231,7 +257,7 @@ livenessProbe:
     secretName: {{ required "tls.secretName: the secret that tls.enabled needs" $values.tls.secretName }}
     defaultMode: 0440
 {{- end }}
-{{- if $values.auth.tokenSecret }}
+{{- if and $values.auth.tokenSecret (ne .name "vllm") }}
 - name: auth
   secret:
     secretName: {{ $values.auth.tokenSecret }}
