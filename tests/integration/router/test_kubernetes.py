@@ -11,6 +11,7 @@ import pytest
 from factories.servers.emitting_backend import EmittingBackend
 from factories.servers.kubernetes_api import ScriptedApi, endpoint_slice, scripted_api
 from factories.servers.router import PATIENCE_SECONDS, Router, backend, collect, generate, running_router
+from factories.servers.scripted_engine import ScriptedEngine
 from penstock.common.errors import StartupError
 
 TARGET = "k8s://models/generation:grpc"
@@ -61,6 +62,14 @@ async def test_a_service_without_endpoints_keeps_the_last_ones() -> None:
         api.put(endpoint_slice(name="c", unready=("10.0.0.1",)))
         assert (await collect(router.stub.Generate(generate()))).finished
         assert router.metric("backend_up", backend=TARGET) == 1
+
+
+async def test_endpoints_of_a_vllm_are_spoken_to_in_its_protocol() -> None:
+    async with ScriptedEngine() as engine, scripted_api(endpoint_slice("127.0.0.1", port=engine.port)) as api:
+        settings = {"kubernetes_api": f"http://127.0.0.1:{api.port}", "engine_poll_seconds": 0.01}
+        async with running_router(backend=(f"vllm+{TARGET}",), resolver=_no_names, **settings) as router:
+            assert (await collect(router.stub.Generate(generate()))).finished
+            assert len(engine.requests) == 1
 
 
 async def test_outside_a_cluster_the_router_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

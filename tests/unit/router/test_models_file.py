@@ -45,6 +45,14 @@ def test_a_file_says_names_shares_and_addresses(tmp_path: Path) -> None:
     assert not warm.is_on_demand
 
 
+def test_backends_may_be_other_engines_and_services(tmp_path: Path) -> None:
+    backends = ("vllm://b:1", "k8s://models/b:grpc", "vllm+k8s://b:8000")
+    text = ONE.replace('["b:1"]', str(list(backends)).replace("'", '"'))
+    assert read(tmp_path, text).models[0].backends == backends
+    with pytest.raises(StartupError, match=r"models\[0\].tokenizer: 'k8s://t:1' is not host:port"):
+        read(tmp_path, ONE.replace('"t:1"', '"k8s://t:1"'))
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
