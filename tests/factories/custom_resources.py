@@ -1,7 +1,8 @@
 """Published types of other projects' resources that we write: fields, what is required, enumerations.
 
-Their schemas are on no package index, so they are data here, each with the version that it was taken from. Pods inside
-them are Kubernetes' own, held against its schemas by `check_pod`.
+Their schemas are on no package index, so they are data here, written from the sources named beside them as they were
+in 2026: no release is vouched for, and no cluster took part. Pods inside them are Kubernetes' own, held against its
+schemas by `check_pod`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _list(items: Any, least: int = 0, most: int = 1024) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": least, "maxItems": most}
 
 
-# LeaderWorkerSet, leaderworkerset.x-k8s.io/v1: api/leaderworkerset/v1 of kubernetes-sigs/lws 0.6.
+# LeaderWorkerSet, leaderworkerset.x-k8s.io/v1: api/leaderworkerset/v1 of kubernetes-sigs/lws.
 _LEADER_WORKER_SET = _object(
     ("leaderWorkerTemplate",),
     replicas={"type": "integer", "minimum": 0},
@@ -57,7 +58,7 @@ _LEADER_WORKER_SET = _object(
     ),
 )
 
-# InferencePool, inference.networking.k8s.io/v1: api/v1 of kubernetes-sigs/gateway-api-inference-extension 1.6.0. A
+# InferencePool, inference.networking.k8s.io/v1: api/v1 of kubernetes-sigs/gateway-api-inference-extension. A
 # Service as the picker needs a port.
 _INFERENCE_POOL = _object(
     ("selector", "targetPorts", "endpointPickerRef"),
@@ -74,7 +75,7 @@ _INFERENCE_POOL = _object(
     ),
 )
 
-# HTTPRoute, gateway.networking.k8s.io/v1: the standard channel of kubernetes-sigs/gateway-api 1.2.
+# HTTPRoute, gateway.networking.k8s.io/v1: the standard channel of kubernetes-sigs/gateway-api, in part from memory.
 _HTTP_ROUTE = _object(
     parentRefs=_list(
         _object(
@@ -128,7 +129,7 @@ _HTTP_ROUTE = _object(
     ),
 )
 
-# ServingRuntime, serving.kserve.io/v1alpha1: pkg/apis/serving/v1alpha1 of kserve/kserve 0.16. A pod's fields are beside
+# ServingRuntime, serving.kserve.io/v1alpha1: pkg/apis/serving/v1alpha1 of kserve/kserve. A pod's fields are beside
 # the runtime's own.
 _SERVING_RUNTIME = _object(
     ("containers",),
@@ -159,7 +160,7 @@ _SERVING_RUNTIME = _object(
     storageHelper=_object(disabled={"type": "boolean"}),
 )
 
-# InferenceService, serving.kserve.io/v1beta1: the fields that the examples use, of kserve/kserve 0.16.
+# InferenceService, serving.kserve.io/v1beta1: the fields that the examples use, of kserve/kserve, in part from memory.
 _INFERENCE_SERVICE = _object(
     ("predictor",),
     predictor=_object(

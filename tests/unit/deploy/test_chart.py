@@ -397,7 +397,7 @@ def test_the_pods_of_a_group_reach_each_other() -> None:
 
 
 def test_the_picker_reads_metrics_of_the_gateway() -> None:
-    """EndpointPickerConfig of llm-d-router 0.10: its plugins refer to each other by name."""
+    """EndpointPickerConfig of llm-d-router, as read in 2026: its plugins refer to each other by name."""
     config = yaml.safe_load((CHART / "picker.yaml").read_text(encoding="utf-8"))
     assert (config["apiVersion"], config["kind"]) == ("inference.networking.x-k8s.io/v1alpha1", "EndpointPickerConfig")
     plugins = {plugin.get("name", plugin["type"]): plugin for plugin in config["plugins"]}
