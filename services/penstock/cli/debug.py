@@ -19,7 +19,8 @@ from penstock.cli.client.connection import (
     wait_connected,
 )
 from penstock.cli.client.connection import GROUP as CONNECTION
-from penstock.cli.console import console, say
+from penstock.cli.console import console
+from penstock.cli.engine_state import State, state_text
 from penstock.cli.flags import Overrides, argument, command
 from penstock.cli.trace import EPILOG as TRACE_EPILOG
 from penstock.cli.trace import TraceConfig, run_trace
@@ -29,11 +30,10 @@ from penstock.common.ports import GENERATION_PORT
 if TYPE_CHECKING:
     import grpc
     from penstock_client import ClientConfig
-    from rich.table import Table
 
 EPILOG = """No token, text or request id is shown: a request is the first 12 digits of its id's
 SHA-256 (printf %s ID | sha256sum | cut -c1-12).
-docs/learn/engine.md explains the columns.
+docs/learn/engine.md explains the words.
 
 Examples:
 
@@ -43,11 +43,8 @@ Examples:
 
   penstock debug state --json"""
 
-State = dict[str, Any]
 # Time for a service that waits for its engine for as long as its own configuration allows.
 _UNKNOWN_WAIT_SECONDS = 60.0
-_GROUP_COLUMNS = ("request", "state", "decoding", "priority", "age", "running", "prompt", "most new", "width")
-_SEQUENCE_COLUMNS = ("sequence", "family", "tokens", "computed", "blocks", "host blocks", "drafts", "waits for")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +96,7 @@ def run_state(given: Overrides) -> None:
     if config.json:
         sys.stdout.write(json.dumps(state, indent=2) + "\n")
     else:
-        _show(state)
+        console().print(state_text(state), markup=False, end="", soft_wrap=True)
 
 
 async def _ask(config: DebugConfig) -> State:
@@ -163,73 +160,6 @@ def _with_numbers(state: State) -> State:
         for sequence in group["sequences"]:
             sequence["number"] = int(sequence["number"])
     return state
-
-
-def _show(state: State) -> None:
-    pool, step = state["pool"], state["last_step"]
-    if state["stack"]:
-        say("the engine's thread did not answer; it is at")
-        for line in state["stack"]:
-            say(f"  {line}")
-    say(
-        f"pool: {pool['used']} of {pool['total']} blocks used, {pool['free']} free, {pool['evictable']} evictable, "
-        f"{pool['references']} references, {pool['reserve']} kept for running requests"
-    )
-    # A service of an older release has no host pool.
-    host = state.get("host_pool")
-    if host and host["total"]:
-        say(
-            f"host pool: {host['used']} of {host['total']} blocks used by {host['swapped_requests']} swapped requests, "
-            f"{host['free']} free, {host['evictable']} evictable; preemption by {host['preemption']}"
-        )
-    show = console().print
-    if step["number"]:
-        say(
-            f"step {step['number']}: {step['rows']} rows, {step['rows_left']} left, held back by {step['ended_by']}; "
-            f"{step['admitted']} admitted, {step['preempted']} preempted"
-        )
-        show(_rows_table(step))
-    else:
-        say("no step: the engine has nothing to do")
-    for queue in ("running", "waiting"):
-        show(_groups_table(queue, state[queue], state[f"more_{queue}"]))
-    for title in ("counters", "config"):
-        show(_table(title, (title[:-1] if title == "counters" else "option", "value"), state[title].items()))
-
-
-def _rows_table(step: State) -> Table:
-    columns = ("request", "sequences", "prompt_rows", "decode_rows", "draft_rows")
-    rows = [[group[column] for column in columns] for group in step["groups"]]
-    return _table("last step", columns, rows, step["more_groups"])
-
-
-def _groups_table(title: str, groups: list[State], more: int) -> Table:
-    """Make the table: a line for each sequence; facts of the request stand in its first line."""
-    rows: list[list[Any]] = []
-    for group in groups:
-        facts = [group[name] for name in ("request", "state", "decoding", "priority")]
-        facts += [f"{group['age_seconds']:.3f}s", f"{group['running_seconds']:.3f}s"]
-        facts += [group["prompt_tokens"], group["max_new_tokens"], group["width"]]
-        for sequence in group["sequences"] or [None]:
-            rows.append([*facts, *(_sequence(sequence) if sequence else [""] * len(_SEQUENCE_COLUMNS))])
-            facts = [""] * len(_GROUP_COLUMNS)
-        if group["more_sequences"]:
-            rows.append([*facts, f"and {group['more_sequences']} more", *[""] * (len(_SEQUENCE_COLUMNS) - 1)])
-    return _table(title, (*_GROUP_COLUMNS, *_SEQUENCE_COLUMNS), rows, more)
-
-
-def _sequence(sequence: State) -> list[Any]:
-    names = ("number", "family", "tokens", "computed_tokens", "blocks", "host_blocks", "draft_tokens", "waits_for")
-    return [sequence[name] for name in names]
-
-
-def _table(title: str, columns: tuple[str, ...], rows: Any, more: int = 0) -> Table:
-    from rich.table import Table
-
-    table = Table(*columns, title=title, caption=f"and {more} more" if more else None, title_justify="left")
-    for row in rows:
-        table.add_row(*(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in row))
-    return table
 
 
 commands = typer.Typer(no_args_is_help=True, add_completion=False)
