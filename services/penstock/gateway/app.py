@@ -56,7 +56,7 @@ from penstock.gateway.redis_responses import RedisResponses, is_shared
 from penstock.gateway.request_head import TrustedHosts, foreign_host
 from penstock.gateway.request_log import log_request
 from penstock.gateway.response_store import ResponseStore
-from penstock.gateway.responses import delete_response, get_response, list_input_items, responses
+from penstock.gateway.responses import count_input_tokens, delete_response, get_response, list_input_items, responses
 from penstock.gateway.sqlite_responses import SqliteResponses
 from penstock.gateway.text_routes import (
     apply_template,
@@ -86,6 +86,7 @@ _POST: dict[str, Handler] = {
     "/v1/messages": messages,
     "/v1/messages/count_tokens": count_tokens,
     "/v1/responses": responses,
+    "/v1/responses/input_tokens": count_input_tokens,
     "/v1/embeddings": embeddings,
     "/v1/score": score,
     "/v1/files": create_file,
@@ -114,6 +115,8 @@ _PROBES = frozenset(("/health", "/healthz", "/readyz"))
 # They reveal nothing but the program itself, and the chat page asks before its reader has shown a token.
 _PUBLIC = frozenset(("/options",))
 _DELETE: dict[str, Handler] = {"/v1/responses/{name}": delete_response, "/v1/files/{name}": delete_file}
+# Paths of OpenAI's API and of Anthropic's.
+_OF_BOTH = frozenset(("/v1/models", "/v1/models/{name:path}"))
 # POST routes that read their body themselves, and those that clients send without one.
 _UPLOADS, _MAYBE_EMPTY = frozenset(("/v1/files",)), frozenset(("/v1/batches/{name}/cancel",))
 # Routes with errors in another form than OpenAI's.
@@ -121,6 +124,7 @@ _ERRORS: dict[str, ErrorShape] = {
     "/v1/messages": ANTHROPIC_ERRORS,
     "/v1/messages/count_tokens": ANTHROPIC_ERRORS,
     "/v1/responses": RESPONSE_ERRORS,
+    "/v1/responses/input_tokens": RESPONSE_ERRORS,
 }
 _log = get_logger("penstock.gateway")
 
@@ -318,6 +322,7 @@ class GatewayApp(OwnServer):
                 may_be_empty=path in _MAYBE_EMPTY,
                 is_upload=method == "POST" and path in _UPLOADS,
                 is_public=path in _PUBLIC,
+                is_of_both=path in _OF_BOTH,
                 errors=_ERRORS.get(path, OPENAI_ERRORS),
             )
             return Route(path, endpoint, methods=[method])

@@ -46,7 +46,15 @@ from penstock.gateway.answers import merged
 from penstock.gateway.callers import Caller, Callers
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.followed import Followed
-from penstock.gateway.http_errors import OPENAI_ERRORS, ErrorShape, HttpError, error_headers, internal, status_of
+from penstock.gateway.http_errors import (
+    ANTHROPIC_ERRORS,
+    OPENAI_ERRORS,
+    ErrorShape,
+    HttpError,
+    error_headers,
+    internal,
+    status_of,
+)
 from penstock.gateway.http_server import HttpConnection, connection_of
 from penstock.gateway.jobs import Jobs
 from penstock.gateway.json_body import BodyBounds, parse_object
@@ -85,6 +93,8 @@ _FILE = [
     (b"content-disposition", b"attachment"),
     (b"x-content-type-options", b"nosniff"),
 ]
+# Header that every client of Anthropic's API sends, and no other's.
+_ANTHROPIC_VERSION = b"anthropic-version"
 _TRACE_KEYS = (TRACEPARENT_KEY, TRACESTATE_KEY)
 _GONE = 499
 # Bodies up to this size are parsed on the event loop: a thread would take longer.
@@ -115,6 +125,8 @@ class HttpCall:
     header_id: str = ""
     # Query of the URL.
     query: str = ""
+    # The caller is a client of Anthropic's API, by its header.
+    is_anthropic: bool = False
     # Digest of the bearer token, to which responses, files and batches belong; empty for callers without one.
     owner: str = ""
     # As Caller.tenant.
@@ -211,16 +223,18 @@ class Endpoint:
         may_be_empty: bool = False,
         is_upload: bool = False,
         is_public: bool = False,
+        is_of_both: bool = False,
         errors: ErrorShape = OPENAI_ERRORS,
     ) -> None:
         """Make it. Without `has_body` it is a GET or DELETE, which has no span and which any page may send.
 
         `may_be_empty`: no body is one without fields. `is_upload`: the handler reads the body itself, part by part.
-        `is_public`: it needs neither a token nor a place.
+        `is_public`: it needs neither a token nor a place. `is_of_both`: Anthropic's API has the path, too, and its
+        clients get its form.
         """
         self._may_be_empty, self._is_upload = may_be_empty, is_upload
         self._route, self._handler, self._has_body, self._is_public = route, handler, has_body, is_public
-        self._door, self._errors, self._tracer = door, errors, tracer
+        self._door, self._errors, self._tracer, self._is_of_both = door, errors, tracer, is_of_both
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; raises only when its task is cancelled from outside."""
@@ -231,7 +245,10 @@ class Endpoint:
         # Warnings of the previous request on the connection, if this one was read ahead.
         current_span.set(None)
         span = self._begin_span(headers, scope) if self._tracer is not None and self._has_body else None
-        exchange = _Exchange(scope, receive, send, self._door, begin, self._errors)
+        is_anthropic = self._is_of_both and _ANTHROPIC_VERSION in headers
+        errors = ANTHROPIC_ERRORS if is_anthropic else self._errors
+        exchange = _Exchange(scope, receive, send, self._door, begin, errors)
+        exchange.is_anthropic = is_anthropic
         exchange.request_id = request_id
         try:
             await self._answer(exchange, scope, headers)
@@ -296,6 +313,7 @@ class Endpoint:
             request_id=exchange.request_id,
             header_id=exchange.request_id,
             query=scope.get("query_string", b"").decode("latin-1"),
+            is_anthropic=exchange.is_anthropic,
             owner=owner_of(shown),
             tenant=caller.tenant,
             responses=self._door.responses,
@@ -383,6 +401,7 @@ class _Exchange:
         # Reason of the error that ended it, for the span.
         self.reason = ""
         self.request_id = ""
+        self.is_anthropic = False
         # Field of that error, and the call once the body was read, for the log.
         self.field: str | None = None
         self.call: HttpCall | None = None

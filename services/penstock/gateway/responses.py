@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from penstock.gateway.custom_tools import ToolNames, allowed_of, as_function, ch
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.http_errors import HttpError
 from penstock.gateway.json_output import read_form
-from penstock.gateway.request_fields import Fields, checked, options_of, typed
+from penstock.gateway.request_fields import Fields, checked, checked_call, options_of, typed
 from penstock.gateway.response_items import Event, OutputItems, conversation_of, new_id, read_items
 from penstock.gateway.response_store import ResponseStore, StoredResponse, StoreFailed
 
@@ -47,6 +47,8 @@ class _ResponsePlan:
     previous: str | None
     is_stored: bool
     open: Callable[[], AsyncStream]
+    # Render the prompt: its text and ids.
+    render: Callable[[], Awaitable[tuple[str, list[int]]]]
     tool_names: ToolNames
 
 
@@ -64,6 +66,15 @@ async def responses(call: HttpCall) -> Answer:
         response = _ended(plan, stream, items, int(time.time()))[0]
         call.request_id = stream.state.started.request_id  # type: ignore[union-attr] # it has
     return dumps(await _keep(plan, call, response))
+
+
+async def count_input_tokens(call: HttpCall) -> Answer:
+    """Answer with the number of tokens of the prompt that a request would make. Raises PenstockError."""
+    fields = Fields(call)
+    fields.raw("stream")
+    plan = await _read(fields, call)
+    _, ids = await checked_call(plan.render(), schema="parameters")
+    return dumps({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 async def get_response(call: HttpCall) -> Answer:
@@ -183,6 +194,19 @@ async def _read(fields: Fields, call: HttpCall) -> _ResponsePlan:
             schema="parameters",
         )
 
+    def render() -> Awaitable[tuple[str, list[int]]]:
+        return checked(
+            {},
+            lambda: call.client.render_chat(
+                messages,
+                tools=tools,
+                chat_template_kwargs=variables or None,
+                model=options["model"],
+                timeout=call.config.answer_seconds,
+            ),
+            schema="parameters",
+        )
+
     is_stored = store is not False and call.responses is not None
     echo = {
         "instructions": instructions,
@@ -199,7 +223,7 @@ async def _read(fields: Fields, call: HttpCall) -> _ResponsePlan:
         "truncation": "disabled",
         "metadata": metadata,
     }
-    return _ResponsePlan(new_id("resp"), echo, given, previous, is_stored, send, names)
+    return _ResponsePlan(new_id("resp"), echo, given, previous, is_stored, send, render, names)
 
 
 async def _earlier(call: HttpCall, previous: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from penstock_client import LogprobEntry
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.common.model_names import those_there_are
 from penstock.gateway.answers import dumps, usage_of
+from penstock.gateway.anthropic_models import anthropic_model, anthropic_models
 from penstock.gateway.chat_history import messages_of
 from penstock.gateway.endpoint import Answer, HttpCall
 from penstock.gateway.request_fields import Fields, checked, checked_call, ids_of, tools_of, typed
@@ -43,8 +44,10 @@ def _model(model: Any) -> dict[str, Any]:
 
 
 async def list_models(call: HttpCall) -> Answer:
-    """Answer `/v1/models`: models and adapters."""
+    """Answer `/v1/models`: models and adapters. Raises InvalidArgument for a page of Anthropic's list."""
     models = await call.client.list_models()
+    if call.is_anthropic:
+        return dumps(anthropic_models([model.name for model in models], call.query))
     return dumps({"object": "list", "data": [_model(model) for model in models]})
 
 
@@ -53,7 +56,7 @@ async def get_model(call: HttpCall) -> Answer:
     models = await call.client.list_models()
     for model in models:
         if model.name == call.tail:
-            return dumps(_model(model))
+            return dumps(anthropic_model(model.name) if call.is_anthropic else _model(model))
     names = those_there_are(model.name for model in models)
     raise NotFound(f"no model or adapter of this name; {names}", reason="MODEL_NOT_FOUND", field="model")
 

@@ -239,3 +239,19 @@ def test_numbers_that_json_has_not_are_no_fault_of_ours(served: Served, number: 
     with Client(served.grpc) as client, pytest.raises(InvalidArgument) as caught:
         client.generate(user("x"), tools=[{"name": "f", "parameters": {}}, wrong])
     assert caught.value.field == "tools[1].parameters"
+
+
+def test_models_have_anthropics_form_for_its_client(client: anthropic.Anthropic, served: Served) -> None:
+    import anthropic
+
+    page = client.models.list(limit=1)
+    (model,) = page.data
+    assert (model.id, model.type, page.has_more, page.first_id) == (MODEL, "model", False, MODEL)
+    assert model.created_at.year >= 2026
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.models.retrieve("other")
+    body: Any = missing.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    with pytest.raises(anthropic.BadRequestError, match="limit"):
+        client.models.list(limit=0)

@@ -204,3 +204,16 @@ def test_a_list_that_is_none_names_what_is_wrong(served: Served, query: dict[str
     with pytest.raises(openai.BadRequestError) as caught:
         served.client.responses.input_items.list(made.id, **query)
     assert caught.value.param == next(iter(query))
+
+
+def test_the_tokens_of_a_request_are_counted_without_an_answer(served: Served) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "input": QUESTION, "instructions": "Be brief.", "tools": [TOOL]}
+    answered = served.client.responses.create(**asked, temperature=0, max_output_tokens=1)
+    counted = served.client.responses.input_tokens.count(**asked)
+    assert answered.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", answered.usage.input_tokens)
+    alone = served.client.responses.input_tokens.count(input="More.")
+    after = served.client.responses.input_tokens.count(input="More.", previous_response_id=answered.id)
+    assert after.input_tokens > alone.input_tokens
+    with pytest.raises(openai.BadRequestError, match="input"):
+        served.client.responses.input_tokens.count(input=[])
