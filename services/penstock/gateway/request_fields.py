@@ -128,7 +128,7 @@ def options_of(fields: Fields, call: HttpCall) -> dict[str, Any]:
         options["top_k"] = 0
     _take_constraints(fields, put, options, call.names)
     _take_beams(fields, put)
-    _choose_sampling(options, call.names)
+    _choose_sampling(options)
     return options
 
 
@@ -162,7 +162,7 @@ def _take_beams(fields: Fields, put: Callable[[str, str, Any], None]) -> None:
         put("do_sample", "use_beam_search", False)
 
 
-def _choose_sampling(options: dict[str, Any], names: Mapping[str, str]) -> None:
+def _choose_sampling(options: dict[str, Any]) -> None:
     """Set do_sample as OpenAI's clients expect: a temperature above 0, or several answers, ask for sampling.
 
     If none of these is set, the model's generation_config.json decides, as with generate().
@@ -170,12 +170,8 @@ def _choose_sampling(options: dict[str, Any], names: Mapping[str, str]) -> None:
     if any(options.get(name) is not None for name in _MODES):
         return
     if options.get("temperature") == 0:
+        # Several answers are then equal.
         options["do_sample"] = False
-        count = options.get("num_return_sequences")
-        if isinstance(count, int) and count > 1:
-            raise InvalidArgument(
-                names["num_return_sequences"], "must be 1 with temperature 0: all answers would be the same"
-            )
     elif any(options.get(name) is not None for name in _SAMPLING) or (options.get("num_return_sequences") or 1) != 1:
         options["do_sample"] = True
 

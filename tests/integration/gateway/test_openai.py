@@ -73,6 +73,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 CHATS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "max_tokens": 32},
     "answers": {"n": 3, "seed": 7, "temperature": 1.2, "max_completion_tokens": 16},
+    "equal answers": {"n": 2, "temperature": 0, "max_tokens": 16, "logprobs": True},
     "logprobs": {"temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 3},
     "stop": {"temperature": 0, "max_tokens": 64, "stop": [" "]},
     "schema": {
@@ -125,6 +126,15 @@ def test_a_streamed_chat_says_what_the_whole_one_says(served: Served, fields: di
         whole.usage.completion_tokens,
     )
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+
+
+def test_several_greedy_answers_are_that_of_one(served: Served) -> None:
+    asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 24, "logprobs": True}
+    (alone,) = served.json("/v1/chat/completions", asked)["choices"]
+    several = served.json("/v1/chat/completions", {**asked, "n": 3})["choices"]
+    assert [{**choice, "index": 0} for choice in several] == [alone] * 3
+    texts = served.json("/v1/completions", {"prompt": "Penstock serves", "temperature": 0, "max_tokens": 8, "n": 2})
+    assert len({choice["text"] for choice in texts["choices"]}) == 1
 
 
 def test_the_client_streams_as_it_does_from_openai(served: Served) -> None:

@@ -51,8 +51,6 @@ def resolve_modes(
     if mode is None and not do_sample:
         mode = _contrastive(options, model, count)
     if mode is None:
-        if not do_sample:
-            _check_alone(count, "greedy")
         mode = _assistance(options, limits) or _dola(options, model) or PLAIN
     guidance = _guidance(options, model)
     if guidance.is_on and not mode.may_be_guided:
@@ -65,12 +63,6 @@ def resolve_modes(
 def wants_sampling(options: RequestOptions) -> bool:
     """True when do_sample is on and the temperature is not 0: that is greedy."""
     return bool(options.do_sample) and options.temperature != 0
-
-
-def _check_alone(count: int, kind: str) -> None:
-    if count > 1:
-        what = f"must be 1 while decoding is {kind}: the sequences would be equal"
-        raise InvalidArgument("config.num_return_sequences", what)
 
 
 def _beams(
@@ -130,7 +122,10 @@ def _contrastive(options: RequestOptions, model: ModelFacts, count: int) -> Cont
     top_k = min(DEFAULT_TOP_K if top_k is None else top_k, model.vocab_size)
     if not options.penalty_alpha or top_k <= 1:
         return None
-    _check_alone(count, "contrastive")
+    if count > 1:
+        raise InvalidArgument(
+            "config.num_return_sequences", "must be 1 while decoding is contrastive: the sequences would be equal"
+        )
     return ContrastiveOptions(options.penalty_alpha, top_k)
 
 

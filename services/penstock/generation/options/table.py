@@ -126,7 +126,7 @@ class RequestOptions(OptionSet):
     )  # fmt: skip
     num_return_sequences: int | None = row(
         INTEGER, "Answers to return.", bounds=COUNT, limit="max_return_sequences", default=1,
-        differs="allowed above 1 with drafts",
+        differs="allowed above 1 with greedy decoding, too: the answers are equal",
     )  # fmt: skip
     prompt_lookup_num_tokens: int | None = row(
         INTEGER, "Tokens to draft from the prompt's own n-grams; 0 is off.", bounds=SIZE,

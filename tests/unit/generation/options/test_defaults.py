@@ -154,7 +154,7 @@ def test_every_option_of_the_file_is_taken(tmp_path: Path) -> None:
         {"dola_layers": [1]},
         # Combinations that no request could run with.
         {"num_beams": 4, "num_return_sequences": 5},
-        {"num_return_sequences": 2},
+        {"num_return_sequences": 2, "penalty_alpha": 0.6, "top_k": 4},
         {"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 0.5},
         {"num_beams": 4, "num_beam_groups": 2},
         {"force_words_ids": [[1]]},

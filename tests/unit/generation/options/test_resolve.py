@@ -116,12 +116,15 @@ def test_a_minimum_over_the_maximum_is_warned_about() -> None:
     assert "minimum length exceeds" in result.warnings[0]
 
 
-def test_several_equal_sequences_are_refused() -> None:
-    for options in ({}, {"do_sample": True, "temperature": 0.0}):
-        with pytest.raises(InvalidArgument) as refused:
-            resolved(options={"num_return_sequences": 2, **options})
-        assert refused.value.field == "config.num_return_sequences"
-    assert resolved(options={"num_return_sequences": 2, "do_sample": True}).params.num_return_sequences == 2
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.0}, {"do_sample": True}])
+def test_several_sequences_may_be_equal(options: dict[str, Any]) -> None:
+    assert resolved(options={"num_return_sequences": 2, **options}).params.num_return_sequences == 2
+
+
+def test_a_contrastive_search_has_one_sequence() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        resolved(options={"num_return_sequences": 2, "penalty_alpha": 0.6, "top_k": 4})
+    assert refused.value.field == "config.num_return_sequences"
 
 
 def test_resumed_ids_come_one_list_per_sequence_and_within_the_length() -> None:
