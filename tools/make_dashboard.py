@@ -1,6 +1,7 @@
 """Write deploy/grafana/dashboards/penstock.json: rows of panels over the metrics of docs/reference/metrics.md.
 
-The variables `instance` and `model` choose processes and models; queries are narrowed by those that their metrics have.
+The variable `datasource` chooses the Prometheus, `instance` and `model` choose processes and models. Queries are
+narrowed by those of the last two that their metrics have.
 
 python tools/make_dashboard.py [--check]
 """
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 TARGET = Path(__file__).resolve().parents[1] / "deploy" / "grafana" / "dashboards" / "penstock.json"
-DATASOURCE = {"type": "prometheus", "uid": "penstock-prometheus"}
+# The variable's value: a Prometheus of the Grafana that imports the dashboard, by default its default one.
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RATE = "$__rate_interval"
 
 
@@ -291,6 +293,13 @@ def dashboard() -> dict[str, Any]:
         "tags": ["penstock"],
         "templating": {
             "list": [
+                {
+                    "name": "datasource",
+                    "label": "Prometheus",
+                    "type": "datasource",
+                    "query": "prometheus",
+                    "current": {"text": "default", "value": "default"},
+                },
                 variable("instance", "Process", 'label_values(up{job=~"penstock-.*"}, instance)'),
                 variable("model", "Model", "label_values(penstock_engine_steps_total, model_name)"),
             ]
