@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from penstock.cli.console import say
 from penstock.cli.progress_display import serve_display
+from penstock.cli.serve.device_packages import check_device_packages
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import Reporter
 from penstock.common.checkpoint import check_model
@@ -134,12 +135,16 @@ def begin_log(service: str, given: dict[str, Any]) -> None:
 
 
 def check_models(config: ProcessConfig) -> None:
-    """Look for the models' folders before imports that take seconds. Raises StartupError naming MODEL or the flag.
+    """Look for the models' folders, and the device's packages, before imports that take seconds.
+
+    Raises StartupError naming MODEL or the flag.
 
     A service without a MODEL needs no embedded model either: its image has none.
     """
     if hasattr(config, "model"):
         check_model(config.model)
+    if hasattr(config, "device"):
+        check_device_packages(config.device)
     if (assistant := getattr(config, "assistant_model", None)) is not None:
         try:
             check_model(assistant)
