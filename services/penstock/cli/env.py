@@ -98,15 +98,12 @@ def _kernels() -> str:
     """Name the C++ kernels that a service would use."""
     from penstock.generation.devices.native import library
     from penstock.generation.devices.native.build import is_supported
+    from penstock.generation.devices.native.prebuilt import how_to_get
 
     folders = Path(cache_folder()), Path(system_folder())
     path = library.find_first(*folders)
     if path is None:
-        how = (
-            "install penstock-kernels, or run `penstock build-kernels`"
-            if is_supported()
-            else f"there are none for {platform.machine()}"
-        )
+        how = how_to_get() if is_supported() else f"there are none for {platform.machine()}"
         return f"not built for this version; {how}"
     return f"{library.load(*folders) or 'cannot run here'}, built for this version: {path}"
 

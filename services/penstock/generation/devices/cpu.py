@@ -22,6 +22,7 @@ from penstock.generation.devices import KERNELS
 from penstock.generation.devices.base import Device, DeviceMemory
 from penstock.generation.devices.native import library
 from penstock.generation.devices.native.build import is_supported
+from penstock.generation.devices.native.prebuilt import how_to_get
 from penstock.generation.devices.torch_dtypes import COMPUTED_DTYPES, named_dtype
 from penstock.generation.host.arena import Arena
 from penstock.generation.host.cpu_features import packing_obstacle
@@ -213,7 +214,7 @@ def _native_kernels(wanted: str) -> str | None:
     found = library.load(*folders)
     if found is None and wanted == "native":
         raise StartupError(
-            "the native kernels are not there: install penstock-kernels, or run `penstock build-kernels`",
+            f"the native kernels are not there: {how_to_get()}",
             flag="--kernels",
         )
     return found
@@ -223,7 +224,7 @@ def _advice(wanted: str, instruction_set: str | None) -> str | None:
     folders = Path(cache_folder()), Path(system_folder())
     if wanted == "torch" or instruction_set or not is_supported() or library.find_first(*folders):
         return None
-    return "no kernels, torch's are several times slower: install penstock-kernels, or run `penstock build-kernels`"
+    return f"no kernels, torch's are several times slower: {how_to_get()}"
 
 
 def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool, arena: Arena | None = None) -> LinearMethod:

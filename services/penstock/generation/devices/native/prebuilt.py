@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -50,28 +51,55 @@ def facts_of(library: Path, torch_version: str) -> dict[str, str]:
     return {**wheel_facts(torch_version), DIGEST: digest(library)}
 
 
+def how_to_get() -> str:
+    """Return the way to kernels that fit, for a message where there are none."""
+    release = _release_of_wheel()
+    if release is None or release == torch_release(torch.__version__):
+        return "install penstock-kernels, or run `penstock build-kernels`"
+    fits = f"pip install 'torch=={release}.*' brings the torch that the installed penstock-kernels are for"
+    return f"{fits}, and `penstock build-kernels` compiles kernels for this one"
+
+
 @functools.cache
 def find_prebuilt() -> Path | None:
     """Return the library of the installed wheel; None without one, or, with a warning, if it does not fit."""
-    spec = importlib.util.find_spec(PACKAGE) if is_supported() else None
-    if spec is None or not spec.submodule_search_locations:
+    folder = _folder()
+    if folder is None:
         return None
-    folder = Path(next(iter(spec.submodule_search_locations)))
     library = folder / f"{LIBRARY}.so"
     try:
-        facts = json.loads((folder / FACTS).read_text())
-        cause = _obstacle(facts, library)
+        cause = _obstacle(_read_facts(folder), library)
     except (OSError, ValueError, RecursionError) as error:
         _log.warning("the kernels of penstock-kernels are not loaded", cause=str(error))
         return None
     if cause is None:
         return library
-    _log.warning(
-        "the kernels of penstock-kernels are not loaded: install its wheel for this version, or run "
-        "`penstock build-kernels`",
-        cause=cause,
-    )
+    _log.warning(f"the kernels of penstock-kernels are not loaded: {how_to_get()}", cause=cause)
     return None
+
+
+def _folder() -> Path | None:
+    """Folder of the installed wheel; None without one."""
+    spec = importlib.util.find_spec(PACKAGE) if is_supported() else None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _read_facts(folder: Path) -> object:
+    """Read the wheel's record. Raises OSError, ValueError, RecursionError."""
+    return json.loads((folder / FACTS).read_text())
+
+
+def _release_of_wheel() -> str | None:
+    """Release of torch that the installed wheel is for, a number; None without one, or where it does not say."""
+    folder = _folder()
+    try:
+        facts = None if folder is None else _read_facts(folder)
+    except (OSError, ValueError, RecursionError):
+        return None
+    release = facts.get("torch") if isinstance(facts, dict) else None
+    return release if isinstance(release, str) and re.fullmatch(r"[0-9]+\.[0-9]+", release) else None
 
 
 def _obstacle(facts: object, library: Path) -> str | None:

@@ -83,6 +83,23 @@ def test_a_wheel_that_does_not_fit_is_passed_over_and_says_why(
     assert told in out
 
 
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({**FITS, "torch": "1.7"}, r"pip install 'torch==1\.7\.\*' brings the torch .* are for, and `penstock build-k"),
+        ({**FITS, "sources": "0" * 16}, "install penstock-kernels, or run `penstock build-kernels`"),
+        ({**FITS, "torch": "`rm`"}, "install penstock-kernels, or run `penstock build-kernels`"),
+    ],
+)
+def test_without_kernels_that_fit_the_pair_that_fits_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, facts: dict[str, str], told: str
+) -> None:
+    package(tmp_path, json.dumps(facts))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    with pytest.raises(StartupError, match=told):
+        CPUDevice().start(kernels="native")
+
+
 @pytest.mark.parametrize("content", [CONTENT[:5], b"", None])
 def test_a_library_of_the_wheel_that_is_cut_short_is_not_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
