@@ -124,4 +124,5 @@ commands.command("detect", epilog=EPILOG)(
 
 @commands.callback()
 def _root() -> None:
-    """Keep `detect` a command of its own."""
+    """Watermarks of generated text."""
+    # With one command alone typer would leave its name out.
