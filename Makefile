@@ -22,12 +22,14 @@ TESTS ?= tests benchmarks/tests
 # Tests run on so many workers, a file on one of them: one more than cores, since many wait for processes.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
-MARKS ?= not slow and not chaos and not docker and not clients and not real
+MARKS ?= not slow and not chaos and not docker and not clients and not real and not release
 # Packages of `make sdks`; empty: all.
 SDKS ?=
 # Of `make client-trials`: clients of tests/clients/trials/clients.toml, none: all; and where it writes its table.
 TRIALS ?=
 TRIALS_OUT ?= dev/log/client-trials.md
+# Flags of `make release`: --version X.Y.Z, --final, --without kernels trial.
+RELEASE ?=
 # Flags of `make soak`, e.g. --minutes 5 --transport grpc.
 SOAK ?=
 # Of `make fuzz`: requests by gRPC, frames, requests by HTTP, and where to begin.
@@ -49,7 +51,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics sanitize arm64 npu-wheel soak chaos attack safeguards fuzz real lint types stubs docs site charts bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients client-trials sdks wheels numerics sanitize arm64 npu-wheel release soak chaos attack safeguards fuzz real lint types stubs docs site charts bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -85,6 +87,9 @@ sdks: $(VENV)/.dev  ## packages for Go, npm, Java, C++ and Ruby, and the protos,
 wheels: $(VENV)/.dev  ## the wheels penstock, penstock-client and penstock-kernels (for this torch; minutes, needs g++), in build/wheels
 	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps -w build/wheels ./clients/python .
 	@cd kernels && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/build/wheels
+
+release: $(VENV)/.release  ## a dry run of the next release, in build/release: packages, chart, protos, bills of materials, sums, and a trial of them away from the tree (RELEASE=--final commits and tags; docs/learn/release.md)
+	@$(BIN)/python -m tools.release $(RELEASE)
 
 sanitize: $(VENV)/.dev  ## the C++ kernels' tests with address and undefined-behaviour sanitizers (needs g++ and its libasan)
 	@$(BIN)/python -m tools.sanitize_kernels
@@ -186,7 +191,7 @@ $(VENV)/.torch: Makefile
 
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 	@echo "installing penstock (once; half a minute, minutes where pip has to do it)"
-	@$(INSTALL) -e clients/python -e '.[all]'
+	@$(INSTALL) -e clients/python -e '.[stack]'
 	@$(COMPILE)
 	@touch $@
 
@@ -199,4 +204,9 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 $(VENV)/.site: $(VENV)/.torch pyproject.toml clients/python/pyproject.toml
 	@echo "installing the site's generator (once)"
 	@$(PIP) -e clients/python -e '.[site]'
+	@touch $@
+
+$(VENV)/.release: $(VENV)/.dev
+	@echo "installing what judges and lists a release (once)"
+	@$(INSTALL) -e clients/python -e '.[release]'
 	@touch $@

@@ -20,6 +20,9 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 # Commands that need more than this test may take -> the place where each is really run.
 ELSEWHERE = {
+    "pip install ./penstock*.whl": "tests/e2e/test_release.py, into fresh environments",
+    "pip install 'penstock[all]'": "tests/e2e/test_release.py",
+    "penstock demo": "tests/e2e/test_release.py",
     "make demo": "tests/integration/cli/test_tree.py",
     "make test": "this very run; .ci/run calls it",
     "penstock serve": "the fixture of this file",

