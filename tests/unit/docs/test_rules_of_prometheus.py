@@ -59,7 +59,7 @@ def test_promtool_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
 
 def test_every_query_of_the_dashboard_follows_its_variables() -> None:
     dashboard = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "penstock.json").read_text())
-    assert [one["name"] for one in dashboard["templating"]["list"]] == ["instance", "model"]
+    assert [one["name"] for one in dashboard["templating"]["list"]] == ["datasource", "instance", "model"]
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     for query in queries:
         series = re.findall(r"\b(?:penstock|grpc_server)_\w+(?:\{[^}]*\})?", query)
