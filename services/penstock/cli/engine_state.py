@@ -101,7 +101,12 @@ def _groups(title: str, groups: Sequence[State], more: int) -> Iterator[str]:
 
 def _aligned(values: Mapping[str, float]) -> Iterator[str]:
     width = max(map(len, values), default=0)
-    yield from (f"  {name:<{width}}  {value:g}" for name, value in values.items())
+    yield from (f"  {name:<{width}}  {_digits(value)}" for name, value in values.items())
+
+
+def _digits(value: float) -> str:
+    """Spell a number; a whole one with all its digits."""
+    return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 def _wrapped(begin: str, *facts: str) -> list[str]:

@@ -52,7 +52,7 @@ FULL: dict[str, Any] = {
     "more_waiting": 0,
     "host_pool": {**POOL, "swapped_requests": BIG, "preemption": "recompute"},
     "counters": {"prefix_lookup_tokens": 2**40},
-    "config": {"queue_full_retry_seconds": 0.25},
+    "config": {"queue_full_retry_seconds": 0.25, "max_batch_tokens": 16_777_217.0},
 }
 IDLE = {
     **FULL,
@@ -81,8 +81,8 @@ def test_every_fact_is_there() -> None:
         "prompt 131072, most new 131072, width 32",
         f"sequence {BIG}: family {BIG}, 131072 tokens, 131071 computed, 8192 blocks, 8192 host blocks, 5 drafts",
         "waits for admission and 24 more and 9 more",
-        "counters: prefix_lookup_tokens 1.09951e+12",
-        "config: queue_full_retry_seconds 0.25",
+        f"counters: prefix_lookup_tokens {2**40}",
+        "config: queue_full_retry_seconds 0.25 max_batch_tokens 16777217",
     ):
         assert fact in told, fact
 
