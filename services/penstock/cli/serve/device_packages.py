@@ -9,8 +9,9 @@ from pathlib import Path
 
 from penstock.common.errors import StartupError
 
-# torch/version.py says the CUDA that torch was built with.
+# torch/version.py says what torch was built with: CUDA, or HIP, which has its devices by CUDA's name.
 _WITHOUT_CUDA = re.compile(r"^cuda\b[^=\n]*= None$", re.MULTILINE)
+_WITH_HIP = re.compile(r"^hip\b[^=\n]*= ['\"]", re.MULTILINE)
 
 
 def check_device_packages(device: str) -> None:
@@ -38,4 +39,4 @@ def _lacks_cuda() -> bool:
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return False
-    return _WITHOUT_CUDA.search(text) is not None
+    return _WITHOUT_CUDA.search(text) is not None and _WITH_HIP.search(text) is None

@@ -32,7 +32,15 @@ def test_a_torch_without_cuda_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     assert caught.value.flag == "--device"
 
 
-@pytest.mark.parametrize("text", ["cuda: Optional[str] = '13.0'\n", "xcuda = None\n", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cuda: Optional[str] = '13.0'\n",
+        "xcuda = None\n",
+        "",
+        "cuda: Optional[str] = None\nhip: Optional[str] = '6.2'\n",
+    ],
+)
 def test_any_other_torch_may_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     torch_with(text, tmp_path, monkeypatch)
     check_device_packages("cuda")
