@@ -2,7 +2,7 @@
 
 transformers takes four seconds of a core for the 262,144 entries of Gemma 3. A file is found by all that its content
 was made from: the folder's name, its files, and the releases that read them. It is no code, and one that is cut short
-or was written by another user is as good as none.
+or renamed, or that another user may write, is as good as none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
+from penstock import __version__
 from penstock.common.environment import cache_folder
 from penstock.tokenizer.bundle import TokenizerBundle
 
@@ -55,7 +56,7 @@ class BundleCache:
             return None
         digest = hashlib.sha256()
         try:
-            for part in (_FORM, *map(metadata.version, _READERS), str(folder.absolute())):
+            for part in (_FORM, __version__, *map(metadata.version, _READERS), str(folder.absolute())):
                 digest.update(part.encode("utf-8", "surrogateescape") + b"\0")
             for path in _files(folder):
                 digest.update(f"{path.relative_to(folder)}\0".encode("utf-8", "surrogateescape"))
@@ -68,19 +69,15 @@ class BundleCache:
         """Return the bundle of this name; None without one."""
         path = self._root / f"{key}{_SUFFIX}"
         try:
-            found = path.lstat()
-            if (
-                not stat.S_ISREG(found.st_mode)
-                or found.st_uid not in (0, os.geteuid())
-                or found.st_mode & _OTHERS_WRITE
-            ):
+            data = _read_own(path)
+            if data is None:
                 return None
-            written, _, content = path.read_bytes().partition(b"\n")
-            if written != _digest(content):
+            written, _, content = data.partition(b"\n")
+            if written != _digest(key, content):
                 return None
             facts, _, backend = content.partition(b"\n")
             bundle = TokenizerBundle(backend=backend.decode("utf-8", "surrogatepass"), **json.loads(facts))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -99,7 +96,7 @@ class BundleCache:
             descriptor, name = tempfile.mkstemp(dir=self._root, prefix="tmp")
             try:
                 with os.fdopen(descriptor, "wb") as file:
-                    file.write(_digest(content) + b"\n" + content)
+                    file.write(_digest(key, content) + b"\n" + content)
                 Path(name).replace(self._root / f"{key}{_SUFFIX}")
             except OSError:
                 Path(name).unlink(missing_ok=True)
@@ -115,13 +112,18 @@ class BundleCache:
                 path.unlink(missing_ok=True)
 
 
-def _is_own(found: os.stat_result) -> bool:
-    """True for a file, no link, that nobody but this user and root may write."""
-    return stat.S_ISREG(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & _OTHERS_WRITE
+def _read_own(path: Path) -> bytes | None:
+    """Read a file, no link, that nobody but this user and root may write; None for another. Raises OSError."""
+    # What is looked at is what is read, and a pipe of this name is not waited for.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        is_own = stat.S_ISREG(found.st_mode) and found.st_uid in (0, os.geteuid())
+        return file.read() if is_own and not found.st_mode & _OTHERS_WRITE else None
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode()
+def _digest(key: str, content: bytes) -> bytes:
+    """Digest that a file begins with: of its name, too, since one that was renamed is of another folder."""
+    return hashlib.sha256(key.encode() + b"\0" + content).hexdigest().encode()
 
 
 def _files(folder: Path) -> Iterator[Path]:

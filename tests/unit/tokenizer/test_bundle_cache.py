@@ -100,6 +100,8 @@ def test_the_name_changes_with_the_folders_and_with_releases(
         with monkeypatch.context() as patch:
             patch.setattr(metadata, "version", lambda one, name=name: version(one) + ".1" * (one == name))
             assert key_of(cache, folder) != before
+    monkeypatch.setattr(bundle_cache, "__version__", "0.0.1")
+    assert key_of(cache, folder) != before
 
 
 def test_weights_are_not_read(cache: BundleCache, folder: Path) -> None:
@@ -143,6 +145,20 @@ def test_a_spoiled_file_is_as_good_as_none(cache: BundleCache, tmp_path: Path, s
     (path,) = (tmp_path / "cache" / "tokenizers").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     spoil(path)
+    assert cache.read("a") is None
+
+
+def test_a_renamed_file_is_as_good_as_none(cache: BundleCache, tmp_path: Path) -> None:
+    cache.write("a", BUNDLE)
+    (path,) = (tmp_path / "cache" / "tokenizers").iterdir()
+    path.rename(path.with_name("b.tokenizer"))
+    assert cache.read("b") is None
+
+
+def test_a_pipe_is_not_waited_for(cache: BundleCache, tmp_path: Path) -> None:
+    root = tmp_path / "cache" / "tokenizers"
+    root.mkdir(parents=True)
+    os.mkfifo(root / "a.tokenizer")
     assert cache.read("a") is None
 
 
