@@ -33,7 +33,7 @@ class RankGroup:
     def join(self, meeting: Path, device: Device) -> None:
         """Meet the others by a file in a folder that only they may write to."""
         distributed: Any = dist
-        store = distributed.BlockFileStore(str(meeting), self.shard.count)
+        store = distributed.FileStore(str(meeting), self.shard.count)
         self._group = device.process_group(store, self.shard.rank, self.shard.count, PATIENCE)
         self._gathers_at_one = device.gathers_at_one
 
