@@ -27,9 +27,11 @@ class MemoryStore:
         self.fetched: list[bytes] = []
         self.num_saved = 0
         self._orders: deque[Callable[[], StoreEvent | None]] = deque()
+        # Orders to forget that wait.
+        self._changes = 0
 
     def has(self, key: bytes) -> bool:
-        return key in self.kept
+        return not self._changes and key in self.kept
 
     def save(self, number: int, blocks: Items[StoredBlock]) -> None:
         def carry_out() -> StoreEvent:
@@ -60,10 +62,18 @@ class MemoryStore:
 
     def forget(self, keys: Iterable[bytes]) -> None:
         listed = tuple(keys)
-        self._orders.append(lambda: [self.kept.pop(key, None) for key in listed] and None)
+        self._change(lambda: [self.kept.pop(key, None) for key in listed])
 
     def clear(self) -> None:
-        self._orders.append(self.kept.clear)
+        self._change(self.kept.clear)
+
+    def _change(self, call: Callable[[], object]) -> None:
+        def carry_out() -> None:
+            call()
+            self._changes -= 1
+
+        self._changes += 1
+        self._orders.append(carry_out)
 
     def events(self) -> list[StoreEvent]:
         events = []

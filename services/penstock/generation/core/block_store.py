@@ -53,7 +53,8 @@ class BlockStore(Protocol):
     fingerprint: bytes
 
     def has(self, key: bytes) -> bool:
-        """Return True when the store seems to have the content: it is checked when it is read."""
+        """Return True when the store seems to have the content: it is checked when it is read. False while anything
+        that was ordered to be forgotten may still be there."""
         ...
 
     def save(self, number: int, blocks: Seq[StoredBlock]) -> None:

@@ -74,6 +74,9 @@ class CallerBlocks:
         if missing and len(claims) + len(missing) + len(self._scheduler.held_prefixes) >= self._config.num_blocks:
             raise _last_block()
         if host is not None:
+            if self._scheduler.disk is not None:
+                # No step may follow that takes back what the store is done with.
+                self._scheduler.disk.take_events()
             host.claims.check(missing_on_host)
         claims.claim(missing)
         if host is not None:

@@ -93,30 +93,30 @@ class DiskTier:
         self._store.wait(_WAIT_SECONDS)
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """Forget prefixes that cannot be trusted, in every group of layers."""
-        groups = self._config.block_groups
-        self._store.forget(
-            key_of(self._fingerprint, block_hash, number, 0) for block_hash in hashes for number in range(len(groups))
-        )
+        """Forget prefixes that cannot be trusted, in every group of layers, also those that are being read."""
+        groups = range(len(self._config.block_groups))
+        prefixes = [(block_hash, number) for block_hash in hashes for number in groups]
+        self._stale.update(self._coming[prefix] for prefix in prefixes if prefix in self._coming)
+        self._store.forget(key_of(self._fingerprint, *prefix, 0) for prefix in prefixes)
 
     def clear(self) -> None:
         """Forget every prefix, also those of other processes."""
-        self._kept_are_stale()
-        self._stale.update(self._fetches)
+        self._orders_are_stale()
         self._store.clear()
 
     def weights_changed(self) -> None:
         """Find nothing of earlier weights from now on, and let no other process find what these weights compute."""
-        self._kept_are_stale()
-        self._stale.update(self._fetches)
+        self._orders_are_stale()
         self._fingerprint = secrets.token_bytes(32)
 
     def save_all(self, pool: BlockPool, copy: Callable[[], None], is_time: Callable[[], bool]) -> int:
         """Write the prefixes of both pools that the store lacks, the last used first, while `is_time`. Return their
         number. Nothing else may use the pools meanwhile.
 
-        `copy` carries out the copies that were decided.
+        `copy` carries out the copies that were decided. After new weights nothing is written: no process could find it.
         """
+        if self._fingerprint != self._store.fingerprint:
+            return 0
         self.step_is_done()
         self._drain(is_time)
         saved = 0
@@ -169,8 +169,10 @@ class DiskTier:
         for block in blocks:
             self._host.take_back(block)
 
-    def _kept_are_stale(self) -> None:
-        """Give up prefixes that were to be written after this step."""
+    def _orders_are_stale(self) -> None:
+        """Give up prefixes that were to be written after this step, and let nobody find those of orders under way."""
+        self._stale.update(self._fetches)
+        self._host.forget_lent()
         for block, _ in self._kept:
             self._host.take_back(block)
         self._num_saving -= len(self._kept)

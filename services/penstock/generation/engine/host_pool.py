@@ -70,6 +70,12 @@ class HostPool:
         if not self.lent[block]:
             del self.lent[block]
 
+    def forget_lent(self) -> None:
+        """Uncache the lent blocks that nobody else holds: `BlockPool.clear_cache` leaves them."""
+        for block, count in self.lent.items():
+            if self.pool.ref_count(block) == count:
+                self.pool.unregister(block)
+
     def copy_out(self, block: int) -> int:
         """Lend a host block with the content of a device block, which is copied there next unless it is there.
 

@@ -35,6 +35,8 @@ class BlockFileStore:
         # Guarded by the condition.
         self._events: deque[StoreEvent] = deque()
         self._is_closing = False
+        # Orders to forget that were given, by the engine's thread, and that were carried out, by the writer.
+        self._changes = self._changed = 0
         # Each is written by one thread.
         self._queued = self._taken = 0
         self._written = self._evicted = self._read = self._refused = 0
@@ -45,6 +47,8 @@ class BlockFileStore:
 
     def has(self, key: bytes) -> bool:
         """See BlockStore."""
+        if self._changed != self._changes:
+            return False
         try:
             return self.file.has(key)
         except OSError as error:
@@ -68,10 +72,12 @@ class BlockFileStore:
             for key in listed:
                 self.file.forget(key)
 
+        self._changes += 1
         self._writer.put(lambda: self._change(forget_all))
 
     def clear(self) -> None:
         """See BlockStore."""
+        self._changes += 1
         self._writer.put(lambda: self._change(self.file.clear))
 
     def events(self) -> list[StoreEvent]:
@@ -103,7 +109,8 @@ class BlockFileStore:
         )
 
     def close(self, wait_seconds: float | None = None) -> None:
-        """End the threads after the block that each is at, and close the file. Orders that wait are dropped.
+        """End the threads after the block that each is at, and close the file. Orders that wait are dropped, but for
+        those to forget: what cannot be trusted must not outlive this process.
 
         A thread that does not end within `wait_seconds` keeps the file open until the process ends.
         """
@@ -161,6 +168,7 @@ class BlockFileStore:
             call()
         except OSError as error:
             _report("write", error)
+        self._changed += 1
 
     def _add_event(self, event: StoreEvent) -> None:
         with self._condition:
@@ -185,9 +193,8 @@ class _OrderThread:
             self._thread.start()
 
     def close(self, wait_seconds: float | None) -> bool:
-        """Drop the orders, and wait for the one under way. False: it has not ended within `wait_seconds`."""
+        """End after the orders that were put, and wait for that. False: it has not ended within `wait_seconds`."""
         with self._condition:
-            self._orders.clear()
             self._orders.append(None)
             self._condition.notify()
         if self._thread.ident is not None:

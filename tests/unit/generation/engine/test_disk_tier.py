@@ -202,6 +202,45 @@ def test_clearing_the_cache_clears_the_store() -> None:
     assert engine.stats.disk_hit_tokens == 0
 
 
+def test_nothing_is_found_after_the_cache_is_cleared_while_orders_wait() -> None:
+    store = MemoryStore(fill_kept())
+    engine = stored_engine(small(), store)
+    store.is_held = True
+    # Prefixes on their way to the store.
+    run(engine, request([50] * 40, max_new_tokens=2))
+    run(engine, request([40] * 44, max_new_tokens=2))
+    assert engine.load().host_blocks_used > 0
+    engine.clear_cache()
+    hits = engine.stats.prefix_hit_tokens
+    run(engine, request([50] * 40, max_new_tokens=2))
+    # It does not wait for what the store will forget.
+    run(engine, first())
+    assert engine.stats.prefix_hit_tokens == hits
+    engine.check_integrity()
+    store.is_held = False
+    settle(engine)
+
+
+def test_blocks_that_were_lent_can_be_claimed_when_the_store_is_done() -> None:
+    store = MemoryStore()
+    engine = stored_engine(small(), store)
+    run(engine, first())
+    run(engine, request([40] * 44, max_new_tokens=2))
+    assert not engine.has_work
+    blocks = range(40)
+    engine.caller_blocks.claim((), host_blocks=blocks)
+    assert engine.caller_blocks.host == frozenset(blocks)
+
+
+def test_a_stop_after_new_weights_writes_nothing() -> None:
+    store = MemoryStore()
+    engine = stored_engine(small(), store)
+    engine.weights_changed()
+    run(engine, first())
+    assert engine.save_prefixes() == 0
+    assert not store.kept
+
+
 def test_a_stop_writes_what_the_pools_keep() -> None:
     store = MemoryStore()
     engine = stored_engine(small(), store)
@@ -267,6 +306,21 @@ def test_a_broken_answer_is_forgotten_in_the_store() -> None:
     hits = engine.stats.prefix_hit_tokens
     run(engine, request([*head, 1], max_new_tokens=2))
     assert engine.stats.prefix_hit_tokens == hits, "a prefix that cannot be trusted was found"
+
+
+def test_what_is_forgotten_while_it_is_read_is_computed() -> None:
+    store = MemoryStore(fill_kept())
+    engine = stored_engine(small(), store)
+    hashes = chain(engine)
+    store.is_held = True
+    engine.add(first())
+    engine.step()
+    assert engine._scheduler.disk is not None
+    engine._scheduler.disk.forget(hashes[2:])
+    store.is_held = False
+    run(engine)
+    assert engine.stats.disk_hit_tokens == engine.stats.prefix_hit_tokens == 0
+    settle(engine)
 
 
 def test_groups_of_layers_come_back_in_bundles() -> None:

@@ -304,6 +304,32 @@ def test_the_store_carries_out_orders_beside_its_caller(path: Path, monkeypatch:
     store.close()
 
 
+def test_what_is_to_be_forgotten_is_not_there_and_does_not_outlive_the_store(path: Path) -> None:
+    file = BlockFile(path, BLOCK, SIZE)
+    store, writes, go_on = BlockFileStore(file, b"model", lambda _: block(0)), threading.Event(), threading.Event()
+    store.save(1, [StoredBlock(key(0), 0), StoredBlock(key(1), 0)])
+    wait_for(store)
+
+    def slow(_: int) -> list[memoryview]:
+        writes.set()
+        assert go_on.wait(60)
+        return block(0)
+
+    store._buffers = slow
+    store.save(2, [StoredBlock(key(2), 0)])
+    assert writes.wait(60)
+    store.forget([key(0)])
+    assert not store.has(key(0))
+    # The order waits behind the write that closing waits for.
+    ending = threading.Thread(target=store.close)
+    ending.start()
+    go_on.set()
+    ending.join()
+    again = BlockFile(path, BLOCK, SIZE)
+    assert [again.has(key(number)) for number in range(3)] == [False, True, True]
+    again.close()
+
+
 def test_a_closed_store_has_ended_its_threads(path: Path) -> None:
     store = BlockFileStore(BlockFile(path, BLOCK, SIZE), b"model", lambda _: block(0))
     store.save(1, [StoredBlock(key(number), number) for number in range(8)])
