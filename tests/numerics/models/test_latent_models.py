@@ -15,6 +15,7 @@ from factories.models.model_types import check_ids
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.run_kernels import cpu_device
 from penstock.common.errors import StartupError
+from penstock.generation.layers import latent_prompts
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.weights.sharding import Shard
@@ -73,6 +74,30 @@ def test_the_pool_has_one_row_a_token_for_all_heads(tmp_path: Path) -> None:
     assert kv.bytes_per_block == 3 * kv.block_size * row * 4
     assert kv.tensors[0].shape[1] == 1
     assert (kv.num_kv_heads, kv.head_dim) == (1, row)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_a_long_context_takes_no_mask_of_all_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype | None
+) -> None:
+    model = load(tiny_checkpoint(tmp_path, "youtu"))
+
+    def run() -> torch.Tensor:
+        sequence = PagedSequence([5 + number % 300 for number in range(420)])
+        PagedDriver(model, num_blocks=64, block_size=8, kv_dtype=kv_dtype).prefill([sequence], 200)
+        return torch.stack(sequence.logits)
+
+    expected, sizes, whole = run(), list[int](), latent_prompts._mask
+
+    def noted(count: int, length: int, *rest: Any) -> torch.Tensor:
+        sizes.append(count * length)
+        return whole(count, length, *rest)
+
+    monkeypatch.setattr(latent_prompts, "_mask", noted)
+    monkeypatch.setattr(latent_prompts, "_MOST_MASK", 30_000)
+    assert (run() - expected).abs().max() < 2e-5
+    assert len(sizes) > 4
+    assert max(sizes) <= 30_000
 
 
 def test_an_int8_pool_is_near_the_models_own_numbers(tmp_path: Path) -> None:

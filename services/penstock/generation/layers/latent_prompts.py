@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 LEAST_ROWS = 128
 # Expanded keys and values at once.
 _MOST_BYTES = 1 << 26
+# Numbers of a mask at once: one of a large step over a long context would take gigabytes.
+_MOST_MASK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class PromptRows:
     last: int
     # (C) slots of its context; None: its context is these rows.
     slots_C: Tensor | None
-    # (rows, C) additive; None: plain causal.
+    # (rows, C) additive; None: plain causal, or too large to be kept.
     mask: Tensor | None
 
 
@@ -78,9 +80,15 @@ def _prompt(metadata: AttentionMetadata, kv: KVCachePool, index: int, first: int
     positions_C = torch.arange(length, device=device)
     blocks = metadata.block_tables[index].long()[positions_C // kv.block_size]
     slots_C = blocks * kv.block_size + positions_C % kv.block_size
-    unseen = positions_C > positions_C[length - count :, None]
-    mask = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -torch.inf)
+    mask = _mask(count, length, dtype, device) if count * length <= _MOST_MASK else None
     return PromptRows(first, first + count, slots_C, mask)
+
+
+def _mask(count: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the additive mask (count, length) of a context's last `count` rows."""
+    positions_C = torch.arange(length, device=device)
+    unseen = positions_C > positions_C[length - count :, None]
+    return torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -torch.inf)
 
 
 class LatentPrompts:
@@ -114,16 +122,29 @@ class LatentPrompts:
             turned_CHX = turned_CX[:, None].expand(-1, len(both_HXR), -1)
             keys = _widened(torch.cat((plain_CHX, turned_CHX), dim=-1).transpose(0, 1), width)
             values = _widened(value_CHX.transpose(0, 1), width)
-            out = F.scaled_dot_product_attention(
-                q_HTX[None, first : first + each],
-                keys[None],
-                values[None],
-                attn_mask=prompt.mask,
-                is_causal=prompt.mask is None,
-                scale=self._layer.scale,
-            )
-            parts.append(out[0, ..., : sizes.value_dim])
+            parts.append(self._over_expanded(q_HTX[first : first + each], keys, values, prompt))
         return torch.cat(parts).transpose(0, 1)
+
+    def _over_expanded(self, q_HTX: Tensor, k_HCX: Tensor, v_HCX: Tensor, prompt: PromptRows) -> Tensor:
+        """Return o (H, rows, value dims) by attention over expanded keys and values."""
+        if prompt.slots_C is None or prompt.mask is not None:
+            return self._attended(q_HTX, k_HCX, v_HCX, prompt.mask)
+        rows, length = q_HTX.shape[1], k_HCX.shape[1]
+        parts = []
+        for first in range(0, rows, each := max(1, _MOST_MASK // length)):
+            last = min(first + each, rows)
+            # Nothing behind a row is read.
+            seen = length - rows + last
+            mask = _mask(last - first, seen, q_HTX.dtype, q_HTX.device)
+            parts.append(self._attended(q_HTX[:, first:last], k_HCX[:, :seen], v_HCX[:, :seen], mask))
+        return torch.cat(parts, dim=1)
+
+    def _attended(self, q_HTX: Tensor, k_HCX: Tensor, v_HCX: Tensor, mask: Tensor | None) -> Tensor:
+        """Return o (H, rows, value dims); without a mask it is causal."""
+        out = F.scaled_dot_product_attention(
+            q_HTX[None], k_HCX[None], v_HCX[None], attn_mask=mask, is_causal=mask is None, scale=self._layer.scale
+        )
+        return out[0, ..., : self._sizes.value_dim]
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
