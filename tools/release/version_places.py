@@ -65,6 +65,8 @@ REPEATED = (
     VersionPlace("docker-compose.npu.yml", "PENSTOCK_VERSION:-@}"),
     VersionPlace("deploy/helm/penstock/Chart.yaml", "\nversion: @"),
     VersionPlace("deploy/helm/penstock/Chart.yaml", 'appVersion: "@"'),
+    VersionPlace("deploy/kserve/runtimes.yaml", "penstock/penstock-stack:@"),
+    VersionPlace("docs/guide/kubernetes-platforms.md", "penstock/penstock-stack:@"),
     VersionPlace("deploy/kustomize/base/penstock.yaml", 'app.kubernetes.io/version: "@"'),
     *(
         VersionPlace("deploy/kustomize/base/penstock.yaml", f"image: penstock-{role}:@")

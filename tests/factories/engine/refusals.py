@@ -231,13 +231,8 @@ NESTED: list[Refusal] = [
     ),
 ]
 COMBINATIONS: list[Refusal] = [
-    combination("num_return_sequences", num_return_sequences=2),
-    combination("num_return_sequences", num_return_sequences=2, do_sample=True, temperature=0),
     combination("num_return_sequences", num_return_sequences=5, num_beams=4),
     combination("num_return_sequences", num_return_sequences=2, penalty_alpha=0.6, top_k=4),
-    combination("num_return_sequences", num_return_sequences=2, prompt_lookup_num_tokens=3),
-    combination("num_return_sequences", num_return_sequences=2, lookahead_window=3),
-    combination("num_return_sequences", num_return_sequences=2, dola_layers=config_pb2.DolaLayers(preset="low")),
     # Constrained beam search.
     combination("num_beams", force_words_ids=[word(ids(1))]),
     combination("num_beams", constraints=[phrase(1)], num_beams=1),

@@ -219,6 +219,7 @@ ROUTES = (
     Route("/v1/messages", ("messages", "max_tokens"), _ANTHROPIC),
     Route("/v1/messages/count_tokens", ("messages",), _ANTHROPIC),
     Route("/v1/responses", ("input", "max_output_tokens"), _RESPONSES),
+    Route("/v1/responses/input_tokens", ("input",), _RESPONSES),
     Route(
         "/v1/embeddings",
         ("input",),

@@ -118,7 +118,6 @@ async def test_a_constraint_is_kept(client: Client) -> None:
         ({"logprobs": -1}, "sampling_params.logprobs"),
         ({"logprobs": 21}, "sampling_params.logprobs"),
         ({"structural_tag": "{}"}, "sampling_params.structural_tag"),
-        ({"n": 3}, "sampling_params.n"),
         ({"stop_token_ids": [1 << 30]}, "sampling_params.stop_token_ids"),
     ],
 )

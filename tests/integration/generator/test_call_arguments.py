@@ -286,9 +286,8 @@ def test_a_streamer_that_nobody_would_call_is_refused(generator: Generator) -> N
 
 
 def test_words_are_about_what_the_caller_gave(generator: Generator) -> None:
-    for many in (3, 10**6):
-        with pytest.raises(InvalidArgument, match=r"^best_of: must be"):
-            generator.generate(TEXT, best_of=many, do_sample=many > 3, max_new_tokens=2)
+    with pytest.raises(InvalidArgument, match=r"^best_of: must be"):
+        generator.generate(TEXT, best_of=10**6, do_sample=True, max_new_tokens=2)
     answer = generator.generate(TEXT, **GREEDY)
     with pytest.raises(ValueError, match="'output_scores'"):
         generator.compute_transition_scores(answer)

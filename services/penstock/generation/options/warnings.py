@@ -63,6 +63,9 @@ def _without_drafts(spec: OptionSpec, scope: Scope, modes: Modes, active: Set[Sc
 def _combinations(asked: RequestOptions, modes: Modes) -> Iterator[str]:
     if asked.do_sample and asked.temperature == 0 and not modes.do_sample:
         yield _no_effect("config.do_sample", "config.temperature = 0 means greedy")
+    if (asked.num_return_sequences or 1) > 1 and not modes.do_sample and Scope.BEAMS not in modes.mode.uses:
+        # transformers refuses it.
+        yield "config.num_return_sequences above 1 without sampling or beams: the answers are equal"
     penalty = 1.0 if asked.repetition_penalty is None else asked.repetition_penalty
     if Scope.DOLA in modes.mode.uses and penalty < _DOLA_REPETITION_PENALTY:
         yield f"config.dola_layers: a config.repetition_penalty of at least {_DOLA_REPETITION_PENALTY} is recommended"
