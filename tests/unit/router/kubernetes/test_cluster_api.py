@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,22 @@ def test_a_certificate_that_is_none_is_refused(account: Path) -> None:
     with pytest.raises(StartupError) as caught:
         find_api(RouterConfig(kubernetes_account=str(account)), INSIDE, TARGET)
     assert caught.value.flag == "--kubernetes-account"
+
+
+def test_a_clusters_certificate_needs_no_more_than_kubernetes_asks_for(
+    account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = ssl.create_default_context
+
+    def strict(*, cadata: str) -> ssl.SSLContext:
+        """As Python 3.13 makes it."""
+        context = make(cadata=cadata)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", strict)
+    api = find_api(RouterConfig(kubernetes_account=str(account)), INSIDE, TARGET)
+    assert api.tls is not None
+    assert not api.tls.verify_flags & ssl.VERIFY_X509_STRICT
+    assert api.tls.verify_mode is ssl.CERT_REQUIRED
+    assert api.tls.check_hostname
