@@ -63,6 +63,8 @@ def test_an_adapter_is_the_merged_model(tmp_path: Path, family: str, rank: int) 
         ("olmo2", LAYER_TARGETS),
         ("cohere2", LAYER_TARGETS),
         ("mixtral", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("youtu", ("o_proj", "gate_proj", "up_proj", "down_proj")),
+        ("deepseek_v3", ("o_proj",)),
     ],
 )
 def test_families_with_other_layers_have_adapters(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
@@ -79,6 +81,8 @@ def test_families_with_other_layers_have_adapters(tmp_path: Path, family: str, t
     [
         ("qwen3_moe", ("gate_proj",), r"mlp\.experts\.0\.gate_proj"),
         ("gemma3_text", ("embed_tokens",), "multiplies its embedding"),
+        ("youtu", ("o_proj", "q_b_proj"), r"self_attn\.q_b_proj"),
+        ("deepseek_v2", ("o_proj", "kv_b_proj"), r"self_attn\.kv_b_proj"),
     ],
 )
 def test_experts_and_scaled_embeddings_have_none(
