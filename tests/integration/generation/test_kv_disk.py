@@ -149,11 +149,14 @@ async def test_a_model_with_windows_finds_the_blocks_of_all_its_layers(tmp_path:
     assert int(size) > 0
 
 
-async def test_int8_keys_and_values_come_back_as_they_were(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "blocks"
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "int8"), ("deepseek_v3", "auto"), ("youtu", "int8")], ids=lambda value: value
+)
+async def test_keys_and_values_of_any_form_come_back_as_they_were(tmp_path: Path, family: str, dtype: str) -> None:
+    file, folder = tmp_path / "blocks", text_checkpoint(tmp_path / "model", family=family)
     found = []
     for _ in range(2):
-        async with generation_service(folder, **settings(file, kv_cache_dtype="int8")) as client:
+        async with generation_service(folder, **settings(file, kv_cache_dtype=dtype)) as client:
             found.append(await ids_of(client))
             hits = figure(client, "kv_disk_hits_total")
     assert found[0] == found[1]
