@@ -107,6 +107,16 @@ def test_every_order_and_gate_of_a_family_holds_for_whole_numbers(tmp_path: Path
     assert error(logits(native), exact) <= worst
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_blocks_of_float8_hold_where_keys_and_values_are_compressed(tmp_path: Path, family: str) -> None:
+    """As DeepSeek publishes them: the rows of a token and of a query are no whole blocks, and are in another order."""
+    (config, quantise), form = CASES["fp8-blocks"]
+    pair = made.quantised_pair(tmp_path, config, quantise, family=family, layers=2)
+    model = load(pair.folder)
+    assert {name for name, _ in model.config.weight_forms} == {form}
+    assert error(logits(model), logits(load(pair.dense))) <= WORST["float32"]
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_eight_bits_in_groups_run_in_blocks(tmp_path: Path, dtype: str) -> None:
