@@ -173,8 +173,10 @@ async def test_a_flood_of_probes_on_few_connections_holds_up_no_other_probe(tmp_
         firsts = server._everyone.firsts
         while firsts.is_free():
             firsts.delay()
-        await connections(gateway, 1, HEALTH)
+        # A connection that nobody holds is closed.
+        (last,) = await connections(gateway, 1, HEALTH)
         await until(lambda: sum(one._delayed is not None for one in server._state.connections) == 2)
+        last.close()
 
 
 async def test_a_request_that_leaves_before_its_turn_gives_back_its_own(tmp_path: Path) -> None:
