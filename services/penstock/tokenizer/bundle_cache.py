@@ -21,6 +21,7 @@ from pathlib import Path
 
 from penstock import __version__
 from penstock.common.environment import cache_folder
+from penstock.common.kept_files import keep_last_used
 from penstock.tokenizer.bundle import TokenizerBundle
 
 # Changes with what a bundle is, and with how it is made of a folder.
@@ -104,9 +105,7 @@ class BundleCache:
             self._remove()
 
     def _remove(self) -> None:
-        kept = sorted(self._root.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in kept[self._most :]:
-            path.unlink(missing_ok=True)
+        keep_last_used(self._root, f"*{_SUFFIX}", self._most)
         for path in self._root.glob("tmp*"):
             if time.time() - path.stat().st_mtime > _DAY_SECONDS:
                 path.unlink(missing_ok=True)

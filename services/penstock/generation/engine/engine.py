@@ -613,9 +613,9 @@ class Engine:
         if scheduler.waiting.has_idle_only and IDLE_TENANT not in scheduler.resting:
             # It says nothing about the steps of others, which it rests in.
             return
-        is_light, waiting = bool(scheduler.resting), scheduler.waiting.num_pressing > 0
-        if scheduler.waiting.has_idle_only:
-            is_light = bool(scheduler.resting - {IDLE_TENANT})
+        resting, waiting = scheduler.resting, scheduler.waiting.num_pressing > 0
+        # No set is made for a step without such requests.
+        is_light = bool(resting - {IDLE_TENANT} if scheduler.waiting.has_idle_only else resting)
         self._meter.stepped(end - begin, tokens, something_waited=waiting, drew=drew, is_light=is_light)
         self.turns.stepped(end - begin, self._meter.least_step_seconds, is_light=is_light)
 

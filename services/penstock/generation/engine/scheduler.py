@@ -82,12 +82,12 @@ class Scheduler:
             else None
         )
         self.prefixes = SharedPrefixes(self.tables, self.snapshots)
-        if store is not None and self.host is None:
-            raise ValueError("a store of blocks needs num_host_blocks")
         # None: prefixes go no further than the host pool.
-        self.disk = (
-            None if store is None or self.host is None else DiskTier(config, self.host, self.prefixes, store, stats)
-        )
+        self.disk: DiskTier | None = None
+        if store is not None:
+            if self.host is None:
+                raise ValueError("a store of blocks needs num_host_blocks")
+            self.disk = DiskTier(config, self.host, self.prefixes, store, stats)
         self.waiting = FairQueue(config.tenant_memory_seconds)
         self.running = GroupQueue()
         self._victims = Victims(self.running, self.waiting)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.common.kept_files import keep_last_used
 from penstock.common.logging import get_logger
 from penstock.generation.core.model_config import CONFIG_FILE
 from penstock.generation.models.input_importance import NUM_IDS, SEED, SEQUENCE
@@ -59,20 +60,8 @@ def kept(
         # A full disk is an error of safetensors.
         _log.warning("the importance of inputs cannot be kept", cause=str(error))
         return found
-    _prune(cache, most_files)
+    keep_last_used(cache, "*.safetensors", most_files)
     return found
-
-
-def _prune(cache: Path, most_files: int) -> None:
-    """Remove the files that were not used for the longest time, beyond `most_files`. Another start may do the same."""
-    used: list[tuple[float, Path]] = []
-    for path in cache.glob("*.safetensors"):
-        with contextlib.suppress(OSError):
-            used.append((path.stat().st_mtime, path))
-    used.sort(reverse=True)
-    for _, path in used[most_files:]:
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 def _key(folder: Path, dtype: torch.dtype) -> str:
