@@ -135,6 +135,23 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Preemptions", "ops", [rate("penstock_num_preemptions_total", "preemptions")]),
         ("Evictions of prefixes", "ops", [rate("penstock_prefix_cache_evictions_total", "blocks")]),
     ],
+    "Prefixes on disk": [
+        ("Prompt tokens read", "ops", [rate("penstock_kv_disk_hits_total", "tokens")]),
+        (
+            "Bytes read and written",
+            "Bps",
+            [rate(f"penstock_kv_disk_{way}_bytes_total", way) for way in ("read", "written")],
+        ),
+        (
+            "Blocks not kept or not used",
+            "ops",
+            [
+                rate(f"penstock_kv_disk_{kind}_blocks_total", kind)
+                for kind in ("refused", "failed", "dropped", "evicted")
+            ],
+        ),
+        ("Waiting to be written", "short", [("penstock_kv_disk_queued_blocks", "{{instance}}")]),
+    ],
     "Adapters": [
         (
             "Known and in memory",
