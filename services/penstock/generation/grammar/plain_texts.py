@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from penstock.generation.grammar.lookaheads import ANY, whole, without_lookaheads
 from penstock.generation.grammar.schemas.refusal import Refusal
 from penstock.generation.grammar.schemas.string_formats import NATIVE_PATTERNS, PATTERNS
 
@@ -18,7 +19,6 @@ END = "x-end"
 _FORMATS = {**NATIVE_PATTERNS, **PATTERNS}
 # Keywords that say more of a text than a terminal can.
 _REFUSED = ("not", "if", "anyOf", "oneOf", "$ref")
-_ANY = "(?s:.*)"
 
 
 def text_terminal(schema: dict[str, Any], bound: int, literal: Callable[[str], str]) -> str:
@@ -33,13 +33,14 @@ def text_terminal(schema: dict[str, Any], bound: int, literal: Callable[[str], s
     parts = [*_conditions(schema, "#")]
     if bound and not any("maxLength" in one for one in (schema, *_all_of(schema))):
         parts.append(f"(?s:.{{0,{bound}}})")
-    terms = [f"/{_escaped(part, '#')}/" for part in parts] or [f"/{_ANY}/"]
+    terms = [lark_regex(part, "#") for part in parts] or [f"/{ANY}/"]
     text = " & ".join(terms)
     if not end:
         return text
     # Readers end a text at its tag, whatever stands around that: it comes once, as the end.
-    tag = _escaped(re.escape(end.strip() or end), "#")
-    return f"(({text}) {literal(end)}) & ~/{_ANY}{tag}{_ANY}{tag}{_ANY}/"
+    tag = re.escape(end.strip() or end)
+    twice = lark_regex(f"{ANY}{tag}{ANY}{tag}{ANY}", "#")
+    return f"(({text}) {literal(end)}) & ~{twice}"
 
 
 def _all_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def _conditions(schema: dict[str, Any], path: str) -> list[str]:
         found.append(f"(?s:.{{{least or 0},{'' if most is None else most}}})")
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
-        found.append(_whole(pattern))
+        found += map(whole, without_lookaheads(pattern) or [pattern])
     name = schema.get("format")
     if isinstance(name, str) and name in _FORMATS:
         found.append(f"(?:{_FORMATS[name]})")
@@ -76,45 +77,8 @@ def _count(schema: dict[str, Any], word: str, path: str) -> int | None:
     return int(value)
 
 
-def _whole(pattern: str) -> str:
-    """Return the pattern of whole texts in which `pattern` is found somewhere, as JSON Schema means it."""
-    made = []
-    for one in _alternatives(pattern):
-        begins, ends = one.startswith("^"), one.endswith("$") and not _is_escaped(one, len(one) - 1)
-        inner = one[begins : len(one) - ends]
-        made.append(f"{'' if begins else _ANY}(?:{inner}){'' if ends else _ANY}")
-    return f"(?:{'|'.join(made)})"
-
-
-def _alternatives(pattern: str) -> list[str]:
-    """Split a pattern at its outermost bars."""
-    found, begin, depth, in_class, at = [], 0, 0, False, 0
-    while at < len(pattern):
-        one = pattern[at]
-        if one == "\\":
-            at += 1
-        elif in_class:
-            in_class = one != "]"
-        elif one == "[":
-            in_class = True
-            # A bracket that comes first is a member of the class.
-            at += pattern.startswith("]", at + 1) or 2 * pattern.startswith("^]", at + 1)
-        elif one in "()":
-            depth += 1 if one == "(" else -1
-        elif one == "|" and depth == 0:
-            found.append(pattern[begin:at])
-            begin = at + 1
-        at += 1
-    return [*found, pattern[begin:]]
-
-
-def _is_escaped(text: str, place: int) -> bool:
-    before = text[:place]
-    return (len(before) - len(before.rstrip("\\"))) % 2 == 1
-
-
-def _escaped(pattern: str, path: str) -> str:
-    """Return a pattern as it stands between Lark's slashes, on one line."""
+def lark_regex(pattern: str, path: str) -> str:
+    """Return a pattern as a terminal of Lark, on one line. Raises Refusal."""
     made, at = [], 0
     while at < len(pattern):
         one = pattern[at]
@@ -131,4 +95,4 @@ def _escaped(pattern: str, path: str) -> str:
         else:
             made.append(one)
         at += 1
-    return "".join(made)
+    return f"/{''.join(made)}/"

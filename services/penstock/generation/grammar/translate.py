@@ -16,7 +16,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.generation.grammar.finite import has_finite_document
 from penstock.generation.grammar.grammar_limits import JsonBounds
-from penstock.generation.grammar.plain_texts import text_terminal
+from penstock.generation.grammar.lookaheads import beginning, take_lookaheads, whole
+from penstock.generation.grammar.plain_texts import lark_regex, text_terminal
+from penstock.generation.grammar.regex_parts import ends_at_end
 from penstock.generation.grammar.schemas.document import read_json, read_json_at, write_json
 from penstock.generation.grammar.schemas.refusal import Refusal
 from penstock.generation.grammar.schemas.refused_part import ORIGIN
@@ -47,13 +49,27 @@ def to_lark(kind: ConstraintKind, text: str, choices: tuple[str, ...], bounds: J
         case ConstraintKind.JSON_OBJECT:
             return _json_schema('{"type": "object"}', bounds) + OPTIONS
         case ConstraintKind.REGEX:
-            lark: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
-            return lark + OPTIONS
+            return _regex(text) + OPTIONS
         case ConstraintKind.CHOICE:
             # One terminal: its automaton tells a choice from another one that it is a prefix of.
             return "start: CHOICE\nCHOICE: " + " | ".join(_literal(choice) for choice in choices) + OPTIONS
         case ConstraintKind.GRAMMAR:
             return _grammar(text, bounds) + OPTIONS
+
+
+def _regex(text: str) -> str:
+    taken = take_lookaheads(f"^{text.removeprefix('^')}")
+    if taken is None:
+        lark: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+        return lark
+    # The whole output matches: a `$` at its end says nothing more.
+    rest = taken.rest if ends_at_end(taken.rest) else f"{taken.rest}$"
+    try:
+        terms = [lark_regex(one, "#") for one in (whole(rest), *map(beginning, taken.asked))]
+        terms += [f"~{lark_regex(beginning(one), '#')}" for one in taken.forbidden]
+    except Refusal:
+        raise Untranslatable("is not a regular expression") from None
+    return f"start: TEXT\nTEXT: {' & '.join(terms)}"
 
 
 def _json_schema(text: str, bounds: JsonBounds) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.generation.grammar.grammar_limits import JsonBounds
+from penstock.generation.grammar.lookaheads import without_lookaheads
 from penstock.generation.grammar.schemas.combinations import rewrite_counts, subsets
 from penstock.generation.grammar.schemas.disjoint import are_disjoint
 from penstock.generation.grammar.schemas.document import write_json
@@ -128,6 +129,7 @@ class _Simplifier:
             del made[word]
         self._drop_silent(made, types)
         self._rewrite_unevaluated(made, path)
+        self._rewrite_pattern(made)
         self._rewrite_format(made)
         self._rewrite_dependencies(made, path)
         self._rewrite_names(made, path)
@@ -347,6 +349,13 @@ class _Simplifier:
                     raise Refusal(path, word, "is not supported beside other schemas of the same value")
                 made.setdefault(other, made[word])
                 del made[word]
+
+    def _rewrite_pattern(self, made: dict[str, Any]) -> None:
+        """Express look-aheads by patterns beside the rest."""
+        patterns = without_lookaheads(made["pattern"]) if isinstance(made.get("pattern"), str) else None
+        if patterns is not None:
+            made["pattern"] = patterns[0]
+            made["allOf"] = [*made.get("allOf", ()), *({"pattern": one} for one in patterns[1:])]
 
     def _rewrite_format(self, made: dict[str, Any]) -> None:
         name = made.get("format")
