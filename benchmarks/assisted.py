@@ -45,7 +45,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks._arguments import be_quiet
 from benchmarks._report import Report
-from benchmarks.forward import BLOCK_SIZE, SHAPE, checkpoint
+from benchmarks.checkpoints import BLOCK_SIZE, CACHE, QWEN, checkpoint
 
 PROMPT, NUM_BLOCKS, CONTEXT, SHARPNESS = 64, 1024, 1024, 8
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20}
@@ -57,7 +57,7 @@ def predictable_pair(cache: Path, tail: float, layers: int) -> tuple[Path, Path]
     target, draft = folder / "target", folder / "draft"
     if not (draft / "model.safetensors").is_file():
         torch.manual_seed(0)
-        shape = {**SHAPE, "tie_word_embeddings": False}
+        shape = {**QWEN.fields, "tie_word_embeddings": False}
         model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.bfloat16)
         with torch.no_grad():
             for layer in model.model.layers[layers:]:
@@ -101,7 +101,7 @@ class Bench:
         """Random ids; `repeated`: a quarter of them four times."""
         rng = random.Random(seed)
         length = PROMPT // 4 if repeated else PROMPT
-        prompts = [[rng.randrange(SHAPE["vocab_size"]) for _ in range(length)] for _ in range(self.concurrent)]
+        prompts = [[rng.randrange(QWEN.fields["vocab_size"]) for _ in range(length)] for _ in range(self.concurrent)]
         return [prompt * 4 for prompt in prompts] if repeated else prompts
 
 
@@ -192,7 +192,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     device.start(num_threads=options.threads)
     cells: list[dict[str, Any]] = []
     target, draft = predictable_pair(options.cache, options.tail, options.draft_layers)
-    random_model = load_model(checkpoint(options.cache, 0), device=device, dtype=options.dtype)
+    random_model = load_model(checkpoint("qwen2.5-0.5b", options.cache), device=device, dtype=options.dtype)
     lookup = AssistanceOptions(prompt_lookup_num_tokens=options.lookup_tokens)
     for concurrent in options.concurrent:
         bench = Bench(random_model, None, options.tokens, concurrent, options.max_draft_rows)
@@ -219,7 +219,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
+    parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=96)

@@ -37,7 +37,7 @@ from penstock.generation.runner.model_runner import ModelRunner
 
 from benchmarks._arguments import be_quiet
 from benchmarks._report import Report
-from benchmarks.forward import BLOCK_SIZE, SHAPE, checkpoint
+from benchmarks.checkpoints import BLOCK_SIZE, CACHE, QWEN, checkpoint
 
 KINDS = ("beams", "together", "apart")
 
@@ -89,7 +89,7 @@ class Measured:
             Request(
                 request_id=f"{kind}-{round_number}-{number}",
                 prompt_token_ids=[
-                    (7919 * (number + 1) * place + 13) % SHAPE["vocab_size"] for place in range(self.prompt)
+                    (7919 * (number + 1) * place + 13) % QWEN.fields["vocab_size"] for place in range(self.prompt)
                 ],
                 params=params,
                 arrival_time=time.monotonic(),
@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All runs, as one JSON object."""
     device = CPUDevice()
     device.start(num_threads=options.threads)
-    model = load_model(checkpoint(options.cache, options.seed), device=device, dtype=options.dtype)
+    model = load_model(checkpoint("qwen2.5-0.5b", options.cache, options.seed), device=device, dtype=options.dtype)
     measured = Measured(model, options)
     for kind in KINDS:
         measured.run(kind, -1)
@@ -147,7 +147,7 @@ def _ratio(runs: dict[str, list[dict[str, Any]]], kind: str, what: str) -> dict[
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
+    parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--beams", type=int, default=4)

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._arguments import refuse
+from benchmarks._arguments import at_least, names, refuse
 from benchmarks._report import Report
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+# Tokens of a block in engines that a benchmark makes itself.
+BLOCK_SIZE = 16
+QUANTIZATIONS = ("none", "int8", "int8-groups", "int4")
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,20 @@ def resolve(model: str, cache: Path = CACHE, flag: str = "--model") -> Path:
     if not (Path(model) / "config.json").is_file():
         refuse(f"{flag} {model}: neither a folder with config.json nor one of {', '.join(SHAPES)}")
     return Path(model)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a benchmark of one model: which, in which formats, on how many threads."""
+    parser.add_argument("--model", default="qwen2.5-0.5b", help="a shape's name or a folder")
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument(
+        "--quantization",
+        type=names(QUANTIZATIONS, "format"),
+        default="none",
+        help=f"of {', '.join(QUANTIZATIONS)}: a list with commas",
+    )
+    parser.add_argument("--threads", type=at_least(1), default=2)
 
 
 def _save_weights(shape: Shape, folder: Path, seed: int) -> None:

@@ -21,17 +21,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks._arguments import at_least, be_quiet, names, numbers
+from benchmarks._arguments import at_least, be_quiet, numbers
 from benchmarks._report import Report, Table
-from benchmarks.checkpoints import CACHE, resolve
+from benchmarks.checkpoints import BLOCK_SIZE, add_model_flags, resolve
 
-BLOCK_SIZE = 16
 # Rows from which a step is also held against the peak of multiplication.
 MANY_ROWS = 16
-QUANTIZATIONS = ("none", "int8", "int8-groups", "int4")
 # Columns that are shown of a row, beside its format and batch.
 COLUMNS = ("step_ms", "memory_ms", "arithmetic_ms", "gb_s", "memory_share", "share", "share_quartiles")
 # A weight that stays in the last cache, and how often it is multiplied in a probe.
@@ -248,19 +245,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.add_argument("--model", default="qwen2.5-0.5b", help="a shape's name or a folder")
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    parser.add_argument(
-        "--quantization",
-        type=names(QUANTIZATIONS, "format"),
-        default="none",
-        help=f"of {', '.join(QUANTIZATIONS)}: a list with commas",
-    )
+    add_model_flags(parser)
     parser.add_argument("--batch", type=numbers, default="1,8,32", help="sequences a step, a list with commas")
     parser.add_argument("--context", type=at_least(1), default=192)
     parser.add_argument("--pairs", type=at_least(2), default=40, help="of a step and a probe; 2 or more")
-    parser.add_argument("--threads", type=at_least(1), default=2)
 
 
 def main(options: argparse.Namespace, report: Report) -> None:

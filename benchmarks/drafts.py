@@ -52,8 +52,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks._arguments import be_quiet
 from benchmarks._report import Report
-from benchmarks.checkpoints import CACHE
-from benchmarks.forward import BLOCK_SIZE, SHAPE, checkpoint
+from benchmarks.checkpoints import BLOCK_SIZE, CACHE, QWEN, checkpoint
 from benchmarks.real_models import bf16_folder
 
 NUM_BLOCKS, CONTEXT = 1024, 1024
@@ -96,7 +95,7 @@ def demo_prompt(number: int) -> list[int]:
 def random_prompt(number: int) -> list[int]:
     """Repeat a run of 16 random ids four times."""
     rng = random.Random(number)
-    return [rng.randrange(SHAPE["vocab_size"]) for _ in range(16)] * 4
+    return [rng.randrange(QWEN.fields["vocab_size"]) for _ in range(16)] * 4
 
 
 def chat_prompt(folder: Path, text: str) -> MakePrompt:
@@ -216,7 +215,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if name == REAL:
             cells += real_cells(device, options)
             continue
-        folder = demo_folder() if name == "demo" else checkpoint(options.cache, 0)
+        folder = demo_folder() if name == "demo" else checkpoint("qwen2.5-0.5b", options.cache)
         model = load_model(folder, device=device, dtype="auto" if name == "demo" else options.dtype)
         for text, sampling in (("repetitive", {}), ("varied", SAMPLED)):
             make = demo_prompt if name == "demo" else random_prompt

@@ -2,14 +2,13 @@
 
     python -m benchmarks grammar --tokenizer FOLDER [--cache DIR] [--threads 2] [--batch 8] [--steps 60] [--json FILE]
 
-Model: Qwen2.5-0.5B shape, random weights (benchmarks/forward.py makes it), so outputs are random documents. `FOLDER`
-holds Qwen2.5's tokenizer.json; masks are over all 151 936 ids. A step is ModelRunner.execute and the appending of its
-tokens, which advances the grammars. `critical path` is the median of what a constrained step takes more than the free
-step beside it; on a busy machine rather look at the CPU time of the engine's thread, of a free step and what a
+Model: Qwen2.5-0.5B shape, random weights (benchmarks/checkpoints.py makes it), so outputs are random documents.
+`FOLDER` holds Qwen2.5's tokenizer.json; masks are over all 151 936 ids. A step is ModelRunner.execute and the appending
+of its tokens, which advances the grammars. `critical path` is the median of what a constrained step takes more than the
+free step beside it; on a busy machine rather look at the CPU time of the engine's thread, of a free step and what a
 constrained one takes more. The parts that are on the critical path for certain, masks applied to scores and a token
-taken by a matcher, are given too. `masks` is the
-computation that runs beside the forward pass, measured in steps of its own: wall time of the whole batch, and CPU time
-of all threads.
+taken by a matcher, are given too. `masks` is the computation that runs beside the forward pass, measured in steps of
+its own: wall time of the whole batch, and CPU time of all threads.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from penstock.generation.sampling.token_masks import TokenMasks
 
 from benchmarks._arguments import be_quiet
 from benchmarks._report import Report, percentile
-from benchmarks.forward import BLOCK_SIZE, SHAPE, checkpoint
+from benchmarks.checkpoints import BLOCK_SIZE, CACHE, QWEN, checkpoint
 
 EOS = (151_645, 151_643)
 PERSON = {
@@ -164,7 +163,7 @@ def measure(grammar: CompiledGrammar, runner: ModelRunner, workers: MaskWorkers,
 def parts(group: Group, words: Any) -> dict[str, float]:
     """Measure the parts of a constrained step that are certainly on the critical path, each by itself."""
     masks = TokenMasks(words, {sequence.seq_id: row for row, sequence in enumerate(group.sequences)})
-    scores = torch.zeros(len(group.sequences), SHAPE["vocab_size"])
+    scores = torch.zeros(len(group.sequences), QWEN.fields["vocab_size"])
     applied = [timed(lambda: masks.apply(scores.zero_(), group.sequences)) for _ in range(20)]
     zeroed = [timed(scores.zero_) for _ in range(20)]
     taken = []
@@ -193,7 +192,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Everything, as one JSON object."""
     device = CPUDevice()
     device.start(num_threads=options.threads)
-    model = load_model(checkpoint(options.cache, 0), device=device, dtype=options.dtype)
+    model = load_model(checkpoint("qwen2.5-0.5b", options.cache), device=device, dtype=options.dtype)
     config = model.config
     blocks = 2 * options.batch * -(-(options.context + 2 * options.steps + 2) // BLOCK_SIZE)
     kv = KVCachePool(
@@ -232,7 +231,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with Qwen2.5's tokenizer.json")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
+    parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--mask-threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")

@@ -21,9 +21,8 @@ from typing import Any
 from benchmarks._arguments import at_least, be_quiet, names, numbers
 from benchmarks._report import Report, Table
 from benchmarks.cells import WORKLOADS, Workload, tokens_needed
-from benchmarks.checkpoints import CACHE, resolve
+from benchmarks.checkpoints import add_model_flags, resolve
 
-QUANTIZATIONS = ("none", "int8", "int8-groups", "int4")
 # Prompt tokens of a decode cell, and its steps.
 CONTEXT, STEPS = 128, 24
 COLUMNS = ("cell", "quantization", "none_tok_s", "adapters_tok_s", "ratio", "quartiles")
@@ -175,21 +174,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.add_argument("--model", default="qwen2.5-0.5b", help="a shape's name or a folder")
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    parser.add_argument(
-        "--quantization",
-        type=names(QUANTIZATIONS, "format"),
-        default="none",
-        help=f"of {', '.join(QUANTIZATIONS)}: a list with commas",
-    )
+    add_model_flags(parser)
     parser.add_argument("--adapters", type=at_least(1), default=8)
     parser.add_argument("--ranks", type=numbers, default="8,16", help="a list with commas")
     parser.add_argument("--decode", type=numbers, default="8,32", help="sequences a step, a list with commas")
     parser.add_argument("--workloads", type=names(WORKLOADS, "workload"), default="W2,W5")
     parser.add_argument("--rounds", type=at_least(1), default=5)
-    parser.add_argument("--threads", type=at_least(1), default=2)
     parser.add_argument("--kernels", choices=("native", "torch"), default="native")
 
 

@@ -4,9 +4,9 @@
 
 W3: 32 x (128 -> 64). W4: 1 x (2048 -> 16). W5: 64 mixed requests, prompts of 32 to 512 and outputs of 16 to 128 tokens.
 W6: 32 x (512 common + 32 own -> 32). All requests are there at once. Without --model the random Qwen2.5-0.5B of
-forward.py. Every cell is a new engine on the same model; budgets are taken in turns. W6 runs without the prefix cache
-beside it. `gap`: seconds between two steps that drew for a sequence that was decoding already. `waited` counts decoding
-sequences that a step left out: it must be 0.
+checkpoints.py. Every cell is a new engine on the same model; budgets are taken in turns. W6 runs without the prefix
+cache beside it. `gap`: seconds between two steps that drew for a sequence that was decoding already. `waited` counts
+decoding sequences that a step left out: it must be 0.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from penstock.generation.runner.model_runner import ModelRunner
 
 from benchmarks._arguments import be_quiet
 from benchmarks._report import Report, percentile
-from benchmarks.forward import checkpoint
+from benchmarks.checkpoints import BLOCK_SIZE, CACHE, checkpoint
 
-BLOCK_SIZE = 16
 LARGEST_ID = 10_000
 
 
@@ -133,7 +132,7 @@ def measure(model: CausalLM, name: str, budget: int, *, prefix_cache: bool = Tru
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "penstock")
+    parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--budgets", default="128,512")
@@ -146,7 +145,7 @@ def main(options: argparse.Namespace, report: Report) -> None:
     be_quiet(options.threads)
     device = CPUDevice()
     device.start(num_threads=options.threads)
-    model = load_model(options.model or checkpoint(options.cache, 0), device=device, dtype=options.dtype)
+    model = load_model(options.model or checkpoint("qwen2.5-0.5b", options.cache), device=device, dtype=options.dtype)
     cells = []
     for name in options.workloads.split(","):
         for _ in range(options.rounds):

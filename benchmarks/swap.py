@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks._arguments import be_quiet, names
 from benchmarks._report import Report
-from benchmarks.checkpoints import resolve
+from benchmarks.checkpoints import BLOCK_SIZE, resolve
 
 if TYPE_CHECKING:
     from penstock.generation.core.step import RunnerOutput, SchedulerOutput
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from penstock.generation.models.decoder import CausalLM
     from penstock.generation.runner.model_runner import ModelRunner
 
-BLOCK_SIZE = 16
 LARGEST_ID = 4000
 ROOMY = "roomy"
 WAYS = (ROOMY, "recompute", "swap", "auto")
