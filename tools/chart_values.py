@@ -1,22 +1,20 @@
 """Write what is made from the Helm chart: its schema and its README's table, and with helm the kustomize base.
 
-`--check` only compares. helm is the program of $HELM or $PATH (python tools/get_helm.py); without it the base stays.
+Helm is the program of $HELM or $PATH (python tools/get_helm.py); without it the base stays.
 
 A comment above a value is its description; [..] at its begin is the type, where the default does not tell it:
 [one of a, b], [string|null], [integer 1..], [number 0..], [map], [list].
 
-python tools/chart_values.py [--check]
+python tools/chart_values.py
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,18 +124,11 @@ def _shown(schema: dict[str, Any]) -> dict[str, Any]:
     return {key: inner for key, inner in schema["properties"].items() if key != "global"}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file differs")
-    is_check = parser.parse_args().check
-    stale = [path for path, text in files().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    if is_check and stale:
-        sys.stderr.write(f"out of date: {', '.join(path.name for path in stale)}: run python tools/chart_values.py\n")
-        return 1
+def main() -> None:
+    """Write the files."""
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

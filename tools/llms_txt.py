@@ -1,4 +1,4 @@
-"""Write docs/llms.txt, the list of the site's pages for language models: python tools/llms_txt.py [--check].
+"""Write docs/llms.txt, the list of the site's pages for language models: python tools/llms_txt.py.
 
 A page is a line: its title, and the first sentence of its first paragraph. The order is that of mkdocs.yml.
 """
@@ -6,7 +6,6 @@ A page is a line: its title, and the first sentence of its first paragraph. The 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,13 +65,10 @@ def listing() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    text = listing()
-    if "--check" in sys.argv:
-        return int(not OUTPUT.exists() or OUTPUT.read_text(encoding="utf-8") != text)
-    OUTPUT.write_text(text, encoding="utf-8")
-    return 0
+def main() -> None:
+    """Write the list."""
+    OUTPUT.write_text(listing(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

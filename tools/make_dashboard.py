@@ -3,15 +3,13 @@
 The variable `datasource` chooses the Prometheus, `instance` and `model` choose processes and models. Queries are
 narrowed by those of the last two that their metrics have.
 
-python tools/make_dashboard.py [--check]
+python tools/make_dashboard.py
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -325,16 +323,15 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Write or check; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only report whether the file is up to date")
-    wanted = json.dumps(dashboard(), indent=2) + "\n"
-    if parser.parse_args().check:
-        return int(TARGET.read_text() != wanted)
-    TARGET.write_text(wanted)
-    return 0
+def content() -> str:
+    """Return the file's text."""
+    return json.dumps(dashboard(), indent=2) + "\n"
+
+
+def main() -> None:
+    """Write the file."""
+    TARGET.write_text(content(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,12 +1,10 @@
-"""Write docs/reference/metrics.md from the registries of the services themselves; `--check` only compares.
+"""Write docs/reference/metrics.md from the registries of the services themselves.
 
-python tools/metrics_table.py [--check]
+python tools/metrics_table.py
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -92,19 +90,10 @@ def page() -> str:
     return "".join(parts)
 
 
-def main() -> int:
-    """Write or check; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only report whether the page is up to date")
-    wanted = page()
-    if parser.parse_args().check:
-        if TARGET.read_text() != wanted:
-            print("docs/reference/metrics.md is out of date: run python tools/metrics_table.py", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.write_text(wanted)
-    return 0
+def main() -> None:
+    """Write the page."""
+    TARGET.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,12 +1,10 @@
-"""Write from the table of options: docs/reference/options.md and the clients' option tables; `--check` only compares.
+"""Write from the table of options: docs/reference/options.md and the clients' option tables.
 
-python tools/option_tables.py [--check]
+python tools/option_tables.py
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -170,21 +168,13 @@ FILES = {
 }
 
 
-def main() -> int:
-    """Write or check the files; returns the process's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only report files that differ")
-    arguments = parser.parse_args()
-    wanted = {ROOT / name: make() for name, make in FILES.items()}
-    changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    for path in changed:
-        if arguments.check:
-            print(f"{path.relative_to(ROOT)} differs: run python tools/option_tables.py", file=sys.stderr)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(wanted[path], encoding="utf-8")
-    return 1 if arguments.check and changed else 0
+def main() -> None:
+    """Write the files."""
+    for name, make in FILES.items():
+        path = ROOT / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(make(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,8 +16,6 @@ from penstock.common.errors import StartupError
 
 _KIND = "penstock-reading-1"
 _DOCUMENTS = ("document_ids", "document_lengths")
-# Of a likeliest token: its id and its log-probability.
-ENTRY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,7 @@ def test_this_machine_is_behind_no_proxy(address: str) -> None:
     assert through_proxy(address) == ""
 
 
-@pytest.mark.parametrize(
-    "address", ["10.0.0.5:8000", "router.corp:50051", "dns:///router.corp:50051", "[2001:db8::1]:1"]
-)
+@pytest.mark.parametrize("address", FAR)
 def test_another_machine_is_and_the_password_is_not_told(address: str) -> None:
     assert proxy_of(address) == ("http_proxy", PROXY)
     assert proxy_options(address) == []

@@ -11,20 +11,21 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
 from factories.custom_resources import KUBERNETES, SPECS, check_pod, check_resource
 from factories.source_tree import ROOT
+from factories.yaml_files import read_yaml, yaml_documents
 from penstock.cli.serve.service_process import ROLES
 from penstock.common.config import ServerConfig, from_env_and_flags
 from penstock.common.options import options_of
 from penstock.gateway.app import _POST as POSTED
 from penstock.router.backend_targets import scheme_of, service_of
+
+from tools import chart_values
 
 CHART = ROOT / "deploy" / "helm" / "penstock"
 HELM = shutil.which(os.environ.get("HELM", "helm"))
@@ -79,7 +80,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 def rendered(names: tuple[str, ...]) -> tuple[Document, ...]:
     done = helm(*(argument for name in names for argument in SETTINGS[name]))
     assert done.returncode == 0, done.stderr
-    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+    return yaml_documents(done.stdout)
 
 
 def of_kind(documents: tuple[Document, ...], kind: str) -> list[Document]:
@@ -301,14 +302,14 @@ def test_autoscalers_name_metrics_that_exist() -> None:
 
 
 def test_the_drain_is_that_of_the_services() -> None:
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    values = read_yaml(CHART / "values.yaml")
     assert values["drain"]["graceSeconds"] == ServerConfig().drain_grace_seconds
 
 
 def test_what_is_made_from_the_values_is_up_to_date() -> None:
     """Schema, README, and with helm the kustomize base."""
-    done = subprocess.run([sys.executable, ROOT / "tools/chart_values.py", "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    stale = [path.name for path, text in chart_values.files().items() if path.read_text(encoding="utf-8") != text]
+    assert not stale, "run python tools/chart_values.py"
 
 
 @needs_helm
@@ -346,7 +347,7 @@ def test_a_wrong_value_is_refused_by_name(setting: str, named: str) -> None:
 @needs_helm
 def test_options_become_flags_as_they_are_written() -> None:
     done = helm("--set", "generation.options.max-context=2000000,generation.options.load-tokenizer=false")
-    documents = tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+    documents = yaml_documents(done.stdout)
     arguments = container(pods(documents)["generation"])["args"]
     assert {"--kv-memory=1GiB", "--max-context=2000000", "--no-load-tokenizer"} <= set(arguments)
 
@@ -358,7 +359,7 @@ def test_kustomize_gives_what_is_valid_and_fits_together(folder: str) -> None:
     command = [KUBECTL, "kustomize", str(ROOT / "deploy" / "kustomize" / folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    documents = tuple(yaml.safe_load_all(done.stdout))
+    documents = yaml_documents(done.stdout)
     assert set(pods(documents)) >= {"tokenizer", "generation", "router"}
     check_references(documents)
     check_addresses(documents)
@@ -369,7 +370,7 @@ def test_kustomize_gives_what_is_valid_and_fits_together(folder: str) -> None:
 def rendered_with(*settings: str) -> tuple[Document, ...]:
     done = helm(*(argument for setting in settings for argument in ("--set", setting)))
     assert done.returncode == 0, done.stderr
-    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+    return yaml_documents(done.stdout)
 
 
 @needs_helm
@@ -398,7 +399,7 @@ def test_the_pods_of_a_group_reach_each_other() -> None:
 
 def test_the_picker_reads_metrics_of_the_gateway() -> None:
     """EndpointPickerConfig of llm-d-router, as read in 2026: its plugins refer to each other by name."""
-    config = yaml.safe_load((CHART / "picker.yaml").read_text(encoding="utf-8"))
+    config = read_yaml(CHART / "picker.yaml")
     assert (config["apiVersion"], config["kind"]) == ("inference.networking.x-k8s.io/v1alpha1", "EndpointPickerConfig")
     plugins = {plugin.get("name", plugin["type"]): plugin for plugin in config["plugins"]}
     profiles = [plugin for profile in config["schedulingProfiles"] for plugin in profile["plugins"]]

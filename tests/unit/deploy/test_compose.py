@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
-import yaml
 from factories.source_tree import ROOT
+from factories.yaml_files import read_yaml
 from penstock.cli.serve.service_process import ROLES
 from penstock.common.options import options_of
 
@@ -17,7 +17,7 @@ OF_THE_IMAGE = {"ROLE"}
 
 def services_of(name: str) -> dict[str, Any]:
     """Return the services of a compose file by their names."""
-    found: dict[str, Any] = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))["services"]
+    found: dict[str, Any] = read_yaml(ROOT / name)["services"]
     return found
 
 
@@ -66,7 +66,7 @@ def test_variables_of_the_image_are_options_of_every_service() -> None:
 
 @pytest.mark.parametrize("file", ["prometheus.yml", "prometheus.tls.yml"])
 def test_prometheus_asks_every_service_at_its_port(file: str) -> None:
-    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / file).read_text(encoding="utf-8"))
+    config = read_yaml(ROOT / "deploy" / "prometheus" / file)
     asked = {job["job_name"]: job["dns_sd_configs"][0]["port"] for job in config["scrape_configs"]}
     ports = {}
     for name in ROLES:

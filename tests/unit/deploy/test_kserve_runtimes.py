@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import yaml
 from factories.custom_resources import check_resource
 from factories.source_tree import ROOT
+from factories.yaml_files import yaml_documents
 from penstock.cli.serve.tree import tree_options
 
 FOLDER = ROOT / "deploy" / "kserve"
 
 
-def documents(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((FOLDER / name).read_text(encoding="utf-8")))
+def documents(name: str) -> tuple[dict[str, Any], ...]:
+    return yaml_documents((FOLDER / name).read_text(encoding="utf-8"))
 
 
 RUNTIMES = {one["metadata"]["name"]: one["spec"] for one in documents("runtimes.yaml")}

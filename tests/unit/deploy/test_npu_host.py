@@ -6,12 +6,12 @@ import re
 import tomllib
 from typing import Any
 
-import yaml
 from factories.source_tree import ROOT
+from factories.yaml_files import read_yaml
 from penstock.cli.serve.service_process import ROLES
 from penstock.common.options import options_of
 
-COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.npu.yml").read_text(encoding="utf-8"))["services"]
+COMPOSE: dict[str, Any] = read_yaml(ROOT / "docker-compose.npu.yml")["services"]
 GUIDE = (ROOT / "docs" / "guide" / "ascend.md").read_text(encoding="utf-8")
 DOCKER = ROOT / "deploy" / "docker"
 
@@ -21,7 +21,7 @@ def test_paths_of_the_driver_are_those_of_the_page() -> None:
     # At the same paths, to read only.
     assert all(there == here and mode == "ro" for there, here, mode in mounts)
     paths = [there for there, _, _ in mounts]
-    chart = yaml.safe_load((ROOT / "deploy" / "helm" / "penstock" / "values-npu.yaml").read_text(encoding="utf-8"))
+    chart = read_yaml(ROOT / "deploy" / "helm" / "penstock" / "values-npu.yaml")
     assert chart["generation"]["hostPaths"] == [{"path": path} for path in paths]
     devices = [device.replace("${PENSTOCK_NPU:-0}", "0") for device in COMPOSE["generation"]["devices"]]
     assert len(devices) == 4

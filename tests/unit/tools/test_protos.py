@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PROTOS = Path(__file__).resolve().parents[3] / "protos"
 BUF = shutil.which("buf") or str(Path(sys.executable).parent / "buf")
 
@@ -25,25 +23,23 @@ def test_nothing_breaks_the_last_release() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("file", "pattern", "replacement", "complaint"),
-    [
+def test_planted_breaks_are_refused(tmp_path: Path) -> None:
+    planted = [
         ("text.proto", r"  rpc ListModels.*\n", "", 'RPC "ListModels"'),
         ("common.proto", r"uint32 rank = 3", "uint32 rank = 13", 'field "3"'),
         ("generation.proto", r"string adapter = 12", "bytes adapter = 12", 'changed type from "string" to "bytes"'),
         ("admin.proto", r"  reserved 1 to 4;\n", "", "reserved range"),
         ("common.proto", r"  MODEL_STATE_DRAINING = 3;\n", "", 'enum value "3"'),
-    ],
-)
-def test_a_planted_break_is_refused(tmp_path: Path, file: str, pattern: str, replacement: str, complaint: str) -> None:
+    ]
     shutil.copytree(PROTOS, tmp_path / "protos", ignore=shutil.ignore_patterns("release", "__pycache__"))
-    path = tmp_path / "protos" / "penstock" / "v1" / file
-    text, count = re.subn(pattern, replacement, path.read_text())
-    assert count == 1
-    path.write_text(text)
+    for file, pattern, replacement, _ in planted:
+        path = tmp_path / "protos" / "penstock" / "v1" / file
+        text, count = re.subn(pattern, replacement, path.read_text())
+        assert count == 1
+        path.write_text(text)
     done = breaking(tmp_path / "protos")
     assert done.returncode == 100
-    assert complaint in done.stdout
+    assert [complaint for *_, complaint in planted if complaint not in done.stdout] == []
 
 
 def test_additions_are_no_break(tmp_path: Path) -> None:

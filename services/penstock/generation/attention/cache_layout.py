@@ -57,12 +57,6 @@ class CacheLayout:
         )
 
 
-def plain_layout(num_layers: int) -> CacheLayout:
-    """Return the layout of layers that all read everything, or are kept as if they did."""
-    layers = range(num_layers)
-    return CacheLayout((CacheGroup(),), num_layers, tuple((0, layer) for layer in layers), (tuple(layers),))
-
-
 def layout_of(sights: Sequence[LayerSight]) -> CacheLayout:
     """Return the layout of a model with layers that read `sights`; layers of the same sight are a group."""
     kinds = sorted(set(sights), key=lambda sight: (sight != LayerSight(), -(sight.window + sight.chunk), sight.chunk))
