@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from factories.engine.step_gate import held_after
 from factories.models.adapters import LAYER_TARGETS, lora_folder, merged_checkpoint
 from factories.models.checkpoints import tiny_checkpoint
 from factories.servers.generation import Client, generation_service, request
@@ -91,15 +92,16 @@ async def test_one_that_left_memory_is_read_again(model: Path, folders: dict[str
 
 async def test_requests_that_use_all_places_keep_them(model: Path, folders: dict[str, Path]) -> None:
     async with service(model, folders, max_adapters=1) as client:
-        long = asyncio.create_task(client.generate(request(adapter="one", config={"max_new_tokens": 400})))
-        await client.until(lambda load: load.running_requests == 1)
-        refused = await client.generate(request(adapter="two"))
+        with held_after(1):
+            long = asyncio.create_task(client.generate(request(adapter="one", config={"max_new_tokens": 40})))
+            await client.until(lambda load: load.running_requests == 1)
+            refused = await client.generate(request(adapter="two"))
         assert refused.error is not None
         assert refused.error.reason == "ADAPTER_SLOTS_FULL"
         assert refused.error.retry_after_seconds
         outcome = await long
         assert outcome.error is None
-        assert len(outcome.ids()) == 400
+        assert len(outcome.ids()) == 40
         await client.until_idle()
         assert (await client.generate(request(adapter="two"))).error is None
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from factories.engine.step_gate import StepGate, held_after
-from factories.servers.generation import Client, generation_service, request, text_checkpoint
+from factories.servers.generation import Client, generation_service, request
 from penstock.common.errors import StartupError, from_rpc_error
 from penstock.generation.config import GenerationServiceConfig
 from penstock.v1 import admin_pb2
@@ -23,12 +23,6 @@ BLOCK_SIZE = 16
 # Of 7 blocks at its end; the pool holds two of them.
 PROMPT_TOKENS, NEW_TOKENS, BLOCKS = 40, 60, 14
 COUNT = 8
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = text_checkpoint(tmp_path_factory.mktemp("model"))
-    return folder
 
 
 def block_bytes(folder: Path) -> int:

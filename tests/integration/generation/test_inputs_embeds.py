@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 from factories.engine.step_gate import held_after
 from factories.models.checkpoints import reference_model
-from factories.servers.generation import Client, generation_service, request, text_checkpoint, token_ids
+from factories.servers.generation import Client, generation_service, request, token_ids
 from factories.servers.sessions import Session
 from google.rpc import status_pb2
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted, from_status
@@ -22,11 +22,6 @@ from penstock_client._tensors import set_rows
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HIDDEN = 48
 ROWS = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(5)) * 0.2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

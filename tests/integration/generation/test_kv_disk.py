@@ -21,12 +21,6 @@ BLOCK_SIZE, PROMPT_TOKENS = 16, 100
 HIT_TOKENS = 96
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = text_checkpoint(tmp_path_factory.mktemp("model"))
-    return made
-
-
 def settings(file: Path, **changes: Any) -> dict[str, Any]:
     return {"kv_disk": str(file), "kv_memory": "4MiB", "max_context": 256, "dtype": "float32", **changes}
 

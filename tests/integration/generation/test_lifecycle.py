@@ -39,12 +39,6 @@ MANY_STEPS = 4000
 LONG = {"max_new_tokens": MANY_STEPS}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = text_checkpoint(tmp_path_factory.mktemp("model"))
-    return folder
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(folder: Path) -> AsyncIterator[Client]:
     async with generation_service(folder) as running:
@@ -185,7 +179,7 @@ async def test_a_reader_that_is_too_far_behind_is_cut_off(folder: Path) -> None:
 
 async def test_drain_refuses_new_work_finishes_the_old_and_resume_undoes_it(client: Client) -> None:
     with held_after(1):
-        live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 300})))
+        live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 40})))
         await client.until(lambda load: load.running_requests == 1)
         drain = client.admin.Drain(admin_pb2.DrainRequest())
         await client.until(lambda load: load.draining)
@@ -265,9 +259,9 @@ async def test_after_a_reload_the_draft_models_files_are_watched_as_before(
 
 
 async def test_a_reload_waits_for_live_requests_or_aborts_them(client: Client) -> None:
-    expected = (await client.generate(request(config={"max_new_tokens": 300}))).ids()
+    expected = (await client.generate(request(config={"max_new_tokens": 40}))).ids()
     with held_after(1):
-        live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 300})))
+        live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 40})))
         await client.until(lambda load: load.running_requests == 1)
         reload = asyncio.ensure_future(client.admin.Reload(admin_pb2.ReloadRequest()))
         await client.until(lambda load: load.draining)
@@ -281,7 +275,7 @@ async def test_a_reload_waits_for_live_requests_or_aborts_them(client: Client) -
     call = await started(client)
     assert (await client.admin.Reload(admin_pb2.ReloadRequest(grace_seconds=0))).aborted_requests == 1
     assert (await rest(call))[-1].finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_ABORTED
-    assert (await client.generate(request(config={"max_new_tokens": 300}))).ids() == expected
+    assert (await client.generate(request(config={"max_new_tokens": 40}))).ids() == expected
     await client.until_idle()
 
 
@@ -346,11 +340,11 @@ async def test_stopping_the_process_lets_streams_finish_and_ends_idle_sessions(f
         watch = client.admin.WatchLoad(admin_pb2.WatchLoadRequest())
         assert (await watch.read()).load.state == common_pb2.MODEL_STATE_READY
         with held_after(1):
-            live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 300})))
+            live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 40})))
             await client.until(lambda load: load.running_requests == 1)
             stop = asyncio.create_task(client.running.stop())
             await asyncio.sleep(0)
-        assert (await live).finished.usage.completion_tokens == 300
+        assert (await live).finished.usage.completion_tokens == 40
         assert await session.call.code() is grpc.StatusCode.OK
         await rest(watch)
         assert await watch.code() is grpc.StatusCode.OK

@@ -545,7 +545,7 @@ async def test_a_load_that_breaks_leaves_the_process_as_it_was(
 async def test_unloading_waits_for_requests_or_refuses(empty: Client, folder: Path) -> None:
     await load(empty, sent(folder))
     with held_after(1):
-        live = asyncio.create_task(empty.generate(request(config={"max_new_tokens": 300})))
+        live = asyncio.create_task(empty.generate(request(config={"max_new_tokens": 40})))
         await empty.until(lambda load: load.running_requests == 1)
         with pytest.raises(FailedPrecondition) as busy:
             await unload(empty)

@@ -18,7 +18,6 @@ from factories.servers.generation import (
     Client,
     generation_service,
     request,
-    text_checkpoint,
 )
 from factories.servers.stack import penstock
 from penstock.common.errors import InvalidArgument, from_rpc_error
@@ -38,12 +37,6 @@ from tools.replay import first_difference
 CANARY = 3917
 # The id as a number of its own: its digits may be in a time.
 TOLD = re.compile(rf"(?<![\d.]){CANARY}(?![\d.])")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = text_checkpoint(tmp_path_factory.mktemp("model"))
-    return folder
 
 
 async def state_of(client: Client, **fields: Any) -> admin_pb2.EngineState:

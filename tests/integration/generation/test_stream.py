@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 from factories.models.checkpoints import reference_model
-from factories.servers.generation import Client, Outcome, generation_service, request, text_checkpoint, token_ids
+from factories.servers.generation import Client, Outcome, generation_service, request, token_ids
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.v1 import common_pb2
@@ -18,12 +18,6 @@ from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SAMPLED = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = text_checkpoint(tmp_path_factory.mktemp("model"))
-    return folder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from factories.models.checkpoints import tiny_checkpoint
-from factories.servers.generation import Client, generation_service, request, text_checkpoint
+from factories.servers.generation import Client, generation_service, request
 from penstock.common.errors import from_rpc_error
 from penstock.engines import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from penstock.engines.vllm_engine_pb2 import SamplingParams
@@ -21,11 +21,6 @@ from penstock.v1 import model_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = list(range(5, 25))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
