@@ -413,7 +413,7 @@ def _start(
             return False, error.message, ["save it again with transformers' save_pretrained()"]
     # Imports torch.
     from penstock.generation.models.registry import read_model_config
-    from penstock.generation.startup.vocabulary import read_token_bytes
+    from penstock.generation.startup.vocabulary import read_token_tables
 
     try:
         config = read_model_config(folder)
@@ -422,7 +422,7 @@ def _start(
     try:
         # The tokenizer's files of a hub's model are not fetched.
         if (folder / "tokenizer.json").is_file():
-            read_token_bytes(folder, config)
+            read_token_tables(folder, config)
     except StartupError as error:
         return False, error.message, ["this model's own tokenizer files, beside its weights"]
     memory = facts["memory"]

@@ -86,6 +86,32 @@ class TokenBytes:
         config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
         return _build(document, config, vocab_size)
 
+    @classmethod
+    def from_parts(cls, facts: Mapping[str, Any], offsets: array[int], buffer: bytes) -> TokenBytes:
+        """Make a table of the `parts` of another. Raises LookupError, TypeError or ValueError for facts of none."""
+        table = cls(
+            {},
+            special=facts["special"],
+            byte_tokens=facts["byte_tokens"],
+            leading=Leading(facts["leading"]),
+            first={int(token_id): bytes.fromhex(data) for token_id, data in facts["first"].items()},
+            beyond=facts["beyond"],
+        )
+        table._buffer, table._offsets = buffer, offsets
+        return table
+
+    def parts(self) -> tuple[dict[str, Any], array[int], bytes]:
+        """Return all that the table is, for a file: facts for JSON, each token's begin and the last one's end in the
+        buffer, in 32 bits, and the buffer."""
+        facts = {
+            "special": sorted(self._special),
+            "byte_tokens": sorted(self.byte_tokens),
+            "leading": self.leading.value,
+            "first": {str(token_id): data.hex() for token_id, data in self._first.items()},
+            "beyond": list(self.beyond),
+        }
+        return facts, self._offsets, self._buffer
+
     def __len__(self) -> int:
         """Return one more than the largest id."""
         return len(self._offsets) - 1
@@ -345,11 +371,15 @@ class TokenPrefixes:
     It is immutable. Making it takes a fraction of a second for a large vocabulary.
     """
 
-    def __init__(self, table: TokenBytes) -> None:
-        """Make it from whole texts only: no special tokens, and none that begin or end inside a character."""
+    def __init__(self, table: TokenBytes, ids: array[int] | None = None) -> None:
+        """Make it from whole texts only: no special tokens, and none that begin or end inside a character. `ids`: those
+        of another one of this table."""
         self._bytes_of = table.bytes_of
-        whole = array("I", (token_id for token_id, data in table.texts() if _is_text(data)))
-        self._ids = _sorted(np.frombuffer(whole, dtype=np.uint32), table)
+        if ids is None:
+            whole = array("I", (token_id for token_id, data in table.texts() if _is_text(data)))
+            ids = _sorted(np.frombuffer(whole, dtype=np.uint32), table)
+        # Sorted by their bytes, in 32 bits.
+        self.ids = ids
 
     def extensions(self, token_id: int) -> frozenset[int]:
         """Return ids with a text that begins with that of `token_id`, itself included; none if it is not whole text."""
@@ -358,8 +388,8 @@ class TokenPrefixes:
             return frozenset()
         # The end of the range: no byte of UTF-8 is 0xff.
         end = beginning[:-1] + bytes([beginning[-1] + 1])
-        first = bisect_left(self._ids, beginning, key=self._bytes_of)
-        return frozenset(self._ids[first : bisect_left(self._ids, end, lo=first, key=self._bytes_of)])
+        first = bisect_left(self.ids, beginning, key=self._bytes_of)
+        return frozenset(self.ids[first : bisect_left(self.ids, end, lo=first, key=self._bytes_of)])
 
     def added_text(self, token_id: int, extension: int) -> str:
         """Return the rest of the text of `extension`, an extension of `token_id`, after the text of `token_id`."""

@@ -30,7 +30,7 @@ from penstock.generation.core.model_config import ModelRoute
 from penstock.generation.grammar.grammar_tokenizer import GrammarTokenizer
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.startup.draft_model import _token_ids
-from penstock.generation.startup.vocabulary import read_token_bytes
+from penstock.generation.startup.vocabulary import read_token_tables
 from penstock.generation.weights.files import INDEX_FILE, PACKED_FILE
 from penstock.tokenizer.bundle import TokenizerBundle, checked
 from penstock.tokenizer.load_bundle import check_folder
@@ -67,8 +67,8 @@ def test_tokenizer_json(tmp_path: Path) -> None:
 
     def use() -> None:
         check_folder(tmp_path)
-        if (table := read_token_bytes(tmp_path, model)) is not None:
-            table.bytes_of(0)
+        if (found := read_token_tables(tmp_path, model)) is not None:
+            found.token_bytes.bytes_of(0)
 
     read_all(tmp_path / "tokenizer.json", small_tokenizer(), use, 400, parts=3)
 
@@ -90,7 +90,7 @@ def test_tokenizer_config_json(tmp_path: Path) -> None:
 
     def use() -> None:
         check_folder(tmp_path)
-        read_token_bytes(tmp_path, model)
+        read_token_tables(tmp_path, model)
 
     read_all(tmp_path / "tokenizer_config.json", values, use, 100, parts=3)
 

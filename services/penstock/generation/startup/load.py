@@ -20,7 +20,6 @@ from penstock.generation.startup.preload import Begun, begin_ranks
 from penstock.generation.startup.read_files import ModelFiles, read_files
 from penstock.generation.startup.start import Start
 from penstock.generation.startup.tune_engine import EngineParts, tune_engine
-from penstock.text.token_bytes import TokenPrefixes
 
 _log = get_logger("penstock.generation")
 
@@ -50,7 +49,7 @@ def load(
         files = read_files(start)
         start.timer.end("tokenizer")
         # Runs beside the loading of weights, which needs the interpreter for moments only.
-        making = None if files.token_bytes is None else beside.submit(TokenPrefixes, files.token_bytes)
+        making = None if files.token_tables is None else beside.submit(files.token_tables.prefixes)
         weights = load_weights(start, files, begun)
         if_failed.callback(weights.close)
         # No other work may run while steps are measured.

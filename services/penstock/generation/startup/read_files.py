@@ -16,7 +16,8 @@ from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.options.request_options import ModelDefaults
 from penstock.generation.startup.plugin_registry import PluginRegistry, load_plugins
 from penstock.generation.startup.start import Start
-from penstock.generation.startup.vocabulary import read_token_bytes
+from penstock.generation.startup.vocabulary import read_token_tables
+from penstock.generation.startup.vocabulary_cache import TokenTables, VocabularyCache
 from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger("penstock.generation")
@@ -33,9 +34,15 @@ class ModelFiles:
     context: int
     # Folder of its tokenizer.json; None: it is not to be read.
     tokenizer_folder: Path | None
-    token_bytes: TokenBytes | None
+    # None: there is no tokenizer, or none that can be split by token.
+    token_tables: TokenTables | None
     defaults: ModelDefaults
     plugins: PluginRegistry
+
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """Bytes of the tokenizer's tokens."""
+        return None if self.token_tables is None else self.token_tables.token_bytes
 
     def tokenizer_fingerprint(self) -> str:
         """Return the fingerprint of the tokenizer.json as it is now; empty where none is read."""
@@ -50,11 +57,11 @@ def read_files(start: Start) -> ModelFiles:
     model = read_model_config(folder, config.route)
     context = _context(config.max_context, model)
     tokenizer_folder = _tokenizer_folder(start, folder)
-    token_bytes = None if tokenizer_folder is None else read_token_bytes(tokenizer_folder, model)
-    defaults = _defaults(folder, model, has_token_bytes=token_bytes is not None)
+    token_tables = None if tokenizer_folder is None else read_token_tables(tokenizer_folder, model, VocabularyCache())
+    defaults = _defaults(folder, model, has_token_bytes=token_tables is not None)
     # Frees tokenizer.json as objects, many times as large as the table.
     trim_heap()
-    return ModelFiles(folder, model, context, tokenizer_folder, token_bytes, defaults, plugins)
+    return ModelFiles(folder, model, context, tokenizer_folder, token_tables, defaults, plugins)
 
 
 def _context(wanted: int | None, model: ModelConfig) -> int:
