@@ -111,7 +111,10 @@ class GgufCheckpoint:
 
     def _taken_whole(self, tensor: str) -> Tensor:
         pieces = list(self._pieces(tensor))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if len(pieces) > 1:
+            return torch.cat(pieces)
+        # Numbers that are stored as they are come as a view of the file.
+        return pieces[0].clone() if self._names[tensor].type.name in STORED_DTYPES else pieces[0]
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
         """See TensorSource."""
@@ -209,7 +212,9 @@ class GgufCheckpoint:
         offset = self._norm_offset(tensor)
         for rows in self._stored(tensor, multiple, part):
             if numbers is None:
-                piece = rows.view(STORED_DTYPES[stored.type.name])
+                dtype = STORED_DTYPES[stored.type.name]
+                # A file may begin its tensors at any byte.
+                piece = (rows.clone() if rows.data_ptr() % dtype.itemsize else rows).view(dtype)
             else:
                 piece = numbers(rows.view(-1, stored.type.num_bytes))
             if offset:
@@ -236,9 +241,9 @@ class GgufCheckpoint:
             )
 
     def _stored(self, tensor: str, multiple: int = 1, part: GgufTensor | None = None) -> Iterator[Tensor]:
-        """Yield the rows' bytes (rows, bytes) as uint8, some at a time, in the model's order. A vector is a row, or
-        rows of one number each where they have another order in the file. `part`: of the tensor's rows, which have no
-        order of their own."""
+        """Yield the rows' bytes (rows, bytes) as uint8, some at a time, in the model's order, as views of the file
+        where that is the file's order. A vector is a row, or rows of one number each where they have another order in
+        the file. `part`: of the tensor's rows, which have no order of their own."""
         stored = part or self._names[tensor]
         order = None if part is not None else self._order(tensor)
         is_matrix = len(stored.shape) > 1
@@ -252,8 +257,8 @@ class GgufCheckpoint:
         some = max(1, PIECE_BYTES // (4 * max(1, math.prod(stored.shape) // count)) // multiple) * multiple
         for first in range(0, count, some):
             last = min(first + some, count)
-            yield data[first:last].clone() if order is None else data[order[first:last]]
-        # Pages that were read are freed with the mapping.
+            yield data[first:last] if order is None else data[order[first:last]]
+        # Pages that were read are freed with the mapping, which the last piece holds.
         del data, memory
         self._mapped = None
         self._read(tensor)
