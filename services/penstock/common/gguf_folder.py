@@ -7,6 +7,7 @@ read it like any other folder.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ _log = get_logger("penstock.common")
 
 
 def gguf_folder(path: Path) -> Path:
-    """Return the folder of a file; make it if it does not exist.
+    """Return the folder of a file; make it if it does not exist. Another process that makes it is waited for.
 
     Raises StartupError naming MODEL for a broken file, an unsupported architecture or type, or a cache that cannot be
     written.
@@ -48,23 +50,43 @@ def gguf_folder(path: Path) -> Path:
     target = _place(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".gguf-", dir=target.parent))
+        with _only_process(target):
+            if (folder := made_folder(path)) is not None:
+                return folder
+            scratch = Path(tempfile.mkdtemp(prefix=".gguf-", dir=target.parent))
+            try:
+                _fill(scratch, path, config)
+                # Without locks, another process may have made it meanwhile.
+                with contextlib.suppress(OSError):
+                    os.replace(scratch, target)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise StartupError(
             f"MODEL {path}: {target.parent}, the place for its config.json, cannot be written ({error.strerror}): "
             "set XDG_CACHE_HOME to a folder that can",
             flag="MODEL",
         ) from error
-    try:
-        _write_tokenizer(path, scratch)
-        (scratch / "config.json").write_text(json.dumps(config, indent=2))
-        link_parts(path, scratch)
-        # Another process may have made it meanwhile.
-        with contextlib.suppress(OSError):
-            os.replace(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _fill(folder: Path, path: Path, config: dict[str, Any]) -> None:
+    """Write what a model folder has. Raises OSError."""
+    _write_tokenizer(path, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    link_parts(path, folder)
+
+
+@contextlib.contextmanager
+def _only_process(target: Path) -> Iterator[None]:
+    """Lock the place of a folder: a tokenizer service and a generation service that start together convert one
+    vocabulary once. The lock ends with its process; a cache that cannot be locked has none."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(target.with_name(f".{target.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def made_folder(path: Path) -> Path | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from factories.models.gguf_blocks import random_blocks
 from factories.models.native import use_native
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.quantised import write_gguf
+from penstock.common import gguf_folder
 from penstock.common.checkpoint import check_model, demo_folder, model_name, resolve_model
 from penstock.common.errors import DoesNotFit, StartupError
 from penstock.common.gguf_file import TYPES, GgufFile
@@ -465,3 +469,28 @@ def test_model_may_be_a_file(
     (home / "other.gguf").symlink_to(path)
     with pytest.raises(StartupError, match=r"several GGUF files \(other.gguf, tiny.gguf\)"):
         resolve_model(str(home))
+
+
+def test_starts_of_one_file_make_its_folder_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[dict[str, Entry], Path]
+) -> None:
+    """As a tokenizer and a generation service do that start together."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, FACTS, model[0])
+    flock, starts, conversions = fcntl.flock, threading.Semaphore(0), []
+
+    def counted(descriptor: int, operation: int) -> None:
+        starts.release()
+        flock(descriptor, operation)
+
+    def convert(_path: Path, folder: Path) -> None:
+        conversions.append(folder)
+        assert all(starts.acquire(timeout=60) for _ in range(2)), "the other start does not wait for this one"
+
+    monkeypatch.setattr(fcntl, "flock", counted)
+    monkeypatch.setattr(gguf_folder, "_write_tokenizer", convert)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(resolve_model, [str(path)] * 2)
+    assert first == second
+    assert len(conversions) == 1
