@@ -70,6 +70,11 @@ class Report:
         """Write the results as JSON to the file of `--json`, where there is one."""
         save(self.name, results, self.options.json)
 
+    def save_so_far(self, results: dict[str, Any]) -> None:
+        """Save the results of a run that goes on: standard output gets the last ones alone."""
+        if self.options.json != STDOUT:
+            self.save(results)
+
     def write(self, results: dict[str, Any]) -> None:
         """Print the results as JSON, and save them."""
         save(self.name, results, STDOUT)

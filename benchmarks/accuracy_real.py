@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ def show_nothing(_done: int, _total: int) -> None:
     """Drop the progress: a row is printed for each format."""
 
 
-def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
-    """Return a row for each model and format, printed as they come."""
+def measure(
+    options: argparse.Namespace, table: Table, save: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """Return a row for each model and format, printed as they come; `save` gets those so far."""
     device = CPUDevice()
     device.start(num_threads=options.threads, kernels=options.kernels)
     result = []
@@ -106,6 +109,8 @@ def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
             del reader
             cells = (f"{difference.mean:.4f}", f"{difference.agreement:.2%}", f"{difference.perplexity_ratio:.4f}")
             table.row(name, label, *cells, f"{difference.kl:.5f}", f"{facts['bits_per_weight']:.2f}")
+            # Each takes minutes: a run that is stopped leaves what it has.
+            save(result)
     return result
 
 
@@ -149,7 +154,8 @@ def main(options: argparse.Namespace, report: Report) -> None:
     be_quiet(options.threads)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         refuse("--plot needs matplotlib")
-    rows = measure(options, report.table(COLUMNS))
+    table = report.table(COLUMNS)
+    rows = measure(options, table, lambda rows: report.save_so_far({**report.settings, "rows": rows}))
+    report.save({**report.settings, "rows": rows})
     if options.plot is not None:
         plot(rows, options.plot)
-    report.save({**report.settings, "rows": rows})

@@ -114,6 +114,11 @@ HEADLINES = (
     Headline("W6 tok/s", "W6", "output_tok_s", "total", _speed),
 )
 
+# Of all threads of an engine, those that spin while they wait, too.
+PROCESSOR_TIMES = tuple(
+    Headline(f"{name} processor s", name, "processor_s", "total", _speed, smaller_is_better=True) for name in WORKLOADS
+)
+
 
 def medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
     """The median of every figure over rounds."""

@@ -159,4 +159,5 @@ def main(options: argparse.Namespace, report: Report) -> None:
             rows.append(beside.row(name, kind))
             table.row(*cells(rows[-1]))
             # Each takes minutes: a run that is stopped leaves what it has.
-            report.save({**report.settings, "rows": rows})
+            report.save_so_far({**report.settings, "rows": rows})
+    report.save({**report.settings, "rows": rows})

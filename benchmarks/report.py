@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks._arguments import refuse
 from benchmarks._report import Report
-from benchmarks.cells import HEADLINES, Headline
+from benchmarks.cells import HEADLINES, PROCESSOR_TIMES, Headline
 from benchmarks.engines import engine_of
 
 OURS = ("penstock", "penstock-grpc")
@@ -38,10 +38,10 @@ def engines_of(result: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(row["engine"] for row in result["rows"]))
 
 
-def columns_of(result: dict[str, Any]) -> list[Headline]:
-    """The headline figures of the workloads that were run."""
-    measured = {row["workload"] for row in result["rows"]}
-    return [one for one in HEADLINES if one.workload in measured]
+def columns_of(result: dict[str, Any], known: tuple[Headline, ...] = HEADLINES) -> list[Headline]:
+    """The `known` figures that were measured."""
+    measured = {(row["workload"], figure) for row in result["rows"] for figure in row["median"]}
+    return [one for one in known if (one.workload, one.figure) in measured]
 
 
 def is_ours(label: str) -> bool:
@@ -99,7 +99,8 @@ def markdown(result: dict[str, Any]) -> str:
     parts = [_about(result)]
     if result["rows"]:
         parts += [_speeds(result)]
-        parts += [_at_like_error(result)]
+        parts += [_at_like_error(result, columns_of(result))]
+        parts += _processor_times(result)
     if any("roofline_share" in row for row in result["rows"]):
         parts += ["Share of the machine's limit (ideal time over measured):", _shares(result)]
     if result["rows"]:
@@ -188,8 +189,8 @@ def bits_of(result: dict[str, Any], engine: str) -> float | None:
     return 8.0 * size / parameters if size and parameters else None
 
 
-def _at_like_error(result: dict[str, Any]) -> str:
-    rows, columns = rows_of(result), columns_of(result)
+def _at_like_error(result: dict[str, Any], columns: list[Headline]) -> str:
+    rows = rows_of(result)
 
     def cell(peer: str, column: Headline) -> str:
         found = best_of_ours(result, rows, peer, column)
@@ -204,6 +205,21 @@ def _at_like_error(result: dict[str, Any]) -> str:
         return ""
     title = f"Penstock's fastest format with an error of at most {LIKE} times the other's, over the other:"
     return title + "\n\n" + _table(["", *(column.title for column in columns)], lines)
+
+
+def _processor_times(result: dict[str, Any]) -> list[str]:
+    """Return the parts about processor time, which compare on a busy machine, too. Older files have none of it."""
+    rows, columns = rows_of(result), columns_of(result, PROCESSOR_TIMES)
+    if not columns:
+        return []
+
+    def cell(engine: str, column: Headline) -> str:
+        row = rows.get((column.workload, engine))
+        return column.show(row["median"][column.figure]) if row else "–"
+
+    lines = [[engine, *(cell(engine, column) for column in columns)] for engine in engines_of(result)]
+    title = "Processor time of all threads of a workload, those that spin while they wait, too:"
+    return [title, _table(["", *(column.title for column in columns)], lines), _at_like_error(result, columns)]
 
 
 def _shares(result: dict[str, Any]) -> str:

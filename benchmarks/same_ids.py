@@ -1,6 +1,7 @@
 """Ids of real models in every number format: the same alone, in a crowd, in chunks, after preemptions and prefix hits.
 
     python -m benchmarks same_ids [--models smollm2-135m gemma3-270m] [--formats bf16 int8 …] [--requests 100]
+    python -m benchmarks same_ids --json FILE    # stopped and started again, it goes on behind the last whole cell
 
 Requests have prompts of 8 to 64 tokens of data/prose.txt, every third the beginning of another one's; half are greedy,
 half are sampled. Each is answered alone: its prompt in one step, in a pool with room. Then all are answered together,
@@ -12,8 +13,10 @@ how many differ, how many preemptions and steps with rows of prompts there were,
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +34,8 @@ from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
 
-from benchmarks._arguments import at_least, be_quiet
-from benchmarks._report import Report, Table
+from benchmarks._arguments import at_least, be_quiet, refuse
+from benchmarks._report import STDOUT, Report, Table, environment
 from benchmarks.accuracy_real import PROSE
 from benchmarks.checkpoints import CACHE
 from benchmarks.real_models import MODELS, bf16_folder
@@ -152,8 +155,26 @@ def compare(model: LanguageModel, format: NumberFormat, prompts: list[list[int]]
     return sum(one != other for one, other in zip(alone.ids, together.ids, strict=True)), together
 
 
-def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
-    """Return a row for each model and format, printed as they come."""
+def rows_of(path: Path | None, options: argparse.Namespace) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the rows of an earlier run with the same requests at the same commit, by model and format."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path is not None and path != STDOUT else {}
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        refuse(f"--json {path}: is there, and is not JSON")
+    about = {"requests": options.requests, "tokens": options.tokens}
+    is_same = found.get("benchmark") == "same_ids" and about.items() <= found.items()
+    if not is_same or found["environment"]["commit"] != environment()["commit"]:
+        return {}
+    return {(row["model"], row["format"]): row for row in found["rows"]}
+
+
+def measure(
+    options: argparse.Namespace, table: Table, save: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """Return a row for each model and format, printed as they come; `save` gets those so far."""
+    known = rows_of(options.json, options)
     device = CPUDevice()
     device.start(num_threads=options.threads)
     rows = []
@@ -161,6 +182,10 @@ def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
         folder = bf16_folder(name, options.cache)
         asked = prompts(folder, options.requests)
         for label in options.formats:
+            if (name, label) in known:
+                rows.append(known[name, label])
+                table.row(*rows[-1].values())
+                continue
             format = FORMATS[label]
             began = time.monotonic()
             model = load_model(folder, dtype=format.dtype, quantization=format.quantization, device=device)
@@ -169,6 +194,8 @@ def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
             figures = (len(asked), different, crowd.preemptions, crowd.prompt_steps, crowd.prefix_hit_tokens, seconds)
             table.row(name, label, *figures)
             rows.append({"model": name, "format": label, **dict(zip(COLUMNS[2:], figures, strict=True))})
+            # Each takes minutes: a run that is stopped leaves what it has.
+            save(rows)
             del model
     return rows
 
@@ -186,6 +213,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, report: Report) -> int:
     """Compare, and report it. Return 1 when an id differs."""
     be_quiet(options.threads)
-    rows = measure(options, report.table(COLUMNS))
+    table = report.table(COLUMNS)
+    rows = measure(options, table, lambda rows: report.save_so_far({**report.settings, "rows": rows}))
     report.save({**report.settings, "rows": rows})
     return int(any(row["different"] for row in rows))

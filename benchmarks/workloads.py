@@ -172,7 +172,8 @@ class Bench:
             except EngineFailed as error:
                 self._failed(f"{name}", error)
                 continue
-            found = {**figures(workload, answer["times"]), "peak_rss_bytes": float(answer["peak_rss_bytes"])}
+            own = {name: float(answer[name]) for name in ("peak_rss_bytes", "processor_s")}
+            found = {**figures(workload, answer["times"]), **own}
             shown = f"{found['output_tok_s']:.1f} tok/s, first {found['ttft_s'] * 1e3:.0f} ms"
             say(f"{'warm-up' if number < 0 else f'round {number + 1}'} {workload.name} {name}: {shown}")
             if number >= 0:

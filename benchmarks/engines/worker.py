@@ -24,6 +24,8 @@ from benchmarks._processes import end_with_parent, stop_on_sigterm
 from benchmarks.engines.base import Adapter, Settings
 
 CHUNK = 1 << 23
+# Of a processor's time, in a second.
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Worker:
@@ -59,12 +61,15 @@ class Worker:
         if self._adapter is None:
             raise RuntimeError("run before load")
         _reset_peaks(self._adapter.processes())
+        used = _processor_seconds(self._adapter.processes())
         times = self._adapter.run(prompts, outputs)
+        used = max(_processor_seconds(self._adapter.processes()) - used, 1 / TICKS)
         got = [len(one) for one in times]
         if got != outputs:
             wrong = next(index for index, (a, b) in enumerate(zip(got, outputs, strict=True)) if a != b)
             raise RuntimeError(f"request {wrong} got {got[wrong]} tokens instead of {outputs[wrong]}")
-        return {"times": times, "peak_rss_bytes": _status(self._adapter.processes(), "VmHWM")}
+        peak = _status(self._adapter.processes(), "VmHWM")
+        return {"times": times, "peak_rss_bytes": peak, "processor_s": used}
 
     def score(self, documents: list[list[int]]) -> dict[str, Any]:
         """Return the engine's readings of a text. Raises RuntimeError where their number is wrong."""
@@ -111,6 +116,16 @@ def _status(pids: list[int], field: str) -> int:
             if line.startswith(field + ":"):
                 total += int(line.split()[1]) * 1024
     return total
+
+
+def _processor_seconds(pids: list[int]) -> float:
+    """Processor time of all threads, summed over processes."""
+    ticks = 0
+    for pid in pids:
+        # proc(5): utime and stime are fields 14 and 15; the second, in brackets, may have spaces.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / TICKS
 
 
 def main() -> None:

@@ -228,6 +228,18 @@ def test_an_engine_is_compared_with_the_fastest_format_of_like_error() -> None:
     assert "/ best other" not in text
 
 
+def test_processor_time_is_compared_at_like_error() -> None:
+    found = with_errors({"penstock:int8": 0.1, "llamacpp:q8_0": 0.1}, [])
+    for name, seconds in (("penstock:int8", 2.0), ("llamacpp:q8_0", 3.0)):
+        one = row("W2", name, 9.0)
+        one["rounds"][0]["processor_s"] = seconds
+        found["rows"].append(one | {"median": medians(one["rounds"])})
+    shown = markdown(found).split("Processor time")[1]
+    assert "| penstock:int8 | 2.0 |" in shown
+    assert "| llamacpp:q8_0 | 1.50 (int8) |" in shown
+    assert "Processor time" not in markdown(with_errors({"penstock:int8": 0.1}, [row("W2", "penstock:int8", 9.0)]))
+
+
 def test_speeds_and_bits_are_drawn_over_the_errors(tmp_path: Path) -> None:
     found = with_errors(
         {"penstock:int8": 0.1, "vllm": 0.2}, [row("W2", name, 9.0) for name in ("penstock:int8", "vllm")]
